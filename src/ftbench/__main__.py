@@ -1,0 +1,5 @@
+"""`python -m ftbench` is `ftbench`."""
+
+from ftbench.cli import main
+
+main()

@@ -1,0 +1,73 @@
+"""Training FLOPs from what was trained.
+
+Convention: a multiply-add is 2 FLOPs; attention is causal (half of the square); recomputation counts in HFU only;
+the output head counts and the input embedding does not; a mixture of experts counts the experts a token visits.
+Sources: Kaplan et al. 2020 (6 N for full training), PaLM (Chowdhery et al. 2022) appendix B (MFU and the attention
+term); for LoRA the frozen weights need no weight gradient, which leaves 4 N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulShape:
+    """What a token passes through, counted on the live model.
+
+    base: parameters of matrix products of the base model that one token uses, output head included.
+    head: of these, the output head's (never recomputed by gradient checkpointing).
+    base_trained: of `base`, those that are trained themselves.
+    adapters: parameters of adapter matrices that one token uses.
+    attention_width: heads x head_dim of each layer, in order.
+    windows: sliding window of each layer in tokens, None for full attention.
+    """
+
+    base: int
+    head: int
+    base_trained: int
+    adapters: int
+    attention_width: tuple[int, ...]
+    windows: tuple[int | None, ...]
+
+
+def linear_per_token(shape: MatmulShape) -> int:
+    """FLOPs a token needs in matrix products with weights: forward 2 N, gradient of the input 2 N, gradient of the
+    weights 2 N for those that are trained; adapters are trained, so 6 of each."""
+    return 4 * shape.base + 2 * shape.base_trained + 6 * shape.adapters
+
+
+def linear_recompute_per_token(shape: MatmulShape) -> int:
+    """What full gradient checkpointing adds: one more forward pass of the layers, without the output head."""
+    return 2 * (shape.base - shape.head) + 2 * shape.adapters
+
+
+def attention_per_token(shape: MatmulShape, length: float, passes: int = 3) -> float:
+    """FLOPs a token needs in attention products in a causal sequence of `length` tokens.
+
+    Scores and values each take 2 * width * context FLOPs forward and twice that backward (`passes` = 3; 1 for a
+    forward alone); the mean context of a causal sequence is length / 2, or less under a sliding window.
+    """
+    return sum(
+        passes * 4 * width * _mean_context(length, window)
+        for width, window in zip(shape.attention_width, shape.windows, strict=True)
+    )
+
+
+def _mean_context(length: float, window: int | None) -> float:
+    if window is None or length <= window:
+        return length / 2
+    return window - window * window / (2 * length)
+
+
+def model_flops(shape: MatmulShape, tokens: float, length: float) -> float:
+    """FLOPs the model's mathematics needs for `tokens` tokens in sequences of `length` (the token-weighted mean)."""
+    return tokens * (linear_per_token(shape) + attention_per_token(shape, length))
+
+
+def hardware_flops(shape: MatmulShape, positions: float, length: float, recompute: bool) -> float:
+    """FLOPs really computed for `positions` positions, padding included, and the recomputed forward pass if any."""
+    per_token = linear_per_token(shape) + attention_per_token(shape, length)
+    if recompute:
+        per_token += linear_recompute_per_token(shape) + attention_per_token(shape, length, passes=1)
+    return positions * per_token

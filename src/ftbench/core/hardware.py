@@ -1,0 +1,63 @@
+"""The GPU table (facts/gpus.yaml): dense peaks, memory, bandwidth, watts. An unknown GPU is None, never a default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One row of the table. Peaks in dense TFLOP/s (no 2:4 sparsity), memory in GB (10**9 bytes), bandwidth in GB/s,
+    board power in W; None where no source is known."""
+
+    name: str
+    match: tuple[str, ...]
+    arch: str
+    compute_capability: tuple[int, int] | None
+    bf16: float | None
+    fp8: float | None
+    memory_gb: float
+    bandwidth: float
+    watts: float
+
+    def peak_tflops(self, precision: str) -> float | None:
+        """Dense tensor peak for `bf16`, `fp16` (the same units and rate on these GPUs) or `fp8`; None for others."""
+        return {"bf16": self.bf16, "fp16": self.bf16, "fp8": self.fp8}.get(precision)
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """All rows, in the order in which names are tried: most specific first."""
+    rows = yaml.safe_load((files("ftbench.facts") / "gpus.yaml").read_text("utf-8"))
+    return tuple(_gpu(row) for row in rows)
+
+
+def _gpu(row: dict[str, Any]) -> Gpu:
+    capability = row.get("cc")
+    major, _, minor = str(capability).partition(".")
+    return Gpu(
+        name=row["name"],
+        match=tuple(row["match"]),
+        arch=row["arch"],
+        compute_capability=(int(major), int(minor)) if capability else None,
+        bf16=row["bf16"],
+        fp8=row["fp8"],
+        memory_gb=row["memory_gb"],
+        bandwidth=row["bandwidth"],
+        watts=row["watts"],
+    )
+
+
+def find_gpu(driver_name: str) -> Gpu | None:
+    """The table's row for a name as the driver reports it ("NVIDIA H200"), or None."""
+    return next((gpu for gpu in gpus() if any(part in driver_name for part in gpu.match)), None)
+
+
+def supports_fp8(compute_capability: tuple[int, int]) -> bool:
+    """FP8 matrix products exist from Ada (8.9) on: NVIDIA CUDA programming guide, compute capabilities."""
+    return compute_capability >= (8, 9)

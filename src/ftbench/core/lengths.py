@@ -1,0 +1,64 @@
+"""Token lengths of a data set: statistics, padding efficiency of its batches, and what packing would bring."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from ftbench.core.stats import quantile
+
+HISTOGRAM_BINS = 20
+
+
+def describe(lengths: Sequence[int]) -> dict[str, Any]:
+    """`count, mean, weighted_mean, p50, p90, p99, max, histogram` of lengths in tokens.
+
+    `weighted_mean` is the mean length of the sequence a token stands in (sum of squares over sum): the length that
+    the attention term of the FLOP count needs. `histogram` is `{edges, counts}` with equally wide bins from 0 to max.
+    """
+    if not lengths:
+        raise ValueError("no lengths to describe")
+    total = sum(lengths)
+    return {
+        "count": len(lengths),
+        "total": total,
+        "mean": total / len(lengths),
+        "weighted_mean": sum(n * n for n in lengths) / total if total else 0.0,
+        "p50": quantile(lengths, 0.50),
+        "p90": quantile(lengths, 0.90),
+        "p99": quantile(lengths, 0.99),
+        "max": max(lengths),
+        "histogram": histogram(lengths),
+    }
+
+
+def histogram(lengths: Sequence[int], bins: int = HISTOGRAM_BINS) -> dict[str, list[int]]:
+    """Counts in `bins` bins of equal whole width from 0 to at least the maximum; bin i holds edges[i] <= n < edges[i+1]."""
+    width = max(1, -(-(max(lengths) + 1) // bins))
+    counts = [0] * bins
+    for n in lengths:
+        counts[n // width] += 1
+    return {"edges": [i * width for i in range(bins + 1)], "counts": counts}
+
+
+def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
+    """Real tokens over computed positions when consecutive samples form batches padded to their longest."""
+    computed = sum(
+        max(batch) * len(batch)
+        for start in range(0, len(lengths), batch_size)
+        if (batch := lengths[start : start + batch_size])
+    )
+    return sum(lengths) / computed
+
+
+def packing_efficiency(lengths: Sequence[int], max_length: int) -> float:
+    """Real tokens over computed positions if whole samples were packed into rows of `max_length`, longest first into
+    the row with the most room (worst-fit decreasing; a bound that a real packer reaches or beats)."""
+    rows: list[int] = []  # negative room left of each row: heapq is a min-heap
+    for n in sorted(lengths, reverse=True):
+        if rows and -rows[0] >= n:
+            heapq.heapreplace(rows, rows[0] + n)
+        else:
+            heapq.heappush(rows, -(max_length - n))
+    return sum(lengths) / (len(rows) * max_length)

@@ -1,0 +1,52 @@
+"""Out of memory, told from other failures by the words of those who raise it.
+
+Each pattern was taken from the raising project's source; other CUDA failures (an illegal memory access, a launch
+failure) are not out of memory, even when one came before.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+
+_UNITS = {"B": 1, "BYTES": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_PATTERNS: tuple[tuple[str, str], ...] = (
+    # torch.OutOfMemoryError of the caching allocator, CUDA and HIP
+    ("allocator", r"(?:CUDA|HIP|XPU|MPS backend) out of memory\.? .*?[Tt]ried to allocate (?P<size>[\d.]+ ?[KMGT]?i?B)"),
+    ("allocator", r"(?:CUDA|HIP|XPU|MPS backend) out of memory"),
+    ("driver", r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"),
+    ("cublas", r"CUBLAS_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED"),
+    ("cudnn", r"CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED"),
+    ("nccl", r"NCCL.*?(?:out of memory|[Ff]ailed to (?:CUDA|Cuda) (?:calloc|malloc)(?: async)? (?P<size>\d+(?: bytes)?))"),
+    ("host", r"can't allocate memory: you tried to allocate (?P<size>\d+ bytes)|not enough memory: you tried to allocate (?P<size2>\d+ bytes)"),  # noqa: E501
+    ("host", r"Unable to allocate (?P<size>[\d.]+ [KMGT]iB) for an array"),
+    ("bitsandbytes", r"Error out of memory at line \d+ in file .*?\.c(?:u|pp)"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Oom:
+    """`kind` says who ran out: allocator, driver, cublas, cudnn, nccl, bitsandbytes (device memory), host, or kernel
+    (the operating system's OOM killer). `bytes_requested` is None where the message does not say."""
+
+    kind: str
+    bytes_requested: int | None = None
+    phase: str | None = None
+    step: int | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def recognise(text: str) -> Oom | None:
+    """The out-of-memory failure a message tells of, or None if it tells of something else."""
+    for kind, pattern in _PATTERNS:
+        if found := re.search(pattern, text, re.DOTALL if kind == "allocator" else 0):
+            sizes = [value for name, value in found.groupdict().items() if name.startswith("size") and value]
+            return Oom(kind, _bytes(sizes[0]) if sizes else None)
+    return None
+
+
+def _bytes(text: str) -> int:
+    number, unit = re.fullmatch(r"([\d.]+) ?([A-Za-z]*)", text).groups()  # type: ignore[union-attr]
+    return round(float(number) * _UNITS[unit.upper() or "B"])

@@ -1,0 +1,126 @@
+"""The columns of steps.csv and the fields of summary.json, each with its unit and meaning.
+
+Schema 1. "gb" in a name is GiB (2**30 bytes), as in the founding study. Unknown is an empty field in the CSV and
+`null` in the JSON: never a zero, never a guess. Standard library only: a framework's own environment can import it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+SCHEMA = 1
+
+
+def _column(unit: str, meaning: str) -> Any:
+    return field(default=None, metadata={"unit": unit, "meaning": meaning})
+
+
+@dataclass(slots=True)
+class StepRow:
+    """One line of steps.csv: one optimizer step (`phase` train) or one evaluation (`phase` evaluate)."""
+
+    step: int | None = _column("", "optimizer step, from 1")
+    epoch: float | None = _column("", "epochs trained at the end of the step")
+    elapsed_time_sec: float | None = _column("s", "host clock at the end of the step, since training began")
+    progress_ratio: float | None = _column("", "step / planned steps")
+    memory_allocated_gb: float | None = _column("GiB", "tensors alive at the end of the step (CPU: resident set)")
+    memory_reserved_gb: float | None = _column("GiB", "the allocator's pool at the end of the step (CPU: resident set)")
+    peak_memory_gb: float | None = _column("GiB", "highest allocated within the step (CPU: highest resident set)")
+    rank: int | None = _column("", "process of a multi-GPU run")
+    phase: str | None = _column("", "train or evaluate")
+    step_time_s: float | None = _column("s", "device time from the end of the step before to the end of this one")
+    data_time_s: float | None = _column("s", "host time spent waiting for the batches of the step")
+    forward_backward_s: float | None = _column("s", "device time of all forward and backward passes of the step")
+    optimizer_s: float | None = _column("s", "device time of the optimizer's update")
+    real_tokens: int | None = _column("tokens", "non-padding tokens of the step")
+    padded_tokens: int | None = _column("tokens", "all positions computed, padding included")
+    label_tokens: int | None = _column("tokens", "positions that carry loss")
+    samples: int | None = _column("", "samples of the step")
+    longest_sequence: int | None = _column("tokens", "longest sequence of the step")
+    loss: float | None = _column("nats/token", "training loss of the step, or evaluation loss")
+    grad_norm: float | None = _column("", "gradient norm before clipping")
+    learning_rate: float | None = _column("", "learning rate used by the step")
+    peak_reserved_gb: float | None = _column("GiB", "largest allocator pool within the step")
+    device_memory_gb: float | None = _column("GiB", "what the driver says is used on the device, highest sample")
+    host_memory_gb: float | None = _column("GiB", "resident set of the process at the end of the step")
+    allocator_retries: int | None = _column("", "cache flushes the allocator needed within the step")
+    power_w: float | None = _column("W", "mean of the sampled board power within the step")
+    energy_j: float | None = _column("J", "the board's energy counter over the step, interpolated between samples")
+    sm_clock_mhz: float | None = _column("MHz", "mean of the sampled SM clock")
+    temperature_c: float | None = _column("°C", "highest sampled GPU temperature")
+    throttle: str | None = _column("", "throttle reasons seen, joined by |; `none` where the driver named none")
+    recompiles: int | None = _column("", "graphs torch.compile compiled within the step; empty without compile")
+
+
+COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(StepRow))
+_TYPES = {f.name: str(f.type) for f in fields(StepRow)}
+
+
+def header() -> str:
+    """The first line of steps.csv, with its newline."""
+    return ",".join(COLUMNS) + "\n"
+
+
+def to_csv(row: StepRow) -> str:
+    """One line of steps.csv, with its newline; floats keep nine significant digits."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerow([_text(getattr(row, name)) for name in COLUMNS])
+    return out.getvalue()
+
+
+def _text(value: Any) -> Any:
+    if value is None:
+        return ""
+    return format(value, ".9g") if isinstance(value, float) else value
+
+
+def parse(values: dict[str, str]) -> StepRow:
+    """The row of one CSV record. Unknown columns are ignored and missing ones stay empty, so that older and newer
+    files can be read; a value that is not of its column's type raises ValueError."""
+    return StepRow(**{name: _value(name, values[name]) for name in COLUMNS if values.get(name)})
+
+
+def _value(name: str, text: str) -> Any:
+    kind = _TYPES[name]
+    if kind.startswith("int"):
+        return int(text)
+    return float(text) if kind.startswith("float") else text
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """summary.json. Times in seconds, memory in GiB, energy in joules; every figure comes from the steady window of
+    steps.csv unless its name says otherwise. A run that did not end well keeps the figures it can still prove."""
+
+    name: str
+    run_id: str
+    state: str
+    reason: str | None
+    method: str
+    model: str
+    weights: str
+    gpu: str | None
+    batch_size: int
+    gradient_accumulation_steps: int
+    steps: dict[str, int]
+    first_step_s: float | None = None
+    time_to_steady_s: float | None = None
+    step_time_s: dict[str, Any] = field(default_factory=dict)
+    tokens_per_s: dict[str, float | None] = field(default_factory=dict)
+    samples_per_s: float | None = None
+    samples_per_hour: float | None = None
+    memory_gb: dict[str, Any] = field(default_factory=dict)
+    model_tflops: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    energy: dict[str, float | None] = field(default_factory=dict)
+    loss: dict[str, float | None] = field(default_factory=dict)
+    parameters: dict[str, int | None] = field(default_factory=dict)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    dataset: dict[str, Any] = field(default_factory=dict)
+    oom: dict[str, Any] | None = None
+    warnings: list[str] = field(default_factory=list)
+    schema: int = SCHEMA

@@ -1,0 +1,108 @@
+"""From step times to figures: warm-up detection, steady window, median with its confidence interval, spread.
+
+Everything takes plain sequences of seconds and returns plain numbers; too little data gives None, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+MINIMUM_STEADY = 5  # fewer steady steps than this are named in the warnings
+MAD_TO_SIGMA = 1.4826  # median absolute deviation → standard deviation of a normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Step time over the steady window, in seconds; `cv` is the standard deviation over the mean, `ci95` the 95 %
+    confidence interval of the median."""
+
+    median: float
+    mean: float
+    p10: float
+    p90: float
+    cv: float | None
+    ci95: tuple[float, float] | None
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) -> int:
+    """How many steps at the start are not steady yet.
+
+    The last half of the run says what a steady step takes: its median m and its spread s (from the median absolute
+    deviation). The first step always counts as warm-up; so does every further step from the start that takes longer
+    than m + max(10 %, 3 s), and every step of the first half up to the last one in which a graph was compiled. At
+    most half of the steps are warm-up, so that a run that slows down later is not cut to fit.
+    """
+    n = len(times)
+    if n < 2:
+        return n
+    half = n // 2
+    tail = times[half:]
+    middle = statistics.median(tail)
+    spread = MAD_TO_SIGMA * statistics.median(abs(t - middle) for t in tail)
+    limit = middle + max(0.10 * middle, 3 * spread)
+    warm = 1
+    while warm < half and times[warm] > limit:
+        warm += 1
+    compiled = [i + 1 for i, count in enumerate(recompiles[:half]) if count]
+    return max(warm, *compiled) if compiled else warm
+
+
+def step_time(times: Sequence[float]) -> StepTime | None:
+    """Location and spread of the steady steps; None for an empty window."""
+    if not times:
+        return None
+    mean = statistics.fmean(times)
+    return StepTime(
+        median=statistics.median(times),
+        mean=mean,
+        p10=quantile(times, 0.10),
+        p90=quantile(times, 0.90),
+        cv=statistics.stdev(times) / mean if len(times) > 1 and mean > 0 else None,
+        ci95=median_interval(times),
+    )
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The q-quantile (0 ≤ q ≤ 1) by linear interpolation between order statistics."""
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = math.ceil(place)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """A confidence interval of the median that assumes nothing about the distribution.
+
+    From the binomial distribution of the number of values below the median (Conover, Practical Nonparametric
+    Statistics, ch. 3): the k-th smallest and k-th largest value, with the largest k that still covers `confidence`.
+    None where even the extremes do not reach it (fewer than six values for 95 %).
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    if n < 6:
+        return None
+    if n > 1000:  # normal approximation of the binomial
+        k = math.floor(n / 2 - 0.98 * math.sqrt(n))
+        return ordered[k - 1], ordered[n - k]
+    tail, k = 0.0, 0
+    while k < n // 2:
+        tail += math.comb(n, k) / 2**n
+        if 1 - 2 * tail < confidence:
+            break
+        k += 1
+    return (ordered[k - 1], ordered[n - k]) if k else None
+
+
+def drift(times: Sequence[float]) -> float | None:
+    """Median of the last third of the window against the first third, as a share (+0.05 is 5 % slower at the end)."""
+    third = len(times) // 3
+    if third < 5:
+        return None
+    return statistics.median(times[-third:]) / statistics.median(times[:third]) - 1

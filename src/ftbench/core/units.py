@@ -1,0 +1,59 @@
+"""The only place where numbers become text. Unknown is `None` and prints as an empty string."""
+
+GIB = 2**30
+
+
+def gib(count: float | None) -> float | None:
+    """Bytes → GiB."""
+    return None if count is None else count / GIB
+
+
+def seconds(value: float | None) -> str:
+    """A duration in the unit a person would choose: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`."""
+    if value is None:
+        return ""
+    if value < 0.0995:
+        return f"{value * 1000:.3g} ms"
+    if value < 10:
+        return f"{value:.2f} s"
+    if value < 120:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def gibibytes(value: float | None) -> str:
+    """GiB with three significant digits: `0.123`, `7.60`, `77.3`."""
+    if value is None:
+        return ""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def count(value: float | None) -> str:
+    """A whole number with thousands separators."""
+    return "" if value is None else f"{round(value):,}"
+
+
+def rate(value: float | None) -> str:
+    """Something per second or per hour: whole numbers from ten up, three digits below."""
+    if value is None:
+        return ""
+    return f"{round(value):,}" if value >= 10 else f"{value:.3g}"
+
+
+def percent(value: float | None) -> str:
+    """A share of one: `42.3 %`."""
+    return "" if value is None else f"{value * 100:.1f} %"
+
+
+def parameters(value: int | None) -> str:
+    """A parameter count: `8.19 B`, `21.8 M`."""
+    if value is None:
+        return ""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {letter}"
+    return str(value)

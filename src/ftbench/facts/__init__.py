@@ -1,0 +1,1 @@
+"""Data files that ship with ftbench: GPUs, model shapes, the sample data set."""

@@ -1,0 +1,1 @@
+"""How a spec becomes processes."""

@@ -1,0 +1,49 @@
+"""The command of our own worker: trl's trainer in a fresh Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+
+from ftbench.errors import MissingError
+from ftbench.rundir import RunDir
+from ftbench.spec.experiment import Experiment
+
+NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+
+
+def command(run: RunDir) -> list[str]:
+    return [sys.executable, "-m", "ftbench.worker", str(run.path)]
+
+
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: one GPU (with several visible, transformers would train on all of them through
+    nn.DataParallel), numbered as the driver numbers them, no telemetry, no logging to a service nobody asked for."""
+    env = dict(inherited)
+    env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    defaults = {
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "WANDB_DISABLED": "true",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "FTBENCH_PARENT": str(os.getpid()),
+    }
+    return {**env, **{key: value for key, value in defaults.items() if key not in env or key == "FTBENCH_PARENT"}}
+
+
+def check_installed(spec: Experiment) -> None:
+    """Raises MissingError with the command to type unless what the spec needs can be imported. Imports nothing."""
+    needed = [*NEEDED]
+    if spec.method.quantised or "bnb" in spec.train.optimizer or "8bit" in spec.train.optimizer:
+        needed.append("bitsandbytes")
+    extras = {"torchao": "fp8"} if spec.optimizations.fp8 != "off" else {}
+    missing = [name for name in (*needed, *extras) if importlib.util.find_spec(name) is None]
+    if missing:
+        wanted = ",".join(dict.fromkeys(extras.get(name, "train") for name in missing))
+        raise MissingError(
+            f"training needs {', '.join(missing)}, which this Python ({sys.executable}) does not have: "
+            f"pip install 'ftbench[{wanted}]'"
+        )

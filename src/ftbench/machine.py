@@ -1,0 +1,166 @@
+"""What this machine is: GPU, driver, limits, clocks, CPU, versions. Standard library plus NVML; no torch.
+
+Everything that cannot be read is None. Secrets stay out: of the environment only an allow-list is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ftbench import __version__
+from ftbench.core.units import GIB
+
+SCHEMA = 1
+PACKAGES = (
+    "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "bitsandbytes",
+    "triton", "torchao", "unsloth", "unsloth_zoo", "liger-kernel", "flash-attn", "xformers", "numpy", "nvidia-ml-py",
+)  # fmt: skip
+ENVIRONMENT = re.compile(
+    r"(CUDA|NCCL|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|OMP|MKL|NVIDIA|UNSLOTH|BNB|FTBENCH)_[A-Z0-9_]+"
+    r"|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE|TOKENIZERS_PARALLELISM"
+)
+_SECRET = re.compile(r"(?i)(token|secret|password|credential|api_?key)")
+
+
+def describe() -> dict[str, Any]:
+    """machine.json: this machine before a run."""
+    return {
+        "schema": SCHEMA,
+        "ftbench": {"version": __version__, "commit": commit()},
+        "gpu": gpu(),
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": psutil.cpu_count(logical=False),
+            "threads": len(os.sched_getaffinity(0)),
+            "memory_gb": psutil.virtual_memory().total / GIB,
+        },
+        "os": {"kernel": platform.release(), "python": platform.python_version(), "machine": platform.machine()},
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "environment": {
+            key: value for key, value in sorted(os.environ.items())
+            if ENVIRONMENT.fullmatch(key) and not _SECRET.search(key)
+        },
+    }  # fmt: skip
+
+
+def gpu() -> dict[str, Any] | None:
+    """The GPU a run would use: the first of CUDA_VISIBLE_DEVICES, or the first there is. None without one."""
+    nvml = nvml_module()
+    if nvml is None:
+        return None
+    handle = handle_of(nvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return None if handle is None else _gpu(nvml, handle)
+
+
+@cache
+def nvml_module() -> Any | None:
+    """pynvml, initialised, or None where there is no NVIDIA driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def handle_of(nvml: Any, visible: str | None) -> Any | None:
+    """NVML's handle of the first visible GPU. `visible` is CUDA_VISIBLE_DEVICES: indices in PCI order (ftbench sets
+    CUDA_DEVICE_ORDER so) or UUIDs; an empty text hides all."""
+    first = (visible if visible is not None else "0").split(",")[0].strip()
+    try:
+        if first.startswith(("GPU-", "MIG-")):
+            return nvml.nvmlDeviceGetHandleByUUID(first)
+        return nvml.nvmlDeviceGetHandleByIndex(int(first)) if first else None
+    except (nvml.NVMLError, ValueError):
+        return None
+
+
+def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
+    def ask(function: str, *arguments: Any) -> Any:
+        try:
+            value = getattr(nvml, function)(handle, *arguments)
+        except (nvml.NVMLError, AttributeError):
+            return None
+        return value.decode() if isinstance(value, bytes) else value
+
+    memory = ask("nvmlDeviceGetMemoryInfo")
+    ecc = ask("nvmlDeviceGetEccMode")
+    limits = ask("nvmlDeviceGetPowerManagementLimitConstraints")
+    processes = ask("nvmlDeviceGetComputeRunningProcesses")
+    return {
+        "name": ask("nvmlDeviceGetName"),
+        "uuid": ask("nvmlDeviceGetUUID"),
+        "driver": _ask_system(nvml, "nvmlSystemGetDriverVersion"),
+        "cuda": _ask_system(nvml, "nvmlSystemGetCudaDriverVersion"),
+        "compute_capability": ask("nvmlDeviceGetCudaComputeCapability"),
+        "memory_gb": memory.total / GIB if memory else None,
+        "memory_used_before_gb": memory.used / GIB if memory else None,
+        "foreign_processes": len(processes) if processes is not None else None,
+        "power_limit_w": _milli(ask("nvmlDeviceGetEnforcedPowerLimit")),
+        "power_limit_max_w": _milli(limits[1]) if limits else None,
+        "idle_power_w": _milli(ask("nvmlDeviceGetPowerUsage")),
+        "temperature_c": ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        "sm_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        "memory_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
+        "ecc": bool(ecc[0]) if ecc else None,
+        "ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, 0),
+        "pcie_generation": ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+        "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
+        "mig": bool((ask("nvmlDeviceGetMigMode") or [0])[0]),
+    }
+
+
+def _ask_system(nvml: Any, function: str) -> Any:
+    try:
+        value = getattr(nvml, function)()
+    except nvml.NVMLError:
+        return None
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _milli(value: int | None) -> float | None:
+    return None if value is None else value / 1000
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str | None:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or None
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1) if found else platform.processor() or None
+
+
+def commit() -> str | None:
+    """The commit of the source this ftbench runs from, with `-dirty` where files differ from it; from FTBENCH_COMMIT
+    where the source came without its history; None for an installed package."""
+    if told := os.environ.get("FTBENCH_COMMIT"):
+        return told
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None

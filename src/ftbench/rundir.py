@@ -1,0 +1,235 @@
+"""A run's directory: every path in it, atomic JSON, append-only steps.csv, and its state.
+
+These files are the whole interface between parent and child, between machines and between versions. Standard library
+only. A JSON file is replaced whole or not at all; steps.csv only ever grows by whole lines.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import rows
+from ftbench.errors import MissingError
+
+SCHEMA = 1
+STATES = ("running", "ok", "oom", "timeout", "error", "interrupted")
+_RESERVE_BYTES = 64 * 1024  # set aside so that a full disk still takes the last state
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    def __getattr__(self, name: str) -> Path:
+        if name not in _FILES:
+            raise AttributeError(name)
+        return self.path / _FILES[name]
+
+
+_FILES = {
+    "spec_yaml": "spec.yaml",
+    "spec_json": "spec.json",
+    "machine": "machine.json",
+    "applied": "applied.json",
+    "steps": "steps.csv",
+    "phases": "phases.json",
+    "summary": "summary.json",
+    "state": "state.json",
+    "log": "log.txt",
+    "samples": "samples.json",
+    "adapter": "adapter",
+    "reserve": ".reserve",
+}
+
+
+def claim(out: Path, experiment: str, slug: str) -> RunDir:
+    """A new directory `out/experiment/slug-rN` with the first free N; never one that exists."""
+    parent = out / experiment
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for repeat in range(1, 100_000):
+            path = parent / f"{slug}-r{repeat}"
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            run = RunDir(path)
+            run.reserve.write_bytes(b"\0" * _RESERVE_BYTES)
+            return run
+    except OSError as error:
+        raise _disk(parent, error) from None
+    raise MissingError(f"{parent} already holds 100,000 runs of {slug}: choose another --out")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replaces `path` at once, on the disk before it is visible. Raises MissingError where the disk does not take it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+    try:
+        try:
+            _write_through(temporary, text)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            (path.parent / _FILES["reserve"]).unlink(missing_ok=True)
+            _write_through(temporary, text)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _disk(path, error) from None
+
+
+def _write_through(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; an absent or unreadable one is empty: a run that was killed early has fewer files."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _disk(path: Path, error: OSError) -> MissingError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere with --out")
+    return MissingError(f"{path}: cannot be written ({error.strerror}); write elsewhere with --out")
+
+
+class StepsWriter:
+    """Appends whole lines to steps.csv, each batch of rows in one write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(self._file, rows.header().encode())
+        except OSError as error:
+            raise _disk(path, error) from None
+
+    def append(self, steps: Iterable[rows.StepRow]) -> None:
+        data = "".join(map(rows.to_csv, steps)).encode()
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise _disk(self._path, error) from None
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+
+def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
+    """The rows of a steps.csv and what was wrong with it. An unfinished last line (a kill, a full disk) is dropped;
+    a line in the middle that cannot be read is left out and named."""
+    try:
+        text = path.read_text("utf-8", errors="replace")
+    except OSError:
+        return [], []
+    warnings: list[str] = []
+    whole, newline, torn = text.rpartition("\n")
+    if torn:
+        warnings.append(f"{path.name}: the last line is not finished and was left out")
+    return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
+
+
+def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:
+    reader = csv.reader(text.splitlines())
+    names = next(reader, [])
+    for number, values in enumerate(reader, start=2):
+        try:
+            yield rows.parse(dict(zip(names, values, strict=True)))
+        except ValueError:
+            warnings.append(f"{name}: line {number} cannot be read and was left out")
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def running() -> dict[str, Any]:
+    """The state of a run that this process has just begun; who owns it can be checked after a crash or a reboot."""
+    return {
+        "schema": SCHEMA,
+        "state": "running",
+        "started_at": now(),
+        "owner": {"pid": os.getpid(), "start": process_start(os.getpid()), "boot": boot_id(), "host": platform.node()},
+    }
+
+
+def read_state(run: RunDir) -> dict[str, Any]:
+    """The state of a run. `running` whose owner is gone (killed, or the machine was restarted) reads as
+    `interrupted`; a directory without a readable state as `error`."""
+    state = read_json(run.state)
+    if state.get("state") not in STATES:
+        return {"state": "error", "reason": "state.json is missing or cannot be read"}
+    if state["state"] == "running" and not _alive(state.get("owner", {})):
+        return state | {"state": "interrupted", "reason": "ftbench was killed or the machine went down during the run"}
+    return state
+
+
+def _alive(owner: dict[str, Any]) -> bool:
+    pid = owner.get("pid")
+    if owner.get("boot") != boot_id() or owner.get("host") != platform.node() or not isinstance(pid, int):
+        return False
+    return process_start(pid) is not None and process_start(pid) == owner.get("start")
+
+
+def process_start(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None if there is no such process. With the pid it names one
+    process for as long as the machine is up (proc(5), field 22 of stat)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def now() -> str:
+    """UTC, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def find_runs(path: Path) -> list[RunDir]:
+    """All run directories at or below `path`, in name order; a run directory is one that holds a state.json."""
+    if (path / _FILES["state"]).is_file():
+        return [RunDir(path)]
+    return [RunDir(Path(folder)) for folder, folders, files in _walk(path) if _FILES["state"] in files]
+
+
+def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    for folder, folders, files in os.walk(path):
+        folders.sort()
+        if _FILES["state"] in files:
+            folders.clear()
+        yield folder, folders, files

@@ -1,0 +1,1 @@
+"""What to run: frozen objects without I/O; only load.py reads files."""

@@ -1,0 +1,45 @@
+"""What every part of a spec shares: frozen, no unknown keys, no silent conversion of yes/no into numbers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+class Part(BaseModel):
+    """A frozen section of a spec. Every field's type, default, bound and meaning stand in its one declaration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {'on/yes/true' if value else 'off/no/false'}")
+    return value
+
+
+def _switch(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError("must be on or off (true or false)")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number)]
+Switch = Annotated[bool, BeforeValidator(_switch)]
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """`; did you mean x?` for the closest of `words`, or nothing when none is close."""
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def known(word: str, words: Iterable[str], kind: str) -> None:
+    """Raises ValueError with all that is allowed and the nearest unless `word` is one of `words`."""
+    words = list(words)
+    if word not in words:
+        raise ValueError(f"{word!r} is no {kind}; allowed: {', '.join(words)}{nearest(word, words)}")

@@ -1,0 +1,161 @@
+"""The spec: what to train and how, as one frozen object."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ftbench.core.architectures import architectures
+from ftbench.core.hardware import supports_fp8
+from ftbench.spec.base import Float, Int, Part, Switch
+from ftbench.spec.datasets import Dataset
+from ftbench.spec.methods import Lora, Method, Qlora
+from ftbench.spec.optimizations import Optimizations
+
+
+def _name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
+        raise ValueError("may hold letters, digits, dot, dash and underscore, at most 80, and begins with a letter or digit")
+    return value
+
+
+class Model(Part):
+    """Which model, and whether its weights are the published ones or random ones of the same shape."""
+
+    id: str = Field(min_length=1, description="hub id, or a name of `ftbench list models`")
+    weights: Literal["pretrained", "random"] = Field(
+        "pretrained", description="random: same shape and speed, nothing downloaded, nothing learned"
+    )
+    revision: str | None = Field(None, description="commit, tag or branch on the hub")
+    path: str | None = Field(
+        None, description="local directory with the model, or for random weights a config.json to take the shape from"
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="type of the loaded weights; auto is bfloat16 on a GPU that has it, float32 elsewhere"
+    )
+    seed: Int = Field(0, ge=0, description="of random weights")
+    trust_remote_code: Switch = Field(False, description="run code that comes with the model; needs a pinned revision")
+
+    @model_validator(mode="after")
+    def _check(self) -> Model:
+        if self.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
+            raise ValueError("`trust_remote_code` needs `revision`: the 40 hex digits of the commit whose code you read")
+        if self.weights == "random" and not self.path and self.id not in architectures():
+            known = ", ".join(sorted(architectures()))
+            raise ValueError(f"no shape is known for {self.id}: give `path: config.json`, or take one of {known}")
+        return self
+
+
+class Train(Part):
+    """The recipe. Defaults are the founding study's where it names a value."""
+
+    batch_size: Int = Field(4, ge=1, le=65536, description="samples a forward pass")
+    gradient_accumulation_steps: Int = Field(1, ge=1, le=65536, description="forward passes an optimizer step")
+    epochs: Float = Field(1.0, gt=0, le=10_000, description="passes over the data; ignored with max_steps")
+    max_steps: Int | None = Field(None, ge=1, description="stop after this many optimizer steps")
+    learning_rate: Float = Field(2e-4, gt=0, le=10)
+    lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = "linear"
+    warmup_steps: Int = Field(0, ge=0, description="steps over which the learning rate rises")
+    weight_decay: Float = Field(0.0, ge=0, le=10)
+    optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "sgd"] = "adamw_torch"
+    max_grad_norm: Float = Field(0.3, ge=0, description="gradients are scaled down to this norm; 0 leaves them")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        "auto", description="of the products (autocast; fp32 is none); auto is bf16 on a GPU that has it, fp32 elsewhere"
+    )
+    seed: Int = Field(42, ge=0, description="of adapters and dropout")
+
+
+class Measure(Part):
+    """What is measured besides the training itself."""
+
+    warmup: Literal["auto"] | Int = Field("auto", description="steps before the steady window; auto finds them")
+    eval: Literal["off", "end", "epoch"] = Field("end", description="when to evaluate, if dataset.eval_samples is set")
+    allow_fallback: Switch = Field(False, description="measure even where a library did not do what was asked for")
+    save_adapter: Switch = Field(False, description="keep the trained adapters in the run's directory")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("eval") is False:  # YAML reads a bare off as false
+            return values | {"eval": "off"}
+        return values
+
+
+class Launch(Part):
+    """How the spec becomes processes; nothing here changes the result."""
+
+    framework: Literal["trl"] = Field("trl", description="who runs the training loop")
+    timeout_s: Float | None = Field(None, gt=0, description="end the run after this many seconds")
+
+
+class Experiment(Part):
+    """One spec, resolved."""
+
+    name: Annotated[str, AfterValidator(_name)] = Field(description="the file's stem if left out")
+    model: Model
+    method: Method = Field(default_factory=Lora)
+    dataset: Dataset = Field(default_factory=Dataset)
+    train: Train = Field(default_factory=Train)
+    optimizations: Optimizations = Field(default_factory=Optimizations)
+    measure: Measure = Field(default_factory=Measure)
+    launch: Launch = Field(default_factory=Launch)
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Experiment:
+        problems = list(impossible(self))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+def impossible(spec: Experiment) -> list[str]:
+    """The combinations that cannot work on any machine, each as a sentence with a way out."""
+    found = []
+    fp8 = spec.optimizations.fp8 != "off"
+    if fp8 and spec.method.quantised:
+        found.append(f"optimizations.fp8 needs 16-bit base weights and method {spec.method.name} stores 4-bit ones: use lora")
+    if fp8 and spec.method.name == "full":
+        found.append("optimizations.fp8 converts frozen base layers and method full has none: use lora")
+    if fp8 and spec.train.precision not in ("auto", "bf16"):
+        found.append(f"optimizations.fp8 goes with train.precision bf16, not {spec.train.precision}")
+    if spec.train.precision == "fp16" and spec.model.dtype == "float16" and spec.method.name == "full":
+        found.append("full fine-tuning with fp16 needs model.dtype float32: gradients of float16 weights cannot be scaled")
+    if getattr(spec.method, "experts", False) and getattr(spec.method, "dropout", 0):
+        found.append("method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices")
+    if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
+        found.append("measure.eval: epoch needs dataset.eval_samples")
+    return found
+
+
+def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
+    """The spec with every `auto` that depends on the machine decided; None is a machine without a GPU.
+
+    bfloat16 products need Ampere (8.0) or later to be fast; a CPU multiplies it many times slower than float32 unless
+    it has instructions for it.
+    """
+    half = capability is not None and capability >= (8, 0)
+    changed: dict[str, Part] = {}
+    if spec.model.dtype == "auto":
+        changed["model"] = spec.model.model_copy(update={"dtype": "bfloat16" if half else "float32"})
+    if spec.train.precision == "auto":
+        changed["train"] = spec.train.model_copy(update={"precision": "bf16" if half else "fp32"})
+    if isinstance(spec.method, Qlora) and spec.method.compute_dtype == "auto":
+        changed["method"] = spec.method.model_copy(update={"compute_dtype": "bfloat16" if half else "float32"})
+    return spec.model_copy(update=changed)
+
+
+def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+    """What cannot work on a machine whose GPU has this compute capability; None is a machine without a GPU."""
+    found = []
+    if not spec.method.built:
+        found.append(f"method {spec.method.name} cannot be run by this version of ftbench: use lora or qlora")
+    if spec.optimizations.fp8 != "off" and (capability is None or not supports_fp8(capability)):
+        have = "this machine has no GPU" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
+        found.append(f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off")
+    if spec.optimizations.attention.startswith("flash") and capability is None:
+        found.append(f"optimizations.attention {spec.optimizations.attention} needs a GPU: set it to sdpa")
+    if spec.train.precision == "fp16" and capability is None:
+        found.append("train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32")
+    return found

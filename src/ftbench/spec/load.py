@@ -1,0 +1,193 @@
+"""A spec file → Experiment: `extends:` first, then the file, then `--set`; every mistake told at once."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from ftbench.errors import SpecError
+from ftbench.spec.base import nearest
+from ftbench.spec.datasets import Dataset
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import METHODS
+from ftbench.spec.reading import line_of, parse_value, read_yaml
+
+SHORT_FORMS = {"model": "id", "method": "name", "dataset": "name"}
+PATHS = (("model", "path"), ("dataset", "path"))
+# A data set's own keys do not outlive another name further down the chain; these describe the training and do.
+_DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on")
+MAX_EXTENDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One source of keys: a file of the `extends:` chain, or one `--set`."""
+
+    origin: str
+    data: dict[str, Any]
+    file: Path | None = None
+
+
+def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
+    """The resolved spec of a file. Raises SpecError with one sentence for each mistake, as `file:line: key: what`."""
+    layers = [*_chain(path, ()), *(_set_layer(text) for text in sets)]
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer.data)
+    merged.setdefault("name", path.stem)
+    try:
+        return Experiment.model_validate(merged)
+    except ValidationError as error:
+        raise SpecError(*_sentences(error, layers)) from None
+
+
+def _chain(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
+    resolved = path.resolve()
+    if resolved in seen:
+        raise SpecError(f"{path}: extends: the files extend each other in a circle")
+    if len(seen) >= MAX_EXTENDS:
+        raise SpecError(f"{path}: extends: more than {MAX_EXTENDS} files deep")
+    data = read_yaml(path)
+    base = data.pop("extends", None)
+    if base is not None and not isinstance(base, str):
+        raise SpecError(f"{path}:{line_of(path, ['extends'])}: extends: is the path of one file, not {base!r}")
+    layer = Layer(str(path), _expand(data, path.parent), path)
+    return [*(_chain(path.parent / base, (*seen, resolved)) if base else ()), layer]
+
+
+def _set_layer(text: str) -> Layer:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise SpecError(f"--set {text}: write it as key.sub=value, for example train.batch_size=8")
+    data: Any = parse_value(value)
+    for part in reversed(parts):
+        data = {part: data}
+    return Layer(f"--set {text}", _expand(data, Path()))
+
+
+def _expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Short forms written out, and paths made absolute against the folder of the file that says them."""
+    data = {key: {SHORT_FORMS[key]: value} if key in SHORT_FORMS and isinstance(value, str) else value
+            for key, value in data.items()}  # fmt: skip
+    for part, key in PATHS:
+        section = data.get(part)
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            data[part] = section | {key: str((folder / Path(section[key]).expanduser()).resolve())}
+    return data
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on `base`, section by section. Naming another method, data set or model keeps the options that still
+    mean something: rank 16 outlives a change from lora to qlora, double_quant does not outlive the way back."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            result[key] = {**_surviving(key, old, value), **value}
+        else:
+            result[key] = value
+    return result
+
+
+def _surviving(section: str, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    naming = SHORT_FORMS.get(section)
+    if naming is None or naming not in new or new[naming] == old.get(naming):
+        return old
+    if section == "method":
+        known = METHODS.get(str(new[naming]))
+        keep: Iterable[str] = known.model_fields if known else old
+    else:
+        keep = _DATASET_KEEPS if section == "dataset" else [key for key in old if key not in ("revision", "path")]
+    return {key: value for key, value in old.items() if key in keep}
+
+
+def _sentences(error: ValidationError, layers: Sequence[Layer]) -> list[str]:
+    found: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        key = _key(problem["loc"])
+        sentence = f"{_origin(key, layers)}: {'.'.join(key) + ': ' if key else ''}{_sentence(problem, key)}"
+        found.setdefault(".".join(key) + problem["type"].split("_")[0] * (not key), sentence)
+    return list(found.values())
+
+
+def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
+    """pydantic's location without the tags of its unions: ('method', 'qlora', 'rank', 'int') → ('method', 'rank')."""
+    parts = [str(part) for part in loc if not isinstance(part, int)]
+    if len(parts) > 1 and parts[0] == "method" and parts[1] in METHODS:
+        del parts[1]
+    return tuple(parts[:2])
+
+
+def _origin(key: tuple[str, ...], layers: Sequence[Layer]) -> str:
+    """Where the key was last written: `file:line`, or the `--set`; the main file for what was never written."""
+    for layer in reversed(layers):
+        section: Any = layer.data
+        for part in key:
+            section = section.get(part) if isinstance(section, dict) and part in section else _MISSING
+        if key and section is not _MISSING:
+            line = line_of(layer.file, key) if layer.file else None
+            return f"{layer.origin}:{line}" if line else layer.origin
+    files = [layer for layer in layers if layer.file]
+    line = line_of(files[-1].file, key[:1]) if key and files[-1].file else None
+    return f"{files[-1].origin}:{line}" if line else files[-1].origin
+
+
+_MISSING = object()
+
+
+def _sentence(problem: Any, key: tuple[str, ...]) -> str:
+    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        allowed = _allowed_keys(key[:-1], problem["loc"])
+        return f"no such key{nearest(key[-1], allowed)} (allowed: {', '.join(allowed)})"
+    if kind == "missing":
+        return "is missing"
+    if kind == "literal_error" or kind == "union_tag_invalid":
+        allowed = [word.strip(" '\"") for word in str(context.get("expected", context.get("expected_tags")))
+                   .replace(" or ", ", ").split(",")]  # fmt: skip
+        value = value.get("name") if isinstance(value, dict) else value
+        return f"{_shown(value)} is not allowed{nearest(str(value), allowed)} (allowed: {', '.join(allowed)})"
+    if kind == "union_tag_not_found":
+        return "needs `name`: full, lora, qlora or unsloth"
+    if kind == "value_error":
+        prefix = f"{_shown(value)} " if not isinstance(value, dict) else ""
+        return prefix + str(context["error"])
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{_shown(value)}: {message.replace('input should be', 'must be')}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _allowed_keys(section: tuple[str, ...], loc: tuple[int | str, ...]) -> list[str]:
+    if not section:
+        return ["extends", *Experiment.model_fields]
+    if section[0] == "method":
+        return list(METHODS[str(loc[1])].model_fields)
+    model = Experiment.model_fields[section[0]].annotation
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        return list(model.model_fields)
+    return [name for part in typing.get_args(model) for name in getattr(part, "model_fields", ())]
+
+
+def keys() -> list[str]:
+    """All dotted keys a spec may hold, for help and for `--set`."""
+    found = []
+    for name, info in Experiment.model_fields.items():
+        model = info.annotation
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            found += [f"{name}.{key}" for key in model.model_fields]
+        else:
+            found.append(name)
+    return found
+
+
+__all__ = ["Dataset", "Layer", "keys", "load", "merge"]

@@ -1,0 +1,79 @@
+"""What is trained: one class a method, METHODS the table. The other half of a method is `worker/methods/<name>.py`.
+
+Defaults are the founding study's: rank 8, alpha 16, no dropout, no bias, the seven projections of each layer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ftbench.spec.base import Float, Int, Part, Switch
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Full(Part):
+    """Every weight of the model is trained."""
+
+    built: ClassVar[bool] = True
+    quantised: ClassVar[bool] = False
+
+    name: Literal["full"] = "full"
+
+
+class _Adapters(Part):
+    rank: Int = Field(8, ge=1, le=4096, description="rank of the adapter matrices")
+    alpha: Float = Field(16, gt=0, description="scale of the adapters is alpha / rank")
+    dropout: Float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
+    bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
+    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+        PROJECTIONS, description="names of the linear layers that get adapters, or all-linear"
+    )
+    experts: Switch = Field(
+        False, description="adapters on the fused expert weights of a mixture of experts too (peft target_parameters)"
+    )
+
+
+class Lora(_Adapters):
+    """Adapters on frozen 16-bit weights."""
+
+    built: ClassVar[bool] = True
+    quantised: ClassVar[bool] = False
+
+    name: Literal["lora"] = "lora"
+
+
+class Qlora(_Adapters):
+    """Adapters on frozen weights quantised to 4 bits (bitsandbytes)."""
+
+    built: ClassVar[bool] = True
+    quantised: ClassVar[bool] = True
+
+    name: Literal["qlora"] = "qlora"
+    quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type of the frozen weights")
+    double_quant: Switch = Field(True, description="quantise the block constants too")
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="type that weights are dequantised to for a product; auto as for model.dtype"
+    )
+
+
+class Unsloth(_Adapters):
+    """Adapters through unsloth's own kernels."""
+
+    built: ClassVar[bool] = False
+    quantised: ClassVar[bool] = False
+
+    name: Literal["unsloth"] = "unsloth"
+    load_in_4bit: Switch = Field(True, description="quantise the frozen weights to 4 bits")
+    random_state: Int = Field(3407, ge=0, description="unsloth's seed for the adapters")
+
+
+Method = Annotated[Full | Lora | Qlora | Unsloth, Field(discriminator="name")]
+METHODS: dict[str, type[Full] | type[Lora] | type[Qlora] | type[Unsloth]] = {
+    "full": Full,
+    "lora": Lora,
+    "qlora": Qlora,
+    "unsloth": Unsloth,
+}

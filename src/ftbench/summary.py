@@ -1,0 +1,244 @@
+"""steps.csv and the other files of a run → summary.json. Pure but for reading those files, so that a killed run has a
+summary too and anyone can compute it again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ftbench.core import flops, hardware, stats
+from ftbench.core.rows import RunSummary, StepRow
+from ftbench.rundir import RunDir, read_json, read_state, read_steps
+
+WALL_TOLERANCE = 0.02  # sum of the steps against the wall clock of the window
+DRIFT_TOLERANCE = 0.05
+FOREIGN_MEMORY_GB = 1.0
+_THERMAL = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
+
+
+def summarise(run: RunDir) -> RunSummary:
+    """The summary of a run from its files; what a run that ended early cannot tell stays empty."""
+    spec, applied, machine = read_json(run.spec_json), read_json(run.applied), read_json(run.machine)
+    state = read_state(run)
+    everything, warnings = read_steps(run.steps)
+    train = [row for row in everything if row.phase == "train" and row.step_time_s is not None]
+    warm = _warmup(spec, train)
+    steady = train[warm:]
+    phases = read_json(run.phases).get("phases", [])
+    summary = RunSummary(
+        name=spec.get("name", run.path.parent.name),
+        run_id=run.run_id,
+        state=state["state"],
+        reason=state.get("reason"),
+        method=spec.get("method", {}).get("name", ""),
+        model=spec.get("model", {}).get("id", ""),
+        weights=spec.get("model", {}).get("weights", ""),
+        gpu=(machine.get("gpu") or {}).get("name"),
+        batch_size=spec.get("train", {}).get("batch_size", 0),
+        gradient_accumulation_steps=spec.get("train", {}).get("gradient_accumulation_steps", 0),
+        steps={"total": len(train), "warmup": warm, "steady": len(steady)},
+        loss=_losses(train, everything),
+        parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},
+        memory_gb=_memory(everything, train, warm, phases),
+        phases_s=_phases(phases, train, warm, state),
+        dataset=applied.get("dataset", {}),
+        oom=state.get("oom"),
+        warnings=[*applied.get("warnings", []), *warnings],
+    )
+    if train:
+        summary.first_step_s = train[0].step_time_s
+        summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
+    if steady:
+        _speed(summary, steady)
+        _flops(summary, steady, applied, machine)
+        _energy(summary, steady, machine)
+    summary.warnings += _checks(everything, train, warm, machine)
+    return summary
+
+
+def as_dict(summary: RunSummary) -> dict[str, Any]:
+    return dataclasses.asdict(summary)
+
+
+def total(values: Iterable[float | int | None]) -> float:
+    """The sum of what is known."""
+    return sum(value for value in values if value is not None)
+
+
+def _known(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if value is not None]
+
+
+def _warmup(spec: dict[str, Any], train: Sequence[StepRow]) -> int:
+    asked = spec.get("measure", {}).get("warmup", "auto")
+    if isinstance(asked, int):
+        return min(asked, len(train))
+    return stats.warmup_steps([row.step_time_s or 0.0 for row in train], [row.recompiles for row in train])
+
+
+def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
+    times = [row.step_time_s or 0.0 for row in steady]
+    window = sum(times)
+    if (found := stats.step_time(times)) is None or window <= 0:
+        return
+    summary.step_time_s = found.as_dict()
+    summary.tokens_per_s = {
+        name: total(getattr(row, f"{name}_tokens") for row in steady) / window for name in ("real", "padded", "label")
+    }
+    summary.samples_per_s = total(row.samples for row in steady) / window
+    summary.samples_per_hour = summary.samples_per_s * 3600
+
+
+def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
+    """Model TFLOP/s from real tokens, and against the dense peak of the precision used. A share above 100 % is a
+    mistake in a count or in the table: it is named and the field stays empty."""
+    shape, length = _shape(applied), summary.dataset.get("tokens", {}).get("weighted_mean")
+    if shape is None or not length:
+        return
+    window = total(row.step_time_s for row in steady)
+    model = flops.model_flops(shape, total(row.real_tokens for row in steady), length) / window
+    recompute = bool(applied.get("gradient_checkpointing"))
+    hardware_rate = sum(
+        flops.hardware_flops(shape, row.padded_tokens or 0, row.longest_sequence or 0, recompute) for row in steady
+    ) / window  # fmt: skip
+    summary.model_tflops = model / 1e12
+    gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
+    peak = gpu.peak_tflops(applied.get("product_precision", "")) if gpu else None
+    if peak is None:
+        return
+    for name, rate in (("mfu", model), ("hfu", hardware_rate)):
+        share = rate / 1e12 / peak
+        if share > 1:
+            summary.warnings.append(
+                f"{name} would be {share:.0%} of the dense peak of {peak} TFLOP/s, which cannot be: it is left out"
+            )
+        else:
+            setattr(summary, name, share)
+
+
+def _shape(applied: dict[str, Any]) -> flops.MatmulShape | None:
+    values = applied.get("matmul_shape")
+    if not values:
+        return None
+    lists = {key: tuple(values[key]) for key in ("attention_width", "windows")}
+    return flops.MatmulShape(**{**values, **lists})
+
+
+def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, Any]) -> None:
+    """GPU only. Joules from the driver's counter; mean watts from the sampled power, weighted by step time."""
+    counted = [row for row in steady if row.energy_j is not None]
+    joules = sum(row.energy_j or 0.0 for row in counted) if counted else None
+    samples = total(row.samples for row in counted)
+    powered = [row for row in steady if row.power_w is not None]
+    seconds = total(row.step_time_s for row in powered)
+    watts = total((row.power_w or 0) * (row.step_time_s or 0) for row in powered) / seconds if seconds else None
+    summary.energy = {
+        "joules": joules,
+        "joules_per_1k_samples": joules / samples * 1000 if joules is not None and samples else None,
+        "mean_watts": watts,
+        "idle_watts": (machine.get("gpu") or {}).get("idle_power_w"),
+    }
+    if joules and watts and abs(joules / (watts * seconds) - 1) > 0.1 and seconds >= 30:
+        summary.warnings.append(
+            f"energy: the counter's {joules:,.0f} J and the sampled {watts * seconds:,.0f} J differ by more than 10 %"
+        )
+
+
+def _losses(train: Sequence[StepRow], everything: Sequence[StepRow]) -> dict[str, float | None]:
+    losses = _known(row.loss for row in train)
+    evaluated = _known(row.loss for row in everything if row.phase == "evaluate")
+    return {
+        "first": losses[0] if losses else None,
+        "last": losses[-1] if losses else None,
+        "eval": evaluated[-1] if evaluated else None,
+    }
+
+
+def _memory(
+    everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, phases: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Peaks over the whole run, and the phase that set the highest allocated one."""
+    stages = [(phase["name"], phase["peak_memory_gb"]) for phase in phases if phase.get("peak_memory_gb") is not None]
+    stages += [("evaluate", row.peak_memory_gb) for row in everything if row.phase == "evaluate"]
+    names = ["first_step", *["warmup"] * (max(warm, 1) - 1), *["steady"] * len(train)]
+    stages += [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
+    stages = [(name, peak) for name, peak in stages if peak is not None]
+    highest = max(stages, key=lambda stage: stage[1], default=(None, None))
+
+    def peak(name: str) -> float | None:
+        found = _known(getattr(row, name) for row in everything) + _known(phase.get(name) for phase in phases)
+        return max(found, default=None)
+
+    return {
+        "allocated_peak": highest[1],
+        "reserved_peak": peak("peak_reserved_gb"),
+        "device_peak": peak("device_memory_gb"),
+        "host_peak": peak("host_memory_gb"),
+        "peak_phase": highest[0],
+    }
+
+
+def _phases(
+    phases: Sequence[dict[str, Any]], train: Sequence[StepRow], warm: int, state: dict[str, Any]
+) -> dict[str, float]:
+    """Seconds of each phase: disjoint, and together the wall time. Training is split by the steps."""
+    found: dict[str, float] = {}
+    for phase in phases:
+        if phase.get("end_s") is not None:
+            found[phase["name"]] = found.get(phase["name"], 0.0) + phase["end_s"] - phase["start_s"]
+    if "train" in found and train:
+        split = {
+            "first_step": train[0].step_time_s or 0.0,
+            "warmup": total(row.step_time_s for row in train[1:warm]),
+            "steady": total(row.step_time_s for row in train[max(warm, 1) :]),
+        }
+        found["train_other"] = max(0.0, found.pop("train") - sum(split.values()))
+        found |= split
+    if (wall := state.get("wall_s")) is not None:
+        found["start_and_exit"] = max(0.0, wall - sum(found.values()))
+        found["total"] = wall
+    return found
+
+
+def _checks(
+    everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, machine: dict[str, Any]
+) -> list[str]:
+    """What makes the figures weak, as sentences."""
+    found = []
+    steady = train[warm:]
+    if train and len(steady) < stats.MINIMUM_STEADY:
+        found.append(f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on")
+    if (change := stats.drift([row.step_time_s or 0.0 for row in steady])) is not None and abs(change) > DRIFT_TOLERANCE:
+        found.append(f"steps took {change:+.0%} at the end of the steady window against its beginning")
+    if (gap := wall_gap(everything, train, warm)) is not None and abs(gap) > WALL_TOLERANCE:
+        found.append(f"the sum of the steady steps and their wall clock differ by {gap:+.1%}")
+    reasons = {reason for row in steady for reason in (row.throttle or "").split("|")}
+    if hot := sorted(reasons.intersection(_THERMAL)):
+        found.append(f"the GPU was throttled by heat or by its power supply ({', '.join(hot)})")
+    if retries := total(row.allocator_retries for row in steady):
+        found.append(f"the allocator ran full and flushed its cache {retries:.0f} times in the steady window")
+    gpu = machine.get("gpu") or {}
+    used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
+    if others or (used is not None and used > FOREIGN_MEMORY_GB):
+        found.append(f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes")
+    return found
+
+
+def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:
+    """Sum of the steady steps' device times over the wall clock of the window, minus one; None for a short window.
+
+    The host clock is read as each step ends, independently of the device's events; evaluations that fall into the
+    window are taken off it.
+    """
+    if warm < 1 or len(train) - warm < stats.MINIMUM_STEADY:
+        return None
+    before, last = train[warm - 1].elapsed_time_sec, train[-1].elapsed_time_sec
+    if before is None or last is None:
+        return None
+    evaluated = total(
+        row.step_time_s for row in everything
+        if row.phase == "evaluate" and row.elapsed_time_sec and before < row.elapsed_time_sec <= last
+    )  # fmt: skip
+    wall = last - before - evaluated
+    return total(row.step_time_s for row in train[warm:]) / wall - 1 if wall > 0 else None

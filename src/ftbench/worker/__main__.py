@@ -1,0 +1,79 @@
+"""The child process: `python -m ftbench.worker RUN_DIRECTORY`. Reads spec.json, trains, writes how it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ftbench.rundir import SCHEMA, RunDir, read_json, write_json
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.outcome import Terminated, of_exception
+from ftbench.worker.phases import Phases
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(path: str) -> int:
+    _die_with_parent()
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, _terminate)
+    directory = RunDir(Path(path))
+    phases = Phases(directory, "import")
+    run: Any = None
+    outcome: dict[str, Any]
+    try:
+        spec = _spec(directory)
+        from ftbench.worker.train import Run, train
+
+        run = Run(spec, directory, phases)
+        train(run)
+        outcome = {"state": "ok"}
+    except BaseException as error:  # noqa: BLE001 - whatever ends a run is its outcome
+        traceback.print_exc()
+        where, step = run.position() if run else (phases.current, None)
+        outcome = of_exception(error, where, step)
+        _rescue(run)
+    phases.close()
+    write_json(directory.state, read_json(directory.state) | {"schema": SCHEMA} | outcome)
+    return 0 if outcome["state"] == "ok" else int(outcome.get("exit_code", 1))
+
+
+def _spec(directory: RunDir) -> Experiment:
+    values = read_json(directory.spec_json)
+    return Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
+
+
+def _rescue(run: Any) -> None:
+    """Writes the steps that were finished before an error."""
+    if run is not None and run.recorder is not None:
+        try:
+            run.recorder.finish()
+        except Exception:  # noqa: BLE001 - the first error is the one to tell
+            traceback.print_exc()
+
+
+def _terminate(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise Terminated
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent dies, so that `kill -9` of ftbench leaves nothing behind
+    on the GPU (prctl(2), PR_SET_PDEATHSIG); ends at once if the parent is gone already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.environ.get("FTBENCH_PARENT")
+    if parent and os.getppid() != int(parent):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads and atexit hooks of libraries can hang here and have nothing left to do

@@ -1,0 +1,189 @@
+"""What really runs, read back from the live objects: applied.json."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ftbench.core.flops import MatmulShape
+from ftbench.core.units import GIB
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.methods import lora
+from ftbench.worker.optimizations import compile as compiled
+from ftbench.worker.optimizations import fp8, gradient_checkpointing
+
+SCHEMA = 1
+KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "other")
+
+
+def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
+    """The sections of applied.json that the model alone can tell."""
+    kinds = parameters_by_kind(model)
+    return {
+        "schema": SCHEMA,
+        "device": _device(model),
+        "model": {
+            "class": type(_base(model)).__name__,
+            "attention": model.config.get_text_config()._attn_implementation,
+            "layers": len(compiled.decoder_layers(model)),
+            "weights_gb_by_dtype": _bytes_by_dtype(model),
+            "modules": dict(Counter(type(m).__name__ for m in model.modules() if not list(m.children())).most_common()),
+        },
+        "parameters": {
+            "total": sum(kind["total"] for kind in kinds.values()),
+            "trainable": sum(kind["trainable"] for kind in kinds.values()),
+            "by_kind": kinds,
+        },
+        "matmul_shape": asdict(matmul_shape(model)),
+        "gradient_checkpointing": gradient_checkpointing.is_on(model),
+        "fp8_layers": fp8.layers(model),
+    }
+
+
+def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
+    """What the trainer made of its arguments; after the first step it also knows the optimizer's state."""
+    optimizer = _innermost(trainer.optimizer)
+    state: Counter[str] = Counter()
+    for values in (optimizer.state if optimizer is not None else {}).values():
+        for name, value in values.items():
+            if torch.is_tensor(value) and value.numel() > 1:
+                state[f"{name}: {_dtype(value.dtype)}"] += 1
+    precision = trainer.accelerator.mixed_precision
+    return {
+        "product_precision": _product_precision(spec, precision, trainer.model),
+        "autocast": precision,
+        "loss": trainer.args.loss_type,
+        "optimizer": {
+            "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+            "fused": None if optimizer is None else bool(optimizer.defaults.get("fused")),
+            "state": dict(state),
+        },
+        "compiled_graphs": compiled.graphs() if spec.optimizations.compile else None,
+    }
+
+
+def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]:
+    """What a reader of the figures must know about what was trained."""
+    found = []
+    kinds = applied["parameters"]["by_kind"]
+    if spec.method.name != "full":
+        if missing := lora.unmatched_targets(model, spec):
+            found.append(f"no layer is named {', '.join(missing)}: these targets train nothing")
+        silent = [k for k in ("attention", "mlp", "experts") if kinds[k]["total"] and not kinds[k]["trainable"]]
+        for kind in silent:
+            share = kinds[kind]["total"] / applied["parameters"]["total"]
+            way = "; method.experts=on trains adapters on them" if kind == "experts" else ""
+            found.append(f"{kind} ({share:.0%} of the parameters) get no adapter{way}")
+    if spec.method.quantised and kinds["experts"]["total"]:
+        found.append("the experts are fused matrices, which bitsandbytes does not quantise: they stay in 16 bits")
+    return found
+
+
+def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
+    """Parameters per module kind, `total` and `trainable`; quantised weights count what they stand for."""
+    kinds = {kind: {"total": 0, "trainable": 0} for kind in KINDS}
+    for name, parameter in model.named_parameters():
+        kind = kinds[module_kind(name)]
+        kind["total"] += numel(parameter)
+        kind["trainable"] += numel(parameter) if parameter.requires_grad else 0
+    return kinds
+
+
+def module_kind(name: str) -> str:
+    """The kind of module that a parameter's dotted name belongs to, adapters with the module they adapt."""
+    parts = [part for part in name.split(".") if not part.startswith("lora_")]
+    if "lm_head" in parts:
+        return "head"
+    if any("embed" in part for part in parts):
+        return "embedding"
+    if "experts" in parts:
+        return "experts"
+    if "router" in parts or ".mlp.gate." in name:
+        return "router"
+    if any(part.endswith("norm") for part in parts) or parts[-1].endswith("norm"):
+        return "attention" if {"q_norm", "k_norm"} & set(parts) else "norm"
+    if any(part in ("self_attn", "attn", "attention") for part in parts):
+        return "attention"
+    return "mlp" if any(part in ("mlp", "feed_forward") for part in parts) else "other"
+
+
+def numel(parameter: Any) -> int:
+    """Elements of a parameter, before quantisation packed them."""
+    state = getattr(parameter, "quant_state", None)
+    return int(state.shape.numel() if state is not None else parameter.numel())
+
+
+def matmul_shape(model: Any) -> MatmulShape:
+    """What a token passes through: matrices of the base model and adapters, experts by the share a token visits."""
+    config = model.config.get_text_config()
+    visited = _visited_share(config)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    base = head = trained = adapters = 0
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        if (parameter.ndim < 2 and state is None) or name.endswith("bias"):
+            continue
+        kind = module_kind(name)
+        count = round(numel(parameter) * (visited if kind == "experts" else 1))
+        if "lora_" in name:
+            adapters += count
+        elif kind == "head" or (kind == "embedding" and tied):
+            head += count
+            trained += count if parameter.requires_grad else 0
+        elif kind != "embedding":
+            base += count
+            trained += count if parameter.requires_grad else 0
+    layers = len(compiled.decoder_layers(model))
+    width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return MatmulShape(base + head, head, trained, adapters, (width,) * layers, _windows(config, layers))
+
+
+def _visited_share(config: Any) -> float:
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    return config.num_experts_per_tok / experts if experts else 1.0
+
+
+def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return (None,) * layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _device(model: Any) -> str:
+    place = next(model.parameters()).device
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)
+
+
+def _bytes_by_dtype(model: Any) -> dict[str, float]:
+    sizes: Counter[str] = Counter()
+    for parameter in model.parameters():
+        sizes[_dtype(parameter.dtype)] += parameter.numel() * parameter.element_size()
+    return {name: size / GIB for name, size in sizes.most_common()}
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _innermost(optimizer: Any) -> Any:
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _product_precision(spec: Experiment, autocast: str, model: Any) -> str:
+    """The precision of the large matrix products, as the GPU table names it."""
+    if fp8.layers(model):
+        return "fp8"
+    if autocast in ("bf16", "fp16"):
+        return str(autocast)
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[spec.model.dtype]

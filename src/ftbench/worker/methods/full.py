@@ -1,0 +1,21 @@
+"""Full fine-tuning: every weight is trained in the dtype it was loaded in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.spec.experiment import Experiment
+
+
+def quantization(method: Any) -> None:
+    return None
+
+
+def adapt(model: Any, spec: Experiment) -> Any:
+    model.requires_grad_(True)
+    return model
+
+
+def proof(model: Any, spec: Experiment) -> list[str]:
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return [f"method full: {frozen[0]} and {len(frozen) - 1} more parameters are not trained"] if frozen else []

@@ -1,0 +1,66 @@
+"""LoRA: adapters on frozen 16-bit weights, through peft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import LoraConfig, get_peft_model
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment
+
+
+def quantization(method: Any) -> None:
+    return None
+
+
+def adapt(model: Any, spec: Experiment) -> Any:
+    """The model with adapters. Raises SpecError where no layer has a name that was asked for."""
+    method: Any = spec.method
+    targets = method.targets if isinstance(method.targets, str) else list(method.targets)
+    config = LoraConfig(
+        r=method.rank,
+        lora_alpha=method.alpha,
+        lora_dropout=method.dropout,
+        bias=method.bias,
+        target_modules=targets,
+        target_parameters=expert_parameters(model) if method.experts else None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
+
+
+def expert_parameters(model: Any) -> list[str]:
+    """Names of the fused expert matrices (three-dimensional parameters: expert x out x in), as peft wants them."""
+    names = {".".join(name.split(".")[-3:]) for name, p in model.named_parameters() if "experts" in name and p.ndim == 3}
+    if not names:
+        raise SpecError("method.experts is on, and this model has no fused expert matrices: set it to off")
+    return sorted(names)
+
+
+def proof(model: Any, spec: Experiment) -> list[str]:
+    """Every adapter asked for by name is there, and only adapters (and biases, if asked) are trained."""
+    method: Any = spec.method
+    found = []
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    adapters = [name for name in trained if "lora_" in name]
+    if not adapters:
+        found.append(f"method {method.name}: no adapter is trained")
+    others = [name for name in trained if "lora_" not in name and not name.endswith("bias")]
+    if others:
+        found.append(f"method {method.name}: {others[0]} and {len(others) - 1} more base weights are trained")
+    if method.experts and not any(".experts." in name for name in adapters):
+        found.append(f"method {method.name}: method.experts is on and no expert has an adapter")
+    return found
+
+
+def unmatched_targets(model: Any, spec: Experiment) -> list[str]:
+    """Target names that no adapted layer has: the founding study's surprise, gate_proj and its like on gpt-oss."""
+    targets = spec.method.targets  # type: ignore[union-attr]
+    if isinstance(targets, str):
+        return []
+    adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name, _ in model.named_parameters() if ".lora_" in name}
+    return [target for target in targets if target.rsplit(".", 1)[-1] not in adapted]

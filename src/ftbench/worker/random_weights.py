@@ -1,0 +1,154 @@
+"""Models with random weights: made from a seed shard by shard, saved once, loaded like any other.
+
+Each tensor has a generator of its own, seeded by the model's seed and the tensor's name, so that shards can be made in
+parallel and the same spec gives the same weights on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ftbench.core.architectures import architectures
+from ftbench.errors import MissingError, SpecError
+from ftbench.spec.experiment import Model
+from ftbench.worker.tokenizer import save_tokenizer
+
+FORMAT = 1  # part of the cache key: change it when the same spec would give other weights
+SHARD_BYTES = 4 * 10**9
+_CHUNK = 64 * 2**20  # elements drawn by one generator: bounds memory and lets large tensors use several cores
+
+
+def cache_dir() -> Path:
+    """FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
+    told = os.environ.get("FTBENCH_CACHE")
+    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ftbench"
+
+
+def materialise(model: Model) -> Path:
+    """The directory with the random weights, made if it is not there yet. Raises SpecError for a shape that
+    transformers does not know, MissingError for a disk without room."""
+    config = _config(model)
+    key = hashlib.sha256(json.dumps([FORMAT, _shape(model), model.dtype, model.seed], sort_keys=True).encode())
+    name = "".join(c if c.isalnum() or c in ".-" else "-" for c in model.id)
+    folder = cache_dir() / "models" / f"{name}-{key.hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise MissingError(f"{folder.parent}: cannot be written ({error.strerror}); set FTBENCH_CACHE") from None
+    try:
+        _write(unfinished, config, model)
+        unfinished.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():  # another process was faster: its weights are the same
+            raise MissingError(f"{unfinished}: {error.strerror or error}; free some space or set FTBENCH_CACHE") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _shape(model: Model) -> dict[str, Any]:
+    """The configuration as plain data: of the table, or of the user's config.json."""
+    if not model.path:
+        return architectures()[model.id]
+    path = Path(model.path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        shape = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"model.path: {path}: cannot be read as JSON ({error})") from None
+    if not isinstance(shape, dict) or "model_type" not in shape:
+        raise SpecError(f"model.path: {path}: has no model_type, so it is no model's config.json")
+    return shape
+
+
+def _config(model: Model) -> Any:
+    shape = dict(_shape(model))
+    for key in ("quantization_config", "torch_dtype", "dtype", "auto_map"):
+        shape.pop(key, None)
+    try:
+        return AutoConfig.for_model(**shape)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SpecError(f"model: {model.id}: transformers cannot build this shape ({error})") from None
+
+
+def _write(folder: Path, config: Any, model: Model) -> None:
+    dtype = getattr(torch, model.dtype)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    tied = set(getattr(skeleton, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+    tensors = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if name not in tied}
+    width = torch.empty((), dtype=dtype).element_size()
+    sizes = {name: torch.Size(shape).numel() * width for name, shape in tensors.items()}
+    _check_space(folder, sum(sizes.values()))
+    config.architectures = [type(skeleton).__name__]
+    config.dtype = model.dtype
+    config.save_pretrained(folder)
+    std = float(getattr(config.get_text_config(), "initializer_range", 0.02))
+    shards = list(_shards(sizes))
+    index = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for number, names in enumerate(shards, start=1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            made = {name: _tensor(pool, name, tensors[name], std, model.seed, dtype) for name in names}
+            save_file(made, folder / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(names, file)
+    total = {"total_size": sum(sizes.values())}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": total, "weight_map": index}))
+    save_tokenizer(folder, int(config.get_text_config().vocab_size))
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed * 1.02 > free:
+        raise MissingError(
+            f"{folder.parent}: the random weights take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
+            "set FTBENCH_CACHE to a larger place"
+        )
+
+
+def _shards(sizes: dict[str, int]) -> Iterator[list[str]]:
+    shard: list[str] = []
+    filled = 0
+    for name, size in sizes.items():
+        if shard and filled + size > SHARD_BYTES:
+            yield shard
+            shard, filled = [], 0
+        shard.append(name)
+        filled += size
+    yield shard
+
+
+def _tensor(
+    pool: ThreadPoolExecutor, name: str, shape: tuple[int, ...], std: float, seed: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Norms are ones and biases zeros, as transformers initialises them; everything else is normal with `std`."""
+    out = torch.empty(shape, dtype=dtype)
+    if name.endswith("norm.weight"):
+        return out.fill_(1)
+    if name.endswith("bias"):
+        return out.zero_()
+    flat = out.view(-1)
+
+    def fill(start: int) -> None:
+        digest = hashlib.sha256(f"{seed}/{name}/{start}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        piece = flat[start : start + _CHUNK]
+        piece.copy_(torch.empty(piece.shape, dtype=torch.float32).normal_(0, std, generator=generator))
+
+    list(pool.map(fill, range(0, flat.numel(), _CHUNK)))
+    return out

@@ -1,0 +1,136 @@
+"""trl's SFTTrainer, telling the recorder what no callback hears: each micro-batch's loss and the gradient norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from ftbench.rundir import RunDir
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.data.collate import CountingCollator
+from ftbench.worker.data.prepare import Prepared
+from ftbench.worker.data.tokens import Tokens
+from ftbench.worker.phases import Phases
+from ftbench.worker.recorder import Recorder
+
+# The module and class that stand for each choice of train.optimizer.
+OPTIMIZERS = {
+    "adamw_torch": ("torch.optim", "AdamW"),
+    "adamw_torch_fused": ("torch.optim", "AdamW"),
+    "adamw_bnb_8bit": ("bitsandbytes", "AdamW"),
+    "paged_adamw_8bit": ("bitsandbytes", "AdamW"),
+    "sgd": ("torch.optim", "SGD"),
+}
+PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
+
+
+class Trainer(SFTTrainer):
+    """Trains as trl does; adds nothing to a step but a few references."""
+
+    def attach(self, recorder: Recorder, phases: Phases) -> None:
+        self._recorder, self._phases = recorder, phases
+        self.add_callback(recorder)
+        clip = self.accelerator.clip_grad_norm_
+
+        def clip_and_tell(*args: Any, **kwargs: Any) -> Any:
+            recorder.grad_norm = clip(*args, **kwargs)
+            return recorder.grad_norm
+
+        self.accelerator.clip_grad_norm_ = clip_and_tell
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self._recorder.micro_step(loss)
+        return loss
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().compute_loss(*args, **kwargs)
+        if self.model.training:
+            self._recorder.position = "backward"
+        return result
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._phases.within("evaluate"):
+            self._recorder.evaluation_begin()
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+            self._recorder.evaluation_end(self.state.global_step, self.state.epoch, metrics.get("eval_loss"))
+        return metrics
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted here: the default walks over all parameters at each micro-batch."""
+        return 0
+
+
+def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, recorder: Recorder) -> Trainer:
+    """The trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every method
+    sees the same tokens in the same order."""
+    collator = CountingCollator(tokenizer.pad_token_id or 0, lambda count: recorder.batches.append(count))
+    return Trainer(
+        model=model,
+        args=arguments(spec, run, on_gpu=next(model.parameters()).device.type == "cuda"),
+        processing_class=tokenizer,
+        train_dataset=_dataset(data.train),
+        eval_dataset=_dataset(data.evaluation) if data.evaluation else None,
+        data_collator=collator,
+    )
+
+
+def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
+    """The spec's recipe in trl's words; what ftbench does itself (logging, saving, tokenising) is off."""
+    train = spec.train
+    return SFTConfig(
+        output_dir=str(run.path / "trainer"),
+        per_device_train_batch_size=train.batch_size,
+        per_device_eval_batch_size=train.batch_size,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        num_train_epochs=train.epochs,
+        max_steps=train.max_steps or -1,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type=train.lr_scheduler,
+        warmup_steps=train.warmup_steps,
+        weight_decay=train.weight_decay,
+        optim=train.optimizer,
+        max_grad_norm=train.max_grad_norm,
+        seed=train.seed,
+        data_seed=train.seed,
+        gradient_checkpointing=spec.optimizations.gradient_checkpointing,
+        eval_strategy="epoch" if spec.measure.eval == "epoch" else "no",
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=on_gpu,
+        train_sampling_strategy="sequential",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+        remove_unused_columns=False,
+        logging_strategy="no",
+        logging_nan_inf_filter=False,  # it waits for the device at every micro-batch
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **PRECISION[train.precision],
+    )
+
+
+def _dataset(samples: list[Tokens]) -> Dataset:
+    data = Dataset.from_dict({"input_ids": [s.ids for s in samples], "labels": [s.labels for s in samples]})
+    return data.with_format("numpy")
+
+
+def proof(trainer: Trainer, spec: Experiment) -> list[str]:
+    """Optimizer and precision as asked for, read from the objects that will do the work."""
+    found = []
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    wanted = OPTIMIZERS[spec.train.optimizer]
+    if not name.startswith(wanted[0]) or not name.endswith(wanted[1]):
+        found.append(f"train.optimizer is {spec.train.optimizer} and the trainer uses {name}")
+    if spec.train.optimizer == "adamw_torch_fused" and not optimizer.defaults.get("fused"):
+        found.append(f"train.optimizer is adamw_torch_fused and {name} is not fused")
+    autocast = trainer.accelerator.mixed_precision
+    if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
+        found.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")
+    return found
