@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftbench import __version__, runner
+from ftbench import __version__
 from ftbench.errors import INTERRUPTED, FtbenchError
-from ftbench.rundir import RunDir
-from ftbench.summary import as_dict
+
+if TYPE_CHECKING:
+    from ftbench.rundir import RunDir
 
 app = typer.Typer(
     add_completion=False,
@@ -30,6 +31,10 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 @app.command()
 def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json = False) -> None:
     """Train once, record every step, print the card."""
+    from ftbench import runner
+    from ftbench.report.card import card
+    from ftbench.summary import as_dict
+
     live = _Progress()
     result = runner.run(spec, sets or [], out, live.start, live.tick)
     live.stop()
@@ -37,8 +42,6 @@ def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json
         print(json.dumps({"run_dir": str(result.run.path), "state": result.summary.state,
                           "summary": as_dict(result.summary)}, ensure_ascii=False))  # fmt: skip
     else:
-        from ftbench.report.card import card
-
         print(card(result.summary, result.run))
     raise typer.Exit(result.exit_code)
 
@@ -83,7 +86,9 @@ class _Progress:
 
     def tick(self) -> None:
         if self._live and self._run:
-            print(f"\r\033[K  {runner.progress(self._run)}", end="", file=sys.stderr, flush=True)
+            from ftbench.runner import progress
+
+            print(f"\r\033[K  {progress(self._run)}", end="", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         if self._live:

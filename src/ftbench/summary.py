@@ -4,6 +4,7 @@ summary too and anyone can compute it again."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -146,8 +147,8 @@ def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, A
 
 
 def _losses(train: Sequence[StepRow], everything: Sequence[StepRow]) -> dict[str, float | None]:
-    losses = _known(row.loss for row in train)
-    evaluated = _known(row.loss for row in everything if row.phase == "evaluate")
+    losses = [loss for loss in _known(row.loss for row in train) if math.isfinite(loss)]
+    evaluated = [x for x in _known(row.loss for row in everything if row.phase == "evaluate") if math.isfinite(x)]
     return {
         "first": losses[0] if losses else None,
         "last": losses[-1] if losses else None,
@@ -207,9 +208,11 @@ def _checks(
     """What makes the figures weak, as sentences."""
     found = []
     steady = train[warm:]
+    if broken := [row.step for row in train if row.loss is not None and not math.isfinite(row.loss)]:
+        found.append(f"the loss is not a number from step {broken[0]} on: nothing was learned")
     if train and len(steady) < stats.MINIMUM_STEADY:
         found.append(f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on")
-    if (change := stats.drift([row.step_time_s or 0.0 for row in steady])) is not None and abs(change) > DRIFT_TOLERANCE:
+    if abs(change := _drift(steady)) > DRIFT_TOLERANCE:
         found.append(f"steps took {change:+.0%} at the end of the steady window against its beginning")
     if (gap := wall_gap(everything, train, warm)) is not None and abs(gap) > WALL_TOLERANCE:
         found.append(f"the sum of the steady steps and their wall clock differ by {gap:+.1%}")
@@ -223,6 +226,16 @@ def _checks(
     if others or (used is not None and used > FOREIGN_MEMORY_GB):
         found.append(f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes")
     return found
+
+
+def _drift(steady: Sequence[StepRow]) -> float:
+    """How much slower steps became, as a share. Batches differ in length, so a trend counts only where the time of a
+    step and its time per position agree on it; the smaller of the two is told."""
+    raw = stats.drift([row.step_time_s or 0.0 for row in steady])
+    per_position = stats.drift([(row.step_time_s or 0.0) / (row.padded_tokens or 1) for row in steady])
+    if raw is None or per_position is None or raw * per_position <= 0:
+        return 0.0
+    return min(raw, per_position, key=abs)
 
 
 def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:

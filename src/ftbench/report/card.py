@@ -1,0 +1,68 @@
+"""One run on one card, for the end of `ftbench run`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.rows import RunSummary
+from ftbench.rundir import RunDir
+
+
+def card(summary: RunSummary, run: RunDir) -> str:
+    """What was trained, what it cost, and what makes the figures weak."""
+    lines = [f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")]
+    lines += [f"  {label:<11} {text}" for label, text in _lines(summary) if text]
+    lines += [f"  warning     {warning}" for warning in summary.warnings]
+    lines.append(f"  files       {run.path}" + ("" if summary.state == "ok" else f" (what it said: {run.log.name})"))
+    return "\n".join(lines)
+
+
+def _lines(summary: RunSummary) -> list[tuple[str, str]]:
+    steps, memory, rates = summary.steps, summary.memory_gb, summary.tokens_per_s
+    trained = summary.parameters.get("trainable")
+    what = f"{summary.method} of {summary.model} ({summary.weights} weights) on {summary.gpu or 'the CPU'}"
+    return [
+        ("what", what),
+        ("trained", f"{units.parameters(trained)} of {units.parameters(summary.parameters['total'])}" if trained else ""),
+        ("steps", f"{steps['total']}, of which {steps['warmup']} warm-up" if steps.get("total") else ""),
+        ("step time", _step_time(summary.step_time_s)),
+        ("first step", units.seconds(summary.first_step_s)),
+        ("speed", _joined(f"{units.rate(rates.get('real'))} real tokens/s" if rates else "",
+                          f"{units.rate(summary.samples_per_hour)} samples/h" if summary.samples_per_hour else "")),
+        ("padding", _padding(rates)),
+        ("memory", _joined(f"{units.gibibytes(memory.get('allocated_peak'))} GiB at the peak ({memory.get('peak_phase')})"
+                           if memory.get("allocated_peak") else "",
+                           f"{units.gibibytes(memory.get('device_peak'))} GiB on the device" if memory.get("device_peak") else "")),
+        ("model", _joined(f"{summary.model_tflops:.3g} TFLOP/s" if summary.model_tflops else "",
+                          f"MFU {units.percent(summary.mfu)}" if summary.mfu else "")),
+        ("energy", _energy(summary.energy)),
+        ("loss", _loss(summary.loss)),
+    ]  # fmt: skip
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _step_time(times: dict[str, Any]) -> str:
+    if not times:
+        return ""
+    interval = times.get("ci95")
+    between = f" (95 %: {units.seconds(interval[0])} to {units.seconds(interval[1])})" if interval else ""
+    return f"{units.seconds(times['median'])} median{between}"
+
+
+def _padding(rates: dict[str, Any]) -> str:
+    if not rates or not rates.get("padded"):
+        return ""
+    return f"{units.percent(1 - rates['real'] / rates['padded'])} of the positions computed are padding"
+
+
+def _energy(energy: dict[str, Any]) -> str:
+    joules = energy.get("joules_per_1k_samples") if energy else None
+    return f"{units.rate(joules)} J per 1,000 samples (GPU only)" if joules else ""
+
+
+def _loss(loss: dict[str, Any]) -> str:
+    return " → ".join(f"{name} {value:.3f}" for name, value in loss.items() if value is not None)

@@ -1,0 +1,68 @@
+"""Run directories → one frame, a row a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftbench.core.rows import SCHEMA, RunSummary
+from ftbench.errors import SpecError
+from ftbench.rundir import RunDir, find_runs, read_json, read_state
+from ftbench.spec.methods import METHODS
+from ftbench.summary import as_dict, summarise
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_FIELDS = {field.name for field in dataclasses.fields(RunSummary)}
+
+
+def collect(paths: Sequence[Path]) -> pd.DataFrame:
+    """All runs at or below `paths`, each field of their summaries a column, nested ones dotted (`memory_gb.host_peak`).
+    Raises SpecError for a path that does not exist or holds no run."""
+    import pandas as pd
+
+    records = [_flat(summary_of(run) | {"path": str(run.path)}) for run in _runs(paths)]
+    frame = pd.DataFrame.from_records(records)
+    rank = {name: place for place, name in enumerate(METHODS)}
+    frame["_method"] = [rank.get(name, len(rank)) for name in frame["method"]]
+    order = ["name", "model", "gpu", "_method", "batch_size", "run_id"]
+    return frame.sort_values(order, na_position="first", kind="stable").drop(columns="_method").reset_index(drop=True)
+
+
+def _runs(paths: Sequence[Path]) -> list[RunDir]:
+    found: dict[Path, RunDir] = {}
+    for path in paths:
+        if not path.exists():
+            raise SpecError(f"{path}: no such file or directory")
+        runs = find_runs(path)
+        if not runs:
+            raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
+        found |= {run.path.resolve(): run for run in runs}
+    return list(found.values())
+
+
+def summary_of(run: RunDir) -> dict[str, Any]:
+    """The summary that the run's own ftbench wrote; computed from its steps where there is none (a killed parent) or
+    where it is of another schema."""
+    written = read_json(run.summary)
+    if written.get("schema") == SCHEMA and written.keys() >= _FIELDS and written["state"] == read_state(run)["state"]:
+        return written
+    return as_dict(summarise(run))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and key != "histogram":
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def varying(frame: pd.DataFrame, columns: Iterable[str]) -> list[str]:
+    """Of `columns`, those in which the rows differ; what all rows share belongs into a heading."""
+    return [name for name in columns if name in frame and frame[name].nunique(dropna=False) > 1]

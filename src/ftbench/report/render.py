@@ -1,0 +1,99 @@
+"""A frame of runs → text in a format: one function each, FORMATS the table."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ftbench.core.rows import SCHEMA
+from ftbench.errors import SpecError
+from ftbench.report.tables import comparison
+from ftbench.spec.base import nearest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_FOOTNOTE = (
+    "Median step, samples and real (non-padding) tokens of the steady window; GiB of tensors at the peak "
+    "(on a CPU: of the process)."
+)
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def render(frame: pd.DataFrame, format_name: str) -> str:
+    """The comparison of the frame's runs as text. Raises SpecError for an unknown format."""
+    if format_name not in FORMATS:
+        raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
+    return FORMATS[format_name](frame)
+
+
+def _terminal(frame: pd.DataFrame) -> str:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    found = comparison(frame)
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for heading in found.headings:
+        table.add_column(heading, overflow="fold", justify="left" if heading in ("method", "state") else "right")
+    for row in found.rows:
+        table.add_row(*map(Text, row))
+    out = io.StringIO()
+    console = Console(file=out, width=_width(), highlight=False, color_system=None)
+    console.print(Text(_title(found.context)), table, "", Text(_FOOTNOTE), *(Text(f"note: {note}") for note in found.notes), sep="\n")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _width() -> int:
+    import shutil
+
+    return max(80, shutil.get_terminal_size((120, 24)).columns)
+
+
+def _title(context: dict[str, str]) -> str:
+    return " · ".join(f"{key} {value}" for key, value in context.items())
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    found = comparison(frame)
+    right = [heading not in ("method", "state") for heading in found.headings]
+    lines = [
+        _cell(_title(found.context)),
+        "",
+        "| " + " | ".join(map(_cell, found.headings)) + " |",
+        "|" + "|".join("--:" if is_right else "---" for is_right in right) + "|",
+        *("| " + " | ".join(map(_cell, row)) + " |" for row in found.rows),
+        "",
+        _FOOTNOTE,
+        *(f"- {_cell(note)}" for note in found.notes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text that stays one cell and one line, and is no markup."""
+    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return text.replace("\\", "\\\\").replace("|", "\\|")
+
+
+def _csv(frame: pd.DataFrame) -> str:
+    """Every scalar column in full. Text that a spreadsheet would take for a formula gets a leading apostrophe."""
+    keep = [name for name in frame.columns if not frame[name].map(lambda v: isinstance(v, (list, dict))).any()]
+    safe = frame[keep].map(lambda value: f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value)
+    return str(safe.to_csv(index=False, lineterminator="\n"))
+
+
+def _json(frame: pd.DataFrame) -> str:
+    """One document: `{schema, runs: [...]}`; unknown is null."""
+    records = json.loads(frame.to_json(orient="records", force_ascii=False, double_precision=15))
+    return json.dumps({"schema": SCHEMA, "runs": records}, ensure_ascii=False, indent=1) + "\n"
+
+
+FORMATS: dict[str, Callable[[pd.DataFrame], str]] = {
+    "table": _terminal,
+    "md": _markdown,
+    "csv": _csv,
+    "json": _json,
+}

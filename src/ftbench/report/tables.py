@@ -1,0 +1,92 @@
+"""The comparison table: what a row shows, as text. Failed runs keep their row with the reason and empty figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ftbench.core import units
+from ftbench.report.collect import varying
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CONTEXT = {"name": "experiment", "model": "model", "weights": "weights", "gpu": "GPU", "dataset.name": "data"}
+_CPU = "none (CPU)"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure: heading, where it stands in the frame, how it becomes text."""
+
+    heading: str
+    source: str
+    text: Callable[[Any], str]
+
+
+FIGURES = (
+    Column("step", "step_time_s.median", units.seconds),
+    Column("samples/h", "samples_per_hour", units.rate),
+    Column("tokens/s", "tokens_per_s.real", units.rate),
+    Column("peak GiB", "memory_gb.allocated_peak", units.gibibytes),
+    Column("MFU", "mfu", units.percent),
+    Column("first step", "first_step_s", units.seconds),
+    Column("eval loss", "loss.eval", lambda value: f"{value:.3f}"),
+)
+_OPTIONAL = ("mfu", "loss.eval")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What all rows share (`context`, for the title), headings, rows of text, and notes below."""
+
+    context: dict[str, str]
+    headings: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+def comparison(frame: pd.DataFrame) -> Table:
+    """One row a run. Columns in which all rows agree move into the title; a column that no row fills is left out."""
+    frame = frame.assign(gpu=[gpu if isinstance(gpu, str) else _CPU for gpu in frame["gpu"]])
+    differing = varying(frame, CONTEXT)
+    context = {CONTEXT[name]: str(frame[name].iloc[0]) for name in CONTEXT if name in frame and name not in differing}
+    figures = [
+        column for column in FIGURES
+        if column.source in frame and (column.source not in _OPTIONAL or frame[column.source].notna().any())
+    ]  # fmt: skip
+    accumulation = frame["gradient_accumulation_steps"].nunique() > 1
+    headings = [*(CONTEXT[name] for name in differing), "method", "batch", *(c.heading for c in figures), "state"]
+    rows = []
+    for record in frame.to_dict("records"):
+        batch = str(record["batch_size"]) + (f"x{record['gradient_accumulation_steps']}" if accumulation else "")
+        shown = [_shown(record, column) for column in figures]
+        rows.append([*(str(record[name]) for name in differing), record["method"], batch, *shown, _state(record)])
+    return Table(context, headings, rows, _notes(frame))
+
+
+def _shown(record: dict[str, Any], column: Column) -> str:
+    """A figure's text; a run that did not end well has none to compare."""
+    value = record[column.source]
+    if record["state"] != "ok" or value is None or value != value:
+        return ""
+    return column.text(value)
+
+
+def _state(record: dict[str, Any]) -> str:
+    reason = record.get("reason")
+    return record["state"] if record["state"] == "ok" or not isinstance(reason, str) else f"{record['state']}: {reason}"
+
+
+def _notes(frame: pd.DataFrame) -> list[str]:
+    """The warnings of all runs, each once with the runs it is about."""
+    about: dict[str, list[str]] = {}
+    for record in frame.to_dict("records"):
+        for warning in record["warnings"]:
+            about.setdefault(warning, []).append(record["run_id"])
+    everyone = len(frame)
+    return [
+        warning if len(runs) == everyone and everyone > 1 else f"{', '.join(runs)}: {warning}"
+        for warning, runs in about.items()
+    ]
