@@ -77,7 +77,7 @@ def claim(out: Path, experiment: str, slug: str) -> RunDir:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replaces `path` at once, on the disk before it is visible. Raises MissingError where the disk does not take it."""
+    """Replaces `path` at once, on the disk before it is visible. Raises MissingError if the disk does not take it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     text = json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
     try:
@@ -95,7 +95,8 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def _write_through(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    # Half a character (from a file name that is no UTF-8) becomes the \udcxx that JSON reads back as the same.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -157,12 +158,14 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
 
 
 def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:
-    reader = csv.reader(text.splitlines())
-    names = next(reader, [])
-    for number, values in enumerate(reader, start=2):
+    names: list[str] | None = None
+    for number, line in enumerate(text.split("\n")[:-1], start=1):  # line by line: a stray quote spoils no other row
         try:
-            yield rows.parse(dict(zip(names, values, strict=True)))
-        except ValueError:
+            values = next(csv.reader([line]))
+            if names is not None:
+                yield rows.parse(dict(zip(names, values, strict=True)))
+            names = names or values
+        except (ValueError, csv.Error, StopIteration):
             warnings.append(f"{name}: line {number} cannot be read and was left out")
 
 

@@ -1,4 +1,4 @@
-"""One run: check, claim a directory, write the spec and the machine, launch, watch, summarise. Always leaves a state."""
+"""One run: check, claim a directory, write spec and machine, launch, watch, summarise. Always leaves a state."""
 
 from __future__ import annotations
 
@@ -98,21 +98,16 @@ def _check_disk(out: Path) -> None:
 
 def execute(run: RunDir, spec: Experiment, on_tick: Callable[[], None]) -> Result:
     """Launches the worker of a claimed directory, waits for it and leaves state.json and summary.json."""
-    ended = process.run_child(
-        trl.command(run), trl.environment(os.environ), run.log, spec.launch.timeout_s, on_tick
-    )
+    ended = process.run_child(trl.command(run), trl.environment(os.environ), run.log, spec.launch.timeout_s, on_tick)
     state = _final_state(run, ended, spec)
-    problems = []
-    for path, data in ((run.state, lambda: state), (run.summary, lambda: summary.as_dict(summary.summarise(run)))):
-        try:
-            rundir.write_json(path, data())
-        except MissingError as error:
-            problems.append(error)
+    try:
+        rundir.write_json(run.state, state)
+        found = summary.summarise(run)
+        rundir.write_json(run.summary, summary.as_dict(found))
+    except MissingError as error:
+        raise MissingError(f"{error}\nthe steps that were finished are in {run.steps}") from None
     run.reserve.unlink(missing_ok=True)
-    result = Result(run, summary.summarise(run), _exit_code(state))
-    if problems:
-        raise MissingError(f"{problems[0]}\nthe steps that were finished are in {run.steps}")
-    return result
+    return Result(run, found, _exit_code(state))
 
 
 def _final_state(run: RunDir, ended: process.Exit, spec: Experiment) -> dict[str, Any]:
@@ -172,5 +167,3 @@ def progress(run: RunDir) -> str:
     memory = f"{last.peak_memory_gb:.2f} GiB" if last.peak_memory_gb is not None else ""
     loss = f"loss {last.loss:.3f}" if last.loss is not None else ""
     return " · ".join(part for part in (f"step {last.step}", share, speed, memory, loss) if part)
-
-

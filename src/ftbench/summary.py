@@ -38,6 +38,7 @@ def summarise(run: RunDir) -> RunSummary:
         gpu=(machine.get("gpu") or {}).get("name"),
         batch_size=spec.get("train", {}).get("batch_size", 0),
         gradient_accumulation_steps=spec.get("train", {}).get("gradient_accumulation_steps", 0),
+        optimizations=_optimizations(spec),
         steps={"total": len(train), "warmup": warm, "steady": len(steady)},
         loss=_losses(train, everything),
         parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},
@@ -71,6 +72,14 @@ def _known(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if value is not None]
 
 
+def _optimizations(spec: dict[str, Any]) -> list[str]:
+    """Those that are on, in words: `compile`, `fp8 rowwise`."""
+    chosen = spec.get("optimizations", {}).items()
+    return [
+        name if value is True else f"{name} {value}" for name, value in chosen if value not in (False, "off", "auto")
+    ]
+
+
 def _warmup(spec: dict[str, Any], train: Sequence[StepRow]) -> int:
     asked = spec.get("measure", {}).get("warmup", "auto")
     if isinstance(asked, int):
@@ -85,19 +94,25 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
         return
     summary.step_time_s = found.as_dict()
     summary.tokens_per_s = {
-        name: total(getattr(row, f"{name}_tokens") for row in steady) / window for name in ("real", "padded", "label")
+        name: _rate([getattr(row, f"{name}_tokens") for row in steady], window) for name in ("real", "padded", "label")
     }
-    summary.samples_per_s = total(row.samples for row in steady) / window
-    summary.samples_per_hour = summary.samples_per_s * 3600
+    summary.samples_per_s = _rate([row.samples for row in steady], window)
+    if summary.samples_per_s is not None:
+        summary.samples_per_hour = summary.samples_per_s * 3600
+
+
+def _rate(counts: Sequence[int | None], window: float) -> float | None:
+    """Counts of all steps over the window; None where one of them is not known."""
+    return None if None in counts else total(counts) / window
 
 
 def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
     """Model TFLOP/s from real tokens, and against the dense peak of the precision used. A share above 100 % is a
     mistake in a count or in the table: it is named and the field stays empty."""
     shape, length = _shape(applied), summary.dataset.get("tokens", {}).get("weighted_mean")
-    if shape is None or not length:
-        return
     window = total(row.step_time_s for row in steady)
+    if shape is None or not length or not window or any(row.real_tokens is None for row in steady):
+        return
     model = flops.model_flops(shape, total(row.real_tokens for row in steady), length) / window
     recompute = bool(applied.get("gradient_checkpointing"))
     hardware_rate = sum(
@@ -160,10 +175,10 @@ def _memory(
     everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, phases: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Peaks over the whole run, and the phase that set the highest allocated one."""
-    stages = [(phase["name"], phase["peak_memory_gb"]) for phase in phases if phase.get("peak_memory_gb") is not None]
-    stages += [("evaluate", row.peak_memory_gb) for row in everything if row.phase == "evaluate"]
     names = ["first_step", *["warmup"] * (max(warm, 1) - 1), *["steady"] * len(train)]
-    stages += [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
+    stages = [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
+    stages += [("evaluate", row.peak_memory_gb) for row in everything if row.phase == "evaluate"]
+    stages += [(phase["name"], phase.get("peak_memory_gb")) for phase in phases]
     stages = [(name, peak) for name, peak in stages if peak is not None]
     highest = max(stages, key=lambda stage: stage[1], default=(None, None))
 
@@ -183,11 +198,12 @@ def _memory(
 def _phases(
     phases: Sequence[dict[str, Any]], train: Sequence[StepRow], warm: int, state: dict[str, Any]
 ) -> dict[str, float]:
-    """Seconds of each phase: disjoint, and together the wall time. Training is split by the steps."""
+    """Seconds of each phase: disjoint, and together the wall time. Training is split by the steps. The phase in which
+    a process was killed has no end of its own and lasted until the process ended."""
     found: dict[str, float] = {}
     for phase in phases:
-        if phase.get("end_s") is not None:
-            found[phase["name"]] = found.get(phase["name"], 0.0) + phase["end_s"] - phase["start_s"]
+        if (end := phase.get("end_s", state.get("wall_s"))) is not None:
+            found[phase["name"]] = found.get(phase["name"], 0.0) + max(0.0, end - phase["start_s"])
     if "train" in found and train:
         split = {
             "first_step": train[0].step_time_s or 0.0,
@@ -202,16 +218,16 @@ def _phases(
     return found
 
 
-def _checks(
-    everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, machine: dict[str, Any]
-) -> list[str]:
+def _checks(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, machine: dict[str, Any]) -> list[str]:
     """What makes the figures weak, as sentences."""
     found = []
     steady = train[warm:]
     if broken := [row.step for row in train if row.loss is not None and not math.isfinite(row.loss)]:
         found.append(f"the loss is not a number from step {broken[0]} on: nothing was learned")
     if train and len(steady) < stats.MINIMUM_STEADY:
-        found.append(f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on")
+        found.append(
+            f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on"
+        )
     if abs(change := _drift(steady)) > DRIFT_TOLERANCE:
         found.append(f"steps took {change:+.0%} at the end of the steady window against its beginning")
     if (gap := wall_gap(everything, train, warm)) is not None and abs(gap) > WALL_TOLERANCE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -53,9 +54,20 @@ def _gpu(row: dict[str, Any]) -> Gpu:
     )
 
 
+# Less than the whole or the desktop card whose name they bear: a slice of a GPU, a laptop's, the export version.
+_LESSER = re.compile(r"\bMIG\b|\bLaptop\b|\d D\b")
+
+
 def find_gpu(driver_name: str) -> Gpu | None:
-    """The table's row for a name as the driver reports it ("NVIDIA H200"), or None."""
-    return next((gpu for gpu in gpus() if any(part in driver_name for part in gpu.match)), None)
+    """The table's row for a name as the driver reports it ("NVIDIA H200"), or None. Names are compared word by word:
+    an L40 is no L4 and a GH200 no H200."""
+    if _LESSER.search(driver_name):
+        return None
+    return next((gpu for gpu in gpus() if any(_names(part, driver_name) for part in gpu.match)), None)
+
+
+def _names(part: str, driver_name: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name) is not None
 
 
 def supports_fp8(compute_capability: tuple[int, int]) -> bool:

@@ -34,7 +34,7 @@ def describe(lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def histogram(lengths: Sequence[int], bins: int = HISTOGRAM_BINS) -> dict[str, list[int]]:
-    """Counts in `bins` bins of equal whole width from 0 to at least the maximum; bin i holds edges[i] <= n < edges[i+1]."""
+    """Counts in `bins` bins of equal whole width from 0 past the maximum; bin i holds edges[i] <= n < edges[i+1]."""
     width = max(1, -(-(max(lengths) + 1) // bins))
     counts = [0] * bins
     for n in lengths:

@@ -9,16 +9,25 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 
-_UNITS = {"B": 1, "BYTES": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# MPS writes GB for 2**30 bytes, as format_size in MPSAllocator.mm does.
+_UNITS = {"B": 1, "BYTES": 1} | {f"{k}{b}": 2 ** (10 * (i + 1)) for i, k in enumerate("KMGT") for b in ("B", "IB")}
+# Another failure of the device: what stands before it in a log did not end the process.
+_OTHER = re.compile(r"CUDA (?:driver )?error: (?!out of memory|CUBLAS_STATUS_ALLOC_FAILED)")
 _PATTERNS: tuple[tuple[str, str], ...] = (
     # torch.OutOfMemoryError of the caching allocator, CUDA and HIP
-    ("allocator", r"(?:CUDA|HIP|XPU|MPS backend) out of memory\.? .*?[Tt]ried to allocate (?P<size>[\d.]+ ?[KMGT]?i?B)"),
+    (
+        "allocator",
+        r"(?:CUDA|HIP|XPU|MPS backend) out of memory\.? .*?[Tt]ried to allocate (?P<size>[\d.]+ (?:bytes|[KMGT]i?B))",
+    ),
     ("allocator", r"(?:CUDA|HIP|XPU|MPS backend) out of memory"),
-    ("driver", r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"),
+    ("driver", r"CUDA (?:driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"),
     ("cublas", r"CUBLAS_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED"),
     ("cudnn", r"CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED"),
-    ("nccl", r"NCCL.*?(?:out of memory|[Ff]ailed to (?:CUDA|Cuda) (?:calloc|malloc)(?: async)? (?P<size>\d+(?: bytes)?))"),
-    ("host", r"can't allocate memory: you tried to allocate (?P<size>\d+ bytes)|not enough memory: you tried to allocate (?P<size2>\d+ bytes)"),  # noqa: E501
+    (
+        "nccl",
+        r"NCCL.*?(?:out of memory|[Ff]ailed to (?:CUDA|Cuda) (?:calloc|malloc)(?: async)? (?P<size>\d+(?: bytes)?))",
+    ),
+    ("host", r"(?:can't allocate|not enough) memory: you tried to allocate (?P<size>\d+ bytes)"),
     ("host", r"Unable to allocate (?P<size>[\d.]+ [KMGT]iB) for an array"),
     ("bitsandbytes", r"Error out of memory at line \d+ in file .*?\.c(?:u|pp)"),
 )
@@ -39,11 +48,12 @@ class Oom:
 
 
 def recognise(text: str) -> Oom | None:
-    """The out-of-memory failure a message tells of, or None if it tells of something else."""
+    """The out-of-memory failure a message or the end of a log tells of, or None if it tells of something else."""
+    text = _OTHER.split(text)[-1]
     for kind, pattern in _PATTERNS:
         if found := re.search(pattern, text, re.DOTALL if kind == "allocator" else 0):
-            sizes = [value for name, value in found.groupdict().items() if name.startswith("size") and value]
-            return Oom(kind, _bytes(sizes[0]) if sizes else None)
+            size = found.groupdict().get("size")
+            return Oom(kind, _bytes(size) if size else None)
     return None
 
 

@@ -105,6 +105,7 @@ class RunSummary:
     gpu: str | None
     batch_size: int
     gradient_accumulation_steps: int
+    optimizations: list[str]
     steps: dict[str, int]
     first_step_s: float | None = None
     time_to_steady_s: float | None = None

@@ -33,10 +33,11 @@ class StepTime:
 def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) -> int:
     """How many steps at the start are not steady yet.
 
-    The last half of the run says what a steady step takes: its median m and its spread s (from the median absolute
-    deviation). The first step always counts as warm-up; so does every further step from the start that takes longer
-    than m + max(10 %, 3 s), and every step of the first half up to the last one in which a graph was compiled. At
-    most half of the steps are warm-up, so that a run that slows down later is not cut to fit.
+    The last half of the run says what a steady step takes: its median m, its spread s (from the median absolute
+    deviation) and its 90th percentile p. Warm-up are the first step; every further step from the start that takes
+    longer than m + max(10 %, 3 s); and, within the first half, everything up to the last step that took more than 2 p
+    or in which a graph was compiled: kernels are loaded, tuned and compiled when a shape is first met, not only at
+    once. At most half of the steps are warm-up, so that a run that slows down later is not cut to fit.
     """
     n = len(times)
     if n < 2:
@@ -46,11 +47,12 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) 
     middle = statistics.median(tail)
     spread = MAD_TO_SIGMA * statistics.median(abs(t - middle) for t in tail)
     limit = middle + max(0.10 * middle, 3 * spread)
+    far = 2 * quantile(tail, 0.90)
     warm = 1
     while warm < half and times[warm] > limit:
         warm += 1
-    compiled = [i + 1 for i, count in enumerate(recompiles[:half]) if count]
-    return max(warm, *compiled) if compiled else warm
+    starts = [i + 1 for i in range(half) if times[i] > far or (i < len(recompiles) and recompiles[i])]
+    return max([warm, *starts])
 
 
 def step_time(times: Sequence[float]) -> StepTime | None:
@@ -86,10 +88,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     """
     ordered = sorted(values)
     n = len(ordered)
-    if n < 6:
-        return None
     if n > 1000:  # normal approximation of the binomial
-        k = math.floor(n / 2 - 0.98 * math.sqrt(n))
+        k = math.floor(n / 2 - statistics.NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(n) / 2)
         return ordered[k - 1], ordered[n - k]
     tail, k = 0.0, 0
     while k < n // 2:

@@ -48,11 +48,17 @@ def run_child(
     kills = _kernel_oom_kills()
     begin = time.monotonic()
     why = None
-    with _signals_raise(), log.open("ab") as output:
+    with _signals_raise() as strike, log.open("ab") as output:
         child = subprocess.Popen(
-            argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
+            strike()
             why = _wait(child, None if timeout_s is None else begin + timeout_s, on_tick)
         except (_Stop, KeyboardInterrupt):
             why = "interrupted"
@@ -97,18 +103,30 @@ def _signal_group(pgid: int, number: int) -> None:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turns TERM and HUP into an exception, as Python does with INT. Only the main thread can; elsewhere nothing."""
+def _signals_raise() -> Iterator[Callable[[], None]]:
+    """Turns TERM, HUP and INT into an exception, but for those that are ignored (nohup). A signal that comes earlier
+    is held back until the yielded function is called: an exception while the child is started would lose the child.
+    Only the main thread can; elsewhere nothing."""
+    held: list[int] | None = []
 
-    def stop(*_: object) -> None:
-        raise _Stop
+    def stop(number: int, _: object) -> None:
+        if held is None:
+            raise _Stop
+        held.append(number)
+
+    def strike() -> None:
+        nonlocal held
+        earlier, held = held, None
+        if earlier:
+            raise _Stop
 
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield strike
         return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
     try:
-        yield
+        yield strike
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

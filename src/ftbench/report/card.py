@@ -19,30 +19,43 @@ def card(summary: RunSummary, run: RunDir) -> str:
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:
-    steps, memory, rates = summary.steps, summary.memory_gb, summary.tokens_per_s
-    trained = summary.parameters.get("trainable")
+    steps, trained = summary.steps, summary.parameters.get("trainable")
     what = f"{summary.method} of {summary.model} ({summary.weights} weights) on {summary.gpu or 'the CPU'}"
+    share = f"{units.parameters(trained)} of {units.parameters(summary.parameters['total'])} parameters"
     return [
-        ("what", what),
-        ("trained", f"{units.parameters(trained)} of {units.parameters(summary.parameters['total'])}" if trained else ""),
+        ("what", ", ".join([what, *summary.optimizations])),
+        ("trained", share if trained else ""),
         ("steps", f"{steps['total']}, of which {steps['warmup']} warm-up" if steps.get("total") else ""),
         ("step time", _step_time(summary.step_time_s)),
         ("first step", units.seconds(summary.first_step_s)),
-        ("speed", _joined(f"{units.rate(rates.get('real'))} real tokens/s" if rates else "",
-                          f"{units.rate(summary.samples_per_hour)} samples/h" if summary.samples_per_hour else "")),
-        ("padding", _padding(rates)),
-        ("memory", _joined(f"{units.gibibytes(memory.get('allocated_peak'))} GiB at the peak ({memory.get('peak_phase')})"
-                           if memory.get("allocated_peak") else "",
-                           f"{units.gibibytes(memory.get('device_peak'))} GiB on the device" if memory.get("device_peak") else "")),
-        ("model", _joined(f"{summary.model_tflops:.3g} TFLOP/s" if summary.model_tflops else "",
-                          f"MFU {units.percent(summary.mfu)}" if summary.mfu else "")),
+        ("speed", _speed(summary)),
+        ("padding", _padding(summary.tokens_per_s)),
+        ("memory", _memory(summary.memory_gb)),
+        ("model", _model(summary)),
         ("energy", _energy(summary.energy)),
         ("loss", _loss(summary.loss)),
-    ]  # fmt: skip
+    ]
 
 
-def _joined(*parts: str) -> str:
-    return ", ".join(part for part in parts if part)
+def _speed(summary: RunSummary) -> str:
+    if not summary.samples_per_hour:
+        return ""
+    tokens = units.rate(summary.tokens_per_s["real"])
+    return f"{tokens} real tokens/s, {units.rate(summary.samples_per_hour)} samples/h"
+
+
+def _memory(memory: dict[str, Any]) -> str:
+    if not memory.get("allocated_peak"):
+        return ""
+    device = memory.get("device_peak")
+    peak = f"{units.gibibytes(memory['allocated_peak'])} GiB at the peak ({memory['peak_phase'].replace('_', ' ')})"
+    return peak + (f", {units.gibibytes(device)} GiB used on the device" if device else "")
+
+
+def _model(summary: RunSummary) -> str:
+    if not summary.model_tflops:
+        return ""
+    return f"{summary.model_tflops:.3g} TFLOP/s" + (f", MFU {units.percent(summary.mfu)}" if summary.mfu else "")
 
 
 def _step_time(times: dict[str, Any]) -> str:

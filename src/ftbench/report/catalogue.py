@@ -8,9 +8,9 @@ from ftbench.core import units
 from ftbench.core.architectures import architectures, parameter_count
 from ftbench.core.hardware import gpus
 from ftbench.errors import SpecError
-from ftbench.spec import load
 from ftbench.spec.base import known
 from ftbench.spec.datasets import DATASETS
+from ftbench.spec.load import spec_keys
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 
@@ -28,7 +28,10 @@ def catalogue(what: str) -> str:
 
 
 def _methods() -> list[tuple[str, ...]]:
-    return [(name, (method.__doc__ or "") + ("" if method.built else " (not built yet)")) for name, method in METHODS.items()]
+    return [
+        (name, (method.__doc__ or "") + ("" if method.built else " (not built yet)"))
+        for name, method in METHODS.items()
+    ]
 
 
 def _optimizations() -> list[tuple[str, ...]]:
@@ -49,14 +52,20 @@ def _datasets() -> list[tuple[str, ...]]:
 def _gpus() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("GPU", "dense bf16 TFLOP/s", "memory GB", "GB/s", "W")]
     rows += [
-        (gpu.name, "" if gpu.bf16 is None else f"{gpu.bf16:g}", f"{gpu.memory_gb:g}", f"{gpu.bandwidth:g}", f"{gpu.watts:g}")
+        (
+            gpu.name,
+            "" if gpu.bf16 is None else f"{gpu.bf16:g}",
+            f"{gpu.memory_gb:g}",
+            f"{gpu.bandwidth:g}",
+            f"{gpu.watts:g}",
+        )
         for gpu in gpus()
     ]
     return rows
 
 
 def _keys() -> list[tuple[str, ...]]:
-    return [(key,) for key in load.keys()]
+    return [("key", "default", "meaning"), *spec_keys()]
 
 
 LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {

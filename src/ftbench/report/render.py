@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftbench.core.rows import SCHEMA
 from ftbench.errors import SpecError
-from ftbench.report.tables import comparison
+from ftbench.report.tables import CONTEXT, comparison
 from ftbench.spec.base import nearest
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ _FOOTNOTE = (
     "Median step, samples and real (non-padding) tokens of the steady window; GiB of tensors at the peak "
     "(on a CPU: of the process)."
 )
+_TEXT = (*CONTEXT.values(), "method", "state")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -37,12 +38,20 @@ def _terminal(frame: pd.DataFrame) -> str:
     found = comparison(frame)
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for heading in found.headings:
-        table.add_column(heading, overflow="fold", justify="left" if heading in ("method", "state") else "right")
+        text = heading in _TEXT
+        table.add_column(heading, overflow="fold", no_wrap=not text, justify="left" if text else "right")
     for row in found.rows:
         table.add_row(*map(Text, row))
     out = io.StringIO()
     console = Console(file=out, width=_width(), highlight=False, color_system=None)
-    console.print(Text(_title(found.context)), table, "", Text(_FOOTNOTE), *(Text(f"note: {note}") for note in found.notes), sep="\n")
+    console.print(
+        Text(_title(found.context)),
+        table,
+        "",
+        Text(_FOOTNOTE),
+        *(Text(f"note: {note}") for note in found.notes),
+        sep="\n",
+    )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
@@ -58,7 +67,7 @@ def _title(context: dict[str, str]) -> str:
 
 def _markdown(frame: pd.DataFrame) -> str:
     found = comparison(frame)
-    right = [heading not in ("method", "state") for heading in found.headings]
+    right = [heading not in _TEXT for heading in found.headings]
     lines = [
         _cell(_title(found.context)),
         "",
@@ -81,7 +90,9 @@ def _cell(text: str) -> str:
 def _csv(frame: pd.DataFrame) -> str:
     """Every scalar column in full. Text that a spreadsheet would take for a formula gets a leading apostrophe."""
     keep = [name for name in frame.columns if not frame[name].map(lambda v: isinstance(v, (list, dict))).any()]
-    safe = frame[keep].map(lambda value: f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value)
+    safe = frame[keep].map(
+        lambda value: f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+    )
     return str(safe.to_csv(index=False, lineterminator="\n"))
 
 

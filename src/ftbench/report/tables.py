@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,9 @@ from ftbench.report.collect import varying
 if TYPE_CHECKING:
     import pandas as pd
 
-CONTEXT = {"name": "experiment", "model": "model", "weights": "weights", "gpu": "GPU", "dataset.name": "data"}
+CONTEXT = {"model": "model", "weights": "weights", "gpu": "GPU", "data": "data", "optimizations": "with"}
 _CPU = "none (CPU)"
+_SHORT_REASON = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,12 @@ class Table:
 
 def comparison(frame: pd.DataFrame) -> Table:
     """One row a run. Columns in which all rows agree move into the title; a column that no row fills is left out."""
-    frame = frame.assign(gpu=[gpu if isinstance(gpu, str) else _CPU for gpu in frame["gpu"]])
+    frame = frame.assign(
+        gpu=[gpu if isinstance(gpu, str) else _CPU for gpu in frame["gpu"]],
+        model=[str(model).rsplit("/", 1)[-1] for model in frame["model"]],
+        optimizations=[", ".join(found).replace("_", " ") or "none" for found in frame["optimizations"]],
+        data=[_data(record) for record in frame.to_dict("records")],
+    )
     differing = varying(frame, CONTEXT)
     context = {CONTEXT[name]: str(frame[name].iloc[0]) for name in CONTEXT if name in frame and name not in differing}
     figures = [
@@ -66,7 +72,7 @@ def comparison(frame: pd.DataFrame) -> Table:
     return Table(context, headings, rows, _notes(frame))
 
 
-def _shown(record: dict[str, Any], column: Column) -> str:
+def _shown(record: Mapping[Any, Any], column: Column) -> str:
     """A figure's text; a run that did not end well has none to compare."""
     value = record[column.source]
     if record["state"] != "ok" or value is None or value != value:
@@ -74,16 +80,30 @@ def _shown(record: dict[str, Any], column: Column) -> str:
     return column.text(value)
 
 
-def _state(record: dict[str, Any]) -> str:
+def _state(record: Mapping[Any, Any]) -> str:
     reason = record.get("reason")
-    return record["state"] if record["state"] == "ok" or not isinstance(reason, str) else f"{record['state']}: {reason}"
+    if record["state"] == "ok" or not isinstance(reason, str):
+        return str(record["state"])
+    short = reason if len(reason) <= _SHORT_REASON else reason[: _SHORT_REASON - 1] + "…"
+    return f"{record['state']}: {short}".replace("oom: out of memory", "oom")
+
+
+def _data(record: Mapping[Any, Any]) -> str:
+    """The data set and, where known, the mean length of its samples in tokens: `alpaca ~110`."""
+    mean = record.get("dataset.tokens.mean")
+    name = record.get("dataset.name")
+    if not isinstance(name, str):
+        return "unknown"
+    return name if mean is None or mean != mean else f"{name} ~{mean:.0f}"
 
 
 def _notes(frame: pd.DataFrame) -> list[str]:
-    """The warnings of all runs, each once with the runs it is about."""
+    """The warnings of all runs, each once with the runs it is about, and the reasons that a row has no room for."""
     about: dict[str, list[str]] = {}
     for record in frame.to_dict("records"):
-        for warning in record["warnings"]:
+        reason = record.get("reason")
+        long = [reason] if isinstance(reason, str) and len(reason) > _SHORT_REASON else []
+        for warning in [*long, *record["warnings"]]:
             about.setdefault(warning, []).append(record["run_id"])
     everyone = len(frame)
     return [

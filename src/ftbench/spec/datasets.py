@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ftbench.spec.base import Float, Int, Part, known
 
@@ -60,11 +60,21 @@ class Dataset(Part):
     mean_length: Float | None = Field(None, ge=2, description="synthetic: lengths drawn log-normally to this mean")
     like: str | None = Field(None, description="synthetic: lengths drawn like this data set's")
 
+    @field_validator("name")
+    @classmethod
+    def _known_name(cls, value: str) -> str:
+        known(value, DATASETS, "data set")
+        return value
+
+    @field_validator("like")
+    @classmethod
+    def _known_profile(cls, value: str | None) -> str | None:
+        if value is not None:
+            known(value, LIKE, "length profile")
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> Dataset:
-        known(self.name, DATASETS, "data set")
-        if self.like is not None:
-            known(self.like, LIKE, "length profile")
         if self.name == "file" and not self.path:
             raise ValueError("`name: file` needs `path: FILE` (JSON, JSONL, CSV or Parquet)")
         if self.name != "file" and self.path:

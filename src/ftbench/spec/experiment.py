@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ftbench.core.architectures import architectures
 from ftbench.core.hardware import supports_fp8
@@ -17,7 +17,9 @@ from ftbench.spec.optimizations import Optimizations
 
 def _name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
-        raise ValueError("may hold letters, digits, dot, dash and underscore, at most 80, and begins with a letter or digit")
+        raise ValueError(
+            "may hold letters, digits, dot, dash and underscore, at most 80, and begins with a letter or digit"
+        )
     return value
 
 
@@ -41,7 +43,9 @@ class Model(Part):
     @model_validator(mode="after")
     def _check(self) -> Model:
         if self.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
-            raise ValueError("`trust_remote_code` needs `revision`: the 40 hex digits of the commit whose code you read")
+            raise ValueError(
+                "`trust_remote_code` needs `revision`: the 40 hex digits of the commit whose code you read"
+            )
         if self.weights == "random" and not self.path and self.id not in architectures():
             known = ", ".join(sorted(architectures()))
             raise ValueError(f"no shape is known for {self.id}: give `path: config.json`, or take one of {known}")
@@ -62,15 +66,24 @@ class Train(Part):
     optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "sgd"] = "adamw_torch"
     max_grad_norm: Float = Field(0.3, ge=0, description="gradients are scaled down to this norm; 0 leaves them")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        "auto", description="of the products (autocast; fp32 is none); auto is bf16 on a GPU that has it, fp32 elsewhere"
+        "auto",
+        description="of the products (autocast; fp32 is none); auto is bf16 on a GPU that has it, fp32 elsewhere",
     )
-    seed: Int = Field(42, ge=0, description="of adapters and dropout")
+    seed: Int = Field(42, ge=0, lt=2**32, description="of adapters and dropout")
+
+
+def _warmup(value: object) -> object:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError("must be auto or a whole number, 0 or more")
+    return value
 
 
 class Measure(Part):
     """What is measured besides the training itself."""
 
-    warmup: Literal["auto"] | Int = Field("auto", description="steps before the steady window; auto finds them")
+    warmup: Annotated[Literal["auto"] | int, BeforeValidator(_warmup)] = Field(
+        "auto", description="steps before the steady window; auto finds them"
+    )
     eval: Literal["off", "end", "epoch"] = Field("end", description="when to evaluate, if dataset.eval_samples is set")
     allow_fallback: Switch = Field(False, description="measure even where a library did not do what was asked for")
     save_adapter: Switch = Field(False, description="keep the trained adapters in the run's directory")
@@ -115,13 +128,17 @@ def impossible(spec: Experiment) -> list[str]:
     found = []
     fp8 = spec.optimizations.fp8 != "off"
     if fp8 and spec.method.quantised:
-        found.append(f"optimizations.fp8 needs 16-bit base weights and method {spec.method.name} stores 4-bit ones: use lora")
+        found.append(
+            f"optimizations.fp8 needs 16-bit base weights and method {spec.method.name} stores 4-bit ones: use lora"
+        )
     if fp8 and spec.method.name == "full":
         found.append("optimizations.fp8 converts frozen base layers and method full has none: use lora")
     if fp8 and spec.train.precision not in ("auto", "bf16"):
         found.append(f"optimizations.fp8 goes with train.precision bf16, not {spec.train.precision}")
     if spec.train.precision == "fp16" and spec.model.dtype == "float16" and spec.method.name == "full":
-        found.append("full fine-tuning with fp16 needs model.dtype float32: gradients of float16 weights cannot be scaled")
+        found.append(
+            "full fine-tuning with fp16 needs model.dtype float32: gradients of float16 weights cannot be scaled"
+        )
     if getattr(spec.method, "experts", False) and getattr(spec.method, "dropout", 0):
         found.append("method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices")
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
@@ -157,5 +174,7 @@ def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[s
     if spec.optimizations.attention.startswith("flash") and capability is None:
         found.append(f"optimizations.attention {spec.optimizations.attention} needs a GPU: set it to sdpa")
     if spec.train.precision == "fp16" and capability is None:
-        found.append("train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32")
+        found.append(
+            "train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32"
+        )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 
 from ftbench.errors import SpecError
 from ftbench.spec.base import nearest
-from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.reading import line_of, parse_value, read_yaml
@@ -46,18 +46,18 @@ def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
         raise SpecError(*_sentences(error, layers)) from None
 
 
-def _chain(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
-    resolved = path.resolve()
-    if resolved in seen:
+def _chain(path: Path, seen: tuple[str, ...]) -> list[Layer]:
+    absolute = os.path.abspath(path)
+    if absolute in seen:
         raise SpecError(f"{path}: extends: the files extend each other in a circle")
     if len(seen) >= MAX_EXTENDS:
         raise SpecError(f"{path}: extends: more than {MAX_EXTENDS} files deep")
     data = read_yaml(path)
     base = data.pop("extends", None)
-    if base is not None and not isinstance(base, str):
+    if base is not None and (not isinstance(base, str) or not base):
         raise SpecError(f"{path}:{line_of(path, ['extends'])}: extends: is the path of one file, not {base!r}")
     layer = Layer(str(path), _expand(data, path.parent), path)
-    return [*(_chain(path.parent / base, (*seen, resolved)) if base else ()), layer]
+    return [*(_chain(path.parent / base, (*seen, absolute)) if base else ()), layer]
 
 
 def _set_layer(text: str) -> Layer:
@@ -65,6 +65,8 @@ def _set_layer(text: str) -> Layer:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise SpecError(f"--set {text}: write it as key.sub=value, for example train.batch_size=8")
+    if parts == ["extends"]:
+        raise SpecError(f"--set {text}: `extends` stands in a file; name that file instead")
     data: Any = parse_value(value)
     for part in reversed(parts):
         data = {part: data}
@@ -78,7 +80,7 @@ def _expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     for part, key in PATHS:
         section = data.get(part)
         if isinstance(section, dict) and isinstance(section.get(key), str):
-            data[part] = section | {key: str((folder / Path(section[key]).expanduser()).resolve())}
+            data[part] = section | {key: os.path.abspath(folder / os.path.expanduser(section[key]))}
     return data
 
 
@@ -148,6 +150,11 @@ def _sentence(problem: Any, key: tuple[str, ...]) -> str:
         return f"no such key{nearest(key[-1], allowed)} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"
+    if kind in ("model_type", "model_attributes_type"):
+        allowed = ["name"] if key == ("method",) else _allowed_keys(key, problem["loc"])
+        what = "is empty" if value is None else f"{_shown(value)} is no section"
+        otherwise = "" if key == ("model",) else ", or leave it out"
+        return f"{what}: give it keys (allowed: {', '.join(allowed)}){otherwise}"
     if kind == "literal_error" or kind == "union_tag_invalid":
         allowed = [word.strip(" '\"") for word in str(context.get("expected", context.get("expected_tags")))
                    .replace(" or ", ", ").split(",")]  # fmt: skip
@@ -156,8 +163,8 @@ def _sentence(problem: Any, key: tuple[str, ...]) -> str:
     if kind == "union_tag_not_found":
         return "needs `name`: full, lora, qlora or unsloth"
     if kind == "value_error":
-        prefix = f"{_shown(value)} " if not isinstance(value, dict) else ""
-        return prefix + str(context["error"])
+        text = str(context["error"])
+        return text if isinstance(value, dict) or text.startswith(_shown(value)) else f"{_shown(value)} {text}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{_shown(value)}: {message.replace('input should be', 'must be')}"
 
@@ -178,16 +185,18 @@ def _allowed_keys(section: tuple[str, ...], loc: tuple[int | str, ...]) -> list[
     return [name for part in typing.get_args(model) for name in getattr(part, "model_fields", ())]
 
 
-def keys() -> list[str]:
-    """All dotted keys a spec may hold, for help and for `--set`."""
-    found = []
-    for name, info in Experiment.model_fields.items():
+def spec_keys() -> list[tuple[str, str, str]]:
+    """Every dotted key a spec may hold, with its default and meaning; what only some methods have says which."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for section, info in Experiment.model_fields.items():
         model = info.annotation
-        if isinstance(model, type) and issubclass(model, BaseModel):
-            found += [f"{name}.{key}" for key in model.model_fields]
-        else:
-            found.append(name)
-    return found
-
-
-__all__ = ["Dataset", "Layer", "keys", "load", "merge"]
+        models = METHODS if section == "method" else {"": model}
+        for method, part in models.items():
+            if not (isinstance(part, type) and issubclass(part, BaseModel)):
+                found[section] = (section, "", info.description or "")
+                continue
+            for key, field in part.model_fields.items():
+                default = "" if field.is_required() or field.default is None else str(field.default)
+                only = f" ({method})" if method and key not in METHODS["lora"].model_fields else ""
+                found.setdefault(f"{section}.{key}", (f"{section}.{key}", default, (field.description or "") + only))
+    return list(found.values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ftbench.spec.base import Float, Int, Part, Switch
 
@@ -23,12 +23,19 @@ class Full(Part):
     name: Literal["full"] = "full"
 
 
+def _targets(value: object) -> object:
+    names = isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value)
+    if value != "all-linear" and not names:
+        raise ValueError("must be all-linear or a list of names, for example [q_proj, v_proj]")
+    return value
+
+
 class _Adapters(Part):
     rank: Int = Field(8, ge=1, le=4096, description="rank of the adapter matrices")
     alpha: Float = Field(16, gt=0, description="scale of the adapters is alpha / rank")
     dropout: Float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
     bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
-    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+    targets: Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_targets)] = Field(
         PROJECTIONS, description="names of the linear layers that get adapters, or all-linear"
     )
     experts: Switch = Field(

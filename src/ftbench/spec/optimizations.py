@@ -13,7 +13,8 @@ class Optimizations(Part):
     """Each is independent, and each is proven on the live objects before a number is believed."""
 
     gradient_checkpointing: Switch = Field(
-        False, description="keep only each layer's input and compute the rest again in the backward pass: less memory, slower"
+        False,
+        description="keep only each layer's input and compute the rest again in the backward pass: less memory, slower",
     )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto", description="attention implementation; auto is the library's choice for the model"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import stat
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,44 +12,39 @@ import yaml
 
 from ftbench.errors import SpecError
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 16  # a second of parsing at most
 MAX_NODES = 20_000
 MAX_DEPTH = 40
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe construction that also refuses a key written twice."""
+class _Constructor(yaml.constructor.SafeConstructor):
+    """Safe construction in which a value that does not fit its tag (`!!float ""`, the 45th of a month) is an error of
+    the YAML, on its line, and not an IndexError, KeyError or AttributeError of the library."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if isinstance(key_node, yaml.ScalarNode) and key_node.value != "<<":
-                if key_node.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key_node.value!r} stands twice", key_node.start_mark
-                    )
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):
+            kind = node.tag.rpartition(":")[2]
+            raise _mistake(f"{str(node.value)[:40]!r} cannot be read as {kind}", node) from None
+
+
+def _mistake(sentence: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, sentence, node.start_mark)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in `path`. Raises SpecError with file and line for anything else."""
     text = _text(path)
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None:
             raise SpecError(f"{path}: the file is empty; a spec needs at least `model:` (see configs/ for examples)")
-        _check_size(path, node)
-        data = loader.construct_document(node)
+        data = _construct(path, node)
     except yaml.YAMLError as error:
-        raise SpecError(f"{path}{_where(error)}: {_reason(error)}") from None
+        raise SpecError(f"{path}{_where(error, text)}: {_reason(error)}") from None
     except RecursionError:
         raise SpecError(f"{path}: nested too deeply (more than {MAX_DEPTH} levels)") from None
-    except ValueError as error:  # a timestamp that is no date, an integer that is too long
-        raise SpecError(f"{path}: {error}") from None
-    finally:
-        loader.dispose()
     if not isinstance(data, dict):
         raise SpecError(f"{path}: a spec is a mapping of keys (`model: …`), not {_kind(data)}")
     return data
@@ -57,17 +54,21 @@ def parse_value(text: str) -> Any:
     """The value of `--set key=VALUE`, read as YAML; text that is no YAML is text."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        if node is not None:
-            _check_size(Path("--set"), node)
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError):
+        return None if node is None else _construct(Path("--set"), node)
+    except (yaml.YAMLError, RecursionError):
         return text
+
+
+def _construct(path: Path, node: yaml.Node) -> Any:
+    _check_keys(node, set())
+    _check_size(path, node)
+    return _Constructor().construct_document(node)
 
 
 def line_of(path: Path, key: Sequence[str | int]) -> int | None:
     """The line on which a key stands, from 1; None if the file does not have it."""
     try:
-        node = yaml.compose(_text(path), Loader=yaml.SafeLoader)
+        node = _tree(_text(path))
     except (yaml.YAMLError, SpecError, RecursionError):
         return None
     line = None
@@ -82,19 +83,28 @@ def line_of(path: Path, key: Sequence[str | int]) -> int | None:
     return line
 
 
+@lru_cache(maxsize=16)  # asked once for each mistake in the text
+def _tree(text: str) -> yaml.Node | None:
+    return yaml.compose(text, Loader=yaml.SafeLoader)
+
+
 def _text(path: Path) -> str:
     try:
-        if path.is_dir():
+        mode, size = (status := path.stat()).st_mode, status.st_size
+        if stat.S_ISDIR(mode):
             raise SpecError(f"{path}: is a directory, not a spec file")
-        size = path.stat().st_size
+        if not stat.S_ISREG(mode):  # reading one may wait for ever, or never end
+            raise SpecError(f"{path}: is a pipe or a device; a spec is a file")
         if size > MAX_BYTES:
             raise SpecError(f"{path}: {size:,} bytes is no spec; at most {MAX_BYTES:,} are read")
-        with path.open("rb") as file:  # a device or a pipe has size 0 and no end
+        with path.open("rb") as file:  # a file under /proc has size 0 and may be long
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file{_neighbours(path)}") from None
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:  # a NUL, or half of a character
+        raise SpecError(f"{str(path)!r} cannot be the name of a file") from None
     if len(raw) > MAX_BYTES:
         raise SpecError(f"{path}: more than {MAX_BYTES:,} bytes is no spec")
     try:
@@ -111,6 +121,25 @@ def _neighbours(path: Path) -> str:
         return nearest(path.name, [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")])
     except OSError:
         return f"; the folder {path.parent} does not exist"
+
+
+def _check_keys(node: yaml.Node, seen: set[int]) -> None:
+    """Refuses a key written twice, and makes every key the text that it is written as (`on`, `1`, `null`)."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for part in node.value:
+            _check_keys(part, seen)
+    if isinstance(node, yaml.MappingNode):
+        keys: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in keys:
+                    raise _mistake(f"the key {key.value!r} stands twice", key)
+                keys.add(key.value)
+                key.tag = "tag:yaml.org,2002:str"
+            _check_keys(value, seen)
 
 
 def _check_size(path: Path, root: yaml.Node) -> None:
@@ -133,7 +162,9 @@ def _check_size(path: Path, root: yaml.Node) -> None:
         raise SpecError(f"{path}: more than {MAX_NODES:,} values once its aliases are written out; a spec is smaller")
 
 
-def _where(error: yaml.YAMLError) -> str:
+def _where(error: yaml.YAMLError, text: str) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        return f":{text.count(chr(10), 0, error.position) + 1}"
     mark = getattr(error, "problem_mark", None)
     return f":{mark.line + 1}" if mark else ""
 
@@ -142,6 +173,8 @@ def _reason(error: yaml.YAMLError) -> str:
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
     if "could not determine a constructor for the tag" in problem:
         return f"{problem.split('tag ')[-1]} is a tag; specs hold plain values only"
+    if problem.startswith("but "):
+        problem = f"{getattr(error, 'context', '')}, {problem}"
     return f"not valid YAML: {problem}"
 
 

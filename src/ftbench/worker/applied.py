@@ -137,7 +137,9 @@ def matmul_shape(model: Any) -> MatmulShape:
             base += count
             trained += count if parameter.requires_grad else 0
     layers = len(compiled.decoder_layers(model))
-    width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     return MatmulShape(base + head, head, trained, adapters, (width,) * layers, _windows(config, layers))
 
 

@@ -55,7 +55,9 @@ def materialise(model: Model) -> Path:
         unfinished.rename(folder)
     except OSError as error:
         if not folder.is_dir():  # another process was faster: its weights are the same
-            raise MissingError(f"{unfinished}: {error.strerror or error}; free some space or set FTBENCH_CACHE") from None
+            raise MissingError(
+                f"{unfinished}: {error.strerror or error}; free some space or set FTBENCH_CACHE"
+            ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
@@ -100,7 +102,7 @@ def _write(folder: Path, config: Any, model: Model) -> None:
     config.save_pretrained(folder)
     std = float(getattr(config.get_text_config(), "initializer_range", 0.02))
     shards = list(_shards(sizes))
-    index = {}
+    index: dict[str, str] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -194,7 +194,7 @@ class Recorder(TrainerCallback):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _tokens(self) -> dict[str, int | None]:
+    def _tokens(self) -> dict[str, Any]:
         count = self._count
         if not count.samples:
             return {}
@@ -209,7 +209,9 @@ class Recorder(TrainerCallback):
             return None
         loss = self._loss.detach().float().reshape(())
         norm = self.grad_norm
-        norm = torch.full_like(loss, float("nan")) if norm is None else torch.as_tensor(norm, device=loss.device).float()
+        norm = (
+            torch.full_like(loss, float("nan")) if norm is None else torch.as_tensor(norm, device=loss.device).float()
+        )
         both = torch.stack((loss, norm.detach().reshape(())))
         if self._values is None:
             return both
@@ -229,12 +231,15 @@ class Recorder(TrainerCallback):
             torch.cuda.set_device(self._device)
         while not self._stop.wait(TICK_S):
             try:
-                if self._sampler:
-                    self._sampler.take()
-                self._drain()
+                self._tick()
             except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
                 self._failure = error
                 return
+
+    def _tick(self) -> None:
+        if self._sampler:
+            self._sampler.take()
+        self._drain()
 
     def _drain(self, last: bool = False) -> None:
         """Writes the steps whose events have passed and, where there is a sampler, that a sample follows."""

@@ -51,7 +51,9 @@ class Sampler:
 
     def take(self) -> None:
         """Reads every counter once; one that fails is not asked again."""
-        values: dict[str, Any] = dict.fromkeys(("power_w", "energy_j", "sm_clock_mhz", "temperature_c", "throttle", "memory_gb"))
+        values: dict[str, Any] = dict.fromkeys(
+            ("power_w", "energy_j", "sm_clock_mhz", "temperature_c", "throttle", "memory_gb")
+        )
         for name, read in list(self._readers.items()):
             try:
                 values[name] = read()

@@ -44,8 +44,9 @@ def train(run: Run) -> None:
     spec, phases = run.spec, run.phases
     method = methods.load(spec.method.name)
 
-    phases.enter("prepare_data")
+    phases.enter("make_weights")
     source = models.source_of(spec.model)
+    phases.enter("prepare_data")
     config = models.load_config(spec.model, source)
     tokenizer = models.load_tokenizer(spec.model, source)
     vocabulary = config.get_text_config().vocab_size

@@ -13,7 +13,7 @@ from ftbench.worker.recorder import BatchCount
 
 
 class CountingCollator:
-    """Pads on the right to the longest sample of the batch and hands the counts to `sink` in the order of the batches."""
+    """Pads on the right to the longest sample of the batch and hands the counts to `sink`, batch by batch."""
 
     def __init__(self, pad_token_id: int, sink: Callable[[BatchCount], None]) -> None:
         self._pad = pad_token_id

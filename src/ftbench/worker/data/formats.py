@@ -15,7 +15,14 @@ COLUMNS = {
     "prompt-completion": "prompt, completion",
     "text": "text",
 }
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
 
 
 @dataclass(frozen=True, slots=True)

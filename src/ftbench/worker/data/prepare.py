@@ -92,8 +92,8 @@ def _check_labels(samples: Sequence[Tokens], dataset: Dataset) -> None:
     without = sum(all(label == IGNORE for label in sample.labels[1:]) for sample in samples)
     if without == len(samples):
         raise DataError(
-            f"dataset {dataset.name}: no token carries loss within max_length {dataset.max_length}: the prompts fill it. "
-            "Raise dataset.max_length or set dataset.loss_on=all"
+            f"dataset {dataset.name}: no token carries loss within max_length {dataset.max_length}: the prompts "
+            "fill it. Raise dataset.max_length or set dataset.loss_on=all"
         )
 
 

@@ -82,7 +82,9 @@ def read_file(path: Path) -> FileRows:
     """Rows of a .json, .jsonl, .csv or .parquet file. Raises DataError that names file and row."""
     reader, unit = _READERS.get(path.suffix.lower(), (None, ""))
     if reader is None:
-        raise DataError(f"{path}: {path.suffix or 'a name without ending'} is not known; give .json, .jsonl, .csv or .parquet")
+        raise DataError(
+            f"{path}: {path.suffix or 'a name without ending'} is not known; give .json, .jsonl, .csv or .parquet"
+        )
     try:
         rows = FileRows(path, reader(path), unit)
     except OSError as error:
@@ -118,7 +120,9 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         data = json.loads("".join(line for _, line in _lines(path)))
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not JSON ({error.msg}); for one object a line name it .jsonl") from None
+        raise DataError(
+            f"{path}, line {error.lineno}: not JSON ({error.msg}); for one object a line name it .jsonl"
+        ) from None
     except RecursionError:
         raise DataError(f"{path}: nested too deeply") from None
     if not isinstance(data, list):
@@ -143,7 +147,9 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not values:
                 continue
             if len(values) != len(names):
-                raise DataError(f"{path}, line {reader.line_num}: {len(values)} fields where the header names {len(names)}")
+                raise DataError(
+                    f"{path}, line {reader.line_num}: {len(values)} fields where the header names {len(names)}"
+                )
             yield reader.line_num, dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from None

@@ -63,7 +63,9 @@ def _template(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) 
 
 def _common(longer: list[int], shorter: list[int]) -> int:
     """Length of the common beginning: a template may write a turn differently once another follows."""
-    return next((i for i, (a, b) in enumerate(zip(longer, shorter, strict=False)) if a != b), min(len(longer), len(shorter)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(longer, shorter, strict=False)) if a != b), min(len(longer), len(shorter))
+    )
 
 
 def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:

@@ -1,8 +1,8 @@
 """The heavy half of each method, in a module of its name:
 
-    quantization(method) → what from_pretrained needs to quantise, or None
-    adapt(model, spec) → the model with what is trained marked as trainable
-    proof(model, spec) → sentences on what was asked for and is not there; empty when all is well
+quantization(method) → what from_pretrained needs to quantise, or None
+adapt(model, spec) → the model with what is trained marked as trainable
+proof(model, spec) → sentences on what was asked for and is not there; empty when all is well
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The heavy half of each optimization, in a module of its name:
 
-    apply(model, spec) → None, before the trainer is built
-    proof(model, spec) → sentences on what was asked for and is not there, asked after the first step
+apply(model, spec) → None, before the trainer is built
+proof(model, spec) → sentences on what was asked for and is not there, asked after the first step
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products with the frozen base layers in 8-bit floats, through torchao. Adapters and the output head stay as they are."""
+"""Products with the frozen base layers in 8-bit floats (torchao). Adapters and output head stay as they are."""
 
 from __future__ import annotations
 

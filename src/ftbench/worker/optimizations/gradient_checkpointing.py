@@ -1,4 +1,4 @@
-"""Gradient checkpointing: the trainer turns it on for every layer that supports it (SFTConfig.gradient_checkpointing)."""
+"""Gradient checkpointing: the trainer turns it on in every layer that supports it (SFTConfig)."""
 
 from __future__ import annotations
 
@@ -19,4 +19,6 @@ def proof(model: Any, spec: Experiment) -> list[str]:
     asked = spec.optimizations.gradient_checkpointing
     if is_on(model) == asked:
         return []
-    return [f"optimizations.gradient_checkpointing is {'on' if asked else 'off'} and {type(model).__name__} says otherwise"]
+    return [
+        f"optimizations.gradient_checkpointing is {'on' if asked else 'off'} and {type(model).__name__} says otherwise"
+    ]

@@ -1,0 +1,76 @@
+import pytest
+
+from ftbench.core.architectures import architectures, parameter_count
+
+PUBLISHED = {  # the hub's own counts (safetensors metadata)
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "openai/gpt-oss-20b": 20_914_757_184,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_public_model_has_its_published_number_of_parameters(name):
+    assert sum(parameter_count(architectures()[name]).values()) == PUBLISHED[name]
+
+
+def test_tied_heads_count_once():
+    counted = parameter_count(architectures()["Qwen/Qwen3-0.6B"])
+    assert counted["head"] == 0
+    assert counted["embedding"] == 151936 * 1024
+
+
+def test_a_mixture_of_experts_has_no_dense_mlp():
+    counted = parameter_count(architectures()["tiny/qwen3-moe"])
+    assert counted["mlp"] == 0
+    assert counted["experts"] > 0
+    assert counted["router"] > 0
+
+
+def test_vision_models_stay_out():
+    assert not [name for name in architectures() if "llava" in name.lower() or "-VL" in name]
+
+
+def test_every_shape_is_complete():
+    needed = {"model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "tie_word_embeddings"}
+    assert all(needed <= config.keys() for config in architectures().values())
+
+
+COMPARED = [name for name in architectures() if name.startswith("tiny/")] + ["Qwen/Qwen3-32B", "openai/gpt-oss-20b"]
+KINDS = {
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+    "self_attn": "attention",
+    "experts": "experts",
+    "router": "router",
+    "gate.weight": "router",
+    "norm": "norm",
+    "mlp": "mlp",
+}
+
+
+def kind_of(parameter):
+    """q and k norms of qwen3 stand under self_attn and count as norms, as in parameter_count."""
+    if "q_norm" in parameter or "k_norm" in parameter:
+        return "norm"
+    return next(kind for part, kind in KINDS.items() if part in parameter)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_count_of_each_kind_is_that_of_the_model_built_by_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config = dict(architectures()[name])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+        )
+    counted = dict.fromkeys(parameter_count(architectures()[name]), 0)
+    for parameter, tensor in model.named_parameters():
+        counted[kind_of(parameter)] += tensor.numel()
+    assert counted == parameter_count(architectures()[name])

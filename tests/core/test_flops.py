@@ -1,0 +1,85 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftbench.core.flops import (
+    MatmulShape,
+    attention_per_token,
+    hardware_flops,
+    linear_per_token,
+    linear_recompute_per_token,
+    model_flops,
+)
+
+
+def shape(base=1000, head=100, base_trained=0, adapters=0, widths=(), windows=None):
+    return MatmulShape(base, head, base_trained, adapters, tuple(widths), tuple(windows or [None] * len(widths)))
+
+
+def test_full_training_takes_six_flops_a_weight_and_token():
+    assert linear_per_token(shape(base=1000, base_trained=1000)) == 6 * 1000
+
+
+def test_lora_takes_four_flops_a_frozen_weight_and_six_an_adapter_weight():
+    assert linear_per_token(shape(base=1000, adapters=10)) == 4 * 1000 + 6 * 10
+
+
+def test_partly_trained_weights_lie_between():
+    assert linear_per_token(shape(base=1000, base_trained=250)) == 4 * 1000 + 2 * 250
+
+
+def test_recomputation_is_one_forward_pass_without_the_output_head():
+    assert linear_recompute_per_token(shape(base=1000, head=100, adapters=10)) == 2 * (900 + 10)
+
+
+def causal_attention(length, width, window):
+    """FLOPs of one layer's forward pass over one sequence, position by position: scores and values over all the keys
+    that a position sees. Half of its own key counts, as in the halved square."""
+    keys = sum(min(position, window or length) - 0.5 for position in range(1, length + 1))
+    return 2 * 2 * width * keys
+
+
+@given(st.integers(1, 300), st.integers(1, 64), st.one_of(st.none(), st.integers(1, 400)))
+def test_attention_is_that_of_counting_keys(length, width, window):
+    counted = attention_per_token(shape(widths=[width], windows=[window]), length, passes=1) * length
+    reference = causal_attention(length, width, window)
+    within_half_a_key = 2 * 2 * width * 0.5 * length
+    assert abs(counted - reference) <= within_half_a_key + 1e-6
+
+
+def test_attention_of_a_full_layer_is_exactly_half_the_square():
+    assert attention_per_token(shape(widths=[8]), 100, passes=1) * 100 == 4 * 8 * 100 * 100 / 2
+
+
+def test_backward_attention_takes_twice_the_forward():
+    one = shape(widths=[8, 16])
+    assert attention_per_token(one, 64) == 3 * attention_per_token(one, 64, passes=1)
+
+
+def test_a_window_longer_than_the_sequence_changes_nothing():
+    assert attention_per_token(shape(widths=[8], windows=[200]), 100) == attention_per_token(shape(widths=[8]), 100)
+
+
+def test_layers_add_up():
+    two = shape(widths=[8, 16], windows=[None, 10])
+    apart = [attention_per_token(shape(widths=[w], windows=[v]), 50) for w, v in ((8, None), (16, 10))]
+    assert attention_per_token(two, 50) == pytest.approx(sum(apart))
+
+
+def test_model_flops_do_not_know_of_padding_or_recomputation():
+    one = shape(adapters=10, widths=[8])
+    assert model_flops(one, 500, 40) == 500 * (linear_per_token(one) + attention_per_token(one, 40))
+
+
+def test_hardware_flops_count_recomputation_once():
+    one = shape(adapters=10, widths=[8])
+    plain, again = hardware_flops(one, 100, 40, recompute=False), hardware_flops(one, 100, 40, recompute=True)
+    assert plain == 100 * (linear_per_token(one) + attention_per_token(one, 40))
+    assert again - plain == 100 * (linear_recompute_per_token(one) + attention_per_token(one, 40, passes=1))
+
+
+def test_the_palm_formula_comes_out_for_a_dense_model():
+    """PaLM, appendix B: 6 N + 12 L H Q T for a square; a causal product computes half of it."""
+    layers, heads, head_dim, length, weights = 32, 16, 64, 2048, 10**9
+    one = shape(base=weights, base_trained=weights, widths=[heads * head_dim] * layers)
+    assert model_flops(one, 1, length) == pytest.approx(6 * weights + 12 * layers * heads * head_dim * length / 2)

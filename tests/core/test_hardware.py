@@ -1,0 +1,87 @@
+import pytest
+
+from ftbench.core.hardware import find_gpu, gpus, supports_fp8
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "row"),
+    [
+        ("NVIDIA H200", "H200 SXM"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM5"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell Workstation"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell Server"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 Blackwell Max-Q"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA GB10", "DGX Spark GB10"),
+    ],
+)
+def test_a_name_as_the_driver_reports_it_finds_its_row(driver_name, row):
+    assert find_gpu(driver_name).name == row
+
+
+@pytest.mark.parametrize("driver_name", ["NVIDIA T4", "Quadro RTX 6000", "NVIDIA H800", "", "Tesla V100-SXM2-16GB"])
+def test_an_unknown_gpu_is_none(driver_name):
+    assert find_gpu(driver_name) is None
+
+
+@pytest.mark.parametrize("driver_name", ["NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA A100X", "NVIDIA B200A"])
+def test_a_name_that_only_contains_a_known_one_is_unknown(driver_name):
+    assert find_gpu(driver_name) is None
+
+
+@pytest.mark.parametrize(
+    "driver_name",
+    [
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 5090 D",
+    ],
+)
+def test_a_slice_or_a_lesser_card_does_not_get_the_peak_of_its_namesake(driver_name):
+    assert find_gpu(driver_name) is None
+
+
+@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+def test_each_name_of_a_row_leads_to_that_row(gpu):
+    assert all(find_gpu(f"NVIDIA {name.removeprefix('NVIDIA ')}") is gpu for name in gpu.match)
+
+
+@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+def test_a_row_is_plausible(gpu):
+    assert gpu.memory_gb > 0
+    assert gpu.bandwidth > 0
+    assert gpu.watts > 0
+    assert gpu.bf16 is None or 10 < gpu.bf16 < 10_000
+    if gpu.fp8 is not None:
+        assert gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=0.02)
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in gpus() if gpu.compute_capability], ids=lambda gpu: gpu.name)
+def test_a_peak_in_fp8_goes_with_a_capability_that_has_it(gpu):
+    assert (gpu.fp8 is not None) == supports_fp8(gpu.compute_capability)
+
+
+def test_peaks_are_known_by_precision_and_unknown_otherwise():
+    h200 = find_gpu("NVIDIA H200")
+    assert h200.peak_tflops("bf16") == h200.peak_tflops("fp16") == 989
+    assert h200.peak_tflops("fp8") == 1979
+    assert h200.peak_tflops("fp32") is None
+    assert find_gpu("NVIDIA RTX A6000").peak_tflops("fp8") is None
+
+
+def test_fp8_begins_with_ada():
+    assert [supports_fp8(cc) for cc in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))] == [False, False, True, True, True]

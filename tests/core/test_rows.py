@@ -1,0 +1,59 @@
+import csv
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftbench.core import rows
+from ftbench.core.rows import COLUMNS, StepRow
+
+FOUNDING = "step,epoch,elapsed_time_sec,progress_ratio,memory_allocated_gb,memory_reserved_gb,peak_memory_gb"
+
+# What nine significant digits keep: floats that a single-precision number can hold, and no line breaks in a text.
+numbers = st.floats(width=32, allow_nan=False, allow_infinity=False).map(lambda x: float(format(x, ".9g")))
+texts = st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126), min_size=1)
+kinds = {"int | None": st.integers(-(10**12), 10**12), "float | None": numbers, "str | None": texts}
+any_row = st.builds(StepRow, **{f.name: st.none() | kinds[str(f.type)] for f in dataclasses.fields(StepRow)})
+
+
+def reread(line):
+    (values,) = csv.reader([line])
+    return rows.parse(dict(zip(COLUMNS, values, strict=True)))
+
+
+@given(any_row)
+def test_a_row_reads_back_as_it_was_written(row):
+    line = rows.to_csv(row)
+    assert line.count("\n") == 1
+    assert reread(line) == row
+
+
+def test_the_file_begins_with_the_seven_columns_of_the_founding_study():
+    assert rows.header().startswith(f"{FOUNDING},rank,phase,step_time_s,")
+    assert rows.header().endswith("\n")
+
+
+def test_every_column_has_a_meaning():
+    assert all(f.metadata["meaning"] for f in dataclasses.fields(StepRow))
+
+
+def test_unknown_is_an_empty_field_and_zero_is_not():
+    assert rows.to_csv(StepRow()) == "," * (len(COLUMNS) - 1) + "\n"
+    assert reread(rows.to_csv(StepRow(loss=0.0, samples=0))) == StepRow(loss=0.0, samples=0)
+
+
+def test_a_loss_that_is_no_number_survives():
+    assert math.isnan(reread(rows.to_csv(StepRow(loss=math.nan))).loss)
+    assert reread(rows.to_csv(StepRow(loss=math.inf))).loss == math.inf
+
+
+def test_columns_of_a_newer_version_are_ignored_and_missing_ones_stay_empty():
+    assert rows.parse({"step": "3", "invented_later": "x"}) == StepRow(step=3)
+
+
+@pytest.mark.parametrize("values", [{"step": "three"}, {"step": "1.5"}, {"loss": "low"}])
+def test_a_value_of_another_type_is_an_error(values):
+    with pytest.raises(ValueError, match=r"three|1\.5|low"):
+        rows.parse(values)

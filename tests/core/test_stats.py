@@ -1,0 +1,134 @@
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftbench.core import stats
+
+times = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=80)
+
+
+def test_nothing_is_steady_before_the_second_step():
+    assert stats.warmup_steps([]) == 0
+    assert stats.warmup_steps([3.0]) == 1
+
+
+def test_the_first_step_is_warmup_even_when_it_is_not_slow():
+    assert stats.warmup_steps([1.0] * 20) == 1
+
+
+def test_slow_steps_at_the_start_are_warmup_up_to_the_first_usual_one():
+    assert stats.warmup_steps([10.0, 3.0, 1.3, 1.0, 1.3, *[1.0] * 10]) == 3
+
+
+def test_steps_within_ten_percent_are_usual():
+    assert stats.warmup_steps([1.0, 1.09, *[1.0] * 10]) == 1
+    assert stats.warmup_steps([1.0, 1.11, *[1.0] * 10]) == 2
+
+
+def test_steps_of_uneven_length_are_not_taken_for_warmup():
+    assert stats.warmup_steps([9.0, *[2.0, 1.0, 3.0, 1.5] * 6]) == 1
+
+
+def test_everything_before_a_compilation_in_the_first_half_is_warmup():
+    recompiles = [1, 0, 0, 1, *[0] * 16]
+    assert stats.warmup_steps([1.0] * 20, recompiles) == 4
+
+
+def test_unknown_recompiles_count_as_none():
+    assert stats.warmup_steps([1.0] * 20, [None] * 20) == 1
+
+
+def test_a_compilation_in_the_second_half_is_not_warmup():
+    assert stats.warmup_steps([1.0] * 20, [*[0] * 15, 1, *[0] * 4]) == 1
+
+
+def test_a_far_slower_step_in_the_first_half_ends_the_warmup_later():
+    assert stats.warmup_steps([5.0, 1.0, 1.0, 4.0, *[1.0] * 16]) == 4
+
+
+def test_a_run_that_slows_down_later_is_not_cut_to_fit():
+    assert stats.warmup_steps([1.0] * 10 + [5.0] * 10) == 1
+
+
+@given(st.lists(st.floats(1e-4, 1e3), min_size=2, max_size=60), st.lists(st.sampled_from([None, 0, 1]), max_size=60))
+def test_warmup_is_at_least_one_step_and_at_most_half(values, recompiles):
+    assert 1 <= stats.warmup_steps(values, recompiles) <= len(values) // 2
+
+
+@given(times, st.floats(0, 1))
+def test_quantile_is_that_of_numpy(values, q):
+    assert stats.quantile(values, q) == pytest.approx(np.quantile(values, q), rel=1e-9)
+
+
+@given(times)
+def test_the_interval_of_the_median_holds_the_median_and_is_ordered(values):
+    interval = stats.median_interval(values)
+    if interval is not None:
+        low, high = interval
+        assert low <= statistics.median(values) <= high
+        assert {low, high} <= set(values)
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_fewer_than_six_values_have_no_95_percent_interval(n):
+    assert stats.median_interval(list(range(n))) is None
+
+
+def test_five_values_have_an_interval_of_lower_confidence():
+    assert stats.median_interval([1, 2, 3, 4, 5], confidence=0.9) == (1, 5)
+
+
+def covered(n, k):
+    """Probability that the median lies between the k-th smallest and the k-th largest of n values."""
+    return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
+
+
+@pytest.mark.parametrize("n", [6, 7, 8, 9, 15, 20, 25, 99, 100, 1000])
+def test_the_interval_is_the_narrowest_that_covers_95_percent(n):
+    low, high = stats.median_interval(list(range(1, n + 1)))
+    assert high == n + 1 - low
+    assert covered(n, low) >= 0.95 > covered(n, low + 1)
+
+
+def test_the_interval_of_many_values_is_the_exact_one_within_a_rank():
+    n = 1001
+    low, high = stats.median_interval(list(range(1, n + 1)))
+    assert high == n + 1 - low
+    assert covered(n, low - 1) >= 0.95 > covered(n, low + 2)
+
+
+def test_many_values_honour_the_confidence_asked_for():
+    values = list(range(4000))
+    narrow, wide = stats.median_interval(values, 0.5), stats.median_interval(values, 0.99)
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=60))
+def test_step_time_is_that_of_numpy(values):
+    found = stats.step_time(values)
+    assert found.median == pytest.approx(np.median(values))
+    assert found.mean == pytest.approx(np.mean(values))
+    assert (found.p10, found.p90) == pytest.approx(tuple(np.quantile(values, [0.1, 0.9])))
+    assert found.cv == pytest.approx(np.std(values, ddof=1) / np.mean(values), abs=1e-9)
+
+
+def test_an_empty_window_has_no_step_time():
+    assert stats.step_time([]) is None
+
+
+def test_one_step_has_a_median_and_no_spread():
+    found = stats.step_time([2.0])
+    assert (found.median, found.cv, found.ci95) == (2.0, None, None)
+
+
+def test_drift_is_the_last_third_against_the_first():
+    assert stats.drift([1.0] * 5 + [9.0] * 5 + [1.1] * 5) == pytest.approx(0.1)
+    assert stats.drift([2.0] * 30) == 0
+
+
+def test_drift_of_a_short_window_is_unknown():
+    assert stats.drift([1.0] * 14) is None

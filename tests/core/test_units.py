@@ -1,0 +1,59 @@
+import pytest
+
+from ftbench.core import units
+
+
+@pytest.mark.parametrize("function", [units.seconds, units.gibibytes, units.count, units.rate, units.percent, units.parameters])
+def test_unknown_is_an_empty_text(function):
+    assert function(None) == ""
+
+
+def test_bytes_become_gib():
+    assert units.gib(3 * 2**29) == 1.5
+    assert units.gib(0) == 0
+    assert units.gib(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0081, "8.1 ms"),
+        (0.0994, "99.4 ms"),
+        (0.92, "0.92 s"),
+        (9.999, "10.00 s"),
+        (12.34, "12.3 s"),
+        (119.9, "119.9 s"),
+        (245, "4 min 05 s"),
+        (7199.6, "2 h 00 min"),
+        (7800, "2 h 10 min"),
+        (100_000, "27 h 46 min"),
+    ],
+)
+def test_a_duration_has_the_unit_a_person_would_choose(value, text):
+    assert units.seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.1234, "0.123"), (7.6, "7.60"), (77.31, "77.3"), (139.72, "139.7")])
+def test_gib_have_three_digits(value, text):
+    assert units.gibibytes(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(1234.6, "1,235"), (0, "0")])
+def test_counts_have_thousands_separators(value, text):
+    assert units.count(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(12345.6, "12,346"), (10, "10"), (3.14159, "3.14"), (0.01234, "0.0123")])
+def test_rates_are_whole_from_ten_up(value, text):
+    assert units.rate(value) == text
+
+
+def test_a_share_is_a_percentage():
+    assert units.percent(0.4234) == "42.3 %"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(8_190_735_360, "8.19 B"), (21_823_488, "21.8 M"), (1_500, "1.5 k"), (999, "999")]
+)
+def test_parameters_are_counted_in_thousands_millions_and_billions(value, text):
+    assert units.parameters(value) == text

@@ -1,0 +1,73 @@
+import re
+
+import pytest
+
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.identity import fingerprint, slug
+
+
+def spec(**sections):
+    sections.setdefault("model", {"id": "tiny/qwen3", "weights": "random"})
+    return Experiment.model_validate({"name": "a", "method": {"name": "lora"}, **sections})
+
+
+SAME = [
+    {"name": "b"},
+    {"launch": {"timeout_s": 60}},
+    {"measure": {"warmup": 3}},
+    {"measure": {"save_adapter": True}},
+]
+
+
+@pytest.mark.parametrize("sections", SAME, ids=str)
+def test_what_does_not_change_the_result_does_not_change_the_fingerprint(sections):
+    assert fingerprint(spec(**sections)) == fingerprint(spec())
+
+
+OTHER = [
+    {"train": {"batch_size": 8}},
+    {"train": {"seed": 1}},
+    {"train": {"learning_rate": 1e-3}},
+    {"method": {"name": "qlora"}},
+    {"method": {"name": "lora", "rank": 16}},
+    {"dataset": {"name": "alpaca"}},
+    {"dataset": {"max_length": 128}},
+    {"model": {"id": "tiny/llama", "weights": "random"}},
+    {"optimizations": {"compile": True}},
+    {"optimizations": {"fp8": "rowwise"}},
+]
+
+
+@pytest.mark.parametrize("sections", OTHER, ids=str)
+def test_what_changes_the_result_changes_the_fingerprint(sections):
+    assert fingerprint(spec(**sections)) != fingerprint(spec())
+
+
+def test_all_of_these_are_different_experiments():
+    assert len({fingerprint(spec(**sections)) for sections in OTHER}) == len(OTHER)
+
+
+@pytest.mark.parametrize("part", ["dataset", "model"])
+def test_the_same_files_elsewhere_are_the_same_experiment(part):
+    def at(path):
+        section = {"name": "file"} if part == "dataset" else {"id": "a/b"}
+        return fingerprint(spec(**{part: section | {"path": path}}))
+
+    assert at("/home/me/data.jsonl") == at("/mnt/data.jsonl")
+    assert at("/home/me/data.jsonl") != at("/home/me/other.jsonl")
+
+
+def test_the_order_of_keys_and_written_defaults_do_not_matter():
+    assert fingerprint(spec(train={"seed": 42, "batch_size": 2})) == fingerprint(spec(train={"batch_size": 2}))
+    assert fingerprint(spec(train={"batch_size": 2, "seed": 7})) == fingerprint(spec(train={"seed": 7, "batch_size": 2}))
+
+
+def test_a_slug_says_model_method_and_batch():
+    sections = {"model": {"id": "Qwen/Qwen3-8B"}, "method": {"name": "qlora"}, "train": {"batch_size": 4}}
+    assert re.fullmatch(r"qwen3-8b-qlora-b4-[0-9a-f]{8}", slug(spec(**sections)))
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a b;rm -rf *", "日本語", "x" * 500, ".hidden", "/", "-"])
+def test_a_slug_is_safe_as_a_file_name_whatever_the_model_is_called(name):
+    found = slug(spec(model={"id": name}))
+    assert re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}", found)

@@ -1,0 +1,391 @@
+import pytest
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment, refused_here, resolve
+from ftbench.spec.load import load
+from ftbench.spec.methods import PROJECTIONS
+
+MODEL = "model: {id: tiny/qwen3, weights: random}\n"
+AMPERE, HOPPER = (8, 0), (9, 0)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Writes spec files by name and returns the folder."""
+
+    def write(**texts):
+        for name, text in texts.items():
+            (tmp_path / f"{name}.yaml").write_text(text, "utf-8")
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def spec(files):
+    """The Experiment of one text with a random tiny model, and `--set`s."""
+
+    def read(text="", *sets):
+        return load(files(spec=MODEL + text) / "spec.yaml", sets)
+
+    return read
+
+
+@pytest.fixture
+def problems(files):
+    """The sentences told about one text, each without the folder it lies in."""
+
+    def read(text, *sets):
+        folder = files(spec=text)
+        with pytest.raises(SpecError) as caught:
+            load(folder / "spec.yaml", sets)
+        assert caught.value.exit_code == 2
+        return [problem.replace(f"{folder}/", "") for problem in caught.value.problems]
+
+    return read
+
+
+# --- what a spec means ----------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_all_that_a_spec_needs(files):
+    spec = load(files(first="model: Qwen/Qwen3-8B\n") / "first.yaml")
+    assert (spec.name, spec.model.id, spec.method.name, spec.dataset.name) == ("first", "Qwen/Qwen3-8B", "lora", "sample")
+
+
+def test_the_defaults_are_those_of_the_founding_study(spec):
+    found = spec()
+    assert (found.method.rank, found.method.alpha, found.method.dropout, found.method.bias) == (8, 16, 0, "none")
+    assert found.method.targets == PROJECTIONS
+    assert (found.train.max_grad_norm, found.train.optimizer, found.dataset.max_length) == (0.3, "adamw_torch", 2048)
+
+
+def test_a_short_form_is_the_name_of_its_section(spec):
+    found = spec("method: qlora\ndataset: japanese-alpaca\n")
+    assert (found.method.name, found.dataset.name) == ("qlora", "japanese-alpaca")
+
+
+def test_a_spec_cannot_be_changed(spec):
+    with pytest.raises(ValueError, match="frozen"):
+        spec().train.batch_size = 8
+
+
+@pytest.mark.parametrize("text", ["optimizations: {fp8: off}", "measure: {eval: off}", "optimizations: {compile: no}"])
+def test_off_without_quotes_is_off(spec, text):
+    assert spec(text).optimizations.fp8 == "off"
+
+
+def test_a_learning_rate_without_a_dot_is_a_number(spec):
+    assert spec("train: {learning_rate: 2e-4}").train.learning_rate == 2e-4
+
+
+def test_paths_are_taken_from_the_folder_of_the_file_that_says_them(files, monkeypatch, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "base.yaml").write_text(MODEL + "dataset: {name: file, path: data.jsonl}\n")
+    folder = files(spec="extends: sub/base.yaml\n")
+    assert load(folder / "spec.yaml").dataset.path == str(tmp_path / "sub" / "data.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert load(folder / "spec.yaml", ["dataset.path=sub/../b.jsonl"]).dataset.path == str(tmp_path / "b.jsonl")
+
+
+def test_a_home_folder_is_written_out_where_there_is_one(spec, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert spec("dataset: {name: file, path: ~/a.jsonl}").dataset.path == "/home/me/a.jsonl"
+    assert spec("dataset: {name: file, path: ~nobody-here/a.jsonl}").dataset.path.endswith("/~nobody-here/a.jsonl")
+
+
+# --- extends and --set -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_wins_over_the_file_it_extends_and_set_wins_over_both(files):
+    folder = files(
+        a=MODEL + "train: {batch_size: 1, max_steps: 1, seed: 1}\n",
+        b="extends: a.yaml\ntrain: {batch_size: 2, max_steps: 2}\n",
+        c="extends: b.yaml\ntrain: {batch_size: 3}\n",
+    )
+    train = load(folder / "c.yaml", ["train.batch_size=4"]).train
+    assert (train.batch_size, train.max_steps, train.seed) == (4, 2, 1)
+    assert load(folder / "c.yaml").train.batch_size == 3
+
+
+def test_the_name_is_the_stem_of_the_file_that_is_run(files):
+    folder = files(base=MODEL, mine="extends: base.yaml\n")
+    assert load(folder / "mine.yaml").name == "mine"
+
+
+@pytest.mark.parametrize("circle", [{"a": "a"}, {"a": "b", "b": "a"}, {"a": "b", "b": "c", "c": "a"}])
+def test_files_that_extend_each_other_in_a_circle_are_told(files, circle):
+    folder = files(**{name: f"{MODEL}extends: ./{base}.yaml\n" for name, base in circle.items()})
+    with pytest.raises(SpecError, match="extend each other in a circle"):
+        load(folder / "a.yaml")
+
+
+def test_a_chain_without_end_is_cut(files):
+    folder = files(**{f"s{i}": f"extends: s{i + 1}.yaml\n" for i in range(12)})
+    with pytest.raises(SpecError, match="more than 8 files deep"):
+        load(folder / "s0.yaml")
+
+
+@pytest.mark.parametrize("value", ["[a.yaml, b.yaml]", "5", "''", "{a: b}"])
+def test_extends_names_one_file(problems, value):
+    (told,) = problems(f"{MODEL}extends: {value}\n")
+    assert told.startswith("spec.yaml:2: extends: is the path of one file")
+
+
+def test_a_file_to_extend_that_is_not_there_is_named(problems):
+    assert problems(f"{MODEL}extends: nowhere.yaml\n") == ["nowhere.yaml: no such file"]
+
+
+@pytest.mark.parametrize("path", ['"a\\0b"', '"\\ud800"'])
+def test_a_path_that_can_be_no_path_is_told(problems, path):
+    (told,) = problems(f"{MODEL}extends: {path}\n")
+    assert "cannot be the name of a file" in told
+
+
+def test_the_last_set_wins(spec):
+    assert spec("", "train.seed=1", "train.seed=2").train.seed == 2
+
+
+def test_set_takes_short_forms_lists_and_switches(spec):
+    found = spec("", "method=qlora", "method.targets=[q_proj]", "optimizations.compile=on")
+    assert (found.method.name, found.method.targets, found.optimizations.compile) == ("qlora", ("q_proj",), True)
+
+
+@pytest.mark.parametrize("text", ["train.batch_size", "=3", "train..x=3", ".a=1", ""])
+def test_a_set_that_is_none_says_how_to_write_one(problems, text):
+    (told,) = problems(MODEL, text)
+    assert told == f"--set {text}: write it as key.sub=value, for example train.batch_size=8"
+
+
+def test_extends_cannot_be_set(problems):
+    (told,) = problems(MODEL, "extends=a.yaml")
+    assert "stands in a file" in told
+
+
+# --- another method, data set or model keeps what still means something ------------------------------------------------
+
+
+def test_options_that_both_methods_have_outlive_a_change_of_method(files):
+    folder = files(
+        base=MODEL + "method: {name: lora, rank: 32, targets: all-linear}\n", mine="extends: base.yaml\nmethod: qlora\n"
+    )
+    method = load(folder / "mine.yaml").method
+    assert (method.name, method.rank, method.targets) == ("qlora", 32, "all-linear")
+
+
+def test_options_that_the_new_method_lacks_do_not_outlive_it(spec):
+    text = "method: {name: qlora, rank: 32, double_quant: false}\n"
+    found = spec(text, "method=lora")
+    assert (found.method.name, found.method.rank) == ("lora", 32)
+    assert spec(text, "method=full").method.model_dump() == {"name": "full"}
+    assert spec(text, "method=lora", "method=qlora").method.double_quant is True
+
+
+def test_naming_the_same_method_again_keeps_everything(spec):
+    assert spec("method: {name: qlora, double_quant: false}\n", "method=qlora").method.double_quant is False
+
+
+def test_another_data_set_keeps_how_much_is_trained_and_not_where_it_came_from(spec):
+    found = spec("dataset: {name: synthetic, samples: 9, length: 64, max_length: 128}\n", "dataset=alpaca").dataset
+    assert (found.name, found.samples, found.max_length, found.length) == ("alpaca", 9, 128, None)
+
+
+def test_another_model_drops_the_revision_and_path_of_the_old(files):
+    folder = files(
+        base=f"model: {{id: a/b, revision: main, dtype: bfloat16, path: {files()}}}\n", mine="extends: base.yaml\nmodel: c/d\n"
+    )
+    model = load(folder / "mine.yaml").model
+    assert (model.id, model.revision, model.path, model.dtype) == ("c/d", None, None, "bfloat16")
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("train: {bath_size: 3}", ["train.bath_size: ", "did you mean batch_size?", "allowed: batch_size, "]),
+        ("trian: {seed: 3}", ["trian: ", "did you mean train?", "allowed: extends, name, model"]),
+        ("method: {name: qlora, rnak: 3}", ["method.rnak: ", "did you mean rank?", "double_quant"]),
+        ("method: qlorra", ["method: 'qlorra'", "did you mean qlora?", "allowed: full, lora, qlora, unsloth"]),
+        ("method: {rank: 8}", ["method: needs `name`: full, lora, qlora or unsloth"]),
+        ("train: {optimizer: adam_torch}", ["train.optimizer: 'adam_torch'", "did you mean adamw_torch?", "sgd"]),
+        ("train: {batch_size: 0}", ["train.batch_size: 0: must be greater than or equal to 1"]),
+        ("train: {batch_size: many}", ["train.batch_size: 'many': must be a valid integer"]),
+        ("train: {batch_size: yes}", ["train.batch_size: True must be a number, not on/yes/true"]),
+        ("train: {epochs: .nan}", ["train.epochs: nan: must be a finite number"]),
+        ("train: {max_steps: 1.5}", ["train.max_steps: 1.5: must be a valid integer"]),
+        ("train: {seed: 4294967296}", ["train.seed: 4294967296: must be less than 4294967296"]),
+        ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on or off"]),
+        ("optimizations: {fp8: on}", ["optimizations.fp8: True is not allowed", "off, tensorwise, rowwise"]),
+        ("measure: {warmup: some}", ["measure.warmup: 'some' must be auto or a whole number"]),
+        ("measure: {warmup: -1}", ["measure.warmup: -1 must be auto or a whole number, 0 or more"]),
+        ("method: {name: lora, targets: q_proj}", ["method.targets: 'q_proj' must be all-linear or a list of names"]),
+        ("method: {name: lora, targets: []}", ["method.targets: [] must be all-linear or a list of names"]),
+        ("dataset: japanese-alpca", ["dataset.name: 'japanese-alpca'", "did you mean japanese-alpaca?", "synthetic"]),
+        ("dataset: {name: synthetic, samples: 1, like: alpca}", ["dataset.like: 'alpca'", "allowed: japanese-alpaca"]),
+        ("name: ../../etc", ["name: '../../etc' may hold letters"]),
+        ("name: 実験", ["name: '実験' may hold letters"]),
+        ("train: 5", ["train: 5 is no section", "allowed: batch_size"]),
+        ("train:", ["train: is empty: give it keys (allowed: batch_size", "or leave it out"]),
+        ("method: []", ["method: [] is no section"]),
+        ("on: 3", ["on: no such key"]),
+        ("1: 3", ["1: no such key"]),
+    ],
+)
+def test_an_error_names_file_line_key_value_and_what_is_allowed(problems, text, parts):
+    (told,) = problems(f"{MODEL}# a comment\n{text}\n")
+    assert told.startswith("spec.yaml:3: ")
+    assert [part for part in parts if part not in told] == []
+
+
+def test_an_error_stands_on_the_line_of_its_key_not_of_its_section(problems):
+    text = "dataset:\n  samples: 3\n  name: sampel\ntrain:\n  seed: 1\n  batch_size: 0\n"
+    assert [told.split(" ")[0] for told in problems(MODEL + text)] == ["spec.yaml:4:", "spec.yaml:7:"]
+
+
+def test_an_error_names_the_file_that_wrote_the_key_last(files):
+    folder = files(base=MODEL + "train:\n  batch_size: 0\n  seed: -1\n", mine="extends: base.yaml\ntrain: {batch_size: -2}\n")
+    with pytest.raises(SpecError) as caught:
+        load(folder / "mine.yaml", ["train.epochs=-3"])
+    batch, epochs, seed = caught.value.problems
+    assert batch.startswith(f"{folder / 'mine.yaml'}:2: train.batch_size: -2")
+    assert epochs.startswith("--set train.epochs=-3: train.epochs: -3")
+    assert seed.startswith(f"{folder / 'base.yaml'}:4: train.seed: -1")
+
+
+def test_several_mistakes_are_told_at_once(problems):
+    told = problems(MODEL + "train: {batch_size: 0, seed: -1, bath: 2}\nmethod: {name: lora, rank: 0}\nfoo: 1\n")
+    assert [problem.split(": ")[1] for problem in told] == [
+        "method.rank",
+        "train.batch_size",
+        "train.seed",
+        "train.bath",
+        "foo",
+    ]
+
+
+def test_thousands_of_mistakes_are_told_in_time(problems):
+    assert len(problems(MODEL + "".join(f"k{i}: 1\n" for i in range(3000)))) == 3000
+
+
+def test_a_missing_model_is_told(problems):
+    assert problems("train: {seed: 1}\n") == ["spec.yaml: model: is missing"]
+
+
+def test_an_empty_model_is_not_to_be_left_out(problems):
+    (told,) = problems("model:\n")
+    assert told.startswith("spec.yaml:1: model: is empty: give it keys (allowed: id, ")
+    assert "leave it out" not in told
+
+
+def test_random_weights_need_a_known_shape(problems):
+    (told,) = problems("model: {id: x/y, weights: random}\n")
+    assert "no shape is known for x/y" in told
+    assert "tiny/qwen3" in told
+
+
+@pytest.mark.parametrize("revision", ["", "revision: main,", "revision: 0123abc,", f"revision: {'G' * 40},"])
+def test_code_of_a_model_needs_the_commit_that_was_read(problems, revision):
+    (told,) = problems(f"model: {{id: x/y, {revision} trust_remote_code: true}}\n")
+    assert "40 hex digits of the commit" in told
+
+
+def test_code_of_a_model_is_allowed_at_a_commit(files):
+    text = f"model: {{id: x/y, revision: {'0a' * 20}, trust_remote_code: true}}\n"
+    assert load(files(spec=text) / "spec.yaml").model.trust_remote_code is True
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sentence"),
+    [
+        ("{name: file}", "needs `path: FILE`"),
+        ("{name: sample, path: x.jsonl}", "`path` goes with `name: file`, not with sample"),
+        ("{name: synthetic, samples: 4}", "needs one of `length`, `mean_length` and `like`"),
+        ("{name: synthetic, samples: 4, length: 8, mean_length: 9}", "needs one of"),
+        ("{name: synthetic, length: 8}", "needs `samples`"),
+        ("{name: sample, length: 8}", "`length` goes with `name: synthetic`, not with sample"),
+        ("{name: synthetic, samples: 4, length: 64, max_length: 32}", "`length` 64 is more than `max_length` 32"),
+    ],
+)
+def test_options_of_a_data_set_that_do_not_go_together_are_told(problems, dataset, sentence):
+    (told,) = problems(f"{MODEL}dataset: {dataset}\n")
+    assert told.startswith("spec.yaml:2: dataset: ")
+    assert sentence in told
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("method: qlora\noptimizations: {fp8: rowwise}", "optimizations.fp8 needs 16-bit base weights and method qlora"),
+        ("method: full\noptimizations: {fp8: tensorwise}", "optimizations.fp8 converts frozen base layers and method full"),
+        ("train: {precision: fp16}\noptimizations: {fp8: rowwise}", "optimizations.fp8 goes with train.precision bf16"),
+        ("method: {name: lora, experts: on, dropout: 0.1}", "method.experts goes with method.dropout 0"),
+        ("measure: {eval: epoch}", "measure.eval: epoch needs dataset.eval_samples"),
+    ],
+)
+def test_combinations_that_cannot_work_anywhere_are_refused(problems, text, sentence):
+    (told,) = problems(f"{MODEL}{text}\n")
+    assert told.startswith("spec.yaml: ")
+    assert sentence in told
+
+
+def test_scaled_gradients_need_wider_weights(problems):
+    (told,) = problems("model: {id: a/b, dtype: float16}\nmethod: full\ntrain: {precision: fp16}\n")
+    assert "needs model.dtype float32" in told
+
+
+def test_several_impossible_combinations_are_told_together(problems):
+    (told,) = problems(f"{MODEL}method: qlora\noptimizations: {{fp8: rowwise}}\nmeasure: {{eval: epoch}}\n")
+    assert "optimizations.fp8" in told
+    assert "measure.eval" in told
+
+
+# --- what depends on the machine ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "precision"),
+    [(None, "float32", "fp32"), ((7, 5), "float32", "fp32"), (AMPERE, "bfloat16", "bf16"), (HOPPER, "bfloat16", "bf16")],
+)
+def test_auto_is_bfloat16_where_the_gpu_has_it(spec, capability, dtype, precision):
+    found = resolve(spec("method: qlora"), capability)
+    assert (found.model.dtype, found.method.compute_dtype, found.train.precision) == (dtype, dtype, precision)
+
+
+@pytest.mark.parametrize("capability", [None, HOPPER])
+def test_what_is_written_is_not_resolved_again(files, capability):
+    text = "model: {id: a/b, dtype: float16}\nmethod: {name: qlora, compute_dtype: float16}\ntrain: {precision: fp16}\n"
+    spec = load(files(spec=text) / "spec.yaml")
+    assert resolve(spec, capability) == spec
+
+
+def test_a_resolved_spec_reads_back_from_json(spec):
+    found = resolve(spec("method: {name: qlora, targets: [q_proj]}"), HOPPER)
+    assert Experiment.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize(("capability", "have"), [(None, "this machine has no GPU"), (AMPERE, "this GPU has 8.0")])
+def test_fp8_is_refused_where_there_is_none(spec, capability, have):
+    (told,) = refused_here(spec("optimizations: {fp8: tensorwise}"), capability)
+    assert "needs a GPU of compute capability 8.9 or higher" in told
+    assert have in told
+
+
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER, (12, 0)])
+def test_fp8_is_allowed_where_there_is_one(spec, capability):
+    assert refused_here(spec("optimizations: {fp8: tensorwise}"), capability) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("optimizations: {attention: flash_attention_2}", "optimizations.attention"), ("train: {precision: fp16}", "train.precision")],
+)
+def test_what_needs_a_gpu_is_refused_without_one(spec, text, key):
+    (told,) = refused_here(spec(text), None)
+    assert told.startswith(key)
+    assert refused_here(spec(text), HOPPER) == []
+
+
+def test_a_plain_spec_works_everywhere(spec):
+    assert [refused_here(spec(), capability) for capability in (None, (7, 0), HOPPER)] == [[], [], []]

@@ -1,0 +1,89 @@
+"""Each half in `spec/` has its other half in `worker/`. Files are looked for by path: nothing heavy is imported."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import ftbench
+from ftbench.spec.datasets import DATASETS, FORMATS, LIKE
+from ftbench.spec.experiment import Experiment, refused_here
+from ftbench.spec.methods import METHODS
+from ftbench.spec.optimizations import Optimizations
+
+ROOT = Path(ftbench.__file__).parent
+BUILT = [name for name, method in METHODS.items() if method.built]
+UNBUILT = [name for name, method in METHODS.items() if not method.built]
+
+
+def functions(path):
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def modules(folder):
+    return {path.stem for path in (ROOT / "worker" / folder).glob("*.py")} - {"__init__"}
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS.items())
+def test_a_method_is_listed_under_its_own_name(name, method):
+    assert method.model_fields["name"].default == name
+    assert method.__doc__
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_method_that_is_built_has_its_heavy_half(name):
+    assert {"quantization", "adapt", "proof"} <= functions(ROOT / "worker" / "methods" / f"{name}.py")
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_a_method_that_is_not_built_is_refused_with_a_way_out(name):
+    spec = Experiment.model_validate({"name": "a", "model": {"id": "a/b"}, "method": {"name": name}})
+    (told,) = refused_here(spec, (9, 0))
+    assert told.startswith(f"method {name} cannot be run")
+    assert [way for way in BUILT if way in told]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_method_that_is_built_is_not_refused(name):
+    spec = Experiment.model_validate({"name": "a", "model": {"id": "a/b"}, "method": {"name": name}})
+    assert refused_here(spec, (9, 0)) == []
+
+
+def test_no_heavy_half_stands_without_its_light_half():
+    assert modules("methods") <= set(METHODS)
+    assert modules("optimizations") <= set(Optimizations.model_fields)
+
+
+@pytest.mark.parametrize("name", Optimizations.model_fields)
+def test_an_optimization_has_its_heavy_half(name):
+    assert {"apply", "proof"} <= functions(ROOT / "worker" / "optimizations" / f"{name}.py")
+
+
+@pytest.mark.parametrize("name", Optimizations.model_fields)
+def test_an_optimization_is_off_unless_asked_for_and_explained(name):
+    field = Optimizations.model_fields[name]
+    assert field.default in (False, "off", "auto")
+    assert field.description
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_data_set_has_somewhere_to_come_from(name):
+    source = DATASETS[name]
+    own = {"sample": "facts/sample.jsonl", "file": "worker/data/sources.py", "synthetic": "worker/data/synthetic.py"}
+    assert bool(source.hub) != (name in own)
+    assert source.meaning
+    assert source.hub or (ROOT / own[name]).is_file()
+
+
+def test_a_length_profile_has_a_spread():
+    assert LIKE
+    assert all(DATASETS[name].sigma for name in LIKE)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_of_rows_has_its_heavy_half(name):
+    assert f'"{name}"' in (ROOT / "worker" / "data" / "formats.py").read_text()
+
+
+def test_the_sample_is_the_two_hundred_pairs_it_says():
+    assert len((ROOT / "facts" / "sample.jsonl").read_text("utf-8").splitlines()) == 200
