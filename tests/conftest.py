@@ -1,6 +1,22 @@
-"""What all tests share. Property tests draw the same examples every time and have no deadline: the machine is shared."""
+"""What all tests share: property tests draw the same examples every time, and have no deadline on a busy machine; real
+runs keep their random weights in a cache of this session's own."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ftbench", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("ftbench")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """FTBENCH_CACHE for this session, also for the processes that it starts."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FTBENCH_CACHE", str(folder))
+        yield folder

@@ -179,8 +179,7 @@ def _memory(
     stages = [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
     stages += [("evaluate", row.peak_memory_gb) for row in everything if row.phase == "evaluate"]
     stages += [(phase["name"], phase.get("peak_memory_gb")) for phase in phases]
-    stages = [(name, peak) for name, peak in stages if peak is not None]
-    highest = max(stages, key=lambda stage: stage[1], default=(None, None))
+    highest = max(((name, peak) for name, peak in stages if peak is not None), key=lambda s: s[1], default=(None, None))
 
     def peak(name: str) -> float | None:
         found = _known(getattr(row, name) for row in everything) + _known(phase.get(name) for phase in phases)

@@ -37,7 +37,14 @@ def test_vision_models_stay_out():
 
 
 def test_every_shape_is_complete():
-    needed = {"model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "tie_word_embeddings"}
+    needed = {
+        "model_type",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "tie_word_embeddings",
+    }
     assert all(needed <= config.keys() for config in architectures().values())
 
 

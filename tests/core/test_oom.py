@@ -9,7 +9,11 @@ MESSAGES = [
         "allocator",
         round(1.16 * 2**30),
     ),
-    ("OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.80 GiB total)", "allocator", 20 << 20),
+    (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.80 GiB total)",
+        "allocator",
+        20 << 20,
+    ),
     ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.", "allocator", 2 << 30),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512 bytes.", "allocator", 512),
     (
@@ -34,7 +38,11 @@ MESSAGES = [
         8 << 30,
     ),
     ("DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes.", "host", 4096),
-    ("Unable to allocate 7.45 GiB for an array with shape (1000000000,) and data type int64", "host", round(7.45 * 2**30)),
+    (
+        "Unable to allocate 7.45 GiB for an array with shape (1000000000,) and data type int64",
+        "host",
+        round(7.45 * 2**30),
+    ),
     ("Error out of memory at line 380 in file /src/csrc/pythonInterface.cpp", "bitsandbytes", None),
 ]
 

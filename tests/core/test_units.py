@@ -3,7 +3,9 @@ import pytest
 from ftbench.core import units
 
 
-@pytest.mark.parametrize("function", [units.seconds, units.gibibytes, units.count, units.rate, units.percent, units.parameters])
+@pytest.mark.parametrize(
+    "function", [units.seconds, units.gibibytes, units.count, units.rate, units.percent, units.parameters]
+)
 def test_unknown_is_an_empty_text(function):
     assert function(None) == ""
 

@@ -59,7 +59,9 @@ def test_the_same_files_elsewhere_are_the_same_experiment(part):
 
 def test_the_order_of_keys_and_written_defaults_do_not_matter():
     assert fingerprint(spec(train={"seed": 42, "batch_size": 2})) == fingerprint(spec(train={"batch_size": 2}))
-    assert fingerprint(spec(train={"batch_size": 2, "seed": 7})) == fingerprint(spec(train={"seed": 7, "batch_size": 2}))
+    assert fingerprint(spec(train={"batch_size": 2, "seed": 7})) == fingerprint(
+        spec(train={"seed": 7, "batch_size": 2})
+    )
 
 
 def test_a_slug_says_model_method_and_batch():

@@ -45,12 +45,17 @@ def problems(files):
     return read
 
 
-# --- what a spec means ----------------------------------------------------------------------------------------------
+# --- what a spec means -----------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_all_that_a_spec_needs(files):
     spec = load(files(first="model: Qwen/Qwen3-8B\n") / "first.yaml")
-    assert (spec.name, spec.model.id, spec.method.name, spec.dataset.name) == ("first", "Qwen/Qwen3-8B", "lora", "sample")
+    assert (spec.name, spec.model.id, spec.method.name, spec.dataset.name) == (
+        "first",
+        "Qwen/Qwen3-8B",
+        "lora",
+        "sample",
+    )
 
 
 def test_the_defaults_are_those_of_the_founding_study(spec):
@@ -162,7 +167,7 @@ def test_extends_cannot_be_set(problems):
     assert "stands in a file" in told
 
 
-# --- another method, data set or model keeps what still means something ------------------------------------------------
+# --- another method, data set or model keeps what still means something ----------------------------------------------
 
 
 def test_options_that_both_methods_have_outlive_a_change_of_method(files):
@@ -192,7 +197,8 @@ def test_another_data_set_keeps_how_much_is_trained_and_not_where_it_came_from(s
 
 def test_another_model_drops_the_revision_and_path_of_the_old(files):
     folder = files(
-        base=f"model: {{id: a/b, revision: main, dtype: bfloat16, path: {files()}}}\n", mine="extends: base.yaml\nmodel: c/d\n"
+        base=f"model: {{id: a/b, revision: main, dtype: bfloat16, path: {files()}}}\n",
+        mine="extends: base.yaml\nmodel: c/d\n",
     )
     model = load(folder / "mine.yaml").model
     assert (model.id, model.revision, model.path, model.dtype) == ("c/d", None, None, "bfloat16")
@@ -245,7 +251,9 @@ def test_an_error_stands_on_the_line_of_its_key_not_of_its_section(problems):
 
 
 def test_an_error_names_the_file_that_wrote_the_key_last(files):
-    folder = files(base=MODEL + "train:\n  batch_size: 0\n  seed: -1\n", mine="extends: base.yaml\ntrain: {batch_size: -2}\n")
+    folder = files(
+        base=MODEL + "train:\n  batch_size: 0\n  seed: -1\n", mine="extends: base.yaml\ntrain: {batch_size: -2}\n"
+    )
     with pytest.raises(SpecError) as caught:
         load(folder / "mine.yaml", ["train.epochs=-3"])
     batch, epochs, seed = caught.value.problems
@@ -317,8 +325,14 @@ def test_options_of_a_data_set_that_do_not_go_together_are_told(problems, datase
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("method: qlora\noptimizations: {fp8: rowwise}", "optimizations.fp8 needs 16-bit base weights and method qlora"),
-        ("method: full\noptimizations: {fp8: tensorwise}", "optimizations.fp8 converts frozen base layers and method full"),
+        (
+            "method: qlora\noptimizations: {fp8: rowwise}",
+            "optimizations.fp8 needs 16-bit base weights and method qlora",
+        ),
+        (
+            "method: full\noptimizations: {fp8: tensorwise}",
+            "optimizations.fp8 converts frozen base layers and method full",
+        ),
         ("train: {precision: fp16}\noptimizations: {fp8: rowwise}", "optimizations.fp8 goes with train.precision bf16"),
         ("method: {name: lora, experts: on, dropout: 0.1}", "method.experts goes with method.dropout 0"),
         ("measure: {eval: epoch}", "measure.eval: epoch needs dataset.eval_samples"),
@@ -341,12 +355,17 @@ def test_several_impossible_combinations_are_told_together(problems):
     assert "measure.eval" in told
 
 
-# --- what depends on the machine ---------------------------------------------------------------------------------------
+# --- what depends on the machine -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "precision"),
-    [(None, "float32", "fp32"), ((7, 5), "float32", "fp32"), (AMPERE, "bfloat16", "bf16"), (HOPPER, "bfloat16", "bf16")],
+    [
+        (None, "float32", "fp32"),
+        ((7, 5), "float32", "fp32"),
+        (AMPERE, "bfloat16", "bf16"),
+        (HOPPER, "bfloat16", "bf16"),
+    ],
 )
 def test_auto_is_bfloat16_where_the_gpu_has_it(spec, capability, dtype, precision):
     found = resolve(spec("method: qlora"), capability)
@@ -379,7 +398,10 @@ def test_fp8_is_allowed_where_there_is_one(spec, capability):
 
 @pytest.mark.parametrize(
     ("text", "key"),
-    [("optimizations: {attention: flash_attention_2}", "optimizations.attention"), ("train: {precision: fp16}", "train.precision")],
+    [
+        ("optimizations: {attention: flash_attention_2}", "optimizations.attention"),
+        ("train: {precision: fp16}", "train.precision"),
+    ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(spec, text, key):
     (told,) = refused_here(spec(text), None)

@@ -155,7 +155,9 @@ def test_an_alias_that_holds_itself_is_refused(spec, text):
     assert "holds itself" in refusal(spec(text))
 
 
-@pytest.mark.parametrize("brackets", ["[" * 60_000, "[" * 900 + "]" * 900, "{a: " * 10_000, "- " * 30_000, "[" * 100_000])
+@pytest.mark.parametrize(
+    "brackets", ["[" * 60_000, "[" * 900 + "]" * 900, "{a: " * 10_000, "- " * 30_000, "[" * 100_000]
+)
 def test_deep_nesting_is_refused(spec, brackets):
     message = refusal(spec(brackets))
     assert "nested too deeply" in message or "bytes is no spec" in message
@@ -173,7 +175,9 @@ def test_a_key_written_twice_further_in_is_found_too(spec):
     assert f"{path}:4: " in refusal(path)
 
 
-@pytest.mark.parametrize(("text", "kind"), [("- model: a\n", "a list"), ("model\n", "a text"), ("7\n", "a int"), ("~", "nothing")])
+@pytest.mark.parametrize(
+    ("text", "kind"), [("- model: a\n", "a list"), ("model\n", "a text"), ("7\n", "a int"), ("~", "nothing")]
+)
 def test_anything_but_a_mapping_is_refused(spec, text, kind):
     assert f"not {kind}" in refusal(spec(text))
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 
 # MPS writes GB for 2**30 bytes, as format_size in MPSAllocator.mm does.
-_UNITS = {"B": 1, "BYTES": 1} | {f"{k}{b}": 2 ** (10 * (i + 1)) for i, k in enumerate("KMGT") for b in ("B", "IB")}
+_UNITS = {"B": 1, "BYTES": 1} | {f"{k}{b}": 1 << 10 * (i + 1) for i, k in enumerate("KMGT") for b in ("B", "IB")}
 # Another failure of the device: what stands before it in a log did not end the process.
 _OTHER = re.compile(r"CUDA (?:driver )?error: (?!out of memory|CUBLAS_STATUS_ALLOC_FAILED)")
 _PATTERNS: tuple[tuple[str, str], ...] = (
@@ -20,7 +20,10 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         r"(?:CUDA|HIP|XPU|MPS backend) out of memory\.? .*?[Tt]ried to allocate (?P<size>[\d.]+ (?:bytes|[KMGT]i?B))",
     ),
     ("allocator", r"(?:CUDA|HIP|XPU|MPS backend) out of memory"),
-    ("driver", r"CUDA (?:driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"),
+    (
+        "driver",
+        r"CUDA (?:driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory",
+    ),
     ("cublas", r"CUBLAS_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED"),
     ("cudnn", r"CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED"),
     (

@@ -86,13 +86,13 @@ def _wait(child: subprocess.Popen[bytes], deadline: float | None, on_tick: Calla
 def end_group(child: subprocess.Popen[bytes], grace_s: float) -> None:
     """TERM to the child's process group, KILL after `grace_s` to whatever is left of it. A second signal to this
     process while it waits skips the wait."""
-    if grace_s:
-        _signal_group(child.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired, _Stop, KeyboardInterrupt):
+    with suppress(subprocess.TimeoutExpired, _Stop, KeyboardInterrupt):
+        if grace_s:
+            _signal_group(child.pid, signal.SIGTERM)
             child.wait(grace_s)
-    _signal_group(child.pid, signal.SIGKILL)
     while True:
         with suppress(_Stop, KeyboardInterrupt):
+            _signal_group(child.pid, signal.SIGKILL)
             child.wait()
             return
 

@@ -1,0 +1,117 @@
+"""`ftbench run` as a user runs it: in a process of its own, with real training of a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ftbench import rundir
+from ftbench.rundir import RunDir
+
+TINY = {"id": "tiny/qwen3", "weights": "random"}
+# Small enough for a step to take some 20 ms, and more steps than any test waits for.
+ENDLESS = {
+    "dataset": {"name": "synthetic", "samples": 64, "length": 32},
+    "train": {"batch_size": 2, "max_steps": 1_000_000, "lr_scheduler": "constant"},
+}
+
+
+def write_spec(folder: Path, **parts: Any) -> Path:
+    """A spec of the tiny model; JSON is YAML."""
+    path = folder / "spec.yaml"
+    path.write_text(json.dumps({"model": TINY, **parts}))
+    return path
+
+
+class Command:
+    """One `ftbench run --json` in a process of its own; a context that leaves no process behind."""
+
+    def __init__(self, spec: Path, out: Path, *arguments: str, **popen: Any) -> None:
+        self.out = out
+        self.begun = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ftbench", "run", str(spec), "--out", str(out), "--json", *arguments],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **popen,
+        )
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self.process, *self.children()):
+            process.kill()
+        self.process.communicate()
+
+    def finish(self, within: float = 120.0) -> Command:
+        """Waits for the end and keeps what was printed."""
+        self.stdout, self.stderr = self.process.communicate(timeout=within)
+        self.wall_s = time.monotonic() - self.begun
+        self.code = self.process.returncode
+        return self
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    # --- what it left, while it runs or afterwards ---
+
+    @property
+    def run(self) -> RunDir:
+        """The directory it has claimed; there is one once state.json is written."""
+        return RunDir(next(self.out.glob("*/*/state.json")).parent)
+
+    def wait_for_run(self) -> RunDir:
+        self.wait_until(lambda: any(self.out.glob("*/*/state.json")))
+        return self.run
+
+    def wait_for_phase(self, *names: str) -> None:
+        """Until the training process is in one of the phases `names`."""
+        self.wait_for_run()
+        self.wait_until(lambda: self.phase() in names)
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_for_phase("train")
+        self.wait_until(lambda: len(self.steps()) >= count)
+
+    def wait_until(self, holds: Callable[[], bool], within: float = 90.0) -> None:
+        deadline = time.monotonic() + within
+        while not holds():
+            assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
+            assert time.monotonic() < deadline, "waited too long"
+            time.sleep(0.02)
+
+    def phase(self) -> str | None:
+        phases = rundir.read_json(self.run.phases).get("phases")
+        return phases[-1]["name"] if phases else None
+
+    def steps(self) -> list[Any]:
+        return rundir.read_steps(self.run.steps)[0]
+
+    def children(self) -> list[psutil.Process]:
+        """Every process whose command line names the run's directory: the training process and what it started."""
+        if not any(self.out.glob("*/*/state.json")):
+            return []
+        path = str(self.run.path)
+        return [p for p in psutil.process_iter(["cmdline"]) if path in (p.info["cmdline"] or [])]
+
+    def state(self) -> dict[str, Any]:
+        """state.json as it stands in the file."""
+        return rundir.read_json(self.run.state)
+
+    def summary(self) -> dict[str, Any]:
+        return rundir.read_json(self.run.summary)
+
+    def document(self) -> dict[str, Any]:
+        """The one JSON document on stdout."""
+        return json.loads(self.stdout)

@@ -1,0 +1,285 @@
+"""However a run ends, it ends: the right exit code, a state with its reason, the steps that were finished, no process.
+
+Real processes with real training, except where an exception alone tells the whole story.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ENDLESS, Command, write_spec
+
+from ftbench import rundir
+from ftbench.core.rows import COLUMNS
+from ftbench.errors import DataError, MissingError, NotAppliedError
+from ftbench.worker.outcome import Terminated, of_exception
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def assert_kept(command: Command, at_least: int) -> None:
+    """The steps finished before the end are in steps.csv, every line whole and none missing, and are summarised."""
+    steps, warnings = rundir.read_steps(command.run.steps)
+    assert warnings == []
+    assert [row.step for row in steps] == list(range(1, len(steps) + 1))
+    assert len(steps) >= at_least
+    assert command.summary()["steps"]["total"] == len(steps)
+
+
+def assert_over(command: Command, code: int, state: str) -> None:
+    """Ended with this code and state, told the same on stdout, with no traceback, and left no process."""
+    assert command.code == code, command.stderr
+    assert command.children() == []
+    assert command.state()["state"] == state
+    assert rundir.read_state(command.run)["state"] == state
+    assert command.state()["reason"]
+    assert command.document()["state"] == command.summary()["state"] == state
+    assert "Traceback" not in command.stdout + command.stderr
+    assert not command.run.reserve.exists()
+
+
+# --- Ctrl-C and kill -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_training_keeps_the_finished_steps(tmp_path, number):
+    with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
+        command.wait_for_steps(20)
+        seen = len(command.steps())
+        command.send(number)
+        begin = time.monotonic()
+        command.finish(within=15)
+    assert time.monotonic() - begin < 15
+    assert_over(command, 130, "interrupted")
+    assert_kept(command, at_least=seen)
+
+
+@pytest.mark.parametrize("phase", ["import", "prepare_data"])
+def test_ctrl_c_before_training_ends_at_once(tmp_path, phase):
+    long_preparation = {**ENDLESS, "dataset": {"name": "synthetic", "samples": 50_000, "length": 512}}
+    with Command(write_spec(tmp_path, **long_preparation), tmp_path / "out") as command:
+        command.wait_for_phase(phase)
+        command.send(signal.SIGINT)
+        command.finish(within=15)
+    assert_over(command, 130, "interrupted")
+    assert_kept(command, at_least=0)
+    assert command.phase() == phase
+
+
+def test_an_impatient_second_ctrl_c_ends_it_too(tmp_path):
+    with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
+        command.wait_for_phase("import")
+        for _ in range(3):
+            command.send(signal.SIGINT)
+            time.sleep(0.05)
+        command.finish(within=5)
+    assert_over(command, 130, "interrupted")
+
+
+def test_a_killed_training_process_is_an_error_that_names_the_signal(tmp_path):
+    with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
+        command.wait_for_steps(20)
+        seen = len(command.steps())
+        (child,) = command.children()
+        child.kill()
+        command.finish(within=15)
+    assert_over(command, 1, "error")
+    assert "signal 9" in command.state()["reason"]
+    assert_kept(command, at_least=seen)
+
+
+def test_kill_9_of_ftbench_itself_leaves_no_process_and_a_run_that_can_be_reported(tmp_path):
+    with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
+        command.wait_for_steps(20)
+        (child,) = command.children()
+        seen = len(command.steps())
+        command.send(signal.SIGKILL)
+        killed_at = time.time()
+        child.wait(timeout=2)
+        assert command.children() == []
+        assert killed_at - command.run.steps.stat().st_mtime < 1.0  # the last rows are at most a second old
+        steps, _ = rundir.read_steps(command.run.steps)
+        assert [row.step for row in steps] == list(range(1, len(steps) + 1))
+        assert len(steps) >= seen
+        command.process.wait()
+    assert command.state()["state"] == "running"
+    assert rundir.read_state(command.run)["state"] == "interrupted"
+    report = subprocess.run(
+        [sys.executable, "-m", "ftbench", "report", str(command.run.path)], capture_output=True, text=True, check=True
+    )
+    assert "interrupted" in report.stdout
+    assert "ftbench was killed" in report.stdout
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_timeout_is_a_state_of_its_own(tmp_path):
+    with Command(write_spec(tmp_path, **ENDLESS, launch={"timeout_s": 2}), tmp_path / "out") as command:
+        command.finish(within=30)
+    assert_over(command, 1, "timeout")
+    assert "launch.timeout_s = 2 seconds" in command.state()["reason"]
+
+
+def test_running_out_of_host_memory_is_a_result(tmp_path):
+    """The limit leaves room for the imports (2.1 GiB of addresses) and not for what half a million tokens take."""
+    limit = int(3.5 * 2**30)
+    spec = write_spec(
+        tmp_path,
+        dataset={"name": "synthetic", "samples": 512, "length": 1024},
+        train={"batch_size": 512, "max_steps": 1},
+    )
+    lower = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))}
+    with Command(spec, tmp_path / "out", **lower) as command:
+        command.finish()
+    assert_over(command, 1, "oom")
+    oom = command.summary()["oom"]
+    assert oom["kind"] == "host"
+    assert oom["bytes_requested"] > 2**20
+    assert (oom["phase"], oom["step"]) == ("forward", 1)
+    assert command.summary()["step_time_s"] == {}
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "ftbench-test", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"needs to mount a small disk: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Writes to the last byte."""
+    file = os.open(folder / "filler", os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        for size in (2**20, 2**12, 1):
+            while True:
+                try:
+                    os.write(file, b"\0" * size)
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+                    break
+    finally:
+        os.close(file)
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_a_sentence(tmp_path, small_disk):
+    with Command(write_spec(tmp_path, **ENDLESS), small_disk) as command:
+        command.wait_for_steps(20)
+        seen = len(command.steps())
+        fill(small_disk)
+        command.finish(within=30)
+    assert command.code == 3, command.stderr
+    assert command.children() == []
+    assert rundir.read_state(command.run)["state"] == "error"
+    assert "no space left" in command.state()["reason"]
+    assert "--out" in command.state()["reason"]
+    assert "Traceback" not in command.stdout + command.stderr
+    assert len(command.steps()) >= seen
+    assert command.summary()["steps"]["total"] == len(command.steps())
+
+
+# --- bad data --------------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_line_in_a_data_file_is_named(tmp_path):
+    good = '{"instruction": "Say yes.", "output": "Yes."}\n'
+    data = tmp_path / "data.jsonl"
+    data.write_text(good * 3 + '{"instruction": "Say\n' + good * 3)
+    spec = write_spec(tmp_path, dataset={"name": "file", "path": "data.jsonl"})
+    with Command(spec, tmp_path / "out") as command:
+        command.finish()
+    assert_over(command, 2, "error")
+    assert command.state()["reason"].startswith(f"{data}, line 4: not JSON")
+
+
+# --- what an exception says ------------------------------------------------------------------------------------------
+
+
+def real(message: str) -> BaseException:
+    """The exception that torch itself raises for running out of device memory."""
+    return torch.OutOfMemoryError(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "asked"),
+    [
+        (real("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"), "allocator", 2 * 2**30),
+        (real("CUDA out of memory."), "allocator", None),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."),
+         "host", 4096),
+        (RuntimeError("CUDA error: out of memory"), "driver", None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "cublas", None),
+        (MemoryError(), "host", None),
+    ],
+)  # fmt: skip
+def test_running_out_of_memory_is_told_with_where_and_how_much(error, kind, asked):
+    found = of_exception(error, "backward", 7)
+    assert found["state"] == "oom"
+    assert found["oom"] == {"kind": kind, "bytes_requested": asked, "phase": "backward", "step": 7}
+    assert found["reason"].startswith(f"out of memory ({kind}) in backward of step 7")
+
+
+def test_torch_s_own_words_for_a_full_host_are_recognised():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    found = of_exception(raised.value, "load", None)
+    assert found["oom"] == {"kind": "host", "bytes_requested": 2**60, "phase": "load", "step": None}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: unspecified launch failure"),
+        ValueError("memory"),
+        KeyError("size"),
+        AssertionError(),
+    ],
+)
+def test_other_failures_are_not_out_of_memory(error):
+    found = of_exception(error, "forward", 3)
+    assert found["state"] == "error"
+    assert "oom" not in found
+    assert found["reason"].startswith(type(error).__name__)
+    assert "during forward" in found["reason"]
+
+
+@pytest.mark.parametrize("error", [DataError("data.csv, line 3: bad"), MissingError("no GPU"), NotAppliedError("fp8")])
+def test_an_error_meant_for_the_user_keeps_its_words_and_its_exit_code(error):
+    assert of_exception(error, "load", None) == {
+        "state": "error", "reason": str(error), "exit_code": error.exit_code,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [Terminated(), KeyboardInterrupt()])
+def test_a_signal_is_an_interruption(error):
+    assert of_exception(error, "prepare_data", None) == {
+        "state": "interrupted", "reason": "interrupted during prepare_data",
+    }  # fmt: skip
+
+
+def test_the_columns_of_a_torn_line_are_never_guessed(tmp_path):
+    """What `kill -9` in the middle of a write leaves."""
+    path = tmp_path / "steps.csv"
+    path.write_text(",".join(COLUMNS) + "\n1,0.1,0.5" + "," * (len(COLUMNS) - 3) + "\n2,0.2,1.2")
+    steps, warnings = rundir.read_steps(path)
+    assert [row.step for row in steps] == [1]
+    assert len(warnings) == 1

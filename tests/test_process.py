@@ -1,0 +1,277 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ftbench.launch import process
+from ftbench.launch.process import run_child
+from ftbench.rundir import process_start
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(process, "GRACE_S", 0.5)
+    monkeypatch.setattr(process, "TICK_S", 0.02)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs Python code as a child; its output is in log.txt."""
+
+    def start(code, **options):
+        return run_child([sys.executable, "-S", "-u", "-c", code], os.environ, tmp_path / "log.txt", **options)
+
+    return start
+
+
+@pytest.fixture
+def log(tmp_path):
+    return lambda: (tmp_path / "log.txt").read_text()
+
+
+def eventually(true, seconds=10):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.01)
+
+
+def gone(pid):
+    return process_start(pid) is None
+
+
+SLEEP = "import time; time.sleep(60)"
+IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+GRANDCHILD = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid); "
+
+
+def test_a_child_that_ends_well_ends_with_nought(run, log):
+    ended = run("print('hello'); import sys; print('there', file=sys.stderr)")
+    assert (ended.code, ended.why, ended.kernel_oom) == (0, None, False)
+    assert log() == "hello\nthere\n"
+
+
+def test_the_exit_code_is_the_childs(run):
+    assert run("raise SystemExit(7)").code == 7
+
+
+def test_a_child_that_is_killed_from_outside_ends_with_the_signal(run):
+    ended = run("import os; os.kill(os.getpid(), 11)")
+    assert (ended.code, ended.why) == (-signal.SIGSEGV, None)
+
+
+def test_the_log_is_added_to_and_never_cut(run, log):
+    run("print(1)")
+    run("print(2)")
+    assert log() == "1\n2\n"
+
+
+def test_a_child_reads_nothing_from_the_terminal(run, log):
+    assert run("import sys; print(repr(sys.stdin.read()))").code == 0
+    assert log() == "''\n"
+
+
+def test_the_child_gets_the_environment_it_was_given_and_no_other(tmp_path):
+    argv = [sys.executable, "-S", "-c", "import os; print(sorted(os.environ.keys() & {'A', 'HOME'}))"]
+    run_child(argv, {"A": "1"}, tmp_path / "log.txt")
+    assert (tmp_path / "log.txt").read_text() == "['A']\n"
+
+
+def test_a_program_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        run_child([str(tmp_path / "nothing")], os.environ, tmp_path / "log.txt")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_the_wall_time_is_that_of_the_child(run):
+    assert 0.3 <= run("import time; time.sleep(0.3)").wall_s < 5
+
+
+def test_a_child_that_takes_too_long_is_asked_to_end(run, log):
+    handler = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('last words'), sys.exit(3)))"
+    ended = run(f"{handler}; {SLEEP}", timeout_s=1)
+    assert (ended.code, ended.why) == (3, "timeout")
+    assert log() == "last words\n"
+
+
+def test_a_child_that_will_not_end_is_killed_after_the_grace(run):
+    ended = run(IGNORE_TERM + SLEEP, timeout_s=1)
+    assert (ended.code, ended.why) == (-signal.SIGKILL, "timeout")
+    assert 1.5 <= ended.wall_s < 10
+
+
+def test_a_child_that_is_stopped_is_killed_after_the_grace(run):
+    ended = run(f"import os; os.kill(os.getpid(), 19); {SLEEP}", timeout_s=0.3)
+    assert (ended.code, ended.why) == (-signal.SIGKILL, "timeout")
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout_s"),
+    [(GRANDCHILD, None), (GRANDCHILD + SLEEP, 1), (IGNORE_TERM + GRANDCHILD + SLEEP, 1)],
+    ids=["child ended", "timeout", "killed"],
+)
+def test_grandchildren_end_with_the_child(run, log, code, timeout_s):
+    run(code, timeout_s=timeout_s)
+    grandchild = int(log().split()[0])
+    eventually(lambda: gone(grandchild))
+
+
+def test_the_tick_is_called_while_the_child_runs(run):
+    ticks = []
+    run("import time; time.sleep(0.3)", on_tick=lambda: ticks.append(1))
+    assert len(ticks) >= 2
+
+
+def test_an_error_in_the_tick_ends_the_child_and_is_told(run, log):
+    def tick():
+        if log():
+            raise RuntimeError("cannot draw")
+
+    with pytest.raises(RuntimeError, match="cannot draw"):
+        run(f"import os; print(os.getpid()); {SLEEP}", on_tick=tick)
+    assert gone(int(log()))
+
+
+def test_handlers_are_given_back(run):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
+    run("")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)] == before
+
+
+# --- signals to this process -----------------------------------------------------------------------------------------
+
+PARENT = """
+import os, signal, sys
+from pathlib import Path
+from ftbench.launch import process
+process.GRACE_S, process.TICK_S = {grace}, 0.02
+{before}
+child = "import os, subprocess; print(os.getpid(), subprocess.Popen(['sleep', '60']).pid); {child}"
+ended = process.run_child([sys.executable, "-S", "-u", "-c", child], os.environ, Path(sys.argv[1]))
+print(ended.code, ended.why)
+"""
+
+
+class Parent:
+    """A process of its own that runs a child with a grandchild."""
+
+    def __init__(self, log, child, before="", grace=0.5):
+        self.log, self.starts = log, {}
+        script = PARENT.format(child=child, before=before, grace=grace)
+        self.process = subprocess.Popen([sys.executable, "-c", script, log], stdout=subprocess.PIPE, text=True)
+
+    def family(self):
+        """The ids of child and grandchild, once they run."""
+        eventually(lambda: self.log.exists() and "\n" in self.log.read_text())
+        pids = [int(word) for word in self.log.read_text().splitlines()[0].split()]
+        self.starts |= {pid: process_start(pid) for pid in pids}
+        return pids
+
+    def end(self):
+        return self.process.communicate(timeout=20)[0].strip()
+
+
+@pytest.fixture
+def parent(tmp_path):
+    started = []
+
+    def start(child=SLEEP, **options):
+        started.append(Parent(tmp_path / "log.txt", child, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.process.kill()
+        each.process.communicate()
+        for pid, start in each.starts.items():
+            if start is not None and process_start(pid) == start:
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_parent_ends_the_whole_group(parent, number):
+    one = parent()
+    family = one.family()
+    one.process.send_signal(number)
+    assert one.end() == "-15 interrupted"
+    eventually(lambda: all(map(gone, family)))
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(parent):
+    one = parent(child="import signal, time; signal.signal(15, lambda *_: print('asked')); time.sleep(60)", grace=60)
+    family = one.family()
+    one.process.send_signal(signal.SIGTERM)
+    eventually(lambda: "asked" in one.log.read_text())
+    one.process.send_signal(signal.SIGINT)
+    assert one.end() == "-9 interrupted"
+    eventually(lambda: all(map(gone, family)))
+
+
+def test_a_hangup_is_ignored_where_it_was_ignored_before(parent):
+    """Under nohup a closed terminal does not end the night's run."""
+    one = parent(child="import time; time.sleep(0.6)", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    one.family()
+    one.process.send_signal(signal.SIGHUP)
+    assert one.end() == "0 None"
+
+
+def test_a_signal_while_the_child_is_started_loses_no_child(parent):
+    at_once = """
+class Popen(process.subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        while not Path(sys.argv[1]).read_text().endswith(chr(10)): pass
+        os.kill(os.getpid(), signal.SIGTERM)
+process.subprocess.Popen = Popen
+"""
+    one = parent(before=at_once)
+    assert one.end() == "-15 interrupted"
+    eventually(lambda: all(map(gone, one.family())))
+
+
+def test_signals_to_other_processes_of_the_terminal_do_not_reach_the_child(run, log):
+    run("import os; print(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid())")
+    assert log() == "True True\n"
+
+
+# --- the kernel's OOM killer -----------------------------------------------------------------------------------------
+
+KILL = "import os; os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize(
+    ("counts", "code", "timeout_s", "oom"),
+    [
+        ([3, 4], KILL, None, True),
+        ([3, 3], KILL, None, False),
+        ([3, 4], "raise SystemExit(137)", None, True),
+        ([3, 4], "raise SystemExit(1)", None, False),
+        ([3, 4], "", None, False),
+        ([3, 4], IGNORE_TERM + SLEEP, 1, False),
+    ],
+    ids=["killed", "killed by somebody", "shell killed", "failed", "ended well", "killed by us"],
+)
+def test_the_kernel_is_blamed_for_a_kill_that_it_counted(run, monkeypatch, counts, code, timeout_s, oom):
+    remaining = iter(counts)
+    monkeypatch.setattr(process, "_kernel_oom_kills", lambda: next(remaining))
+    assert run(code, timeout_s=timeout_s).kernel_oom is oom
+
+
+def test_kills_of_the_control_group_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_cgroup_events", lambda: None)
+    machine = process._kernel_oom_kills()
+    (tmp_path / "memory.events").write_text("low 0\noom 9\noom_kill 2\noom_group_kill 7\n")
+    monkeypatch.setattr(process, "_cgroup_events", lambda: tmp_path / "memory.events")
+    assert process._kernel_oom_kills() == machine + 2
+    monkeypatch.setattr(process, "_cgroup_events", lambda: tmp_path / "absent")
+    assert process._kernel_oom_kills() == machine
+
+
+def test_the_control_group_of_this_process_is_a_path_or_none():
+    found = process._cgroup_events()
+    assert found is None or (isinstance(found, Path) and found.name == "memory.events")

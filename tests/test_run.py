@@ -1,0 +1,159 @@
+"""A run that goes well: what is printed, what is written, and that the figures are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Command, write_spec
+
+from ftbench import rundir, summary
+from ftbench.core.rows import StepRow
+
+SEVEN = "step,epoch,elapsed_time_sec,progress_ratio,memory_allocated_gb,memory_reserved_gb,peak_memory_gb,"
+FILES = {
+    "spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",
+    "log.txt",
+}  # fmt: skip
+# 10 samples in batches of 2, two batches a step: 5 batches make steps of 2, 2 and 1 batches.
+SHORT_LAST_STEP = {
+    "dataset": {"name": "sample", "samples": 10, "max_length": 64, "eval_samples": 4},
+    "train": {"batch_size": 2, "gradient_accumulation_steps": 2, "epochs": 2},
+    "measure": {"eval": "epoch"},
+}
+MANY_STEPS = {
+    "dataset": {"name": "sample", "samples": 60, "max_length": 128},
+    "train": {"batch_size": 2, "max_steps": 60, "learning_rate": 1e-3},
+}
+
+
+def train(folder: Path, *arguments: str, **spec: object) -> Command:
+    folder.mkdir(exist_ok=True)
+    with Command(write_spec(folder, **spec), folder / "results", *arguments) as command:
+        command.finish()
+    assert command.code == 0, command.stderr
+    return command
+
+
+def rows(command: Command, phase: str) -> list[StepRow]:
+    found, warnings = rundir.read_steps(command.run.steps)
+    assert not warnings
+    return [row for row in found if row.phase == phase]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Command:
+    return train(tmp_path_factory.mktemp("short"), **SHORT_LAST_STEP)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Command]:
+    folder = tmp_path_factory.mktemp("repeats")
+    return {
+        "first": train(folder / "first", **MANY_STEPS),
+        "second": train(folder / "second", **MANY_STEPS),
+        "full": train(folder / "full", "--set", "method=full", **MANY_STEPS),
+    }
+
+
+@pytest.mark.xdist_group("run-short")
+class TestARunThatGoesWell:
+    def test_stdout_is_one_json_document_with_the_summary_that_is_in_the_file(self, command):
+        document = command.document()
+        assert list(document) == ["run_dir", "state", "summary"]
+        assert document["run_dir"] == str(command.run.path)
+        assert document["state"] == "ok"
+        assert document["summary"] == json.loads(command.run.summary.read_text())
+
+    def test_every_file_of_a_run_is_there_and_nothing_of_the_work_is_left(self, command):
+        assert {path.name for path in command.run.path.iterdir()} == FILES
+
+    def test_the_state_is_ok_and_tells_when(self, command):
+        state = command.state()
+        assert state["state"] == "ok"
+        assert state["child_exit"] == 0
+        assert state["started_at"] <= state["ended_at"]
+        assert "owner" not in state
+
+    def test_the_spec_is_kept_as_written_and_as_resolved(self, command):
+        assert json.loads(command.run.spec_yaml.read_text())["train"] == SHORT_LAST_STEP["train"]
+        assert json.loads(command.run.spec_json.read_text())["train"]["precision"] in ("fp32", "bf16")
+
+    def test_steps_csv_begins_with_the_seven_columns_of_the_study(self, command):
+        assert command.run.steps.read_text().startswith(SEVEN)
+
+    def test_phases_are_disjoint_and_add_up_to_the_wall_time(self, command):
+        phases = dict(command.summary()["phases_s"])
+        total = phases.pop("total")
+        assert sum(phases.values()) == pytest.approx(total, rel=0.02, abs=0.2)
+        assert total <= command.wall_s
+        assert total == pytest.approx(command.wall_s, abs=2.0)  # the rest is the parent's own start
+        assert all(seconds >= 0 for seconds in phases.values())
+        listed = rundir.read_json(command.run.phases)["phases"]
+        assert all(a["end_s"] == b["start_s"] for a, b in zip(listed, listed[1:], strict=False))
+
+    def test_an_epoch_that_ends_in_a_short_step_is_counted_right(self, command):
+        steps = rows(command, "train")
+        assert [row.step for row in steps] == [1, 2, 3, 4, 5, 6]
+        assert [row.samples for row in steps] == [4, 4, 2, 4, 4, 2]
+        assert [row.epoch for row in steps] == pytest.approx([0.4, 0.8, 1.0, 1.4, 1.8, 2.0])
+        assert [row.progress_ratio for row in steps] == pytest.approx([i / 6 for i in range(1, 7)])
+
+    def test_tokens_of_an_epoch_are_those_of_the_data_set(self, command):
+        steps, data = rows(command, "train"), command.summary()["dataset"]
+        for epoch in (steps[:3], steps[3:]):
+            assert sum(row.real_tokens for row in epoch) == data["tokens"]["total"]
+            assert sum(row.label_tokens for row in epoch) == data["label_tokens"]
+        assert all(row.label_tokens <= row.real_tokens <= row.padded_tokens for row in steps)
+        assert all(row.padded_tokens <= row.samples * row.longest_sequence for row in steps)
+
+    def test_every_epoch_is_evaluated_once_on_all_samples_set_aside(self, command):
+        found = rows(command, "evaluate")
+        assert [row.step for row in found] == [3, 6]
+        assert [row.samples for row in found] == [4, 4]
+        assert all(row.loss > 0 and row.step_time_s > 0 for row in found)
+        assert command.summary()["loss"]["eval"] == found[-1].loss
+
+    def test_the_loss_of_a_step_is_the_mean_over_its_tokens(self, command):
+        """A short step at the end of an epoch is not scaled down by the accumulation it did not do."""
+        untrained = 7.62  # ln(2048): a random model of 2,048 words knows nothing
+        assert all(row.loss == pytest.approx(untrained, rel=0.03) for row in rows(command, "train"))
+
+
+@pytest.mark.xdist_group("run-repeats")
+class TestTheSameSpecTwice:
+    def test_losses_and_data_are_equal(self, runs):
+        first, second = ([row.loss for row in rows(runs[name], "train")] for name in ("first", "second"))
+        assert first == second
+        data = [runs[name].summary()["dataset"] for name in ("first", "second")]
+        assert data[0] == data[1]
+        assert data[0]["order_hash"]
+
+    def test_another_method_sees_the_same_tokens_in_the_same_order(self, runs):
+        lora, full = (runs[name].summary()["dataset"] for name in ("first", "full"))
+        assert (lora["hash"], lora["order_hash"]) == (full["hash"], full["order_hash"])
+        parameters = {name: runs[name].summary()["parameters"] for name in ("first", "full")}
+        assert parameters["full"]["trainable"] == parameters["full"]["total"]
+        assert parameters["first"]["trainable"] < parameters["first"]["total"]
+
+    def test_full_fine_tuning_learns(self, runs):
+        loss = runs["full"].summary()["loss"]
+        assert loss["last"] < loss["first"] - 0.3
+
+    @pytest.mark.parametrize("name", ["first", "second", "full"])
+    def test_the_steps_add_up_to_the_wall_clock_of_their_window(self, runs, name):
+        found, _ = rundir.read_steps(runs[name].run.steps)
+        steps = [row for row in found if row.phase == "train"]
+        warm = runs[name].summary()["steps"]["warmup"]
+        wall = steps[-1].elapsed_time_sec - steps[warm - 1].elapsed_time_sec
+        assert sum(row.step_time_s for row in steps[warm:]) == pytest.approx(wall, rel=0.02)
+        assert abs(summary.wall_gap(found, steps, warm)) < 0.02
+
+    def test_the_parts_of_a_step_fit_into_it(self, runs):
+        for row in rows(runs["first"], "train"):
+            assert row.data_time_s + row.forward_backward_s + row.optimizer_s <= row.step_time_s * 1.001
+
+    def test_anyone_can_compute_the_summary_again(self, runs):
+        again = json.loads(json.dumps(summary.as_dict(summary.summarise(runs["first"].run))))
+        assert again == runs["first"].summary()

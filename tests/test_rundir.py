@@ -1,0 +1,360 @@
+import errno
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from ftbench import rundir
+from ftbench.core.rows import StepRow, header, to_csv
+from ftbench.errors import MissingError
+from ftbench.rundir import RunDir, StepsWriter, claim, find_runs, read_json, read_state, read_steps, write_json
+
+ROWS = [StepRow(step=i, phase="train", step_time_s=0.5, loss=2.0 - i / 10, throttle="none") for i in range(1, 5)]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def test_json_reads_back_as_it_was_written(tmp_path):
+    data = {"schema": 1, "名前": "実験", "none": None, "list": [1, 2.5, True]}
+    write_json(tmp_path / "a.json", data)
+    assert read_json(tmp_path / "a.json") == data
+    assert "実験" in (tmp_path / "a.json").read_text("utf-8")
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_a_file_name_that_is_not_utf8_survives(tmp_path):
+    data = {"path": os.fsdecode("データ.jsonl".encode("shift-jis"))}
+    write_json(tmp_path / "a.json", data)
+    assert read_json(tmp_path / "a.json") == data
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path, done, seen = tmp_path / "a.json", threading.Event(), set()
+    write_json(path, {"n": -1, "padding": "x" * 100_000})
+
+    def read():
+        while not done.is_set():
+            seen.add(json.loads(path.read_text())["n"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for n in range(30):
+        write_json(path, {"n": n, "padding": "x" * 100_000})
+    done.set()
+    reader.join()
+    assert seen <= set(range(-1, 30))
+    assert seen
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync"])
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, step):
+    write_json(tmp_path / "a.json", {"old": True})
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(rundir.os, step, fail)
+    with pytest.raises(MissingError, match=r"a\.json: cannot be written \(Input/output error\)"):
+        write_json(tmp_path / "a.json", {"old": False})
+    assert read_json(tmp_path / "a.json") == {"old": True}
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_a_figure_that_is_no_number_is_never_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(tmp_path / "a.json", {"loss": math.nan})
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"a": 1', b"[1, 2]", b"\xff\xfe", b"null", None])
+def test_a_file_that_is_absent_or_cannot_be_read_is_empty(tmp_path, content):
+    if content is not None:
+        (tmp_path / "a.json").write_bytes(content)
+    assert read_json(tmp_path / "a.json") == {}
+
+
+# --- claiming --------------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_never_takes_a_directory_that_exists(tmp_path):
+    runs = [claim(tmp_path, "exp", "slug") for _ in range(3)]
+    assert [run.run_id for run in runs] == ["slug-r1", "slug-r2", "slug-r3"]
+    assert runs[0].path.parent == tmp_path / "exp"
+
+
+def test_a_claim_does_not_write_into_what_somebody_else_left(tmp_path):
+    (tmp_path / "exp" / "slug-r1").mkdir(parents=True)
+    (tmp_path / "exp" / "slug-r2").write_text("a file")
+    assert claim(tmp_path, "exp", "slug").run_id == "slug-r3"
+    assert names(tmp_path / "exp" / "slug-r1") == []
+
+
+def test_claims_at_the_same_time_get_directories_of_their_own(tmp_path):
+    with ThreadPoolExecutor(16) as pool:
+        runs = list(pool.map(lambda _: claim(tmp_path, "exp", "slug"), range(32)))
+    assert len({run.path for run in runs}) == 32
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MissingError, match="write elsewhere with --out"):
+        claim(tmp_path / "file", "exp", "slug")
+
+
+def test_the_paths_of_a_run_are_those_of_the_design(tmp_path):
+    run = RunDir(tmp_path)
+    assert (run.steps.name, run.state.name, run.log.name) == ("steps.csv", "state.json", "log.txt")
+    with pytest.raises(AttributeError):
+        _ = run.nothing
+
+
+# --- steps.csv -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steps(tmp_path):
+    writer = StepsWriter(tmp_path / "steps.csv")
+    writer.append(ROWS[:1])
+    writer.append(ROWS[1:])
+    writer.close()
+    return tmp_path / "steps.csv"
+
+
+def test_rows_read_back_as_they_were_appended(steps):
+    assert read_steps(steps) == (ROWS, [])
+
+
+def test_a_row_is_on_the_disk_before_the_file_is_closed(tmp_path):
+    writer = StepsWriter(tmp_path / "steps.csv")
+    writer.append(ROWS[:2])
+    assert read_steps(tmp_path / "steps.csv") == (ROWS[:2], [])
+    writer.close()
+
+
+def test_a_torn_last_line_loses_only_itself(steps):
+    whole = steps.read_bytes()
+    last = len(to_csv(ROWS[-1]))
+    for kept in range(1, last):
+        steps.write_bytes(whole[: len(whole) - last + kept])
+        found, warnings = read_steps(steps)
+        assert found == ROWS[:-1], f"after {kept} bytes of the last line"
+        assert warnings == ["steps.csv: the last line is not finished and was left out"]
+    steps.write_bytes(whole[: len(whole) - last])
+    assert read_steps(steps) == (ROWS[:-1], [])
+
+
+def test_a_torn_header_is_a_file_without_rows(steps):
+    for kept in range(len(header())):
+        steps.write_bytes(header().encode()[:kept])
+        assert read_steps(steps)[0] == []
+
+
+GARBAGE = [
+    b"\x00\xff\xfe\x00",
+    b"not a row",
+    b"",
+    b'5,"an open quote',
+    b"\x0c\x0b\x1c,",
+    "\u2028\x85".encode(),
+    b"x" * 200_000,
+    header().encode().strip(),
+    to_csv(ROWS[0]).encode()[:20],
+    to_csv(ROWS[0]).encode().strip() + b",one too many",
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_in_the_middle_is_named_and_spoils_no_other_row(steps, garbage):
+    lines = steps.read_bytes().splitlines(keepends=True)
+    steps.write_bytes(b"".join([*lines[:3], garbage + b"\n", *lines[3:]]))
+    found, warnings = read_steps(steps)
+    assert found == ROWS
+    assert warnings == ["steps.csv: line 4 cannot be read and was left out"]
+
+
+def test_a_row_after_a_torn_one_is_lost_with_it_and_named(steps):
+    """A full disk tears a line; the next append then lands on the same line."""
+    lines = steps.read_bytes().splitlines(keepends=True)
+    steps.write_bytes(b"".join([*lines[:2], lines[2][:9], *lines[3:]]))
+    found, warnings = read_steps(steps)
+    assert found == [ROWS[0], ROWS[3]]
+    assert warnings == ["steps.csv: line 3 cannot be read and was left out"]
+
+
+def test_a_file_saved_on_windows_reads_the_same(steps):
+    steps.write_bytes(steps.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_steps(steps) == (ROWS, [])
+
+
+def test_an_absent_file_has_no_rows(tmp_path):
+    assert read_steps(tmp_path / "steps.csv") == ([], [])
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    return claim(tmp_path, "exp", "slug")
+
+
+def owned_by(pid, start, **other):
+    state = rundir.running()
+    return state | {"owner": state["owner"] | {"pid": pid, "start": start, **other}}
+
+
+def test_a_run_whose_owner_lives_is_running(run):
+    write_json(run.state, rundir.running())
+    assert read_state(run)["state"] == "running"
+
+
+def test_a_run_of_another_living_process_is_running(run):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        write_json(run.state, owned_by(other.pid, rundir.process_start(other.pid)))
+        before = read_state(run)["state"]
+        other.kill()
+        other.wait()
+    assert (before, read_state(run)["state"]) == ("running", "interrupted")
+
+
+def test_a_killed_owner_nobody_has_waited_for_is_gone(run):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        write_json(run.state, owned_by(other.pid, rundir.process_start(other.pid)))
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the process table
+        assert read_state(run)["state"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [{"start": 1}, {"boot": "another boot"}, {"host": "another-machine"}, {"pid": None}, {"pid": 2**22 + 1}],
+    ids=str,
+)
+def test_a_run_whose_owner_is_another_process_was_interrupted(run, owner):
+    state = rundir.running()
+    write_json(run.state, state | {"owner": state["owner"] | owner})
+    found = read_state(run)
+    assert found["state"] == "interrupted"
+    assert "killed or the machine went down" in found["reason"]
+
+
+def test_a_run_without_owner_was_interrupted(run):
+    write_json(run.state, {"state": "running"})
+    assert read_state(run)["state"] == "interrupted"
+
+
+@pytest.mark.parametrize("state", ["ok", "oom", "timeout", "error", "interrupted"])
+def test_a_run_that_ended_keeps_its_state(run, state):
+    write_json(run.state, {"state": state, "reason": "why"})
+    assert read_state(run) == {"state": state, "reason": "why"}
+
+
+@pytest.mark.parametrize("content", [None, "", "{", '{"state": "dancing"}', "[]"])
+def test_a_run_without_a_readable_state_is_an_error(run, content):
+    if content is not None:
+        run.state.write_text(content)
+    assert read_state(run) == {"state": "error", "reason": "state.json is missing or cannot be read"}
+
+
+def test_a_process_is_named_by_its_start(tmp_path):
+    assert rundir.process_start(os.getpid()) == rundir.process_start(os.getpid())
+    assert rundir.process_start(2**22 + 1) is None
+
+
+def test_a_process_name_with_spaces_and_brackets_is_no_trouble(tmp_path):
+    program = tmp_path / "a ) b ("
+    program.symlink_to(shutil.which("sleep"))
+    with subprocess.Popen([program, "60"]) as process:
+        start = rundir.process_start(process.pid)
+        process.kill()
+    assert start >= rundir.process_start(os.getpid())
+
+
+def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):
+    for slug in ("b", "a"):
+        for _ in range(2):
+            write_json(claim(tmp_path, "exp", slug).state, {"state": "ok"})
+    inner = tmp_path / "exp" / "a-r1" / "adapter"
+    inner.mkdir()
+    write_json(inner / "state.json", {"state": "ok"})
+    (tmp_path / "exp" / "empty").mkdir()
+    assert [run.run_id for run in find_runs(tmp_path)] == ["a-r1", "a-r2", "b-r1", "b-r2"]
+    assert [run.run_id for run in find_runs(tmp_path / "exp" / "b-r2")] == ["b-r2"]
+    assert find_runs(tmp_path / "nowhere") == []
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
+        pytest.skip("mounting a small disk needs root on Linux")
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no small disk here: {made.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(disk):
+    with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            pass
+    assert shutil.disk_usage(disk).free == 0
+
+
+def test_a_full_disk_still_takes_the_last_state(small_disk):
+    run = claim(small_disk, "exp", "slug")
+    write_json(run.state, rundir.running())
+    fill(small_disk)
+    write_json(run.state, {"state": "error", "reason": "no space left on the disk"})
+    assert read_state(run) == {"state": "error", "reason": "no space left on the disk"}
+    assert not run.reserve.exists()
+    assert names(run.path) == ["state.json"]
+
+
+def test_a_full_disk_without_reserve_keeps_the_old_state_and_says_so(small_disk):
+    run = claim(small_disk, "exp", "slug")
+    write_json(run.state, {"state": "ok"})
+    run.reserve.unlink()
+    fill(small_disk)
+    with pytest.raises(MissingError, match="no space left on the disk; free some, or write elsewhere with --out"):
+        write_json(run.state, {"state": "error", "reason": "x" * 8192})
+    assert read_state(run) == {"state": "ok"}
+    assert names(run.path) == ["state.json"]
+
+
+def test_steps_on_a_full_disk_keep_the_whole_lines_that_fitted(small_disk):
+    run = claim(small_disk, "exp", "slug")
+    writer = StepsWriter(run.steps)
+    writer.append(ROWS)
+    fill(small_disk)
+    with pytest.raises(MissingError, match="no space left on the disk"):
+        writer.append(ROWS * 200)
+    writer.close()
+    found, warnings = read_steps(run.steps)
+    assert found == (ROWS * 201)[: len(found)]
+    assert len(found) >= len(ROWS)
+    assert len(warnings) <= 1
+
+
+def test_a_claim_on_a_full_disk_is_told(small_disk):
+    fill(small_disk)
+    with pytest.raises(MissingError, match="no space left on the disk"):
+        claim(small_disk, "exp", "slug")

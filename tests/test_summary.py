@@ -1,0 +1,464 @@
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ftbench.core.rows import StepRow
+from ftbench.rundir import StepsWriter, claim, write_json
+from ftbench.summary import as_dict, summarise
+
+TIMES = [4.0, 1.5, *np.linspace(0.98, 1.02, 18).round(4).tolist()]  # two steps of warm-up, eighteen steady ones
+WARM = 2
+
+SPEC = {
+    "name": "exp",
+    "model": {"id": "Qwen/Qwen3-8B", "weights": "random"},
+    "method": {"name": "lora"},
+    "train": {"batch_size": 2, "gradient_accumulation_steps": 1},
+    "optimizations": {"compile": True, "fp8": "off", "attention": "auto"},
+    "measure": {"warmup": "auto"},
+}
+SHAPE = {
+    "base": 7_568_000_000,
+    "head": 622_000_000,
+    "base_trained": 0,
+    "adapters": 22_000_000,
+    "attention_width": [4096] * 36,
+    "windows": [None] * 36,
+}
+APPLIED = {
+    "parameters": {"total": 8_190_735_360, "trainable": 21_823_488},
+    "matmul_shape": SHAPE,
+    "product_precision": "bf16",
+    "gradient_checkpointing": True,
+    "dataset": {"tokens": {"weighted_mean": 300.0}},
+    "warnings": ["something was noticed"],
+}
+GPU = {"name": "NVIDIA H200", "idle_power_w": 75.0, "memory_used_before_gb": 0.5, "foreign_processes": 0}
+PHASES = [
+    {"name": "import", "start_s": 0.0, "end_s": 3.0, "peak_memory_gb": 0.1},
+    {"name": "load", "start_s": 3.0, "end_s": 10.0, "peak_memory_gb": 16.0, "peak_reserved_gb": 17.0},
+    {"name": "train", "start_s": 10.0, "end_s": 36.0, "peak_memory_gb": 30.0},
+    {"name": "save", "start_s": 36.0, "end_s": 37.0, "peak_memory_gb": 16.0},
+]
+
+
+def training(times=TIMES, **changed):
+    """Rows of a run with these step times; `changed` gives a column's values, one a step."""
+    ends = np.cumsum(times)
+    rows = [
+        StepRow(
+            step=i + 1,
+            elapsed_time_sec=float(ends[i]),
+            phase="train",
+            step_time_s=time,
+            real_tokens=500 + i,
+            padded_tokens=600 + i,
+            label_tokens=100 + i,
+            samples=2,
+            longest_sequence=300,
+            loss=2.0 - i / 100,
+            peak_memory_gb=20.0 + i / 10,
+            peak_reserved_gb=25.0,
+            device_memory_gb=26.0 + i,
+            host_memory_gb=3.0,
+            power_w=600.0 + i,
+            energy_j=(600.0 + i) * time,
+            throttle="none",
+            allocator_retries=0,
+        )
+        for i, time in enumerate(times)
+    ]
+    for column, values in changed.items():
+        for row, value in zip(rows, values, strict=True):
+            setattr(row, column, value)
+    return rows
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory from hand-made files; a file given as None is left out."""
+
+    def build(rows=None, **files):
+        made = claim(tmp_path, "exp", "slug")
+        contents = {
+            "spec_json": SPEC,
+            "applied": APPLIED,
+            "machine": {"gpu": GPU},
+            "phases": {"phases": PHASES},
+            "state": {"state": "ok", "wall_s": 40.0},
+        } | files
+        for name, content in contents.items():
+            if content is not None:
+                write_json(getattr(made, name), content)
+        writer = StepsWriter(made.steps)
+        writer.append(training() if rows is None else rows)
+        writer.close()
+        return made
+
+    return build
+
+
+def steady(made):
+    """The steady window by another route: pandas reads the file that anyone can read."""
+    frame = pd.read_csv(made.steps)
+    return frame[frame.phase == "train"].iloc[WARM:]
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_summary_says_which_run_it_is_of(run):
+    made = run()
+    found = summarise(made)
+    assert (found.name, found.run_id, found.state, found.reason) == ("exp", "slug-r1", "ok", None)
+    assert (found.model, found.weights, found.method, found.gpu) == ("Qwen/Qwen3-8B", "random", "lora", "NVIDIA H200")
+    assert (found.batch_size, found.gradient_accumulation_steps, found.optimizations) == (2, 1, ["compile"])
+    assert found.parameters == APPLIED["parameters"]
+
+
+def test_a_sound_run_has_no_warnings_but_those_of_the_worker(run):
+    assert summarise(run()).warnings == ["something was noticed"]
+
+
+def test_the_window_begins_after_the_warmup(run):
+    found = summarise(run())
+    assert found.steps == {"total": 20, "warmup": WARM, "steady": 18}
+    assert (found.first_step_s, found.time_to_steady_s) == (4.0, 5.5)
+
+
+@pytest.mark.parametrize(("asked", "warmup"), [(0, 0), (5, 5), (100, 20)])
+def test_a_warmup_that_was_asked_for_is_taken(run, asked, warmup):
+    found = summarise(run(spec_json=SPEC | {"measure": {"warmup": asked}}))
+    assert found.steps == {"total": 20, "warmup": warmup, "steady": 20 - warmup}
+
+
+def test_step_times_are_those_of_the_steady_window(run):
+    made = run()
+    found, times = summarise(made).step_time_s, steady(made).step_time_s
+    assert found["median"] == pytest.approx(times.median())
+    assert found["mean"] == pytest.approx(times.mean())
+    assert found["p10"] == pytest.approx(times.quantile(0.1))
+    assert found["p90"] == pytest.approx(times.quantile(0.9))
+    assert found["cv"] == pytest.approx(times.std() / times.mean())
+    low, high = found["ci95"]
+    assert low < times.median() < high
+
+
+def test_rates_are_counts_over_the_window(run):
+    made = run()
+    found, frame = summarise(made), steady(made)
+    window = frame.step_time_s.sum()
+    assert found.tokens_per_s == pytest.approx(
+        {name: frame[f"{name}_tokens"].sum() / window for name in ("real", "padded", "label")}
+    )
+    assert found.samples_per_s == pytest.approx(2 * 18 / window)
+    assert found.samples_per_hour == pytest.approx(2 * 18 / window * 3600)
+
+
+def test_a_rate_of_something_unknown_is_unknown_and_not_nought(run):
+    rows = training(label_tokens=[None] * 20, samples=[2] * 19 + [None])
+    found = summarise(run(rows))
+    assert found.tokens_per_s["label"] is None
+    assert found.tokens_per_s["real"] > 0
+    assert (found.samples_per_s, found.samples_per_hour) == (None, None)
+
+
+def per_token(length, passes=3):
+    """FLOPs of the shape above by hand: 4 N + 6 A and the causal attention of 36 layers."""
+    attention = passes * 36 * 2 * 2 * 4096 * length / 2
+    return 4 * SHAPE["base"] + 6 * SHAPE["adapters"] + attention
+
+
+def test_model_flops_count_real_tokens_against_the_dense_peak(run):
+    made = run()
+    found, frame = summarise(made), steady(made)
+    tflops = frame.real_tokens.sum() * per_token(300) / frame.step_time_s.sum() / 1e12
+    assert found.model_tflops == pytest.approx(tflops)
+    assert found.mfu == pytest.approx(tflops / 989)
+
+
+def test_hardware_flops_count_padding_and_recomputation(run):
+    made = run()
+    found, frame = summarise(made), steady(made)
+    again = 2 * (SHAPE["base"] - SHAPE["head"]) + 2 * SHAPE["adapters"] + 36 * 4 * 4096 * 300 / 2
+    tflops = frame.padded_tokens.sum() * (per_token(300) + again) / frame.step_time_s.sum() / 1e12
+    assert found.hfu == pytest.approx(tflops / 989)
+    assert found.hfu > found.mfu
+
+
+def test_a_share_above_the_peak_is_left_out_and_named(run):
+    found = summarise(run(training(real_tokens=[10**6] * 20)))
+    assert found.mfu is None
+    assert found.hfu is not None
+    (told,) = [warning for warning in found.warnings if "mfu" in warning]
+    assert "which cannot be: it is left out" in told
+    assert "989 TFLOP/s" in told
+
+
+def test_an_unknown_gpu_has_a_rate_and_no_share(run):
+    found = summarise(run(machine={"gpu": GPU | {"name": "NVIDIA Unheard-Of"}}))
+    assert found.model_tflops > 0
+    assert (found.mfu, found.hfu) == (None, None)
+
+
+def test_a_precision_without_a_known_peak_has_no_share(run):
+    assert summarise(run(applied=APPLIED | {"product_precision": "fp32"})).mfu is None
+
+
+@pytest.mark.parametrize("missing", [{"matmul_shape": None}, {"dataset": {}}])
+def test_without_shape_or_lengths_there_are_no_flops(run, missing):
+    found = summarise(run(applied=APPLIED | missing))
+    assert (found.model_tflops, found.mfu) == (None, None)
+
+
+def test_without_counted_tokens_there_are_no_flops(run):
+    assert summarise(run(training(real_tokens=[None] * 20))).model_tflops is None
+
+
+def test_energy_is_the_counter_over_the_window(run):
+    made = run()
+    found, frame = summarise(made).energy, steady(made)
+    joules = frame.energy_j.sum()
+    assert found["joules"] == pytest.approx(joules)
+    assert found["joules_per_1k_samples"] == pytest.approx(joules / 36 * 1000)
+    assert found["mean_watts"] == pytest.approx(np.average(frame.power_w, weights=frame.step_time_s))
+    assert found["idle_watts"] == 75.0
+
+
+def test_a_missing_counter_is_unknown(run):
+    found = summarise(run(training(energy_j=[None] * 20, power_w=[None] * 20))).energy
+    assert found == {"joules": None, "joules_per_1k_samples": None, "mean_watts": None, "idle_watts": 75.0}
+
+
+def test_a_counter_that_disagrees_with_the_sampled_power_is_named(run):
+    times = [2.0] * 22
+    rows = training(times, energy_j=[1500.0] * 22, power_w=[600.0] * 22)
+    assert [w for w in summarise(run(rows)).warnings if w.startswith("energy: the counter's")]
+    rows = training(times, energy_j=[1210.0] * 22, power_w=[600.0] * 22)
+    assert not [w for w in summarise(run(rows)).warnings if w.startswith("energy: the counter's")]
+
+
+# --- loss and memory -------------------------------------------------------------------------------------------------
+
+
+def evaluation(after, seconds=5.0, **values):
+    return StepRow(phase="evaluate", step_time_s=seconds, elapsed_time_sec=after + seconds, **values)
+
+
+def test_losses_are_the_first_the_last_and_the_last_evaluated(run):
+    rows = [*training(), evaluation(30.0, loss=1.9), evaluation(40.0, loss=1.8)]
+    assert summarise(run(rows)).loss == {"first": 2.0, "last": pytest.approx(1.81), "eval": 1.8}
+
+
+def test_a_loss_that_is_no_number_is_named_and_can_be_written(run, tmp_path):
+    losses = [2.0] * 10 + [math.nan] * 10
+    found = summarise(run([*training(loss=losses), evaluation(30.0, loss=math.inf)]))
+    assert found.loss == {"first": 2.0, "last": 2.0, "eval": None}
+    assert [warning for warning in found.warnings if "loss is not a number from step 11" in warning]
+    write_json(tmp_path / "summary.json", as_dict(found))
+
+
+def test_peaks_are_those_of_the_whole_run(run):
+    found = summarise(run([*training(), evaluation(30.0, device_memory_gb=99.0)])).memory_gb
+    assert found["device_peak"] == 99.0
+    assert found["reserved_peak"] == 25.0
+    assert found["host_peak"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("peaks", "phase"),
+    [
+        ([40.0] + [20.0] * 19, "first_step"),
+        ([20.0, 40.0] + [20.0] * 18, "warmup"),
+        ([20.0] * 19 + [40.0], "steady"),
+        ([10.0] * 20, "train"),
+    ],
+)
+def test_the_phase_that_set_the_peak_is_named(run, peaks, phase):
+    found = summarise(run(training(peak_memory_gb=peaks))).memory_gb
+    assert (found["allocated_peak"], found["peak_phase"]) == (max(*peaks, 30.0), phase)
+
+
+def test_a_peak_of_the_last_step_is_the_steps_and_not_of_the_phase_around_it(run):
+    found = summarise(run(training(peak_memory_gb=[20.0] * 19 + [30.0]))).memory_gb
+    assert (found["allocated_peak"], found["peak_phase"]) == (30.0, "steady")
+
+
+def test_a_peak_of_an_evaluation_is_named_so(run):
+    found = summarise(run([*training(), evaluation(30.0, peak_memory_gb=50.0)])).memory_gb
+    assert (found["allocated_peak"], found["peak_phase"]) == (50.0, "evaluate")
+
+
+def test_memory_that_nobody_measured_is_unknown(run):
+    rows = [StepRow(step=i, phase="train", step_time_s=1.0) for i in range(1, 11)]
+    found = summarise(run(rows, phases={"phases": [{"name": "train", "start_s": 0.0, "end_s": 10.0}]})).memory_gb
+    assert set(found.values()) == {None}
+
+
+# --- phases ----------------------------------------------------------------------------------------------------------
+
+
+def test_phases_add_up_to_the_wall_time(run):
+    made = run()
+    found = summarise(made).phases_s
+    total = found.pop("total")
+    assert total == 40.0
+    assert sum(found.values()) == pytest.approx(total)
+    assert found["first_step"] == 4.0
+    assert found["warmup"] == 1.5
+    assert found["steady"] == pytest.approx(steady(made).step_time_s.sum())
+    assert found["train_other"] == pytest.approx(26.0 - sum(TIMES))
+    assert found["start_and_exit"] == pytest.approx(3.0)
+
+
+def test_a_phase_that_was_entered_twice_counts_both_times(run):
+    phases = [
+        {"name": "train", "start_s": 0.0, "end_s": 12.0},
+        {"name": "evaluate", "start_s": 12.0, "end_s": 17.0},
+        {"name": "train", "start_s": 17.0, "end_s": 32.0},
+        {"name": "evaluate", "start_s": 32.0, "end_s": 38.0},
+    ]
+    found = summarise(run(phases={"phases": phases})).phases_s
+    assert found["evaluate"] == 11.0
+    assert found["first_step"] + found["warmup"] + found["steady"] + found["train_other"] == pytest.approx(27.0)
+    assert sum(found.values()) - found["total"] == pytest.approx(40.0)
+
+
+def test_the_phase_in_which_a_run_was_killed_lasts_until_its_end(run):
+    phases = [PHASES[0], PHASES[1], {"name": "train", "start_s": 10.0}]
+    found = summarise(run(phases={"phases": phases}, state={"state": "timeout", "wall_s": 50.0})).phases_s
+    assert found["start_and_exit"] == 0
+    assert found["steady"] + found["train_other"] + found["first_step"] + found["warmup"] == pytest.approx(40.0)
+    assert sum(found.values()) - found["total"] == pytest.approx(50.0)
+
+
+def test_without_a_wall_time_there_is_no_total(run):
+    found = summarise(run(state={"state": "ok"})).phases_s
+    assert "total" not in found
+    assert found["load"] == 7.0
+
+
+# --- what makes the figures weak -------------------------------------------------------------------------------------
+
+
+def warned(made, word):
+    return [warning for warning in summarise(made).warnings if word in warning]
+
+
+def test_few_steady_steps_are_named(run):
+    (told,) = warned(run(training([3.0, 1.0, 1.0, 1.0, 1.0])), "steady steps")
+    assert told == "only 4 steady steps: train at least 6 for a figure to rely on"
+    assert not warned(run(training([3.0, 1.0, 1.0, 1.0, 1.0, 1.0])), "steady steps:")
+
+
+def test_steps_that_get_slower_are_named(run):
+    (told,) = warned(run(training([3.0, *np.linspace(1.0, 1.2, 30).tolist()])), "at the end of the steady window")
+    assert "+1" in told
+    assert not warned(run(training([3.0, *[1.0] * 30])), "at the end of the steady window")
+
+
+def clock(gap):
+    """Ends of the steps on a host clock that sees the steady steps take `gap` longer."""
+    return np.cumsum([time * (1 + gap * (i >= WARM)) for i, time in enumerate(TIMES)]).tolist()
+
+
+@pytest.mark.parametrize(("gap", "told"), [(0.0, False), (0.01, False), (0.03, True), (-0.03, True)])
+def test_steps_that_do_not_add_up_to_the_wall_clock_are_named(run, gap, told):
+    assert bool(warned(run(training(elapsed_time_sec=clock(gap))), "wall clock")) is told
+
+
+@pytest.mark.parametrize("after", [WARM, 10, 18])
+def test_an_evaluation_within_the_window_is_taken_off_the_wall_clock(run, after):
+    ends = np.cumsum(TIMES)
+    shifted = [float(end) + 5.0 * (i > after) for i, end in enumerate(ends)]
+    rows = training(elapsed_time_sec=shifted)
+    within = evaluation(float(ends[after]), loss=1.5)
+    made = run([*rows[: after + 1], within, *rows[after + 1 :]])
+    assert not warned(made, "wall clock")
+    assert summarise(made).steps["total"] == 20
+    assert warned(run(rows), "wall clock")
+
+
+@pytest.mark.parametrize("after", [0, 19], ids=["before", "after"])
+def test_an_evaluation_outside_the_window_is_not_taken_off(run, after):
+    ends = np.cumsum(TIMES)
+    shifted = [float(end) + 5.0 * (i > after) for i, end in enumerate(ends)]
+    rows = training(elapsed_time_sec=shifted)
+    made = run([*rows[: after + 1], evaluation(float(ends[after])), *rows[after + 1 :]])
+    assert not warned(made, "wall clock")
+
+
+def test_a_row_that_was_lost_in_the_middle_shows(run):
+    rows = training()
+    made = run([*rows[:10], *rows[11:]])
+    assert warned(made, "wall clock")
+
+
+def test_a_torn_file_is_named_in_the_summary(run):
+    made = run()
+    with made.steps.open("a") as file:
+        file.write("21,0.5")
+    assert warned(made, "the last line is not finished")
+    assert summarise(made).steps["total"] == 20
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"), [("sw_thermal|idle", True), ("hw_slowdown", True), ("sw_power_cap", False)]
+)
+def test_throttling_by_heat_is_named_and_the_power_limit_is_not(run, reason, told):
+    assert bool(warned(run(training(throttle=["none"] * 15 + [reason] * 5)), "throttled")) is told
+
+
+def test_throttling_of_the_warmup_is_not_named(run):
+    assert not warned(run(training(throttle=["hw_thermal"] * WARM + ["none"] * 18)), "throttled")
+
+
+def test_an_allocator_that_ran_full_is_named(run):
+    (told,) = warned(run(training(allocator_retries=[9, 0] + [0] * 15 + [1] * 3)), "allocator")
+    assert "3 times" in told
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [({}, False), ({"foreign_processes": 1}, True), ({"memory_used_before_gb": 8.0}, True)]
+)
+def test_a_gpu_that_was_not_free_is_named(run, change, told):
+    assert bool(warned(run(machine={"gpu": GPU | change}), "was not free")) is told
+
+
+# --- runs that ended early -------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_files_has_a_summary(tmp_path):
+    found = summarise(claim(tmp_path, "exp", "slug"))
+    assert (found.name, found.run_id, found.state) == ("exp", "slug-r1", "error")
+    assert found.steps == {"total": 0, "warmup": 0, "steady": 0}
+    assert (found.first_step_s, found.mfu, found.samples_per_s, found.step_time_s) == (None, None, None, {})
+    write_json(tmp_path / "summary.json", as_dict(found))
+
+
+@pytest.mark.parametrize("missing", ["spec_json", "applied", "machine", "phases", "state"])
+def test_any_file_may_be_missing(run, tmp_path, missing):
+    found = summarise(run(**{missing: None}))
+    assert found.steps["steady"] == 18
+    assert found.tokens_per_s["real"] > 0
+    write_json(tmp_path / "summary.json", as_dict(found))
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_a_run_that_ended_after_a_few_steps_keeps_what_it_can_prove(run, tmp_path, count):
+    out_of_memory = {"kind": "allocator", "bytes_requested": 5, "phase": "train", "step": count + 1}
+    state = {"state": "oom", "reason": "out of memory", "oom": out_of_memory, "wall_s": 40.0}
+    found = summarise(run(training()[:count], state=state))
+    assert (found.state, found.reason, found.oom) == ("oom", "out of memory", out_of_memory)
+    assert found.steps["total"] == count
+    assert found.first_step_s == (4.0 if count else None)
+    assert bool(found.step_time_s) is (count > 1)
+    write_json(tmp_path / "summary.json", as_dict(found))
+
+
+def test_a_machine_without_gpu_has_times_and_no_shares(run):
+    found = summarise(run(training(power_w=[None] * 20, energy_j=[None] * 20), machine={"gpu": None}))
+    assert (found.gpu, found.mfu, found.energy["idle_watts"]) == (None, None, None)
+    assert found.step_time_s["median"] == pytest.approx(1.0, rel=0.05)
