@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -31,65 +32,21 @@ def write_spec(folder: Path, **parts: Any) -> Path:
     return path
 
 
-class Command:
-    """One `ftbench run --json` in a process of its own; a context that leaves no process behind."""
+class Left:
+    """What a command left: its exit code, what it printed, how long it took, and the files of its run."""
 
-    def __init__(self, spec: Path, out: Path, *arguments: str, **popen: Any) -> None:
+    code: int
+    stdout: str
+    stderr: str
+    wall_s: float
+
+    def __init__(self, out: Path) -> None:
         self.out = out
-        self.begun = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ftbench", "run", str(spec), "--out", str(out), "--json", *arguments],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **popen,
-        )
-
-    def __enter__(self) -> Command:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in (self.process, *self.children()):
-            process.kill()
-        self.process.communicate()
-
-    def finish(self, within: float = 120.0) -> Command:
-        """Waits for the end and keeps what was printed."""
-        self.stdout, self.stderr = self.process.communicate(timeout=within)
-        self.wall_s = time.monotonic() - self.begun
-        self.code = self.process.returncode
-        return self
-
-    def send(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    # --- what it left, while it runs or afterwards ---
 
     @property
     def run(self) -> RunDir:
         """The directory it has claimed; there is one once state.json is written."""
         return RunDir(next(self.out.glob("*/*/state.json")).parent)
-
-    def wait_for_run(self) -> RunDir:
-        self.wait_until(lambda: any(self.out.glob("*/*/state.json")))
-        return self.run
-
-    def wait_for_phase(self, *names: str) -> None:
-        """Until the training process is in one of the phases `names`."""
-        self.wait_for_run()
-        self.wait_until(lambda: self.phase() in names)
-
-    def wait_for_steps(self, count: int) -> None:
-        self.wait_for_phase("train")
-        self.wait_until(lambda: len(self.steps()) >= count)
-
-    def wait_until(self, holds: Callable[[], bool], within: float = 90.0) -> None:
-        deadline = time.monotonic() + within
-        while not holds():
-            assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
-            assert time.monotonic() < deadline, "waited too long"
-            time.sleep(0.02)
 
     def phase(self) -> str | None:
         phases = rundir.read_json(self.run.phases).get("phases")
@@ -115,3 +72,74 @@ class Command:
     def document(self) -> dict[str, Any]:
         """The one JSON document on stdout."""
         return json.loads(self.stdout)
+
+
+class Command(Left):
+    """One `ftbench run --json` in a process of its own; a context that leaves no process behind."""
+
+    def __init__(self, spec: Path, out: Path, *arguments: str, **popen: Any) -> None:
+        super().__init__(out)
+        self.begun = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ftbench", "run", str(spec), "--out", str(out), "--json", *arguments],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **popen,
+        )
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self.process, *self.children()):
+            process.kill()
+        self.process.communicate()
+
+    def finish(self, within: float = 120.0) -> Command:
+        """Waits for the end and keeps what was printed."""
+        self.stdout, self.stderr = self.process.communicate(timeout=within)
+        self.wall_s = time.monotonic() - self.begun
+        self.code = self.process.returncode
+        return self
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait_for_run(self) -> RunDir:
+        self.wait_until(lambda: any(self.out.glob("*/*/state.json")))
+        return self.run
+
+    def wait_for_phase(self, *names: str) -> None:
+        """Until the training process is in one of the phases `names`."""
+        self.wait_for_run()
+        self.wait_until(lambda: self.phase() in names)
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_for_phase("train")
+        self.wait_until(lambda: len(self.steps()) >= count)
+
+    def wait_until(self, holds: Callable[[], bool], within: float = 90.0) -> None:
+        deadline = time.monotonic() + within
+        while not holds():
+            assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
+            assert time.monotonic() < deadline, "waited too long"
+            time.sleep(0.02)
+
+
+def trained_once(folder: Path, *arguments: str, **spec: Any) -> Left:
+    """A run in `folder` that went well; the first of the test processes that asks for it trains, the others wait."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found, kept = Left(folder / "results"), folder / "command.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            with Command(write_spec(folder, **spec), found.out, *arguments) as command:
+                command.finish()
+            assert command.code == 0, command.stderr
+            kept.write_text(
+                json.dumps({name: getattr(command, name) for name in ("code", "stdout", "stderr", "wall_s")})
+            )
+        vars(found).update(json.loads(kept.read_text()))
+    return found

@@ -5,7 +5,6 @@ Real processes with real training, except where an exception alone tells the who
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import signal
@@ -13,15 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from commands import ENDLESS, Command, write_spec
 
+from commands import ENDLESS, Command, write_spec
 from ftbench import rundir
 from ftbench.core.rows import COLUMNS
 from ftbench.errors import DataError, MissingError, NotAppliedError
+from ftbench.spec.datasets import Dataset
+from ftbench.worker.data.prepare import prepare
 from ftbench.worker.outcome import Terminated, of_exception
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -76,14 +78,32 @@ def test_ctrl_c_before_training_ends_at_once(tmp_path, phase):
     assert command.phase() == phase
 
 
-def test_an_impatient_second_ctrl_c_ends_it_too(tmp_path):
+def test_an_impatient_user_is_not_punished(tmp_path):
+    """However often Ctrl-C is pressed, the state and the summary are written. The last one may reach a Python that
+    has nothing left to do and dies of it, which a shell shows as the same 130."""
     with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
         command.wait_for_phase("import")
-        for _ in range(3):
-            command.send(signal.SIGINT)
-            time.sleep(0.05)
+        for _ in range(5):
+            if command.process.poll() is None:
+                command.send(signal.SIGINT)
+                time.sleep(0.03)
         command.finish(within=5)
+    assert command.code in (130, -signal.SIGINT)
+    assert command.children() == []
+    assert command.state()["state"] == command.summary()["state"] == "interrupted"
+    assert command.state()["ended_at"]
+    assert "Traceback" not in command.stdout + command.stderr
+
+
+def test_a_training_process_that_is_asked_to_end_by_others_was_interrupted(tmp_path):
+    """A batch system's TERM reaches every process of a job, and the training process may be the first to end."""
+    with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
+        command.wait_for_phase("import")
+        (child,) = command.children()
+        child.terminate()
+        command.finish(within=15)
     assert_over(command, 130, "interrupted")
+    assert command.state()["reason"] == "interrupted during import"
 
 
 def test_a_killed_training_process_is_an_error_that_names_the_signal(tmp_path):
@@ -131,6 +151,7 @@ def test_a_timeout_is_a_state_of_its_own(tmp_path):
     assert "launch.timeout_s = 2 seconds" in command.state()["reason"]
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch takes more addresses than the limit")
 def test_running_out_of_host_memory_is_a_result(tmp_path):
     """The limit leaves room for the imports (2.1 GiB of addresses) and not for what half a million tokens take."""
     limit = int(3.5 * 2**30)
@@ -168,16 +189,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def fill(folder: Path) -> None:
     """Writes to the last byte."""
     file = os.open(folder / "filler", os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        for size in (2**20, 2**12, 1):
-            while True:
-                try:
-                    os.write(file, b"\0" * size)
-                except OSError as error:
-                    assert error.errno == errno.ENOSPC
-                    break
-    finally:
-        os.close(file)
+    for size in (2**20, 2**12, 1):
+        with suppress(OSError):
+            while os.write(file, b"\0" * size):
+                pass
+    os.close(file)
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_a_sentence(tmp_path, small_disk):
@@ -196,6 +212,19 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_sentence(tmp_path, small_disk)
     assert command.summary()["steps"]["total"] == len(command.steps())
 
 
+def test_a_disk_that_is_nearly_full_or_read_only_is_refused_before_anything_is_loaded(tmp_path, small_disk):
+    (small_disk / "filler").write_bytes(b"\0" * 20 * 2**20)
+    with Command(write_spec(tmp_path), small_disk / "out") as command:
+        command.finish(within=15)
+    assert (command.code, command.stdout) == (3, "")
+    assert command.stderr == f"ftbench: {small_disk}: only 20 MiB free; free some, or write elsewhere with --out\n"
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with Command(write_spec(tmp_path), small_disk / "out") as command:
+        command.finish(within=15)
+    assert (command.code, command.stdout) == (3, "")
+    assert command.stderr == f"ftbench: {small_disk}: cannot be written; choose another place with --out\n"
+
+
 # --- bad data --------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +237,35 @@ def test_a_broken_line_in_a_data_file_is_named(tmp_path):
         command.finish()
     assert_over(command, 2, "error")
     assert command.state()["reason"].startswith(f"{data}, line 4: not JSON")
+
+
+FINE = b'{"instruction": "Say yes.", "output": "Yes."}\n'
+HEADER = b"instruction,input,output\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", FINE * 2 + b"[1]\n", ", line 3: must be an object"),
+        ("a.jsonl", FINE * 2 + '{"instruction": "是"'.encode("shift_jis", "replace") + b"\x90}\n", ", line 3: byte "),
+        ("a.jsonl", FINE + b'{"instruction": "Say yes."}\n', ", line 2: `output` is missing (format alpaca)"),
+        ("a.jsonl", FINE + b'{"instruction": "Say yes.", "output": 3}\n', ", line 2: `output` is int, not text"),
+        ("a.jsonl", b'{"question": "?", "answer": "!"}\n', ", line 1: columns answer, question fit no format"),
+        ("a.json", b"[" + FINE + b",]", ", line 2: not JSON"),
+        ("a.csv", HEADER + b"Say yes.,,Yes.\nSay no.,No.\n", ", line 3: 2 fields where the header names 3"),
+        ("a.csv", HEADER + b'"Two\nlines",,Yes.\nSay no.,,\n', ", line 4: `output` is empty"),
+        ("a.csv", b"", ": is empty"),
+        ("a.parquet", b"PAR1 but not really", ": not Parquet"),
+        ("a.txt", b"Say yes.", ": .txt is not known"),
+    ],
+)
+def test_a_data_file_that_cannot_be_used_names_file_and_line(tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as raised:
+        prepare(Dataset(name="file", path=str(path)), tokenizer=None, vocab_size=2048, batch_size=2)
+    assert str(raised.value).startswith(f"{path}{said}")
+    assert of_exception(raised.value, "prepare_data", None)["exit_code"] == 2
 
 
 # --- what an exception says ------------------------------------------------------------------------------------------

@@ -24,8 +24,10 @@ PACKAGES = (
     "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "bitsandbytes",
     "triton", "torchao", "unsloth", "unsloth_zoo", "liger-kernel", "flash-attn", "xformers", "numpy", "nvidia-ml-py",
 )  # fmt: skip
+# Variables that change how fast training is; their values hold no paths and no secrets.
 ENVIRONMENT = re.compile(
-    r"(CUDA|NCCL|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|OMP|MKL|NVIDIA|UNSLOTH|BNB|FTBENCH)_[A-Z0-9_]+"
+    r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING|MODULE_LOADING|DEVICE_MAX_CONNECTIONS)"
+    r"|(NCCL|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|UNSLOTH|BNB|OMP|MKL)_[A-Z0-9_]+"
     r"|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE|TOKENIZERS_PARALLELISM"
 )
 _SECRET = re.compile(r"(?i)(token|secret|password|credential|api_?key)")
@@ -47,7 +49,7 @@ def describe() -> dict[str, Any]:
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "environment": {
             key: value for key, value in sorted(os.environ.items())
-            if ENVIRONMENT.fullmatch(key) and not _SECRET.search(key)
+            if ENVIRONMENT.fullmatch(key) and not _SECRET.search(key) and "/" not in value
         },
     }  # fmt: skip
 

@@ -97,8 +97,17 @@ def _check_disk(out: Path) -> None:
 
 
 def execute(run: RunDir, spec: Experiment, on_tick: Callable[[], None]) -> Result:
-    """Launches the worker of a claimed directory, waits for it and leaves state.json and summary.json."""
-    ended = process.run_child(trl.command(run), trl.environment(os.environ), run.log, spec.launch.timeout_s, on_tick)
+    """Launches the worker of a claimed directory, waits for it and leaves state.json and summary.json. A signal ends
+    the worker; one that comes when the worker has ended does not keep the files from being written."""
+    with process.signals():
+        ended = process.run_child(
+            trl.command(run), trl.environment(os.environ), run.log, spec.launch.timeout_s, on_tick
+        )
+        return _close(run, spec, ended)
+
+
+def _close(run: RunDir, spec: Experiment, ended: process.Exit) -> Result:
+    """Writes state and summary; raises MissingError where the disk takes neither."""
     state = _final_state(run, ended, spec)
     try:
         rundir.write_json(run.state, state)
@@ -118,7 +127,7 @@ def _final_state(run: RunDir, ended: process.Exit, spec: Experiment) -> dict[str
         state |= {"state": "timeout", "reason": f"not done after launch.timeout_s = {spec.launch.timeout_s:g} seconds"}
     elif ended.why == "interrupted":
         state |= {"state": "interrupted", "reason": "interrupted by a signal"}
-    elif told in (None, "running", "interrupted") or (told == "ok" and ended.code != 0):
+    elif told in (None, "running") or (told == "ok" and ended.code != 0):
         state |= _from_exit(run, ended)
     state.pop("owner", None)
     return state | {"ended_at": rundir.now(), "wall_s": ended.wall_s, "child_exit": ended.code}

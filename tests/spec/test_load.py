@@ -214,7 +214,6 @@ def test_another_model_drops_the_revision_and_path_of_the_old(files):
         ("trian: {seed: 3}", ["trian: ", "did you mean train?", "allowed: extends, name, model"]),
         ("method: {name: qlora, rnak: 3}", ["method.rnak: ", "did you mean rank?", "double_quant"]),
         ("method: qlorra", ["method: 'qlorra'", "did you mean qlora?", "allowed: full, lora, qlora, unsloth"]),
-        ("method: {rank: 8}", ["method: needs `name`: full, lora, qlora or unsloth"]),
         ("train: {optimizer: adam_torch}", ["train.optimizer: 'adam_torch'", "did you mean adamw_torch?", "sgd"]),
         ("train: {batch_size: 0}", ["train.batch_size: 0: must be greater than or equal to 1"]),
         ("train: {batch_size: many}", ["train.batch_size: 'many': must be a valid integer"]),

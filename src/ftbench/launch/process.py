@@ -1,7 +1,8 @@
 """One child in its own session: log, timeout, TERM then KILL, and how it ended. Linux.
 
 The parent waits on the child's pidfd, so that it uses no CPU while the child is measured. Signals to the parent
-(Ctrl-C, a closed terminal, kill) end the child's whole process group and nothing else.
+(Ctrl-C, a closed terminal, kill) end the child's whole process group and nothing else: they arrive in a pipe, which
+is read where this process waits, and never cut into anything.
 """
 
 from __future__ import annotations
@@ -33,10 +34,6 @@ class Exit:
     wall_s: float
 
 
-class _Stop(Exception):
-    """A signal asked this process to end."""
-
-
 def run_child(
     argv: Sequence[str],
     env: Mapping[str, str],
@@ -48,7 +45,7 @@ def run_child(
     kills = _kernel_oom_kills()
     begin = time.monotonic()
     why = None
-    with _signals_raise() as strike, log.open("ab") as output:
+    with signals() as asked, log.open("ab") as output:
         child = subprocess.Popen(
             argv,
             env=dict(env),
@@ -58,43 +55,48 @@ def run_child(
             start_new_session=True,
         )
         try:
-            strike()
-            why = _wait(child, None if timeout_s is None else begin + timeout_s, on_tick)
-        except (_Stop, KeyboardInterrupt):
-            why = "interrupted"
+            why = _wait(child, asked, None if timeout_s is None else begin + timeout_s, on_tick)
         finally:
-            end_group(child, 0.0 if child.poll() is not None else GRACE_S)
+            _end_group(child, asked)
     killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) and why is None
     return Exit(child.returncode, why, killed and _kernel_oom_kills() > kills, time.monotonic() - begin)
 
 
-def _wait(child: subprocess.Popen[bytes], deadline: float | None, on_tick: Callable[[], None]) -> str | None:
-    handle = os.pidfd_open(child.pid)
-    try:
+def _wait(
+    child: subprocess.Popen[bytes], asked: int, deadline: float | None, on_tick: Callable[[], None]
+) -> str | None:
+    with _pidfd(child) as ended:
         while True:
-            ready, _, _ = select.select([handle], [], [], TICK_S)
-            if ready:
-                child.wait()
+            ready, _, _ = select.select([ended, asked], [], [], TICK_S)
+            if ended in ready:
                 return None
+            if asked in ready:
+                os.read(asked, 1)
+                return "interrupted"
             on_tick()
             if deadline is not None and time.monotonic() > deadline:
                 return "timeout"
+
+
+def _end_group(child: subprocess.Popen[bytes], asked: int) -> None:
+    """TERM to the child's process group unless the child has ended, KILL after the grace to whatever is left of it. A
+    second signal to this process while it waits skips the wait."""
+    with _pidfd(child) as ended:
+        if not select.select([ended], [], [], 0)[0]:
+            _signal_group(child.pid, signal.SIGTERM)
+            select.select([ended, asked], [], [], GRACE_S)
+    _signal_group(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+@contextmanager
+def _pidfd(child: subprocess.Popen[bytes]) -> Iterator[int]:
+    """A file descriptor that becomes readable when the child ends."""
+    handle = os.pidfd_open(child.pid)
+    try:
+        yield handle
     finally:
         os.close(handle)
-
-
-def end_group(child: subprocess.Popen[bytes], grace_s: float) -> None:
-    """TERM to the child's process group, KILL after `grace_s` to whatever is left of it. A second signal to this
-    process while it waits skips the wait."""
-    with suppress(subprocess.TimeoutExpired, _Stop, KeyboardInterrupt):
-        if grace_s:
-            _signal_group(child.pid, signal.SIGTERM)
-            child.wait(grace_s)
-    while True:
-        with suppress(_Stop, KeyboardInterrupt):
-            _signal_group(child.pid, signal.SIGKILL)
-            child.wait()
-            return
 
 
 def _signal_group(pgid: int, number: int) -> None:
@@ -103,33 +105,25 @@ def _signal_group(pgid: int, number: int) -> None:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[Callable[[], None]]:
-    """Turns TERM, HUP and INT into an exception, but for those that are ignored (nohup). A signal that comes earlier
-    is held back until the yielded function is called: an exception while the child is started would lose the child.
-    Only the main thread can; elsewhere nothing."""
-    held: list[int] | None = []
-
-    def stop(number: int, _: object) -> None:
-        if held is None:
-            raise _Stop
-        held.append(number)
-
-    def strike() -> None:
-        nonlocal held
-        earlier, held = held, None
-        if earlier:
-            raise _Stop
-
-    if threading.current_thread() is not threading.main_thread():
-        yield strike
-        return
+def signals() -> Iterator[int]:
+    """Within the block TERM, HUP and INT end nothing, but for those that are ignored anyway (nohup): each puts a byte
+    into the pipe whose reading end is yielded. Only the main thread can; elsewhere nothing arrives."""
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    main = threading.current_thread() is threading.main_thread()
     heeded = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heeded}
+    before = {number: signal.signal(number, lambda *_: _put(writer)) for number in heeded} if main else {}
     try:
-        yield strike
+        yield reader
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def _put(writer: int) -> None:
+    with suppress(BlockingIOError):  # a pipe full of signals says no more than one
+        os.write(writer, b"!")
 
 
 def _kernel_oom_kills() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ftbench.core.architectures import architectures
 from ftbench.core.hardware import supports_fp8
@@ -115,6 +115,11 @@ class Experiment(Part):
     measure: Measure = Field(default_factory=Measure)
     launch: Launch = Field(default_factory=Launch)
 
+    @field_validator("method", mode="before")
+    @classmethod
+    def _default_method(cls, value: object) -> object:
+        return {"name": "lora", **value} if isinstance(value, dict) else value
+
     @model_validator(mode="after")
     def _combinations(self) -> Experiment:
         problems = list(impossible(self))
@@ -173,6 +178,8 @@ def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[s
         found.append(f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off")
     if spec.optimizations.attention.startswith("flash") and capability is None:
         found.append(f"optimizations.attention {spec.optimizations.attention} needs a GPU: set it to sdpa")
+    if spec.train.optimizer.startswith("paged") and capability is None:
+        found.append(f"train.optimizer {spec.train.optimizer} needs a GPU to page from: set it to adamw_torch")
     if spec.train.precision == "fp16" and capability is None:
         found.append(
             "train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32"

@@ -160,8 +160,6 @@ def _sentence(problem: Any, key: tuple[str, ...]) -> str:
                    .replace(" or ", ", ").split(",")]  # fmt: skip
         value = value.get("name") if isinstance(value, dict) else value
         return f"{_shown(value)} is not allowed{nearest(str(value), allowed)} (allowed: {', '.join(allowed)})"
-    if kind == "union_tag_not_found":
-        return "needs `name`: full, lora, qlora or unsloth"
     if kind == "value_error":
         text = str(context["error"])
         return text if isinstance(value, dict) or text.startswith(_shown(value)) else f"{_shown(value)} {text}"

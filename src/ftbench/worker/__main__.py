@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def main(path: str) -> int:
         train(run)
         outcome = {"state": "ok"}
     except BaseException as error:  # noqa: BLE001 - whatever ends a run is its outcome
-        traceback.print_exc()
+        _log(error)
         where, step = run.position() if run else (phases.current, None)
         outcome = of_exception(error, where, step)
         _rescue(run)
@@ -53,8 +54,13 @@ def _rescue(run: Any) -> None:
     if run is not None and run.recorder is not None:
         try:
             run.recorder.finish()
-        except Exception:  # noqa: BLE001 - the first error is the one to tell
-            traceback.print_exc()
+        except Exception as error:  # noqa: BLE001 - the first error is the one to tell
+            _log(error)
+
+
+def _log(error: BaseException) -> None:
+    with suppress(OSError):  # a full disk takes no log either, and the state is still to be written
+        traceback.print_exception(error)
 
 
 def _terminate(*_: object) -> None:

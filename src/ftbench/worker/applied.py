@@ -25,6 +25,7 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "device": _device(model),
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
         "model": {
             "class": type(_base(model)).__name__,
             "attention": model.config.get_text_config()._attn_implementation,
@@ -38,13 +39,13 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
             "by_kind": kinds,
         },
         "matmul_shape": asdict(matmul_shape(model)),
-        "gradient_checkpointing": gradient_checkpointing.is_on(model),
         "fp8_layers": fp8.layers(model),
     }
 
 
 def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
-    """What the trainer made of its arguments; after the first step it also knows the optimizer's state."""
+    """What the trainer made of its arguments: the optimizer's state, gradient checkpointing and compiled graphs exist
+    only once training has begun, so this is read again after the first step."""
     optimizer = _innermost(trainer.optimizer)
     state: Counter[str] = Counter()
     for values in (optimizer.state if optimizer is not None else {}).values():
@@ -55,6 +56,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
     return {
         "product_precision": _product_precision(spec, precision, trainer.model),
         "autocast": precision,
+        "gradient_checkpointing": gradient_checkpointing.is_on(trainer.model),
         "loss": trainer.args.loss_type,
         "optimizer": {
             "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",

@@ -1,0 +1,308 @@
+"""The command line: mistakes are sentences with a way out, told before anything is loaded; reports need no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import TINY, write_spec
+from ftbench import cli, rundir, runner, summary
+from ftbench.core import rows
+from ftbench.errors import DataError, MissingError
+from ftbench.rundir import RunDir, StepsWriter
+
+HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
+
+
+@pytest.fixture
+def ftbench(monkeypatch, capsys):
+    """Calls the command in this process and gives exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+# --- mistakes of `run`, told before anything is loaded ---------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(ftbench, tmp_path, monkeypatch):
+    """Runs a spec that is refused: exit code 2, nothing on stdout, no traceback, no directory, nothing launched."""
+
+    def launched(*_: object) -> None:
+        raise AssertionError("was launched")
+
+    monkeypatch.setattr(runner, "execute", launched)
+
+    def call(*arguments: object, code: int = 2, **parts: object) -> str:
+        spec = write_spec(tmp_path, **parts)
+        out = tmp_path / "out"
+        found, stdout, stderr = ftbench("run", spec, "--out", out, *arguments)
+        assert (found, stdout) == (code, ""), stderr
+        assert "Traceback" not in stderr
+        assert all(line.startswith("ftbench: ") for line in stderr.splitlines())
+        assert not out.exists()
+        return stderr
+
+    return call
+
+
+def test_a_spec_that_is_not_there(ftbench, tmp_path):
+    code, out, err = ftbench("run", tmp_path / "none.yaml", "--out", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert "none.yaml" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_key_is_named_with_the_nearest_one(refused):
+    err = refused(train={"batch_sise": 2})
+    assert "spec.yaml:1: train.batch_sise: no such key; did you mean batch_size?" in err
+
+
+def test_two_mistakes_are_told_at_once(refused):
+    err = refused(train={"batch_size": 0}, dataset={"name": "smaple"})
+    assert len(err.splitlines()) == 2
+    assert "train.batch_size" in err
+    assert "did you mean sample?" in err
+
+
+def test_a_wrong_set_is_named_as_it_was_typed(refused):
+    assert "--set train.batch_size=many" in refused("--set", "train.batch_size=many")
+    assert "write it as key.sub=value" in refused("--set", "train.batch_size")
+
+
+def test_a_data_file_that_is_not_there(refused, tmp_path):
+    err = refused(dataset={"name": "file", "path": "missing.jsonl"})
+    assert err == f"ftbench: dataset.path: {tmp_path / 'missing.jsonl'}: no such file\n"
+
+
+def test_a_model_directory_without_weights(refused, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    err = refused(model={"id": "mine", "path": "model"})
+    assert "no weights" in err
+    assert "model.weights=random" in err
+
+
+def test_a_method_that_is_not_built_names_those_that_are(refused):
+    err = refused(method="unsloth")
+    assert "method unsloth" in err
+    assert "use lora or qlora" in err
+
+
+def test_two_things_that_are_not_there_are_told_at_once(refused):
+    err = refused(model={"id": "mine", "path": "nowhere"}, dataset={"name": "file", "path": "missing.jsonl"})
+    assert len(err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("place", ["/proc/version", "/proc/version/results"], ids=["a file", "below a file"])
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(ftbench, tmp_path, place):
+    code, out, err = ftbench("run", write_spec(tmp_path), "--out", place)
+    assert (code, out) == (3, "")
+    assert "cannot be written" in err
+    assert "--out" in err
+    assert err.count("\n") == 1
+
+
+def test_folders_above_the_results_are_made(ftbench, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "execute", lambda run, *_: (_ for _ in ()).throw(MissingError(str(run.path))))
+    code, _, err = ftbench("run", write_spec(tmp_path), "--out", tmp_path / "a" / "b")
+    assert code == 3
+    assert str(tmp_path / "a" / "b" / "spec") in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (MissingError("no GPU: rent one"), 3, "no GPU: rent one"),
+        (DataError("a.csv, line 2: bad\nb.csv, line 3: bad"), 2, "a.csv, line 2: bad\nftbench: b.csv, line 3: bad"),
+        (KeyboardInterrupt(), 130, None),
+    ],
+)
+def test_every_error_has_its_exit_code(ftbench, tmp_path, monkeypatch, error, code, said):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(runner, "run", fail)
+    found, out, err = ftbench("run", write_spec(tmp_path))
+    assert (found, out) == (code, "")
+    assert "Traceback" not in err
+    if said:
+        assert err == f"ftbench: {said}\n"
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+ENDS = {
+    "ok": {"state": "ok"},
+    "oom": {"state": "oom", "reason": "out of memory (allocator) in forward of step 1, 2.00 GiB asked for",
+            "oom": {"kind": "allocator", "bytes_requested": 2**31, "phase": "forward", "step": 1}},
+    "interrupted": {"state": "interrupted", "reason": "interrupted by a signal"},
+}  # fmt: skip
+STEPS = {"ok": 20, "oom": 0, "interrupted": 0}
+
+
+def made_run(out: Path, end: str) -> RunDir:
+    """The files of a run that ended in this way, written by the code that writes them in a real one."""
+    run = rundir.claim(out, "study", f"qwen3-{end}")
+    rundir.write_json(run.spec_json, {
+        "name": "study", "model": TINY, "method": {"name": "lora"}, "optimizations": {},
+        "train": {"batch_size": 4, "gradient_accumulation_steps": 1}, "measure": {"warmup": 1},
+    })  # fmt: skip
+    rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200"}})
+    writer = StepsWriter(run.steps)
+    writer.append(
+        rows.StepRow(
+            step=i, elapsed_time_sec=0.5 * i, phase="train", step_time_s=0.5, real_tokens=1000, padded_tokens=1200,
+            label_tokens=700, samples=4, loss=2.0,
+        )
+        for i in range(1, STEPS[end] + 1)
+    )  # fmt: skip
+    writer.close()
+    rundir.write_json(run.state, {"schema": 1, **ENDS[end]})
+    rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+    return run
+
+
+@pytest.fixture
+def study(tmp_path) -> Path:
+    for end in ENDS:
+        made_run(tmp_path / "results", end)
+    return tmp_path / "results"
+
+
+def test_a_failed_run_keeps_its_row_with_empty_figures(ftbench, study):
+    code, out, _ = ftbench("report", study, "--format", "csv")
+    assert code == 0
+    found = {row["state"]: row for row in csv.DictReader(io.StringIO(out))}
+    assert found.keys() == ENDS.keys()
+    for name in ("step_time_s.median", "samples_per_hour", "tokens_per_s.real", "loss.last"):
+        assert float(found["ok"][name]) > 0
+        assert found["oom"][name] == found["interrupted"][name] == ""
+    assert float(found["ok"]["samples_per_hour"]) == pytest.approx(8 * 3600)
+    assert found["oom"]["oom.bytes_requested"].startswith(str(2**31))
+
+
+def test_json_is_one_document_with_null_for_the_unknown(ftbench, study):
+    code, out, _ = ftbench("report", study, "--format", "json")
+    assert code == 0
+    runs = {run["state"]: run for run in json.loads(out)["runs"]}
+    assert runs.keys() == ENDS.keys()
+    assert runs["oom"]["step_time_s.median"] is None
+    assert runs["interrupted"]["reason"] == "interrupted by a signal"
+
+
+def test_markdown_is_a_table_with_a_row_a_run(ftbench, study):
+    code, out, _ = ftbench("report", study, "--format", "md")
+    assert code == 0
+    lines = [line for line in out.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(ENDS)
+    assert len({line.count("|") for line in lines}) == 1
+    assert any("oom" in line for line in lines)
+
+
+def test_the_table_tells_why_a_run_failed(ftbench, study, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, _ = ftbench("report", study)
+    assert code == 0
+    assert "interrupted by a signal" in out
+    assert "2.00 GiB asked for" in " ".join(out.split())
+
+
+def test_an_unknown_format_names_the_known_ones(ftbench, study):
+    code, out, err = ftbench("report", study, "--format", "jsn")
+    assert (code, out) == (2, "")
+    assert "did you mean json?" in err
+
+
+@pytest.mark.parametrize("name", ["empty", "nowhere"])
+def test_a_path_without_runs_is_a_mistake_in_the_command(ftbench, tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    code, out, err = ftbench("report", tmp_path / name)
+    assert (code, out) == (2, "")
+    assert name in err
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_list_names_the_known_ones(ftbench):
+    code, out, err = ftbench("list", "method")
+    assert (code, out) == (2, "")
+    assert "did you mean methods?" in err
+
+
+# --- a machine without torch -----------------------------------------------------------------------------------------
+
+
+def without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in a Python that has none of the libraries that train."""
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({HEAVY}))
+from ftbench.cli import main
+main()
+"""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["run", "--help"], ["list", "methods"], ["list", "models"], ["list", "gpus"]],
+    ids=" ".join,
+)
+def test_what_trains_nothing_works_without_torch(arguments):
+    done = without_torch(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("format", ["table", "md", "csv", "json"])
+def test_runs_of_other_machines_are_reported_without_torch(study, format):
+    done = without_torch("report", study, "--format", format)
+    assert done.returncode == 0, done.stderr
+    assert "interrupted" in done.stdout
+
+
+def test_run_says_what_to_install(tmp_path):
+    done = without_torch("run", write_spec(tmp_path), "--out", tmp_path / "out")
+    assert done.returncode == 3
+    assert "training needs torch, transformers, trl, peft, accelerate, datasets" in done.stderr
+    assert "pip install 'ftbench[train]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("module", ["ftbench.cli", "ftbench.runner", "ftbench.report.render", "ftbench.summary"])
+def test_nothing_heavy_stands_behind_the_command_line(module):
+    heavy = {*HEAVY, "pandas", "numpy"}
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_closed_pipe_is_no_error(study):
+    """`ftbench report … | head -1`"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "ftbench", "report", str(study), "--format", "json"],
+            stdout=closed, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.stderr == ""

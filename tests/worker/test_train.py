@@ -1,0 +1,201 @@
+"""Real training of tiny models: what is recorded is what happened."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ftbench.errors import NotAppliedError, SpecError
+from ftbench.rundir import read_json, read_steps
+from ftbench.summary import summarise
+from ftbench.worker import trainer
+
+METHODS = [{"name": "lora"}, {"name": "qlora"}, {"name": "full"}]
+
+
+def rows_of(run):
+    rows, warnings = read_steps(run.steps)
+    assert warnings == []
+    return rows
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m["name"])
+def test_each_method_learns_and_is_recorded(train_here, method):
+    run = train_here(method=method, dataset={"eval_samples": 2})
+    rows = rows_of(run)
+    train = [row for row in rows if row.phase == "train"]
+    assert [row.step for row in train] == [1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(row.loss) and row.grad_norm > 0 and row.step_time_s > 0 for row in train)
+    assert [row.phase for row in rows].count("evaluate") == 1
+    assert train[0].learning_rate == pytest.approx(1e-3)
+    assert all(row.peak_memory_gb >= row.memory_allocated_gb > 0 for row in train)
+    summary = summarise(run)
+    assert summary.parameters["trainable"] > 0
+    assert summary.loss["eval"] is not None
+    applied = read_json(run.applied)
+    assert applied["optimizer"]["class"].endswith("AdamW")
+    assert applied["optimizer"]["state"]
+
+
+def test_applied_tells_four_bit_layers_of_qlora(train_here):
+    applied = read_json(train_here(method={"name": "qlora"}).applied)
+    assert applied["model"]["modules"]["Linear4bit"] == 14  # seven projections in each of two layers
+    assert "uint8" in applied["model"]["weights_gb_by_dtype"]
+
+
+def test_quantised_weights_count_as_the_parameters_they_stand_for(train_here):
+    lora, qlora = (read_json(train_here(method={"name": name}).applied) for name in ("lora", "qlora"))
+    assert lora["parameters"] == qlora["parameters"]
+    assert lora["matmul_shape"] == qlora["matmul_shape"]
+
+
+def test_token_counts_equal_what_the_model_was_given(train_here, monkeypatch):
+    seen = []
+    inner = trainer.Trainer.compute_loss
+
+    def spy(self, model, inputs, *args, **kwargs):
+        if self.model.training:
+            labels, mask = inputs["labels"], inputs["attention_mask"]
+            seen.append((int(mask.sum()), mask.numel(), int((labels[:, 1:] != -100).sum()), mask.shape[0], mask.shape[1]))
+        return inner(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(trainer.Trainer, "compute_loss", spy)
+    run = train_here(dataset={"name": "sample", "samples": 11, "eval_samples": 3, "mean_length": None}, train={"batch_size": 2})
+    counted = [
+        (row.real_tokens, row.padded_tokens, row.label_tokens, row.samples, row.longest_sequence)
+        for row in rows_of(run)
+        if row.phase == "train"
+    ]
+    assert counted == seen
+    assert sum(row[0] for row in counted) == read_json(run.applied)["dataset"]["tokens"]["total"]
+
+
+def test_accumulation_and_a_short_last_batch_are_counted_right(train_here):
+    run = train_here(
+        dataset={"samples": 11, "eval_samples": 2, "length": 16, "mean_length": None},
+        train={"batch_size": 2, "gradient_accumulation_steps": 2, "epochs": 2},
+        measure={"eval": "epoch"},
+    )
+    rows = rows_of(run)
+    assert [row.phase for row in rows] == ["train"] * 3 + ["evaluate"] + ["train"] * 3 + ["evaluate"]
+    assert [row.samples for row in rows] == [4, 4, 3, 2, 4, 4, 3, 2]
+    assert [row.real_tokens for row in rows] == [64, 64, 48, 32, 64, 64, 48, 32]
+    assert [row.step for row in rows] == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert [row.epoch for row in rows if row.phase == "evaluate"] == [1.0, 2.0]
+
+
+def test_accumulated_batches_learn_what_one_large_batch_learns(train_here):
+    def losses(batch, accumulation):
+        run = train_here(
+            train={"batch_size": batch, "gradient_accumulation_steps": accumulation},
+            dataset={"length": 24, "mean_length": None},
+        )
+        return [row.loss for row in rows_of(run)], read_json(run.applied)["dataset"]["order_hash"]
+
+    (one, order), (accumulated, same) = losses(4, 1), losses(2, 2)
+    assert one == pytest.approx(accumulated, rel=1e-4)
+    assert order == same
+
+
+def test_the_same_spec_gives_the_same_losses_and_every_method_the_same_tokens(train_here):
+    first, again, full = train_here(), train_here(), train_here(method={"name": "full"})
+    assert [row.loss for row in rows_of(first)] == [row.loss for row in rows_of(again)]
+    orders = {read_json(run.applied)["dataset"]["order_hash"] for run in (first, again, full)}
+    assert len(orders) == 1
+
+
+def test_the_first_loss_is_that_of_the_untrained_model(train_here):
+    """Adapters start at zero, so the first step's loss is the base model's: about log(vocabulary) for random weights."""
+    run = train_here()
+    assert rows_of(run)[0].loss == pytest.approx(math.log(2048), rel=0.02)
+
+
+def test_gpt_oss_trains_attention_only_and_says_so(train_here):
+    applied = read_json(train_here(model={"id": "tiny/gpt-oss"}).applied)
+    kinds = applied["parameters"]["by_kind"]
+    assert kinds["attention"]["trainable"] > 0
+    assert kinds["experts"]["trainable"] == 0
+    text = " ".join(applied["warnings"])
+    assert "gate_proj, up_proj, down_proj" in text
+    assert "experts" in text
+
+
+@pytest.mark.parametrize("model", ["tiny/gpt-oss", "tiny/qwen3-moe"])
+def test_experts_get_adapters_when_asked_for(train_here, model):
+    applied = read_json(train_here(model={"id": model}, method={"experts": True}).applied)
+    assert applied["parameters"]["by_kind"]["experts"]["trainable"] > 0
+
+
+def test_experts_of_a_dense_model_are_refused_with_a_way_out(train_here):
+    with pytest.raises(SpecError, match=r"method\.experts"):
+        train_here(method={"experts": True})
+
+
+def test_targets_that_no_layer_has_are_refused(train_here):
+    with pytest.raises(SpecError, match="nonsense_proj"):
+        train_here(method={"targets": ["nonsense_proj"]})
+
+
+def test_gradient_checkpointing_is_on_where_asked_and_changes_no_loss(train_here):
+    plain, checkpointed = train_here(), train_here(optimizations={"gradient_checkpointing": True})
+    assert not read_json(plain.applied)["gradient_checkpointing"]
+    assert read_json(checkpointed.applied)["gradient_checkpointing"]
+    assert [r.loss for r in rows_of(plain)] == pytest.approx([r.loss for r in rows_of(checkpointed)], rel=1e-5)
+
+
+def test_an_ignored_optimization_fails_the_run_and_names_the_object(train_here, monkeypatch):
+    monkeypatch.setattr(trainer, "arguments", _without_checkpointing(trainer.arguments))
+    with pytest.raises(NotAppliedError, match="gradient_checkpointing is on and .* says otherwise"):
+        train_here(optimizations={"gradient_checkpointing": True})
+    allowed = train_here(optimizations={"gradient_checkpointing": True}, measure={"allow_fallback": True})
+    assert any("gradient_checkpointing" in warning for warning in read_json(allowed.applied)["warnings"])
+
+
+def _without_checkpointing(arguments):
+    def changed(*args, **kwargs):
+        made = arguments(*args, **kwargs)
+        made.gradient_checkpointing = False
+        return made
+
+    return changed
+
+
+def test_an_8_bit_optimizer_that_keeps_32_bits_is_found_out(train_here):
+    with pytest.raises(NotAppliedError, match="keeps no state in 8 bits"):
+        train_here(train={"optimizer": "adamw_bnb_8bit"})
+
+
+def test_an_8_bit_optimizer_is_proven_by_its_state(train_here):
+    run = train_here(train={"optimizer": "adamw_bnb_8bit"}, method={"name": "full"})
+    assert any("uint8" in name for name in read_json(run.applied)["optimizer"]["state"])
+
+
+def test_matmul_parameters_are_the_models_own(train_here):
+    """Base matrices: the seven projections of both layers and the tied head, counted by hand for tiny/qwen3."""
+    shape = read_json(train_here().applied)["matmul_shape"]
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 192
+    assert shape["base"] == 2 * layer + 2048 * 64
+    assert shape["head"] == 2048 * 64
+    assert shape["base_trained"] == 0
+    assert shape["adapters"] == 2 * 8 * (64 * 2 * 4 - 2 * 32 + 3 * (64 + 192))
+    assert shape["attention_width"] == [64, 64]
+
+
+def test_full_fine_tuning_trains_all_of_it(train_here):
+    applied = read_json(train_here(method={"name": "full"}).applied)
+    assert applied["parameters"]["trainable"] == applied["parameters"]["total"] == 229_760
+    assert applied["matmul_shape"]["base_trained"] == applied["matmul_shape"]["base"]
+
+
+def test_phases_are_contiguous_and_name_what_was_done(train_here):
+    phases = read_json(train_here(dataset={"eval_samples": 2}).phases)["phases"]
+    assert all(a["end_s"] == b["start_s"] for a, b in zip(phases, phases[1:], strict=False))
+    names = [phase["name"] for phase in phases]
+    assert names[:6] == ["import", "make_weights", "prepare_data", "load", "setup", "train"]
+    assert "evaluate" in names
+
+
+def test_the_adapter_is_kept_when_asked_for(train_here):
+    assert (train_here(measure={"save_adapter": True}).adapter / "adapter_model.safetensors").is_file()
+
