@@ -89,7 +89,9 @@ def test_a_second_use_writes_nothing(own_cache):
 
 
 def test_an_unfinished_cache_entry_is_never_seen(own_cache, monkeypatch):
-    monkeypatch.setattr(random_weights, "save_tokenizer", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        random_weights, "save_tokenizer", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with pytest.raises(MissingError, match="FTBENCH_CACHE"):
         materialise(tiny())
     assert list((own_cache / "models").iterdir()) == []
@@ -109,7 +111,11 @@ def test_a_users_own_config_gives_the_shape(own_cache, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("{", "cannot be read as JSON"), ("[]", "has no model_type"), ('{"model_type": "nope"}', "cannot build this shape")],
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "has no model_type"),
+        ('{"model_type": "nope"}', "cannot build this shape"),
+    ],
 )
 def test_a_config_that_is_none_is_refused(own_cache, tmp_path, text, told):
     config = tmp_path / "config.json"

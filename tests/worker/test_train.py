@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -57,11 +58,15 @@ def test_token_counts_equal_what_the_model_was_given(train_here, monkeypatch):
     def spy(self, model, inputs, *args, **kwargs):
         if self.model.training:
             labels, mask = inputs["labels"], inputs["attention_mask"]
-            seen.append((int(mask.sum()), mask.numel(), int((labels[:, 1:] != -100).sum()), mask.shape[0], mask.shape[1]))
+            seen.append(
+                (int(mask.sum()), mask.numel(), int((labels[:, 1:] != -100).sum()), mask.shape[0], mask.shape[1])
+            )
         return inner(self, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(trainer.Trainer, "compute_loss", spy)
-    run = train_here(dataset={"name": "sample", "samples": 11, "eval_samples": 3, "mean_length": None}, train={"batch_size": 2})
+    run = train_here(
+        dataset={"name": "sample", "samples": 11, "eval_samples": 3, "mean_length": None}, train={"batch_size": 2}
+    )
     counted = [
         (row.real_tokens, row.padded_tokens, row.label_tokens, row.samples, row.longest_sequence)
         for row in rows_of(run)
@@ -106,7 +111,7 @@ def test_the_same_spec_gives_the_same_losses_and_every_method_the_same_tokens(tr
 
 
 def test_the_first_loss_is_that_of_the_untrained_model(train_here):
-    """Adapters start at zero, so the first step's loss is the base model's: about log(vocabulary) for random weights."""
+    """Adapters start at zero, so the first loss is the base model's: about log(vocabulary) for random weights."""
     run = train_here()
     assert rows_of(run)[0].loss == pytest.approx(math.log(2048), rel=0.02)
 
@@ -146,7 +151,7 @@ def test_gradient_checkpointing_is_on_where_asked_and_changes_no_loss(train_here
 
 def test_an_ignored_optimization_fails_the_run_and_names_the_object(train_here, monkeypatch):
     monkeypatch.setattr(trainer, "arguments", _without_checkpointing(trainer.arguments))
-    with pytest.raises(NotAppliedError, match="gradient_checkpointing is on and .* says otherwise"):
+    with pytest.raises(NotAppliedError, match=r"gradient_checkpointing is on and .* says otherwise"):
         train_here(optimizations={"gradient_checkpointing": True})
     allowed = train_here(optimizations={"gradient_checkpointing": True}, measure={"allow_fallback": True})
     assert any("gradient_checkpointing" in warning for warning in read_json(allowed.applied)["warnings"])
@@ -190,7 +195,7 @@ def test_full_fine_tuning_trains_all_of_it(train_here):
 
 def test_phases_are_contiguous_and_name_what_was_done(train_here):
     phases = read_json(train_here(dataset={"eval_samples": 2}).phases)["phases"]
-    assert all(a["end_s"] == b["start_s"] for a, b in zip(phases, phases[1:], strict=False))
+    assert all(a["end_s"] == b["start_s"] for a, b in itertools.pairwise(phases))
     names = [phase["name"] for phase in phases]
     assert names[:6] == ["import", "make_weights", "prepare_data", "load", "setup", "train"]
     assert "evaluate" in names
@@ -198,4 +203,3 @@ def test_phases_are_contiguous_and_name_what_was_done(train_here):
 
 def test_the_adapter_is_kept_when_asked_for(train_here):
     assert (train_here(measure={"save_adapter": True}).adapter / "adapter_model.safetensors").is_file()
-

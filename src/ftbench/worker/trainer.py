@@ -132,8 +132,8 @@ def proof(trainer: Trainer, spec: Experiment) -> list[str]:
         found.append(f"train.optimizer is adamw_torch_fused and {name} is not fused")
     if "8bit" in spec.train.optimizer and not _has_8bit_state(optimizer):
         found.append(
-            f"train.optimizer is {spec.train.optimizer} and {name} keeps no state in 8 bits (bitsandbytes leaves tensors "
-            "of fewer than 4,096 elements in 32)"
+            f"train.optimizer is {spec.train.optimizer} and {name} keeps no state in 8 bits "
+            "(bitsandbytes leaves tensors of fewer than 4,096 elements in 32)"
         )
     autocast = trainer.accelerator.mixed_precision
     if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
