@@ -1,0 +1,37 @@
+"""Every spec that ships loads, and the founding study's are all there."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from ftbench.spec.experiment import refused_here, resolve
+from ftbench.spec.load import load
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+STUDY = [
+    f"{model}-{method}{data}"
+    for model, method, data in product(
+        ("qwen3-8b", "qwen3-32b", "gpt-oss-120b"), ("lora", "qlora", "unsloth"), ("", "-wikipedia")
+    )
+]
+H100 = (9, 0)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_spec_loads_and_runs_or_says_why_not(path):
+    spec = resolve(load(path), H100)
+    refused = refused_here(spec, H100)
+    assert bool(refused) == (not spec.method.built)
+    assert all("cannot be run by this version of ftbench: use" in reason for reason in refused)
+
+
+@pytest.mark.parametrize("name", STUDY)
+def test_the_studys_recipe_is_the_one_it_published(name):
+    spec = load(CONFIGS / f"{name}.yaml")
+    assert spec.dataset.name == ("wikipedia-ja" if name.endswith("wikipedia") else "japanese-alpaca")
+    assert (spec.dataset.samples, spec.dataset.max_length, spec.dataset.seed) == (1000, 2048, 42)
+    assert (spec.train.learning_rate, spec.train.max_grad_norm, spec.train.epochs) == (2e-4, 0.3, 1)
+    assert (spec.method.rank, spec.method.alpha, spec.method.dropout, spec.method.bias) == (8, 16, 0, "none")
