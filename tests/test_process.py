@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftbench.launch import process
-from ftbench.launch.process import run_child
+from ftbench.launch.process import run_child, signals
 from ftbench.rundir import process_start
 
 
@@ -23,7 +23,9 @@ def run(tmp_path):
     """Runs Python code as a child; its output is in log.txt."""
 
     def start(code, **options):
-        return run_child([sys.executable, "-S", "-u", "-c", code], os.environ, tmp_path / "log.txt", **options)
+        with signals() as asked:
+            argv = [sys.executable, "-S", "-u", "-c", code]
+            return run_child(argv, os.environ, tmp_path / "log.txt", asked, **options)
 
     return start
 
@@ -77,13 +79,14 @@ def test_a_child_reads_nothing_from_the_terminal(run, log):
 
 def test_the_child_gets_the_environment_it_was_given_and_no_other(tmp_path):
     argv = [sys.executable, "-S", "-c", "import os; print(sorted(os.environ.keys() & {'A', 'HOME'}))"]
-    run_child(argv, {"A": "1"}, tmp_path / "log.txt")
+    with signals() as asked:
+        run_child(argv, {"A": "1"}, tmp_path / "log.txt", asked)
     assert (tmp_path / "log.txt").read_text() == "['A']\n"
 
 
 def test_a_program_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        run_child([str(tmp_path / "nothing")], os.environ, tmp_path / "log.txt")
+        run_child([str(tmp_path / "nothing")], os.environ, tmp_path / "log.txt", -1)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -151,7 +154,8 @@ from ftbench.launch import process
 process.GRACE_S, process.TICK_S = {grace}, 0.02
 {before}
 child = "import os, subprocess; print(os.getpid(), subprocess.Popen(['sleep', '60']).pid); {child}"
-ended = process.run_child([sys.executable, "-S", "-u", "-c", child], os.environ, Path(sys.argv[1]))
+with process.signals() as asked:
+    ended = process.run_child([sys.executable, "-S", "-u", "-c", child], os.environ, Path(sys.argv[1]), asked)
 print(ended.code, ended.why)
 """
 

@@ -81,10 +81,20 @@ def handle_of(nvml: Any, visible: str | None) -> Any | None:
     first = (visible if visible is not None else "0").split(",")[0].strip()
     try:
         if first.startswith(("GPU-", "MIG-")):
-            return nvml.nvmlDeviceGetHandleByUUID(first)
+            return _by_uuid(nvml, first)
         return nvml.nvmlDeviceGetHandleByIndex(int(first)) if first else None
     except (nvml.NVMLError, ValueError):
         return None
+
+
+def _by_uuid(nvml: Any, uuid: str) -> Any | None:
+    """CUDA takes the beginning of a UUID where it is unambiguous; NVML wants all of it."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        told = nvml.nvmlDeviceGetUUID(handle)
+        if (told.decode() if isinstance(told, bytes) else told).startswith(uuid):
+            return handle
+    return nvml.nvmlDeviceGetHandleByUUID(uuid)
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
@@ -110,7 +120,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         "foreign_processes": len(processes) if processes is not None else None,
         "power_limit_w": _milli(ask("nvmlDeviceGetEnforcedPowerLimit")),
         "power_limit_max_w": _milli(limits[1]) if limits else None,
-        "idle_power_w": _milli(ask("nvmlDeviceGetPowerUsage")),
+        "idle_power_w": _milli(ask("nvmlDeviceGetPowerUsage")) if _idles(ask, nvml) else None,
         "temperature_c": ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         "sm_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
         "memory_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
@@ -120,6 +130,12 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
         "mig": bool((ask("nvmlDeviceGetMigMode") or [0])[0]),
     }
+
+
+def _idles(ask: Any, nvml: Any) -> bool:
+    """Whether the clock has fallen: for some seconds after a run the GPU still draws more than idle."""
+    now, highest = (ask(name, nvml.NVML_CLOCK_SM) for name in ("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo"))
+    return now is not None and highest is not None and now < highest / 2
 
 
 def _ask_system(nvml: Any, function: str) -> Any:

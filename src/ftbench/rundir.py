@@ -58,7 +58,7 @@ _FILES = {
 
 
 def claim(out: Path, experiment: str, slug: str) -> RunDir:
-    """A new directory `out/experiment/slug-rN` with the first free N; never one that exists."""
+    """A new directory `out/experiment/slug-rN` with the first free N, never one that exists; its state is `running`."""
     parent = out / experiment
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +70,7 @@ def claim(out: Path, experiment: str, slug: str) -> RunDir:
                 continue
             run = RunDir(path)
             run.reserve.write_bytes(b"\0" * _RESERVE_BYTES)
+            write_json(run.state, running())
             return run
     except OSError as error:
         raise _disk(parent, error) from None

@@ -16,7 +16,7 @@ from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 from ftbench.launch import process, trl
 from ftbench.rundir import RunDir
 from ftbench.spec import identity
-from ftbench.spec.experiment import Experiment, refused_here, resolve
+from ftbench.spec.experiment import Experiment, impossible, refused_here, resolve
 from ftbench.spec.load import load
 
 MINIMUM_FREE_BYTES = 32 * 2**20
@@ -46,12 +46,18 @@ def run(
     check(spec, described)
     _check_disk(out)
     claimed = rundir.claim(out, spec.name, identity.slug(spec))
-    shutil.copyfile(spec_path, claimed.spec_yaml)
-    rundir.write_json(claimed.spec_json, {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(sets)})
-    rundir.write_json(claimed.machine, described)
-    rundir.write_json(claimed.state, rundir.running())
-    on_start(claimed)
-    return execute(claimed, spec, on_tick)
+    with process.signals() as asked:
+        try:
+            shutil.copyfile(spec_path, claimed.spec_yaml)
+            resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(sets)}
+            rundir.write_json(claimed.spec_json, resolved)
+            rundir.write_json(claimed.machine, described)
+            on_start(claimed)
+            return execute(claimed, spec, asked, on_tick)
+        except OSError as error:  # a full disk, a machine without room for another process
+            raise MissingError(
+                f"{claimed.path}: {error.strerror}; free some space, or write elsewhere with --out"
+            ) from None
 
 
 def capability(described: dict[str, Any]) -> tuple[int, int] | None:
@@ -62,7 +68,7 @@ def capability(described: dict[str, Any]) -> tuple[int, int] | None:
 
 def check(spec: Experiment, described: dict[str, Any]) -> None:
     """Raises SpecError for what cannot work on this machine, MissingError for what is not installed."""
-    problems = refused_here(spec, capability(described)) + _path_problems(spec)
+    problems = impossible(spec) + refused_here(spec, capability(described)) + _path_problems(spec)
     if problems:
         raise SpecError(*problems)
     trl.check_installed(spec)
@@ -96,14 +102,12 @@ def _check_disk(out: Path) -> None:
         raise MissingError(f"{existing}: only {free / 2**20:.0f} MiB free; free some, or write elsewhere with --out")
 
 
-def execute(run: RunDir, spec: Experiment, on_tick: Callable[[], None]) -> Result:
-    """Launches the worker of a claimed directory, waits for it and leaves state.json and summary.json. A signal ends
-    the worker; one that comes when the worker has ended does not keep the files from being written."""
-    with process.signals():
-        ended = process.run_child(
-            trl.command(run), trl.environment(os.environ), run.log, spec.launch.timeout_s, on_tick
-        )
-        return _close(run, spec, ended)
+def execute(run: RunDir, spec: Experiment, asked: int, on_tick: Callable[[], None]) -> Result:
+    """Launches the worker of a claimed directory, waits for it and leaves state.json and summary.json. A signal (a
+    byte in the pipe `asked`) ends the worker; one that comes later does not keep the files from being written."""
+    environment = trl.environment(os.environ)
+    ended = process.run_child(trl.command(run), environment, run.log, asked, spec.launch.timeout_s, on_tick)
+    return _close(run, spec, ended)
 
 
 def _close(run: RunDir, spec: Experiment, ended: process.Exit) -> Result:

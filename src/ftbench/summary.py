@@ -14,6 +14,7 @@ from ftbench.rundir import RunDir, read_json, read_state, read_steps
 
 WALL_TOLERANCE = 0.02  # sum of the steps against the wall clock of the window
 DRIFT_TOLERANCE = 0.05
+DATA_BOUND = 0.10  # share of the steady window
 FOREIGN_MEMORY_GB = 1.0
 _THERMAL = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
 
@@ -113,11 +114,9 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
     window = total(row.step_time_s for row in steady)
     if shape is None or not length or not window or any(row.real_tokens is None for row in steady):
         return
-    model = flops.model_flops(shape, total(row.real_tokens for row in steady), length) / window
-    recompute = bool(applied.get("gradient_checkpointing"))
-    hardware_rate = sum(
-        flops.hardware_flops(shape, row.padded_tokens or 0, row.longest_sequence or 0, recompute) for row in steady
-    ) / window  # fmt: skip
+    real, labels = total(row.real_tokens for row in steady), total(row.label_tokens for row in steady)
+    model = flops.model_flops(shape, real, labels, length) / window
+    hardware_rate = sum(_computed(shape, row, applied) for row in steady) / window
     summary.model_tflops = model / 1e12
     gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
     peak = gpu.peak_tflops(applied.get("product_precision", "")) if gpu else None
@@ -133,12 +132,29 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
             setattr(summary, name, share)
 
 
+def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -> float:
+    """FLOPs of one step as computed: trl's chunked loss makes logits of label tokens only, and makes them twice."""
+    chunked = applied.get("loss") == "chunked_nll"
+    positions = row.padded_tokens or 0
+    return flops.hardware_flops(
+        shape,
+        positions,
+        (row.label_tokens or 0) if chunked else positions,
+        row.longest_sequence or 0,
+        recompute=bool(applied.get("gradient_checkpointing")),
+        head_recompute=chunked,
+    )
+
+
 def _shape(applied: dict[str, Any]) -> flops.MatmulShape | None:
     values = applied.get("matmul_shape")
     if not values:
         return None
-    lists = {key: tuple(values[key]) for key in ("attention_width", "windows")}
-    return flops.MatmulShape(**{**values, **lists})
+    lists = {key: tuple(values.get(key, ())) for key in ("attention_width", "windows")}
+    try:
+        return flops.MatmulShape(**{**values, **lists})
+    except TypeError:  # written by another version
+        return None
 
 
 def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, Any]) -> None:
@@ -222,7 +238,7 @@ def _checks(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, 
     found = []
     steady = train[warm:]
     if broken := [row.step for row in train if row.loss is not None and not math.isfinite(row.loss)]:
-        found.append(f"the loss is not a number from step {broken[0]} on: nothing was learned")
+        found.append(f"the loss is not a number in {len(broken)} steps, first in step {broken[0]}")
     if train and len(steady) < stats.MINIMUM_STEADY:
         found.append(
             f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on"
@@ -236,7 +252,12 @@ def _checks(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, 
         found.append(f"the GPU was throttled by heat or by its power supply ({', '.join(hot)})")
     if retries := total(row.allocator_retries for row in steady):
         found.append(f"the allocator ran full and flushed its cache {retries:.0f} times in the steady window")
+    waited, steps = total(row.data_time_s for row in steady), total(row.step_time_s for row in steady)
+    if steps and waited / steps > DATA_BOUND:
+        found.append(f"data-bound: {waited / steps:.0%} of the steady window was spent waiting for batches")
     gpu = machine.get("gpu") or {}
+    if gpu.get("ecc_uncorrected"):
+        found.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
     used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
     if others or (used is not None and used > FOREIGN_MEMORY_GB):
         found.append(f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes")

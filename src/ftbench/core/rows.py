@@ -33,7 +33,7 @@ class StepRow:
     phase: str | None = _column("", "train or evaluate")
     step_time_s: float | None = _column("s", "device time from the end of the step before to the end of this one")
     data_time_s: float | None = _column("s", "host time spent waiting for the batches of the step")
-    forward_backward_s: float | None = _column("s", "device time of all forward and backward passes of the step")
+    forward_backward_s: float | None = _column("s", "device time of forward and backward passes and gradient clipping")
     optimizer_s: float | None = _column("s", "device time of the optimizer's update")
     real_tokens: int | None = _column("tokens", "non-padding tokens of the step")
     padded_tokens: int | None = _column("tokens", "all positions computed, padding included")

@@ -38,14 +38,16 @@ def run_child(
     argv: Sequence[str],
     env: Mapping[str, str],
     log: Path,
+    asked: int,
     timeout_s: float | None = None,
     on_tick: Callable[[], None] = lambda: None,
 ) -> Exit:
-    """Runs `argv` to its end with stdout and stderr in `log`; `on_tick` is called about twice a second."""
+    """Runs `argv` to its end with stdout and stderr in `log`, or to the first byte in the pipe `asked` that `signals`
+    yields; `on_tick` is called about twice a second."""
     kills = _kernel_oom_kills()
     begin = time.monotonic()
     why = None
-    with signals() as asked, log.open("ab") as output:
+    with log.open("ab") as output:
         child = subprocess.Popen(
             argv,
             env=dict(env),

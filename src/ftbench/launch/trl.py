@@ -15,7 +15,8 @@ NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
 def command(run: RunDir) -> list[str]:
-    return [sys.executable, "-m", "ftbench.worker", str(run.path)]
+    """-P keeps the current directory out of the module path: a user's `random.py` beside the spec is not ours."""
+    return [sys.executable, "-P", "-m", "ftbench.worker", str(run.path.resolve())]
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:

@@ -79,6 +79,8 @@ class Dataset(Part):
             raise ValueError("`name: file` needs `path: FILE` (JSON, JSONL, CSV or Parquet)")
         if self.name != "file" and self.path:
             raise ValueError(f"`path` goes with `name: file`, not with {self.name}")
+        if self.name != "file" and self.format:
+            raise ValueError(f"`format` goes with `name: file`: {self.name} has its own")
         shape = [key for key in ("length", "mean_length", "like") if getattr(self, key) is not None]
         if self.name == "synthetic" and len(shape) != 1:
             raise ValueError("`name: synthetic` needs one of `length`, `mean_length` and `like`")

@@ -140,10 +140,18 @@ def impossible(spec: Experiment) -> list[str]:
         found.append("optimizations.fp8 converts frozen base layers and method full has none: use lora")
     if fp8 and spec.train.precision not in ("auto", "bf16"):
         found.append(f"optimizations.fp8 goes with train.precision bf16, not {spec.train.precision}")
-    if spec.train.precision == "fp16" and spec.model.dtype == "float16" and spec.method.name == "full":
+    if spec.train.precision == "fp16" and spec.method.name == "full" and spec.model.dtype in ("float16", "bfloat16"):
         found.append(
-            "full fine-tuning with fp16 needs model.dtype float32: gradients of float16 weights cannot be scaled"
+            "full fine-tuning with train.precision fp16 scales gradients, which 16-bit weights do not allow: "
+            "set model.dtype to float32"
         )
+    if spec.train.precision == "fp16" and spec.method.quantised:
+        found.append(
+            "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16, "
+            "which cannot be scaled: set train.precision to bf16 or fp32"
+        )
+    if any(target.rsplit(".", 1)[-1] == "lm_head" for target in getattr(spec.method, "targets", ())):
+        found.append("method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out")
     if getattr(spec.method, "experts", False) and getattr(spec.method, "dropout", 0):
         found.append("method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices")
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:

@@ -5,20 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
 
+_END = 1 << 20  # bytes of each end of a file that are hashed
+
 
 def what_changes_the_result(spec: Experiment) -> dict[str, Any]:
-    """The spec without its name, how it is launched, how it is evaluated in time, and where files lie: of a path the
-    last part counts, so that the same spec on two machines is the same experiment."""
+    """The spec without its name, how it is launched, which steps are called warm-up, and where files lie: of a file its
+    name and content count, so that the same spec on two machines is the same experiment and an edited file another."""
     values = spec.model_dump(mode="json", exclude={"name": True, "launch": True, "measure": {"warmup", "save_adapter"}})
     for part in ("model", "dataset"):
         if path := values[part].get("path"):
-            values[part]["path"] = PurePath(path).name
+            values[part]["path"] = _content(Path(path))
     return values
+
+
+def _content(path: Path) -> list[str | int]:
+    """Name, size and a hash of both ends of a file; of a directory its name and its config.json."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            head = opened.read(_END)
+            opened.seek(max(0, size - _END))
+            return [path.name, size, hashlib.sha256(head + opened.read(_END)).hexdigest()]
+    except OSError:
+        return [path.name]
 
 
 def fingerprint(spec: Experiment) -> str:

@@ -39,8 +39,8 @@ def main(path: str) -> int:
         where, step = run.position() if run else (phases.current, None)
         outcome = of_exception(error, where, step)
         _rescue(run)
-    phases.close()
     write_json(directory.state, read_json(directory.state) | {"schema": SCHEMA} | outcome)
+    phases.close()
     return 0 if outcome["state"] == "ok" else int(outcome.get("exit_code", 1))
 
 

@@ -80,7 +80,9 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
             way = "; method.experts=on trains adapters on them" if kind == "experts" else ""
             found.append(f"{kind} ({share:.0%} of the parameters) get no adapter{way}")
     if spec.method.quantised and kinds["experts"]["total"]:
-        found.append("the experts are fused matrices, which bitsandbytes does not quantise: they stay in 16 bits")
+        found.append(
+            "the experts are fused matrices, which bitsandbytes does not quantise: they stay as they were loaded"
+        )
     return found
 
 
@@ -123,7 +125,7 @@ def matmul_shape(model: Any) -> MatmulShape:
     config = model.config.get_text_config()
     visited = _visited_share(config)
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    base = head = trained = adapters = 0
+    base, head, adapters = [0, 0], [0, 0], 0  # all, trained
     for name, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
         if (parameter.ndim < 2 and state is None) or name.endswith("bias"):
@@ -132,30 +134,29 @@ def matmul_shape(model: Any) -> MatmulShape:
         count = round(numel(parameter) * (visited if kind == "experts" else 1))
         if "lora_" in name:
             adapters += count
-        elif kind == "head" or (kind == "embedding" and tied):
-            head += count
-            trained += count if parameter.requires_grad else 0
-        elif kind != "embedding":
-            base += count
-            trained += count if parameter.requires_grad else 0
-    layers = len(compiled.decoder_layers(model))
+        elif kind != "embedding" or tied:
+            part = head if kind in ("head", "embedding") else base
+            part[0] += count
+            part[1] += count if parameter.requires_grad else 0
+    return MatmulShape(base[0], base[1], head[0], head[1], adapters, *_attention(config))
+
+
+def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """Width (heads x head_dim) and sliding window of each layer; layers of linear attention have no square to count."""
+    layers = config.num_hidden_layers
     width = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    return MatmulShape(base + head, head, trained, adapters, (width,) * layers, _windows(config, layers))
+    window = getattr(config, "sliding_window", None)
+    slides = bool(window) and getattr(config, "use_sliding_window", True) is not False
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"] * layers
+    widths = tuple(0 if kind == "linear_attention" else width for kind in kinds)
+    return widths, tuple(window if slides and kind == "sliding_attention" else None for kind in kinds)
 
 
 def _visited_share(config: Any) -> float:
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     return config.num_experts_per_tok / experts if experts else 1.0
-
-
-def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return (None,) * layers
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _base(model: Any) -> Any:

@@ -86,7 +86,8 @@ class CudaMemory:
         }
 
     def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        if torch.cuda.is_initialized():  # before that there is nothing to reset, and asking raises
+            torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class HostMemory:

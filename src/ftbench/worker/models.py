@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
@@ -21,6 +21,16 @@ def source_of(model: Model) -> str:
 
 def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_device(gpu: dict[str, Any] | None) -> None:
+    """Raises MissingError where the driver shows a GPU that torch cannot use: the figures would be the CPU's under the
+    GPU's name."""
+    if gpu is not None and not torch.cuda.is_available():
+        raise MissingError(
+            f"this machine has {gpu['name']} and torch {torch.__version__} cannot use it: install a build of torch for "
+            "the driver's CUDA version, or set CUDA_VISIBLE_DEVICES= (empty) to measure the CPU"
+        )
 
 
 def load_config(model: Model, source: str) -> Any:
@@ -44,15 +54,34 @@ def load_model(spec: Experiment, source: str, quantization_config: Any = None) -
         arguments["attn_implementation"] = attention
     if quantization_config is not None:
         arguments["quantization_config"] = quantization_config
+    if (published := _quantised(spec, source)) is not None:
+        arguments["quantization_config"] = published
     if device().type == "cuda":
         arguments["device_map"] = {"": device()}
     return _reach(spec.model, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments))
 
 
+def _quantised(spec: Experiment, source: str) -> Any:
+    """How to load weights that were published quantised (gpt-oss: MXFP4): in 16 bits, so that they can be trained
+    on. Raises SpecError for a method that would quantise them again."""
+    config = getattr(load_config(spec.model, source), "quantization_config", None)
+    if config is None:
+        return None
+    kind = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    if spec.method.quantised:
+        raise SpecError(
+            f"method {spec.method.name}: the weights of {spec.model.id} are published in {kind} and cannot be "
+            "quantised again: use lora, or model.weights=random, whose weights are 16-bit"
+        )
+    return Mxfp4Config(dequantize=True) if str(kind) == "mxfp4" else None
+
+
 def _hub(model: Model) -> dict[str, Any]:
     if model.path or model.weights == "random":
         return {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
-    return {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
+    found = {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
+    # The pin holds for code that a model takes from another repository too: there it names no commit, and fails.
+    return found | ({"code_revision": model.revision} if model.trust_remote_code else {})
 
 
 def _reach(model: Model, load: Any) -> Any:
@@ -60,7 +89,11 @@ def _reach(model: Model, load: Any) -> Any:
     running out of memory is a result, not a missing model."""
     try:
         return load()
-    except (OSError, ImportError) as error:
+    except ImportError as error:
+        raise MissingError(
+            f"model {model.id} needs a package that is not here: {str(error).strip().splitlines()[0]}"
+        ) from None
+    except OSError as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingError(
             f"model {model.path or model.id} cannot be loaded: {first} Check the name, give model.path, log in or go "

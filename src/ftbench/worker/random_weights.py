@@ -6,17 +6,19 @@ parallel and the same spec gives the same weights on every machine.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,21 +48,33 @@ def materialise(model: Model) -> Path:
     if folder.is_dir():
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise MissingError(f"{folder.parent}: cannot be written ({error.strerror}); set FTBENCH_CACHE") from None
+        with _only_one(folder):
+            if not folder.is_dir():
+                _make(folder, config, model)
+    except (OSError, SafetensorError) as error:
+        raise MissingError(f"{folder.parent}: {error}; free some space or set FTBENCH_CACHE") from None
+    return folder
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """One process at a time makes a model; the others wait and find it made. A dead process holds no lock (flock)."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, config: Any, model: Model) -> None:
+    """Writes beside the folder and renames: what a killed process left is removed first, and never seen."""
+    unfinished = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
+        unfinished.mkdir()
         _write(unfinished, config, model)
         unfinished.rename(folder)
-    except OSError as error:
-        if not folder.is_dir():  # another process was faster: its weights are the same
-            raise MissingError(
-                f"{unfinished}: {error.strerror or error}; free some space or set FTBENCH_CACHE"
-            ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
 
 
 def _shape(model: Model) -> dict[str, Any]:

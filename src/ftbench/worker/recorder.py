@@ -82,19 +82,20 @@ class Recorder(TrainerCallback):
         self._thread: threading.Thread | None = None
         self._values: torch.Tensor | None = None
         self._graphs = 0
+        self._finished = False
 
     # --- hooks of the trainer, in the order of a step ----------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._device.type == "cuda":
             self._values = torch.empty((state.max_steps + 1, 2), dtype=torch.float32, pin_memory=True)
+        if self._sampler:
+            self._sampler.take()
         self.clock.wait()
         self.memory.reset()
         self._origin_mark = self._mark = self.clock.mark()
         self._origin = self._host_mark = time.perf_counter()
         self.position = "data"
-        if self._sampler:
-            self._sampler.take()
         self._thread = threading.Thread(target=self._run, name="ftbench-recorder", daemon=True)
         self._thread.start()
 
@@ -168,13 +169,20 @@ class Recorder(TrainerCallback):
         )  # fmt: skip
         self.memory.reset()
         self._pending.append(_Pending(row, None, None, None, None, None))
-        self._mark, self._host_mark = self.clock.mark(), now
+        self.restart()
         self.position = "data"
+
+    def restart(self) -> None:
+        """The next step is timed from here: what was done since the last one is not part of it."""
+        self._mark, self._host_mark = self.clock.mark(), time.perf_counter()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits for the device, writes what is left and closes the file. Raises what the thread could not write."""
+        """Waits for the device, writes what is left and closes the file, once. Raises what could not be written."""
+        if self._finished:
+            return
+        self._finished = True
         with suppress(RuntimeError):  # a broken context has already raised where it broke
             self.clock.wait()
         self._stop.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<turn>")
 MAX_VOCABULARY = 16_384
@@ -15,8 +16,13 @@ CHAT_TEMPLATE = (
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Trains byte-level BPE on the sample data set and saves it beside a model of `vocab_size` in `folder`. The same
-    text gives the same tokenizer; ids stay below `vocab_size`."""
+    """Saves the tokenizer beside a model of `vocab_size` in `folder`."""
+    build_tokenizer(vocab_size).save_pretrained(folder)
+
+
+def build_tokenizer(vocab_size: int) -> Any:
+    """Byte-level BPE trained on the sample data set. The same text gives the same tokenizer; ids stay below
+    `vocab_size`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -30,9 +36,9 @@ def save_tokenizer(folder: Path, vocab_size: int) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(), trainer)
-    PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
-    ).save_pretrained(folder)
+    )
 
 
 def _texts() -> list[str]:

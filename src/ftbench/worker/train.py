@@ -10,7 +10,7 @@ from transformers import TrainerCallback, set_seed
 
 from ftbench.errors import NotAppliedError
 from ftbench.machine import handle_of, nvml_module
-from ftbench.rundir import RunDir, StepsWriter, write_json
+from ftbench.rundir import RunDir, StepsWriter, read_json, write_json
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import applied, methods, models, optimizations, trainer
 from ftbench.worker.data.prepare import prepare
@@ -18,6 +18,7 @@ from ftbench.worker.meters import meters
 from ftbench.worker.phases import Phases
 from ftbench.worker.recorder import Recorder
 from ftbench.worker.sampler import Sampler
+from ftbench.worker.tokenizer import build_tokenizer
 
 
 class Run:
@@ -42,14 +43,16 @@ class Run:
 def train(run: Run) -> None:
     """Trains the spec and leaves applied.json and steps.csv. Raises what goes wrong."""
     spec, phases = run.spec, run.phases
+    models.check_device(read_json(run.directory.machine).get("gpu"))
     method = methods.load(spec.method.name)
 
     phases.enter("make_weights")
     source = models.source_of(spec.model)
     phases.enter("prepare_data")
     config = models.load_config(spec.model, source)
-    tokenizer = models.load_tokenizer(spec.model, source)
     vocabulary = config.get_text_config().vocab_size
+    synthetic = spec.dataset.name == "synthetic"
+    tokenizer = build_tokenizer(vocabulary) if synthetic else models.load_tokenizer(spec.model, source)
     data = prepare(spec.dataset, tokenizer, vocabulary, spec.train.batch_size)
 
     phases.enter("load")
@@ -98,6 +101,7 @@ class _AfterFirstStep(TrainerCallback):
         self._run.write_facts(**applied.of_trainer(self._loop, spec))
         found = [p for module in optimizations.modules().values() for p in module.proof(self._loop.model, spec)]
         _demand(self._run, found + trainer.proof(self._loop, spec))
+        self._loop.restart_clock()  # the proof is no part of the second step
 
 
 def _demand(run: Run, problems: list[str]) -> None:

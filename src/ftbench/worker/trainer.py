@@ -55,9 +55,26 @@ class Trainer(SFTTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._phases.within("evaluate"):
             self._recorder.evaluation_begin()
+            self._evaluated: list[torch.Tensor] = []
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-            self._recorder.evaluation_end(self.state.global_step, self.state.epoch, metrics.get("eval_loss"))
+            self._recorder.evaluation_end(self.state.global_step, self.state.epoch, self._evaluation_loss())
         return metrics
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().prediction_step(*args, **kwargs)
+        self._evaluated.append(result[0])
+        return result
+
+    def _evaluation_loss(self) -> float | None:
+        """Mean loss per label token. The trainer's own `eval_loss` weights batches by samples, so that it depends on
+        the batch size."""
+        labels = [batch.labels for batch in self._recorder.batches]
+        pairs = [(n, float(loss)) for n, loss in zip(labels, self._evaluated, strict=True) if n]
+        return sum(n * loss for n, loss in pairs) / sum(n for n, _ in pairs) if pairs else None
+
+    def restart_clock(self) -> None:
+        """The next step is timed from here."""
+        self._recorder.restart()
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted here: the default walks over all parameters at each micro-batch."""
@@ -108,6 +125,7 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         logging_nan_inf_filter=False,  # it waits for the device at every micro-batch
         save_strategy="no",
         report_to="none",
+        router_aux_loss_coef=0.0,  # a loss in nats per token; trl would add each micro-batch's balancing loss undivided
         disable_tqdm=True,
         **PRECISION[train.precision],
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from ftbench.core import lengths
 from ftbench.errors import DataError, SpecError
@@ -31,48 +32,72 @@ class Prepared:
 
 def prepare(dataset: Dataset, tokenizer: Any, vocab_size: int, batch_size: int) -> Prepared:
     """Reads, draws, formats and tokenises. Raises DataError for rows that cannot be used."""
-    warnings: list[str] = []
     if dataset.name == "synthetic":
         samples = synthetic.draw(dataset, (dataset.samples or 0) + dataset.eval_samples, vocab_size)
-        left_out = 0
+        warnings: list[str] = []
     else:
-        samples, left_out = _from_rows(dataset, tokenizer)
+        samples, warnings = _from_rows(dataset, tokenizer)
         if not tokenizer.chat_template:
             warnings.append("the tokenizer has no chat template: turns are separated by empty lines")
-    if left_out:
-        warnings.append(f"{left_out} rows of {dataset.name} without text were left out")
     cut = len(samples) - dataset.eval_samples
     train, evaluation = samples[:cut], samples[cut:]
-    _check_labels(train, dataset)
     return Prepared(train, evaluation, _describe(dataset, train, evaluation, batch_size), warnings)
 
 
-def _from_rows(dataset: Dataset, tokenizer: Any) -> tuple[list[Tokens], int]:
+def _from_rows(dataset: Dataset, tokenizer: Any) -> tuple[list[Tokens], list[str]]:
     """Rows in the order of a seeded permutation (the one that `datasets.Dataset.shuffle` uses), as many as asked for.
-    A row without text is an error in a file, and left out of a public data set."""
+
+    A row without text is an error in a file, and left out of a public data set. A sample whose answer lies beyond
+    max_length would carry no loss: it is left out and counted, and the next row takes its place.
+    """
     rows = open_rows(dataset)
     format_name = _format(dataset, rows)
-    wanted = len(rows) if dataset.samples is None else dataset.samples + dataset.eval_samples
-    if wanted > len(rows) or dataset.eval_samples >= wanted:
-        raise SpecError(
-            f"dataset: {dataset.name} has {len(rows):,} rows, too few for {dataset.samples or 1:,} samples and "
-            f"{dataset.eval_samples:,} to evaluate on: lower dataset.samples or dataset.eval_samples"
-        )
     if dataset.name == "file":
         for index in range(len(rows)):
             _example(rows, index, format_name)
+    wanted = len(rows) if dataset.samples is None else dataset.samples + dataset.eval_samples
     samples: list[Tokens] = []
-    left_out = 0
+    empty = silent = 0
     for index in np.random.default_rng(dataset.seed).permutation(len(rows)).tolist():
         if len(samples) == wanted:
             break
         try:
             found = _example(rows, index, format_name)
         except DataError:
-            left_out += 1
+            empty += 1
             continue
-        samples.append(tokenise(tokenizer, found, dataset.max_length, dataset.loss_on))
-    return samples, left_out
+        tokens = _tokens(rows, index, found, dataset, tokenizer)
+        if all(label == IGNORE for label in tokens.labels[1:]):
+            silent += 1
+            continue
+        samples.append(tokens)
+    _check_count(dataset, len(rows), len(samples), silent)
+    told = [(empty, "without text"), (silent, f"whose answer lies beyond max_length {dataset.max_length}")]
+    return samples, [f"{count} rows of {dataset.name} {why} were left out" for count, why in told if count]
+
+
+def _check_count(dataset: Dataset, rows: int, usable: int, silent: int) -> None:
+    if not usable:
+        raise DataError(
+            f"dataset {dataset.name}: no token carries loss within max_length {dataset.max_length}: the prompts "
+            "fill it. Raise dataset.max_length or set dataset.loss_on=all"
+        )
+    needed = (dataset.samples or 1) + dataset.eval_samples
+    if usable < needed:
+        raise SpecError(
+            f"dataset: {dataset.name} has {rows:,} rows"
+            + (f", {silent:,} of them with their answer beyond max_length" if silent else "")
+            + f": too few for {dataset.samples or 1:,} samples and {dataset.eval_samples:,} to evaluate on. "
+            "Lower dataset.samples or dataset.eval_samples"
+        )
+
+
+def _tokens(rows: Rows, index: int, found: Example, dataset: Dataset, tokenizer: Any) -> Tokens:
+    try:
+        return tokenise(tokenizer, found, dataset.max_length, dataset.loss_on)
+    except (TypeError, ValueError, TemplateError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise DataError(f"{rows.where(index)}: the tokenizer or its chat template refuses it ({reason})") from None
 
 
 def _format(dataset: Dataset, rows: Rows) -> str:
@@ -86,15 +111,6 @@ def _example(rows: Rows, index: int, format_name: str) -> Example:
         return example(rows[index], format_name)
     except BadRow as error:
         raise DataError(f"{rows.where(index)}: {error} (format {format_name})") from None
-
-
-def _check_labels(samples: Sequence[Tokens], dataset: Dataset) -> None:
-    without = sum(all(label == IGNORE for label in sample.labels[1:]) for sample in samples)
-    if without == len(samples):
-        raise DataError(
-            f"dataset {dataset.name}: no token carries loss within max_length {dataset.max_length}: the prompts "
-            "fill it. Raise dataset.max_length or set dataset.loss_on=all"
-        )
 
 
 def _describe(

@@ -111,7 +111,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, line {number}: not JSON ({error}); each line is one object") from None
         yield number, _object(path, f"line {number}", row)
 
@@ -123,8 +123,8 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(
             f"{path}, line {error.lineno}: not JSON ({error.msg}); for one object a line name it .jsonl"
         ) from None
-    except RecursionError:
-        raise DataError(f"{path}: nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(data, list):
         raise DataError(f"{path}: must hold a list of objects, not {type(data).__name__}")
     for number, row in enumerate(data, start=1):
@@ -138,6 +138,7 @@ def _object(path: Path, where: str, row: Any) -> dict[str, Any]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    csv.field_size_limit(2**31 - 1)  # a text may be longer than the 128 KiB that csv allows by itself
     reader = csv.reader(line for _, line in _lines(path))
     try:
         names = next(reader, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from ftbench.worker.data.formats import Example
@@ -41,31 +42,50 @@ def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Each assistant turn's tokens are those by which the dialogue grows when the turn is added to what stands before
-    it, the template's opening of an answer included in what stands before."""
+    """Each assistant turn carries loss from where the template opens an answer to its closing tokens.
+
+    An answer begins where the dialogue before it, opened for an answer, stops being its beginning; it ends before the
+    part that stays when the answer is replaced, plus the tokens that close the last answer if they follow here too.
+    Templates write a turn differently once another follows, so no shorter dialogue can be trusted to be a prefix.
+    """
     ids = _template(tokenizer, messages, answer=False)
     labels = [IGNORE] * len(ids)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    closing = ids[_end_of_content(tokenizer, messages, answers[-1], ids) :] if answers[-1] == len(messages) - 1 else []
+    for turn in answers:
         begin = _common(ids, _template(tokenizer, messages[:turn], answer=True)) if turn else 0
-        last = turn == len(messages) - 1
-        end = len(ids) if last else _common(ids, _template(tokenizer, messages[: turn + 1], answer=False))
+        end = len(ids) if turn == len(messages) - 1 else _end_of_content(tokenizer, messages, turn, ids)
+        end += _common(ids[end:], closing)
         labels[begin:end] = ids[begin:end]
     return ids, labels
 
 
+def _end_of_content(tokenizer: Any, messages: Sequence[dict[str, str]], turn: int, ids: list[int]) -> int:
+    """Where the text of a turn ends: what comes after it is what stays the same with another text."""
+    other = [
+        *messages[:turn],
+        messages[turn] | {"content": "?" + messages[turn]["content"] + " ?"},
+        *messages[turn + 1 :],
+    ]
+    return len(ids) - _common(ids[::-1], _template(tokenizer, other, answer=False)[::-1])
+
+
 def _template(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
     return list(
-        tokenizer.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=answer, return_dict=False)
+        tokenizer.apply_chat_template(
+            list(messages), tokenize=True, add_generation_prompt=answer, return_dict=False, strftime_now=_fixed_date
+        )
     )
 
 
-def _common(longer: list[int], shorter: list[int]) -> int:
-    """Length of the common beginning: a template may write a turn differently once another follows."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(longer, shorter, strict=False)) if a != b), min(len(longer), len(shorter))
-    )
+def _fixed_date(pattern: str) -> str:
+    """Some templates write today's date into each prompt; runs of two days would train on different tokens."""
+    return date(2025, 1, 1).strftime(pattern)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:

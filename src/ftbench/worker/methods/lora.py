@@ -44,7 +44,8 @@ def expert_parameters(model: Any) -> list[str]:
 
 
 def proof(model: Any, spec: Experiment) -> list[str]:
-    """Every adapter asked for by name is there, and only adapters (and biases, if asked) are trained."""
+    """Adapters of the rank asked for are there, and only they (and biases, if asked) are trained. Target names that
+    match nothing are warnings: `unmatched_targets`."""
     method: Any = spec.method
     found = []
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -54,6 +55,13 @@ def proof(model: Any, spec: Experiment) -> list[str]:
     others = [name for name in trained if "lora_" not in name and not name.endswith("bias")]
     if others:
         found.append(f"method {method.name}: {others[0]} and {len(others) - 1} more base weights are trained")
+    for name, module in model.named_modules():
+        if "experts" in name:  # peft doubles the rank there where a matrix holds gate and up together
+            continue
+        rank = getattr(module, "r", None)
+        if isinstance(rank, dict) and rank and set(rank.values()) != {method.rank}:
+            found.append(f"method {method.name}: {name} has rank {set(rank.values())}, not {method.rank}")
+            break
     if method.experts and not any(".experts." in name for name in adapters):
         found.append(f"method {method.name}: method.experts is on and no expert has an adapter")
     return found

@@ -23,8 +23,14 @@ def quantization(method: Qlora) -> BitsAndBytesConfig:
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    checkpointing = spec.optimizations.gradient_checkpointing
-    return lora.adapt(prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing), spec)
+    """The quantised model with adapters. peft's preparation casts all that is not quantised to float32; the fused
+    experts of a mixture of experts are not, and would double, so such a model is only frozen."""
+    if any("experts" in name and parameter.ndim == 3 for name, parameter in model.named_parameters()):
+        model.requires_grad_(False)
+    else:
+        checkpointing = spec.optimizations.gradient_checkpointing
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
+    return lora.adapt(model, spec)
 
 
 def proof(model: Any, spec: Experiment) -> list[str]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ftbench.spec.experiment import Experiment
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The decoder's layers: the longest list of modules in the model."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return list(max(lists, key=len, default=()))
+    """The decoder's layers, under whatever wraps the model."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return list(base.get_decoder().layers)
 
 
 def apply(model: Any, spec: Experiment) -> None:
