@@ -94,6 +94,19 @@ def test_a_claim_never_takes_a_directory_that_exists(tmp_path):
     assert runs[0].path.parent == tmp_path / "exp"
 
 
+def test_a_claimed_run_is_running_at_once_and_interrupted_when_its_owner_is_gone(tmp_path):
+    program = "import sys, pathlib; from ftbench.rundir import claim; claim(pathlib.Path(sys.argv[1]), 'exp', 'slug')"
+    run = claim(tmp_path, "exp", "slug")
+    assert names(run.path) == [".reserve", "state.json"]
+    assert read_state(run)["state"] == "running"
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True)
+    runs = find_runs(tmp_path)
+    assert [(found.run_id, read_state(found)["state"]) for found in runs] == [
+        ("slug-r1", "running"),
+        ("slug-r2", "interrupted"),
+    ]
+
+
 def test_a_claim_does_not_write_into_what_somebody_else_left(tmp_path):
     (tmp_path / "exp" / "slug-r1").mkdir(parents=True)
     (tmp_path / "exp" / "slug-r2").write_text("a file")
@@ -263,7 +276,9 @@ def test_a_run_that_ended_keeps_its_state(run, state):
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"state": "dancing"}', "[]"])
 def test_a_run_without_a_readable_state_is_an_error(run, content):
-    if content is not None:
+    if content is None:
+        run.state.unlink()
+    else:
         run.state.write_text(content)
     assert read_state(run) == {"state": "error", "reason": "state.json is missing or cannot be read"}
 

@@ -20,9 +20,10 @@ SPEC = {
     "measure": {"warmup": "auto"},
 }
 SHAPE = {
-    "base": 7_568_000_000,
-    "head": 622_000_000,
+    "base": 6_946_000_000,
     "base_trained": 0,
+    "head": 622_000_000,
+    "head_trained": 0,
     "adapters": 22_000_000,
     "attention_width": [4096] * 36,
     "windows": [None] * 36,
@@ -32,10 +33,17 @@ APPLIED = {
     "matmul_shape": SHAPE,
     "product_precision": "bf16",
     "gradient_checkpointing": True,
+    "loss": "chunked_nll",
     "dataset": {"tokens": {"weighted_mean": 300.0}},
     "warnings": ["something was noticed"],
 }
-GPU = {"name": "NVIDIA H200", "idle_power_w": 75.0, "memory_used_before_gb": 0.5, "foreign_processes": 0}
+GPU = {
+    "name": "NVIDIA H200",
+    "idle_power_w": 75.0,
+    "memory_used_before_gb": 0.5,
+    "foreign_processes": 0,
+    "ecc_uncorrected": 0,
+}
 PHASES = [
     {"name": "import", "start_s": 0.0, "end_s": 3.0, "peak_memory_gb": 0.1},
     {"name": "load", "start_s": 3.0, "end_s": 10.0, "peak_memory_gb": 16.0, "peak_reserved_gb": 17.0},
@@ -53,6 +61,7 @@ def training(times=TIMES, **changed):
             elapsed_time_sec=float(ends[i]),
             phase="train",
             step_time_s=time,
+            data_time_s=0.05 * time,
             real_tokens=500 + i,
             padded_tokens=600 + i,
             label_tokens=100 + i,
@@ -92,6 +101,8 @@ def run(tmp_path):
         for name, content in contents.items():
             if content is not None:
                 write_json(getattr(made, name), content)
+            else:
+                getattr(made, name).unlink(missing_ok=True)  # a claim has written a state
         writer = StepsWriter(made.steps)
         writer.append(training() if rows is None else rows)
         writer.close()
@@ -166,7 +177,7 @@ def test_a_rate_of_something_unknown_is_unknown_and_not_nought(run):
 
 
 def per_token(length, passes=3):
-    """FLOPs of the shape above by hand: 4 N + 6 A and the causal attention of 36 layers."""
+    """FLOPs of the shape above by hand, without its head: 4 N + 6 A and the causal attention of 36 layers."""
     attention = passes * 36 * 2 * 2 * 4096 * length / 2
     return 4 * SHAPE["base"] + 6 * SHAPE["adapters"] + attention
 
@@ -174,18 +185,31 @@ def per_token(length, passes=3):
 def test_model_flops_count_real_tokens_against_the_dense_peak(run):
     made = run()
     found, frame = summarise(made), steady(made)
-    tflops = frame.real_tokens.sum() * per_token(300) / frame.step_time_s.sum() / 1e12
+    needed = frame.real_tokens.sum() * per_token(300) + frame.label_tokens.sum() * 4 * SHAPE["head"]
+    tflops = needed / frame.step_time_s.sum() / 1e12
     assert found.model_tflops == pytest.approx(tflops)
     assert found.mfu == pytest.approx(tflops / 989)
 
 
-def test_hardware_flops_count_padding_and_recomputation(run):
-    made = run()
+CHUNKED = ("label_tokens", 4 + 2)  # whose logits are computed, and FLOPs of each a weight of the head
+WHOLE = ("padded_tokens", 4)
+
+
+@pytest.mark.parametrize(("loss", "logits"), [("chunked_nll", CHUNKED), ("nll", WHOLE), (None, WHOLE)])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_hardware_flops_count_padding_and_recomputation(run, loss, logits, checkpointing):
+    made = run(applied=APPLIED | {"loss": loss, "gradient_checkpointing": checkpointing})
     found, frame = summarise(made), steady(made)
-    again = 2 * (SHAPE["base"] - SHAPE["head"]) + 2 * SHAPE["adapters"] + 36 * 4 * 4096 * 300 / 2
-    tflops = frame.padded_tokens.sum() * (per_token(300) + again) / frame.step_time_s.sum() / 1e12
-    assert found.hfu == pytest.approx(tflops / 989)
+    again = 2 * SHAPE["base"] + 2 * SHAPE["adapters"] + 36 * 4 * 4096 * 300 / 2
+    computed = frame.padded_tokens.sum() * (per_token(300) + again * checkpointing)
+    computed += frame[logits[0]].sum() * logits[1] * SHAPE["head"]
+    assert found.hfu == pytest.approx(computed / frame.step_time_s.sum() / 1e12 / 989)
     assert found.hfu > found.mfu
+
+
+@pytest.mark.parametrize("change", [{"loss": "nll"}, {"gradient_checkpointing": False}], ids=str)
+def test_model_flops_do_not_know_how_they_were_computed(run, change):
+    assert summarise(run(applied=APPLIED | change)).mfu == summarise(run()).mfu
 
 
 def test_a_share_above_the_peak_is_left_out_and_named(run):
@@ -207,7 +231,14 @@ def test_a_precision_without_a_known_peak_has_no_share(run):
     assert summarise(run(applied=APPLIED | {"product_precision": "fp32"})).mfu is None
 
 
-@pytest.mark.parametrize("missing", [{"matmul_shape": None}, {"dataset": {}}])
+OLD_SHAPE = {key: value for key, value in SHAPE.items() if key != "head_trained"}
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [{"matmul_shape": None}, {"dataset": {}}, {"matmul_shape": OLD_SHAPE}, {"matmul_shape": SHAPE | {"new": 1}}],
+    ids=["none", "no lengths", "older", "newer"],
+)
 def test_without_shape_or_lengths_there_are_no_flops(run, missing):
     found = summarise(run(applied=APPLIED | missing))
     assert (found.model_tflops, found.mfu) == (None, None)
@@ -253,10 +284,10 @@ def test_losses_are_the_first_the_last_and_the_last_evaluated(run):
 
 
 def test_a_loss_that_is_no_number_is_named_and_can_be_written(run, tmp_path):
-    losses = [2.0] * 10 + [math.nan] * 10
+    losses = [2.0] * 10 + [math.nan] * 5 + [2.0] + [math.inf] * 2 + [math.nan] * 2
     found = summarise(run([*training(loss=losses), evaluation(30.0, loss=math.inf)]))
     assert found.loss == {"first": 2.0, "last": 2.0, "eval": None}
-    assert [warning for warning in found.warnings if "loss is not a number from step 11" in warning]
+    assert "the loss is not a number in 9 steps, first in step 11" in found.warnings
     write_json(tmp_path / "summary.json", as_dict(found))
 
 
@@ -427,11 +458,38 @@ def test_a_gpu_that_was_not_free_is_named(run, change, told):
     assert bool(warned(run(machine={"gpu": GPU | change}), "was not free")) is told
 
 
+@pytest.mark.parametrize(("share", "told"), [(0.0, False), (0.09, False), (0.11, True), (0.5, True)])
+def test_waiting_for_batches_is_named(run, share, told):
+    found = warned(run(training(data_time_s=[share * time for time in TIMES])), "data-bound")
+    assert found == [f"data-bound: {share:.0%} of the steady window was spent waiting for batches"] * told
+
+
+def test_waiting_during_the_warmup_is_not_named(run):
+    assert not warned(run(training(data_time_s=[3.9, 1.4] + [0.0] * 18)), "data-bound")
+    assert warned(run(training(data_time_s=[0.0] * WARM + [0.2] * 18)), "data-bound")
+
+
+def test_waiting_that_nobody_measured_is_not_named(run):
+    assert not warned(run(training(data_time_s=[None] * 20)), "data-bound")
+
+
+@pytest.mark.parametrize(("errors", "told"), [(None, False), (0, False), (3, True)])
+def test_memory_errors_of_the_gpu_are_named(run, errors, told):
+    found = warned(run(machine={"gpu": GPU | {"ecc_uncorrected": errors}}), "uncorrected memory errors")
+    assert found == ["the GPU has counted 3 uncorrected memory errors: do not trust it"] * told
+
+
 # --- runs that ended early -------------------------------------------------------------------------------------------
 
 
+def test_a_run_that_was_just_claimed_is_running(tmp_path):
+    assert summarise(claim(tmp_path, "exp", "slug")).state == "running"
+
+
 def test_a_run_without_files_has_a_summary(tmp_path):
-    found = summarise(claim(tmp_path, "exp", "slug"))
+    claimed = claim(tmp_path, "exp", "slug")
+    claimed.state.unlink()
+    found = summarise(claimed)
     assert (found.name, found.run_id, found.state) == ("exp", "slug-r1", "error")
     assert found.steps == {"total": 0, "warmup": 0, "steady": 0}
     assert (found.first_step_s, found.mfu, found.samples_per_s, found.step_time_s) == (None, None, None, {})
@@ -440,7 +498,9 @@ def test_a_run_without_files_has_a_summary(tmp_path):
 
 @pytest.mark.parametrize("missing", ["spec_json", "applied", "machine", "phases", "state"])
 def test_any_file_may_be_missing(run, tmp_path, missing):
-    found = summarise(run(**{missing: None}))
+    made = run(**{missing: None})
+    assert not getattr(made, missing).exists()
+    found = summarise(made)
     assert found.steps["steady"] == 18
     assert found.tokens_per_s["real"] > 0
     write_json(tmp_path / "summary.json", as_dict(found))

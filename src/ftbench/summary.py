@@ -112,7 +112,7 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
     mistake in a count or in the table: it is named and the field stays empty."""
     shape, length = _shape(applied), summary.dataset.get("tokens", {}).get("weighted_mean")
     window = total(row.step_time_s for row in steady)
-    if shape is None or not length or not window or any(row.real_tokens is None for row in steady):
+    if shape is None or not length or not window or any(None in (row.real_tokens, row.label_tokens) for row in steady):
         return
     real, labels = total(row.real_tokens for row in steady), total(row.label_tokens for row in steady)
     model = flops.model_flops(shape, real, labels, length) / window

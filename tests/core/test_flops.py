@@ -6,30 +6,41 @@ from ftbench.core.flops import (
     MatmulShape,
     attention_per_token,
     hardware_flops,
+    head_per_token,
     linear_per_token,
     linear_recompute_per_token,
     model_flops,
 )
 
 
-def shape(base=1000, head=100, base_trained=0, adapters=0, widths=(), windows=None):
-    return MatmulShape(base, head, base_trained, adapters, tuple(widths), tuple(windows or [None] * len(widths)))
+def shape(base=1000, base_trained=0, head=100, head_trained=0, adapters=0, widths=(), windows=None):
+    return MatmulShape(
+        base, base_trained, head, head_trained, adapters, tuple(widths), tuple(windows or [None] * len(widths))
+    )
 
 
 def test_full_training_takes_six_flops_a_weight_and_token():
     assert linear_per_token(shape(base=1000, base_trained=1000)) == 6 * 1000
+    assert head_per_token(shape(head=100, head_trained=100)) == 6 * 100
 
 
 def test_lora_takes_four_flops_a_frozen_weight_and_six_an_adapter_weight():
     assert linear_per_token(shape(base=1000, adapters=10)) == 4 * 1000 + 6 * 10
+    assert head_per_token(shape(head=100, adapters=10)) == 4 * 100
 
 
 def test_partly_trained_weights_lie_between():
     assert linear_per_token(shape(base=1000, base_trained=250)) == 4 * 1000 + 2 * 250
+    assert head_per_token(shape(head=100, head_trained=25)) == 4 * 100 + 2 * 25
+
+
+def test_the_output_head_and_the_layers_are_counted_apart():
+    assert linear_per_token(shape(head=100, head_trained=100)) == linear_per_token(shape(head=0))
+    assert head_per_token(shape(base=1000, base_trained=1000, adapters=10)) == head_per_token(shape(base=0))
 
 
 def test_recomputation_is_one_forward_pass_without_the_output_head():
-    assert linear_recompute_per_token(shape(base=1000, head=100, adapters=10)) == 2 * (900 + 10)
+    assert linear_recompute_per_token(shape(base=900, head=100, adapters=10)) == 2 * (900 + 10)
 
 
 def causal_attention(length, width, window):
@@ -68,18 +79,58 @@ def test_layers_add_up():
 
 def test_model_flops_do_not_know_of_padding_or_recomputation():
     one = shape(adapters=10, widths=[8])
-    assert model_flops(one, 500, 40) == 500 * (linear_per_token(one) + attention_per_token(one, 40))
+    layers = linear_per_token(one) + attention_per_token(one, 40)
+    assert model_flops(one, 500, 200, 40) == 500 * layers + 200 * head_per_token(one)
+
+
+def test_logits_count_for_the_tokens_that_carry_loss_only():
+    one = shape(widths=[8])
+    assert model_flops(one, 500, 0, 40) == model_flops(shape(head=0, widths=[8]), 500, 500, 40)
+    assert model_flops(one, 500, 3, 40) - model_flops(one, 500, 2, 40) == 4 * 100
 
 
 def test_hardware_flops_count_recomputation_once():
     one = shape(adapters=10, widths=[8])
-    plain, again = hardware_flops(one, 100, 40, recompute=False), hardware_flops(one, 100, 40, recompute=True)
-    assert plain == 100 * (linear_per_token(one) + attention_per_token(one, 40))
+    plain, again = (hardware_flops(one, 100, 30, 40, recompute, head_recompute=False) for recompute in (False, True))
+    assert plain == 100 * (linear_per_token(one) + attention_per_token(one, 40)) + 30 * head_per_token(one)
     assert again - plain == 100 * (linear_recompute_per_token(one) + attention_per_token(one, 40, passes=1))
+
+
+def test_a_loss_over_chunks_makes_the_logits_a_second_time_forward():
+    one = shape(head_trained=100, adapters=10, widths=[8])
+    plain, again = (hardware_flops(one, 100, 30, 40, False, head_recompute=chunked) for chunked in (False, True))
+    assert again - plain == 30 * 2 * 100
+
+
+COUNTS = st.integers(0, 10**6)
+SHAPES = st.integers(0, 4).flatmap(
+    lambda layers: st.builds(
+        lambda base, base_share, head, head_share, *rest: MatmulShape(
+            base, round(base * base_share), head, round(head * head_share), *rest
+        ),
+        st.integers(0, 10**9), st.floats(0, 1), st.integers(0, 10**9), st.floats(0, 1), st.integers(0, 10**7),
+        st.tuples(*[st.integers(0, 10**4)] * layers), st.tuples(*[st.none() | st.integers(1, 4096)] * layers),
+    )
+)  # fmt: skip
+
+
+@given(SHAPES, COUNTS, COUNTS, COUNTS, COUNTS, st.integers(1, 4096), st.integers(0, 4096), st.booleans(), st.booleans())
+def test_hardware_never_computes_less_than_the_model_needs(
+    one, tokens, padding, labels, other_logits, length, longer, recompute, head_recompute
+):
+    needed = model_flops(one, tokens, labels, length)
+    computed = hardware_flops(one, tokens + padding, labels + other_logits, length + longer, recompute, head_recompute)
+    assert computed >= needed * (1 - 1e-12)
+
+
+@given(SHAPES, COUNTS, COUNTS, st.integers(1, 4096))
+def test_without_padding_and_recomputation_both_are_the_same(one, tokens, labels, length):
+    computed = hardware_flops(one, tokens, labels, length, recompute=False, head_recompute=False)
+    assert computed == pytest.approx(model_flops(one, tokens, labels, length))
 
 
 def test_the_palm_formula_comes_out_for_a_dense_model():
     """PaLM, appendix B: 6 N + 12 L H Q T for a square; a causal product computes half of it."""
-    layers, heads, head_dim, length, weights = 32, 16, 64, 2048, 10**9
-    one = shape(base=weights, base_trained=weights, widths=[heads * head_dim] * layers)
-    assert model_flops(one, 1, length) == pytest.approx(6 * weights + 12 * layers * heads * head_dim * length / 2)
+    layers, heads, head_dim, length, weights, head = 32, 16, 64, 2048, 10**9, 10**8
+    one = shape(weights - head, weights - head, head, head, widths=[heads * head_dim] * layers)
+    assert model_flops(one, 1, 1, length) == pytest.approx(6 * weights + 12 * layers * heads * head_dim * length / 2)

@@ -57,6 +57,54 @@ def test_the_same_files_elsewhere_are_the_same_experiment(part):
     assert at("/home/me/data.jsonl") != at("/home/me/other.jsonl")
 
 
+@pytest.fixture
+def at(tmp_path):
+    """The fingerprint of a spec whose data file, or model's directory or config.json, is written so."""
+
+    def write(part, path, content):
+        path = tmp_path / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        section = {"dataset": {"name": "file"}, "model": {"id": "a/b"}, "directory": {"id": "a/b"}}[part]
+        named = path.parent if part == "directory" else path
+        return fingerprint(spec(**{part.replace("directory", "model"): section | {"path": str(named)}}))
+
+    return write
+
+
+PARTS = [("dataset", "data.jsonl"), ("model", "config.json"), ("directory", "model/config.json")]
+
+
+@pytest.mark.parametrize(("part", "name"), PARTS)
+def test_the_same_file_in_another_folder_is_the_same_experiment(at, part, name):
+    assert at(part, f"here/{name}", b'{"a": 1}') == at(part, f"there/deeper/{name}", b'{"a": 1}')
+
+
+@pytest.mark.parametrize(("part", "name"), PARTS)
+@pytest.mark.parametrize("edited", [b'{"a": 2}', b'{"a": 1}\n', b""], ids=["same size", "longer", "empty"])
+def test_an_edited_file_is_another_experiment(at, part, name, edited):
+    before = at(part, name, b'{"a": 1}')
+    assert at(part, name, edited) != before
+    assert at(part, name, b'{"a": 1}') == before
+
+
+@pytest.mark.parametrize("place", [0, 3_000_000 - 1], ids=["begin", "end"])
+def test_an_edit_at_either_end_of_a_large_file_is_seen(at, place):
+    content = bytearray(b"x" * 3_000_000)
+    before = at("dataset", "data.jsonl", content)
+    content[place : place + 1] = b"y"
+    assert at("dataset", "data.jsonl", content) != before
+
+
+@pytest.mark.parametrize("end", [b"x" * 3_000_000, b"x" * 10], ids=["large", "small"])
+def test_a_row_added_to_a_file_is_seen(at, end):
+    assert at("dataset", "data.jsonl", end) != at("dataset", "data.jsonl", end + b"x")
+
+
+def test_a_file_of_another_name_is_another_experiment(at):
+    assert at("dataset", "data.jsonl", b"{}") != at("dataset", "other.jsonl", b"{}")
+
+
 def test_the_order_of_keys_and_written_defaults_do_not_matter():
     assert fingerprint(spec(train={"seed": 42, "batch_size": 2})) == fingerprint(spec(train={"batch_size": 2}))
     assert fingerprint(spec(train={"batch_size": 2, "seed": 7})) == fingerprint(

@@ -1,7 +1,7 @@
 import pytest
 
 from ftbench.errors import SpecError
-from ftbench.spec.experiment import Experiment, refused_here, resolve
+from ftbench.spec.experiment import Experiment, impossible, refused_here, resolve
 from ftbench.spec.load import load
 from ftbench.spec.methods import PROJECTIONS
 
@@ -308,6 +308,9 @@ def test_code_of_a_model_is_allowed_at_a_commit(files):
     [
         ("{name: file}", "needs `path: FILE`"),
         ("{name: sample, path: x.jsonl}", "`path` goes with `name: file`, not with sample"),
+        ("{name: sample, format: alpaca}", "`format` goes with `name: file`: sample has its own"),
+        ("{name: wikipedia-ja, format: text}", "`format` goes with `name: file`: wikipedia-ja has its own"),
+        ("{name: synthetic, samples: 4, length: 8, format: text}", "`format` goes with `name: file`: synthetic has"),
         ("{name: synthetic, samples: 4}", "needs one of `length`, `mean_length` and `like`"),
         ("{name: synthetic, samples: 4, length: 8, mean_length: 9}", "needs one of"),
         ("{name: synthetic, length: 8}", "needs `samples`"),
@@ -335,6 +338,9 @@ def test_options_of_a_data_set_that_do_not_go_together_are_told(problems, datase
         ("train: {precision: fp16}\noptimizations: {fp8: rowwise}", "optimizations.fp8 goes with train.precision bf16"),
         ("method: {name: lora, experts: on, dropout: 0.1}", "method.experts goes with method.dropout 0"),
         ("measure: {eval: epoch}", "measure.eval: epoch needs dataset.eval_samples"),
+        ("method: qlora\ntrain: {precision: fp16}", "set train.precision to bf16 or fp32"),
+        ("method: {name: lora, targets: [q_proj, lm_head]}", "method.targets: lm_head cannot have an adapter"),
+        ("method: {name: qlora, targets: [model.lm_head]}", "method.targets: lm_head cannot have an adapter"),
     ],
 )
 def test_combinations_that_cannot_work_anywhere_are_refused(problems, text, sentence):
@@ -343,9 +349,38 @@ def test_combinations_that_cannot_work_anywhere_are_refused(problems, text, sent
     assert sentence in told
 
 
-def test_scaled_gradients_need_wider_weights(problems):
-    (told,) = problems("model: {id: a/b, dtype: float16}\nmethod: full\ntrain: {precision: fp16}\n")
-    assert "needs model.dtype float32" in told
+@pytest.mark.parametrize("targets", ["all-linear", "[q_proj, lm_head_norm]", "[lm_head.dense]"])
+def test_targets_that_are_not_the_output_head_are_allowed(spec, targets):
+    assert impossible(spec(f"method: {{name: lora, targets: {targets}}}")) == []
+
+
+def test_a_format_goes_with_a_file(spec):
+    assert spec("dataset: {name: file, path: a.jsonl, format: text}").dataset.format == "text"
+
+
+SCALED = "method: full\ntrain: {precision: fp16}\n"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scaled_gradients_need_wider_weights(problems, dtype):
+    (told,) = problems(f"model: {{id: a/b, dtype: {dtype}}}\n{SCALED}")
+    assert "full fine-tuning with train.precision fp16 scales gradients" in told
+    assert "set model.dtype to float32" in told
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((7, 5), False), (AMPERE, True), (HOPPER, True)])
+def test_scaled_gradients_of_weights_whose_type_the_machine_decides_are_refused_when_it_has(spec, capability, refused):
+    found = spec(SCALED)
+    assert impossible(found) == []
+    told = impossible(resolve(found, capability))
+    assert ["set model.dtype to float32" in sentence for sentence in told] == [True] * refused
+
+
+@pytest.mark.parametrize("text", [SCALED, "method: lora\ntrain: {precision: fp16}\n"])
+def test_scaled_gradients_of_wide_weights_and_of_adapters_are_allowed(files, text):
+    dtype = "float32" if text is SCALED else "float16"
+    found = load(files(spec=f"model: {{id: a/b, dtype: {dtype}}}\n{text}") / "spec.yaml")
+    assert [impossible(resolve(found, capability)) for capability in ((7, 5), HOPPER)] == [[], []]
 
 
 def test_several_impossible_combinations_are_told_together(problems):
@@ -372,8 +407,16 @@ def test_auto_is_bfloat16_where_the_gpu_has_it(spec, capability, dtype, precisio
 
 
 @pytest.mark.parametrize("capability", [None, HOPPER])
-def test_what_is_written_is_not_resolved_again(files, capability):
-    text = "model: {id: a/b, dtype: float16}\nmethod: {name: qlora, compute_dtype: float16}\ntrain: {precision: fp16}\n"
+@pytest.mark.parametrize(
+    ("method", "precision"),
+    [
+        ("lora", "fp16"),
+        ("{name: qlora, compute_dtype: float16}", "bf16"),
+        ("{name: qlora, compute_dtype: float16}", "fp32"),
+    ],
+)
+def test_what_is_written_is_not_resolved_again(files, capability, method, precision):
+    text = f"model: {{id: a/b, dtype: float16}}\nmethod: {method}\ntrain: {{precision: {precision}}}\n"
     spec = load(files(spec=text) / "spec.yaml")
     assert resolve(spec, capability) == spec
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from itertools import groupby
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from ftbench.errors import DataError, SpecError
 from ftbench.spec.datasets import Dataset
@@ -14,7 +17,7 @@ from ftbench.worker.data import synthetic
 from ftbench.worker.data.formats import BadRow, detect, example
 from ftbench.worker.data.prepare import prepare
 from ftbench.worker.data.tokens import IGNORE, tokenise
-from ftbench.worker.tokenizer import save_tokenizer
+from ftbench.worker.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,96 @@ def test_every_answer_of_a_dialogue_carries_loss_and_no_question_does(tokenizer)
     tokens = tokenise(tokenizer, example(row, "messages"), 128, "completion")
     learned = tokenizer.decode([label for label in tokens.labels if label != IGNORE])
     assert learned == "Hello.<eos>\nSee you.<eos>\n"
+
+
+# As Qwen3's: the last answer is opened by an empty thought, and is written without it once another turn follows.
+THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THOUGHT = "<think>\n\n</think>\n\n"
+CLOSED = "<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def thinking():
+    """A tokenizer whose template writes an answer differently when another turn follows."""
+    made = build_tokenizer(8192)
+    made.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    made.chat_template = THINKING
+    return made
+
+
+def learned_parts(tokenizer, *contents):
+    """What carries loss of a dialogue of user and assistant in turn, as text, each unbroken part by itself."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    tokens = tokenise(tokenizer, example({"messages": turns}, "messages"), 512, "completion")
+    assert all(label in (token, IGNORE) for token, label in zip(tokens.ids, tokens.labels, strict=True))
+    parts = groupby(tokens.labels, lambda label: label != IGNORE)
+    return [tokenizer.decode(list(labels)) for learned, labels in parts if learned]
+
+
+def test_a_template_that_writes_an_answer_differently_later_does_so_here(thinking):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    written, followed = (
+        thinking.apply_chat_template(dialogue, tokenize=False)
+        for dialogue in (turns, [*turns, {"role": "user", "content": "Bye"}])
+    )
+    assert not followed.startswith(written)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ("Hello.",),
+        ("Hello.", "See you."),
+        ("Hello.", "Yes.", "No.", "See you."),
+        ("Same.", "Same.", "Same."),
+        ("Hello!\n\n", "  See\nyou"),
+        ("こんにちは。", "さようなら"),
+        ("Who?", "What ?", "Why ? ?", "How??"),
+        ("Who !", "What ?"),
+        ("?", " ?", "!"),
+        ("user", "assistant", "<think>"),
+    ],
+    ids=str,
+)
+def test_every_answer_and_its_end_carry_loss_where_a_template_writes_it_differently_later(thinking, answers):
+    contents = [content for n, answer in enumerate(answers) for content in (f"Question {n} ?", answer)]
+    wanted = [*(answer + CLOSED for answer in answers[:-1]), THOUGHT + answers[-1] + CLOSED]
+    assert learned_parts(thinking, *contents) == wanted
+
+
+def test_answers_of_a_dialogue_that_ends_with_a_question_carry_loss_with_their_end(thinking):
+    assert learned_parts(thinking, "Hi", "Hello.", "And", "Yes.", "Bye") == ["Hello." + CLOSED, "Yes." + CLOSED]
+
+
+@pytest.mark.parametrize("answers", [("Hello.", "See you."), ("Who ?", "What ?"), ("Same.", "Same.")], ids=str)
+def test_every_answer_and_its_end_carry_loss_with_the_template_that_ships(tokenizer, answers):
+    first, last = answers
+    assert learned_parts(tokenizer, "Hi ?", first, "Bye ?", last) == [f"{first}<eos>\n", f"{last}<eos>\n"]
+
+
+def test_a_template_that_writes_the_date_gives_the_same_tokens_on_any_day(tokenizer, data_file, monkeypatch):
+    dated = "<turn>system\nToday is {{ strftime_now('%d %B %Y') }}.<eos>\n" + CHAT_TEMPLATE
+    monkeypatch.setattr(tokenizer, "chat_template", dated)
+    dataset = data_file([PAIR, PAIR | {"output": "Red."}])
+    plain, found = [], []
+    for day in (datetime(2024, 2, 29), datetime(2031, 12, 5)):
+
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz=None, day=day):
+                return day
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        plain.append(tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False))
+        found.append(prepare(dataset, tokenizer, 8192, 2))
+    assert ["29 February 2024" in plain[0], "05 December 2031" in plain[1]] == [True, True]  # the clock was set
+    assert found[0] == found[1]
+    assert "<turn>system\nToday is " in tokenizer.decode(found[0].train[0].ids)
 
 
 def test_share_gpt_turns_are_the_same_dialogue(tokenizer):
@@ -139,8 +232,92 @@ def test_samples_for_evaluation_are_never_trained_on(tokenizer, data_file):
 
 
 def test_asking_for_more_samples_than_there_are_is_refused(tokenizer, data_file):
-    with pytest.raises(SpecError, match=r"has 1 rows, too few .* lower dataset\.samples"):
+    with pytest.raises(SpecError, match=r"has 1 rows: too few for 5 samples and 0 to .* Lower dataset\.samples"):
         prepare(data_file([PAIR]).model_copy(update={"samples": 5}), tokenizer, 8192, 2)
+
+
+def test_setting_every_sample_aside_for_evaluation_is_refused(tokenizer, data_file):
+    with pytest.raises(SpecError, match=r"has 2 rows: too few for 1 samples and 2 to .* dataset\.eval_samples"):
+        prepare(data_file([PAIR] * 2).model_copy(update={"eval_samples": 2}), tokenizer, 8192, 2)
+
+
+LONG = "word " * 300
+
+
+@pytest.fixture
+def half_silent(data_file):
+    """Twenty pairs; the question of every second one fills max_length. With the order they are drawn in."""
+    rows = [PAIR | {"instruction": LONG if i % 2 else "Name a number.", "output": f"answer {i}"} for i in range(20)]
+    return data_file(rows), np.random.default_rng(42).permutation(20).tolist()
+
+
+def answers_of(tokenizer, samples):
+    return [tokenizer.decode([t for t in s.labels if t != IGNORE]).removesuffix("<eos>\n") for s in samples]
+
+
+@pytest.mark.parametrize(("samples", "evaluated"), [(5, 0), (4, 3), (10, 0), (None, 0), (None, 2)])
+def test_a_sample_whose_answer_lies_beyond_max_length_gives_way_to_the_next_row(
+    tokenizer, half_silent, samples, evaluated
+):
+    dataset, order = half_silent
+    found = prepare(dataset.model_copy(update={"samples": samples, "eval_samples": evaluated}), tokenizer, 8192, 2)
+    usable = [index for index in order if index % 2 == 0]
+    wanted = usable[: 10 if samples is None else samples + evaluated]
+    drawn = order if samples is None else order[: order.index(wanted[-1])]
+    left_out = sum(index % 2 for index in drawn)
+    assert left_out
+    assert answers_of(tokenizer, [*found.train, *found.evaluation]) == [f"answer {index}" for index in wanted]
+    assert len(found.evaluation) == evaluated
+    assert found.warnings == [f"{left_out} rows of file whose answer lies beyond max_length 128 were left out"]
+
+
+def test_samples_that_all_fit_are_not_warned_of(tokenizer, data_file):
+    assert prepare(data_file([PAIR] * 4), tokenizer, 8192, 2).warnings == []
+
+
+def test_an_answer_that_is_cut_is_kept(tokenizer, data_file):
+    found = prepare(data_file([PAIR | {"output": LONG}]), tokenizer, 8192, 2)
+    assert (found.description["truncated"], found.warnings) == (1, [])
+
+
+def test_a_question_that_fills_a_sample_is_kept_where_all_tokens_carry_loss(tokenizer, half_silent):
+    found = prepare(half_silent[0].model_copy(update={"loss_on": "all"}), tokenizer, 8192, 2)
+    assert (len(found.train), found.warnings) == (20, [])
+
+
+def test_too_few_rows_with_their_answer_within_max_length_are_refused(tokenizer, half_silent):
+    told = r"has 20 rows, 10 of them with their answer beyond max_length: too few for 11 samples"
+    with pytest.raises(SpecError, match=told):
+        prepare(half_silent[0].model_copy(update={"samples": 11}), tokenizer, 8192, 2)
+
+
+@pytest.mark.parametrize("template", [True, False], ids=["chat template", "none"])
+@pytest.mark.parametrize(
+    ("whole", "broken"),
+    [
+        (PAIR, PAIR | {"output": "half \ud83d"}),
+        (PAIR, PAIR | {"instruction": "\udc00 half"}),
+        ({"text": "once"}, {"text": "half \ud83d"}),
+    ],
+    ids=["answer", "question", "text"],
+)
+def test_half_a_character_is_refused_with_the_row_it_stands_in(
+    tokenizer, data_file, monkeypatch, whole, broken, template
+):
+    if not template:
+        monkeypatch.setattr(tokenizer, "chat_template", None)
+    dataset = data_file([whole] * 3, "half.jsonl")
+    with open(dataset.path, "a") as file:
+        file.write(json.dumps(broken) + "\n")  # as JSON escapes it, which is valid
+    with pytest.raises(DataError, match=r"half\.jsonl, line 4: the tokenizer or its chat template refuses it \("):
+        prepare(dataset, tokenizer, 8192, 2)
+
+
+def test_a_row_that_the_chat_template_refuses_is_named(tokenizer, data_file, monkeypatch):
+    refusing = "{% if messages[0].content == 'No' %}{{ raise_exception('not this one') }}{% endif %}" + CHAT_TEMPLATE
+    monkeypatch.setattr(tokenizer, "chat_template", refusing)
+    with pytest.raises(DataError, match=r"data\.jsonl, line 2: .* refuses it \(not this one\)"):
+        prepare(data_file([PAIR, PAIR | {"instruction": "No"}]), tokenizer, 8192, 2)
 
 
 def test_prompts_that_fill_every_sample_are_refused(tokenizer, data_file):

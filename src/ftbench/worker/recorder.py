@@ -1,7 +1,7 @@
 """The callback that records every optimizer step into steps.csv: time, memory, tokens, loss, energy.
 
 Nothing here waits for the device inside a step. Marks are events in the stream, the loss and the gradient norm are
-copied to the host asynchronously, and a thread at ten times a second reads what has passed, joins it with the
+copied to the host asynchronously, and a thread reads twice a second what has passed, joins it with the
 driver's samples and appends whole lines. A killed run therefore keeps all but the last moments.
 
 Standard library, torch and transformers only: a framework's own environment can run it.
@@ -26,7 +26,7 @@ from ftbench.rundir import StepsWriter
 from ftbench.worker.meters import meters, resident_gb
 from ftbench.worker.sampler import Sampler
 
-TICK_S = 0.1
+TICK_S = 0.5  # each tick takes the interpreter lock from a training thread that may be waiting to launch kernels
 
 
 @dataclass(slots=True)

@@ -96,7 +96,7 @@ def _tokens(rows: Rows, index: int, found: Example, dataset: Dataset, tokenizer:
     try:
         return tokenise(tokenizer, found, dataset.max_length, dataset.loss_on)
     except (TypeError, ValueError, TemplateError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{rows.where(index)}: the tokenizer or its chat template refuses it ({reason})") from None
 
 

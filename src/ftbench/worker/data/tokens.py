@@ -51,7 +51,9 @@ def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int]
     ids = _template(tokenizer, messages, answer=False)
     labels = [IGNORE] * len(ids)
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    closing = ids[_end_of_content(tokenizer, messages, answers[-1], ids) :] if answers[-1] == len(messages) - 1 else []
+    until = messages[: answers[-1] + 1]
+    ended = ids if len(until) == len(messages) else _template(tokenizer, until, answer=False)
+    closing = ended[_end_of_content(tokenizer, until, answers[-1], ended) :]
     for turn in answers:
         begin = _common(ids, _template(tokenizer, messages[:turn], answer=True)) if turn else 0
         end = len(ids) if turn == len(messages) - 1 else _end_of_content(tokenizer, messages, turn, ids)
@@ -61,12 +63,10 @@ def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int]
 
 
 def _end_of_content(tokenizer: Any, messages: Sequence[dict[str, str]], turn: int, ids: list[int]) -> int:
-    """Where the text of a turn ends: what comes after it is what stays the same with another text."""
-    other = [
-        *messages[:turn],
-        messages[turn] | {"content": "?" + messages[turn]["content"] + " ?"},
-        *messages[turn + 1 :],
-    ]
+    """Where the text of a turn ends: what comes after it is what stays the same with a text that ends otherwise."""
+    content = messages[turn]["content"]
+    mark = "!" if content.rstrip().endswith("?") else "?"
+    other = [*messages[:turn], messages[turn] | {"content": f"{content} {mark}"}, *messages[turn + 1 :]]
     return len(ids) - _common(ids[::-1], _template(tokenizer, other, answer=False)[::-1])
 
 
