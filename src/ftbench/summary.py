@@ -56,7 +56,7 @@ def summarise(run: RunDir) -> RunSummary:
         _speed(summary, steady)
         _flops(summary, steady, applied, machine)
         _energy(summary, steady, machine)
-    summary.warnings += _checks(everything, train, warm, machine)
+    summary.warnings += _checks(everything, train, warm, machine, ended_well=state["state"] == "ok")
     return summary
 
 
@@ -233,13 +233,19 @@ def _phases(
     return found
 
 
-def _checks(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, machine: dict[str, Any]) -> list[str]:
+def _checks(
+    everything: Sequence[StepRow],
+    train: Sequence[StepRow],
+    warm: int,
+    machine: dict[str, Any],
+    ended_well: bool,
+) -> list[str]:
     """What makes the figures weak, as sentences."""
     found = []
     steady = train[warm:]
     if broken := [row.step for row in train if row.loss is not None and not math.isfinite(row.loss)]:
         found.append(f"the loss is not a number in {len(broken)} steps, first in step {broken[0]}")
-    if train and len(steady) < stats.MINIMUM_STEADY:
+    if ended_well and len(steady) < stats.MINIMUM_STEADY:
         found.append(
             f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on"
         )
