@@ -7,10 +7,12 @@ import math
 
 import pytest
 
-from ftbench.errors import NotAppliedError, SpecError
+from ftbench.errors import MissingError, NotAppliedError, SpecError
 from ftbench.rundir import read_json, read_steps
+from ftbench.spec.experiment import Model
 from ftbench.summary import summarise
 from ftbench.worker import trainer
+from ftbench.worker.random_weights import materialise
 
 METHODS = [{"name": "lora"}, {"name": "qlora"}, {"name": "full"}]
 
@@ -203,3 +205,16 @@ def test_phases_are_contiguous_and_name_what_was_done(train_here):
 
 def test_the_adapter_is_kept_when_asked_for(train_here):
     assert (train_here(measure={"save_adapter": True}).adapter / "adapter_model.safetensors").is_file()
+
+
+def test_a_local_directory_is_loaded_as_published_weights_are(train_here, cache):
+    """The same files through `weights: pretrained` and a path give the same losses as the random model they are of."""
+    random = Model(id="tiny/qwen3", weights="random", dtype="float32")
+    local = {"id": "mine/tiny", "weights": "pretrained", "path": str(materialise(random))}
+    assert [r.loss for r in rows_of(train_here(model=local))] == [r.loss for r in rows_of(train_here())]
+
+
+def test_a_model_that_cannot_be_reached_is_a_sentence_with_ways_out(train_here, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(MissingError, match=r"cannot be loaded: .* set model\.weights=random"):
+        train_here(model={"id": "nobody/nothing", "weights": "pretrained"})
