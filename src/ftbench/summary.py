@@ -54,7 +54,7 @@ def summarise(run: RunDir) -> RunSummary:
         summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
     if steady:
         _speed(summary, steady)
-        _flops(summary, steady, applied, machine)
+        _flops(summary, steady, applied)
         _energy(summary, steady, machine)
     summary.warnings += _checks(everything, train, warm, machine, ended_well=state["state"] == "ok")
     return summary
@@ -107,7 +107,7 @@ def _rate(counts: Sequence[int | None], window: float) -> float | None:
     return None if None in counts else total(counts) / window
 
 
-def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
+def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> None:
     """Model TFLOP/s from real tokens, and against the dense peak of the precision used. A share above 100 % is a
     mistake in a count or in the table: it is named and the field stays empty."""
     shape, length = _shape(applied), summary.dataset.get("tokens", {}).get("weighted_mean")

@@ -46,7 +46,7 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
 def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
     """What the trainer made of its arguments: the optimizer's state, gradient checkpointing and compiled graphs exist
     only once training has begun, so this is read again after the first step."""
-    optimizer = _innermost(trainer.optimizer)
+    optimizer = innermost(trainer.optimizer)
     state: Counter[str] = Counter()
     for values in (optimizer.state if optimizer is not None else {}).values():
         for name, value in values.items():
@@ -179,7 +179,8 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
+    """The optimizer itself, under what accelerate wraps around it."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-GIB = 2**30
+from ftbench.core.units import GIB
 
 
 class Clock(Protocol):

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-GIB = 2**30
+from ftbench.core.units import GIB
+
 # nvml.h, nvmlClocksEventReasons; idle (0x1) and the display's own clock (0x100) say nothing about a training run.
 THROTTLE = {
     0x02: "application_clocks", 0x04: "sw_power_cap", 0x08: "hw_slowdown", 0x10: "sync_boost",

@@ -10,6 +10,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.applied import innermost
 from ftbench.worker.data.collate import CountingCollator
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import Tokens
@@ -139,9 +140,7 @@ def _dataset(samples: list[Tokens]) -> Dataset:
 def proof(trainer: Trainer, spec: Experiment) -> list[str]:
     """Optimizer and precision as asked for, read from the objects that will do the work."""
     found = []
-    optimizer = trainer.optimizer
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    optimizer = innermost(trainer.optimizer)
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     wanted = OPTIMIZERS[spec.train.optimizer]
     if not name.startswith(wanted[0]) or not name.endswith(wanted[1]):
