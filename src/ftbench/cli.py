@@ -13,6 +13,7 @@ from ftbench import __version__
 from ftbench.errors import INTERRUPTED, FtbenchError
 
 if TYPE_CHECKING:
+    from ftbench.launch.follow import Follower
     from ftbench.rundir import RunDir
 
 app = typer.Typer(
@@ -77,18 +78,14 @@ class _Progress:
     """One line on stderr that follows the run, on a terminal only."""
 
     def __init__(self) -> None:
-        self._run: RunDir | None = None
         self._live = sys.stderr.isatty()
 
     def start(self, run: RunDir) -> None:
-        self._run = run
         print(f"run {run.path}", file=sys.stderr)
 
-    def tick(self) -> None:
-        if self._live and self._run:
-            from ftbench.runner import progress
-
-            print(f"\r\033[K  {progress(self._run)}", end="", file=sys.stderr, flush=True)
+    def tick(self, follower: Follower) -> None:
+        if self._live:
+            print(f"\r\033[K  {follower.text()}", end="", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         if self._live:
