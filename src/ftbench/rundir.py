@@ -68,7 +68,7 @@ def claim(out: Path, experiment: str, slug: str) -> RunDir:
             with suppress(FileExistsError):
                 return claim_at(parent / f"{slug}-r{repeat}")
     except OSError as error:
-        raise _disk(parent, error) from None
+        raise disk_error(parent, error) from None
     raise MissingError(f"{parent} already holds 100,000 runs of {slug}: choose another --out")
 
 
@@ -84,7 +84,7 @@ def claim_at(path: Path) -> RunDir:
     except FileExistsError:
         raise
     except OSError as error:
-        raise _disk(path, error) from None
+        raise disk_error(path, error) from None
     return run
 
 
@@ -99,13 +99,13 @@ def supersede(run: RunDir) -> RunDir:
             number += 1
         run.path.rename(target)
     except OSError as error:
-        raise _disk(run.path, error) from None
+        raise disk_error(run.path, error) from None
     return RunDir(target)
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: Any, indent: int | None = 1) -> None:
     """Replaces `path` with a JSON document, as `write_text` does."""
-    write_text(path, json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(data, ensure_ascii=False, indent=indent, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -122,7 +122,7 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _disk(path, error) from None
+        raise disk_error(path, error) from None
 
 
 def _write_through(path: Path, text: str) -> None:
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _disk(path: Path, error: OSError) -> MissingError:
+def disk_error(path: Path, error: OSError) -> MissingError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere with --out")
     return MissingError(f"{path}: cannot be written ({error.strerror}); write elsewhere with --out")
@@ -157,7 +157,7 @@ class StepsWriter:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.write(self._file, rows.header().encode())
         except OSError as error:
-            raise _disk(path, error) from None
+            raise disk_error(path, error) from None
 
     def append(self, steps: Iterable[rows.StepRow]) -> None:
         data = "".join(map(rows.to_csv, steps)).encode()
@@ -165,7 +165,7 @@ class StepsWriter:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            raise _disk(self._path, error) from None
+            raise disk_error(self._path, error) from None
 
     def close(self) -> None:
         try:

@@ -35,10 +35,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to run: a resolved spec, and the file and the changes to it that it came from."""
+    """What to run: a resolved spec, the text of the file that it came from, and the changes to that."""
 
     spec: Experiment
-    source: Path
+    source: bytes
     sets: Sequence[str]
 
 
@@ -59,7 +59,7 @@ def run(
     claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(claimed)
     with process.signals() as asked:
-        return carry_out(claimed, Order(spec, spec_path, sets), described, asked, on_tick)
+        return carry_out(claimed, Order(spec, spec_path.read_bytes(), sets), described, asked, on_tick)
 
 
 def experiment(spec: Experiment) -> str:
@@ -83,15 +83,16 @@ def carry_out(
     described: dict[str, Any],
     asked: int,
     on_tick: Callable[[Follower], None] = lambda follower: None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
     deadline: float | None = None,
 ) -> Result:
     """Trains in a claimed directory and leaves state.json and summary.json there. A signal (a byte in the pipe `asked`)
-    ends the worker, and so does the sweep's `deadline` (monotonic clock, s); a signal that comes later does not keep
-    the files from being written. Raises MissingError where the disk or the machine has no room."""
+    ends the worker, and so does the sweep's `deadline` (monotonic clock, s); one that comes later does not keep the
+    files from being written. `environment` adds variables to this process's. Raises MissingError where the disk or the
+    machine has no room."""
     spec = order.spec
     try:
-        shutil.copyfile(order.source, claimed.spec_yaml)
+        claimed.spec_yaml.write_bytes(order.source)
         resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(order.sets)}
         rundir.write_json(claimed.spec_json, resolved)
         rundir.write_json(claimed.machine, described)
@@ -103,8 +104,9 @@ def carry_out(
             on_tick(follower)
             return watchdog.check()
 
+        variables = trl.environment({**os.environ, **(environment or {})})
         launcher = trl if spec.launch.mock == "off" else mock
-        ended = process.run_child(launcher.command(claimed), trl.environment(environment), claimed.log, asked, watch)
+        ended = process.run_child(launcher.command(claimed), variables, claimed.log, asked, watch)
         return _close(claimed, ended)
     except OSError as error:  # a full disk, a machine without room for another process
         raise MissingError(
