@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftbench import owner, rundir
+from ftbench import rundir
 from ftbench.errors import INTERRUPTED, FtbenchError
 from ftbench.launch import process
 from ftbench.runner import Result
@@ -203,7 +203,6 @@ class Sweep:
         board = {
             "schema": SCHEMA,
             **self.about,
-            "owner": owner.this_process(),
             "at": rundir.now(),
             "left_s": self.left_s(),
             "running": [one.job.run.run_id for one in self._running],

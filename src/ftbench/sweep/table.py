@@ -52,7 +52,7 @@ class Tables:
         return "\n".join(parts)
 
     def records(self) -> list[dict[str, Any]]:
-        """Each ended or skipped job's summary, with its directory."""
+        """Each ended or skipped job's summary, with its directory in the sweep's folder."""
         return [{key: value for key, value in record.items() if "." not in key} for record in self._rows()]
 
     def _left(self) -> int:
@@ -76,7 +76,7 @@ class Tables:
     def _record(self, job: Job, found: Standing) -> dict[str, Any]:
         if job not in self._records:
             summary = dataclasses.asdict(_skipped(job, found, self._gpu)) if found.state == "skipped" else None
-            record = (summary or summary_of(job.run)) | {"path": str(job.run.path)}
+            record = (summary or summary_of(job.run)) | {"path": job.run.run_id}
             self._records[job] = record | {key: _text(job, key) for key in self._axes()}
         return self._records[job]
 
