@@ -28,10 +28,7 @@ def catalogue(what: str) -> str:
 
 
 def _methods() -> list[tuple[str, ...]]:
-    return [
-        (name, (method.__doc__ or "") + ("" if method.built else " (not built yet)"))
-        for name, method in METHODS.items()
-    ]
+    return [(name, method.__doc__ or "") for name, method in METHODS.items()]
 
 
 def _optimizations() -> list[tuple[str, ...]]:

@@ -172,6 +172,7 @@ def impossible(spec: Experiment) -> list[str]:
             "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16, "
             "which cannot be scaled: set train.precision to bf16 or fp32"
         )
+    found += _beside_unsloth(spec)
     if any(target.rsplit(".", 1)[-1] == "lm_head" for target in getattr(spec.method, "targets", ())):
         found.append("method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out")
     if getattr(spec.method, "experts", False) and getattr(spec.method, "dropout", 0):
@@ -179,6 +180,20 @@ def impossible(spec: Experiment) -> list[str]:
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         found.append("measure.eval: epoch needs dataset.eval_samples")
     return found
+
+
+def _beside_unsloth(spec: Experiment) -> list[str]:
+    """unsloth brings its own of what these switch on."""
+    if spec.method.name != "unsloth":
+        return []
+    on = spec.optimizations
+    own = {
+        "gradient_checkpointing": (on.gradient_checkpointing, "set method.use_gradient_checkpointing instead"),
+        "attention": (on.attention != "auto", "it chooses the attention itself: leave it auto"),
+        "compile": (on.compile, "it compiles what it rewrites itself: leave it off"),
+        "fp8": (on.fp8 != "off", "its fused functions multiply in 16 bits: leave it off, or use method lora"),
+    }
+    return [f"optimizations.{name} with method unsloth: {why}" for name, (is_on, why) in own.items() if is_on]
 
 
 def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
@@ -201,8 +216,11 @@ def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
 def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
     """What cannot work on a machine whose GPU has this compute capability; None is a machine without a GPU."""
     found = []
-    if not spec.method.built:
-        found.append(f"method {spec.method.name} cannot be run by this version of ftbench: use lora or qlora")
+    if spec.method.needs_gpu and capability is None:
+        found.append(
+            f"method {spec.method.name} runs none of its own kernels without a GPU, and this machine has none: use "
+            "lora or qlora"
+        )
     if spec.optimizations.fp8 != "off" and (capability is None or not supports_fp8(capability)):
         have = "this machine has no GPU" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
         found.append(f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off")

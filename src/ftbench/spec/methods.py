@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from ftbench.spec.base import Float, Int, Part, Switch
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class Full(Part):
-    """Every weight of the model is trained."""
+class _Method(Part):
+    needs_gpu: ClassVar[bool] = False
 
-    built: ClassVar[bool] = True
-    quantised: ClassVar[bool] = False
+    @property
+    def quantised(self) -> bool:
+        """Whether the frozen weights are stored in 4 bits."""
+        return False
+
+
+class Full(_Method):
+    """Every weight of the model is trained."""
 
     name: Literal["full"] = "full"
 
@@ -30,7 +36,7 @@ def _targets(value: object) -> object:
     return value
 
 
-class _Adapters(Part):
+class _Adapters(_Method):
     rank: Int = Field(8, ge=1, le=4096, description="rank of the adapter matrices")
     alpha: Float = Field(16, gt=0, description="scale of the adapters is alpha / rank")
     dropout: Float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
@@ -46,17 +52,11 @@ class _Adapters(Part):
 class Lora(_Adapters):
     """Adapters on frozen 16-bit weights."""
 
-    built: ClassVar[bool] = True
-    quantised: ClassVar[bool] = False
-
     name: Literal["lora"] = "lora"
 
 
 class Qlora(_Adapters):
     """Adapters on frozen weights quantised to 4 bits (bitsandbytes)."""
-
-    built: ClassVar[bool] = True
-    quantised: ClassVar[bool] = True
 
     name: Literal["qlora"] = "qlora"
     quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type of the frozen weights")
@@ -65,16 +65,31 @@ class Qlora(_Adapters):
         "auto", description="type that weights are dequantised to for a product; auto as for model.dtype"
     )
 
+    @property
+    def quantised(self) -> bool:
+        return True
+
 
 class Unsloth(_Adapters):
     """Adapters through unsloth's own kernels."""
 
-    built: ClassVar[bool] = False
-    quantised: ClassVar[bool] = False
+    needs_gpu: ClassVar[bool] = True
 
     name: Literal["unsloth"] = "unsloth"
     load_in_4bit: Switch = Field(True, description="quantise the frozen weights to 4 bits")
+    use_gradient_checkpointing: Literal["unsloth", "on", "off"] = Field(
+        "unsloth", description="unsloth's own, which moves layer inputs to host memory; on is torch's"
+    )
     random_state: Int = Field(3407, ge=0, description="unsloth's seed for the adapters")
+
+    @property
+    def quantised(self) -> bool:
+        return self.load_in_4bit
+
+    @field_validator("use_gradient_checkpointing", mode="before")
+    @classmethod
+    def _words(cls, value: object) -> object:
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 Method = Annotated[Full | Lora | Qlora | Unsloth, Field(discriminator="name")]

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ftbench.machine import cache_dir
 from ftbench.owner import die_with_parent
 from ftbench.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.spec.experiment import Experiment
@@ -27,6 +28,8 @@ def main(path: str) -> int:
     outcome: dict[str, Any]
     try:
         spec = _spec(directory)
+        if spec.method.name == "unsloth":  # patches what the others import
+            _import_unsloth()
         from ftbench.worker.train import Run, train
 
         run = Run(spec, directory, phases)
@@ -45,6 +48,13 @@ def main(path: str) -> int:
 def _spec(directory: RunDir) -> Experiment:
     values = read_json(directory.spec_json)
     return Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
+
+
+def _import_unsloth() -> None:
+    """unsloth writes the modules it generates into a folder of its own, and would tell its makers."""
+    os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_dir() / "unsloth"))
+    import unsloth  # noqa: F401
 
 
 def _rescue(run: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from ftbench.core.flops import MatmulShape
 from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.methods import lora
+from ftbench.worker.methods import lora, unsloth
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, gradient_checkpointing
 
@@ -40,6 +40,7 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
         },
         "matmul_shape": asdict(matmul_shape(model)),
         "fp8_layers": fp8.layers(model),
+        **({"unsloth": unsloth.applied(model)} if spec.method.name == "unsloth" else {}),
     }
 
 

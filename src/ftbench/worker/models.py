@@ -35,12 +35,12 @@ def check_device(gpu: dict[str, Any] | None) -> None:
 
 def load_config(model: Model, source: str) -> Any:
     """The model's configuration. Raises MissingError where it cannot be reached."""
-    return _reach(model, lambda: AutoConfig.from_pretrained(source, **_hub(model)))
+    return reach(model, lambda: AutoConfig.from_pretrained(source, **hub_arguments(model)))
 
 
 def load_tokenizer(model: Model, source: str) -> Any:
     """The model's tokenizer, with a padding token."""
-    tokenizer = _reach(model, lambda: AutoTokenizer.from_pretrained(source, **_hub(model)))
+    tokenizer = reach(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -49,7 +49,7 @@ def load_tokenizer(model: Model, source: str) -> Any:
 def load_model(spec: Experiment, source: str, quantization_config: Any = None) -> Any:
     """The weights on the device, in the spec's dtype and with its attention implementation."""
     attention = spec.optimizations.attention
-    arguments: dict[str, Any] = {"dtype": getattr(torch, spec.model.dtype), **_hub(spec.model)}
+    arguments: dict[str, Any] = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model)}
     if attention != "auto":
         arguments["attn_implementation"] = attention
     if quantization_config is not None:
@@ -58,7 +58,7 @@ def load_model(spec: Experiment, source: str, quantization_config: Any = None) -
         arguments["quantization_config"] = published
     if device().type == "cuda":
         arguments["device_map"] = {"": device()}
-    return _reach(spec.model, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments))
+    return reach(spec.model, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments))
 
 
 def _quantised(spec: Experiment, source: str) -> Any:
@@ -76,7 +76,8 @@ def _quantised(spec: Experiment, source: str) -> Any:
     return Mxfp4Config(dequantize=True) if str(kind) == "mxfp4" else None
 
 
-def _hub(model: Model) -> dict[str, Any]:
+def hub_arguments(model: Model) -> dict[str, Any]:
+    """What from_pretrained is told about where a model comes from and what of it may run."""
     if model.path or model.weights == "random":
         return {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
     found = {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
@@ -84,7 +85,7 @@ def _hub(model: Model) -> dict[str, Any]:
     return found | ({"code_revision": model.revision} if model.trust_remote_code else {})
 
 
-def _reach(model: Model, load: Any) -> Any:
+def reach(model: Model, load: Any) -> Any:
     """Turns the ways in which a model cannot be reached or used into a sentence. What else goes wrong goes on up:
     running out of memory is a result, not a missing model."""
     try:

@@ -57,7 +57,7 @@ def train(run: Run) -> None:
 
     phases.enter("load")
     _watch_memory(phases)
-    model = models.load_model(spec, source, method.quantization(spec.method))
+    model = method.load(spec, source)
 
     phases.enter("setup")
     set_seed(spec.train.seed)

@@ -14,6 +14,7 @@ from ftbench.worker.applied import innermost
 from ftbench.worker.data.collate import CountingCollator
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import Tokens
+from ftbench.worker.optimizations import gradient_checkpointing
 from ftbench.worker.phases import Phases
 from ftbench.worker.recorder import Recorder
 
@@ -114,7 +115,7 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
         data_seed=train.seed,
-        gradient_checkpointing=spec.optimizations.gradient_checkpointing,
+        gradient_checkpointing=gradient_checkpointing.asked_for(spec),
         eval_strategy="epoch" if spec.measure.eval == "epoch" else "no",
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,

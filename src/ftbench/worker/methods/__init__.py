@@ -1,6 +1,6 @@
 """The heavy half of each method, in a module of its name:
 
-quantization(method) → what from_pretrained needs to quantise, or None
+load(spec, source) → the model with its weights on the device
 adapt(model, spec) → the model with what is trained marked as trainable
 proof(model, spec) → sentences on what was asked for and is not there; empty when all is well
 """

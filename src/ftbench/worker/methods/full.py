@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker import models
 
 
-def quantization(method: Any) -> None:
-    return None
+def load(spec: Experiment, source: str) -> Any:
+    return models.load_model(spec, source)
 
 
 def adapt(model: Any, spec: Experiment) -> Any:

@@ -8,10 +8,11 @@ from peft import LoraConfig, get_peft_model
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
+from ftbench.worker import models
 
 
-def quantization(method: Any) -> None:
-    return None
+def load(spec: Experiment, source: str) -> Any:
+    return models.load_model(spec, source)
 
 
 def adapt(model: Any, spec: Experiment) -> Any:

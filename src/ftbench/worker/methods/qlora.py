@@ -9,17 +9,19 @@ from peft import prepare_model_for_kbit_training
 from transformers import BitsAndBytesConfig
 
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.methods import Qlora
+from ftbench.worker import models
 from ftbench.worker.methods import lora
 
 
-def quantization(method: Qlora) -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(
+def load(spec: Experiment, source: str) -> Any:
+    method: Any = spec.method
+    quantised = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=method.quant_type,
         bnb_4bit_use_double_quant=method.double_quant,
         bnb_4bit_compute_dtype=getattr(torch, method.compute_dtype),
     )
+    return models.load_model(spec, source, quantised)
 
 
 def adapt(model: Any, spec: Experiment) -> Any:

@@ -15,8 +15,14 @@ def is_on(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
+def asked_for(spec: Experiment) -> bool:
+    """By the optimization, or by unsloth's option of its own."""
+    own = getattr(spec.method, "use_gradient_checkpointing", "off")
+    return spec.optimizations.gradient_checkpointing or own != "off"
+
+
 def proof(model: Any, spec: Experiment) -> list[str]:
-    asked = spec.optimizations.gradient_checkpointing
+    asked = asked_for(spec)
     if is_on(model) == asked:
         return []
     return [

@@ -1,0 +1,105 @@
+"""Adapters through unsloth: its model classes, its fused autograd functions, its gradient checkpointing.
+
+unsloth patches transformers, peft and trl as it is imported, so it comes before them (`worker/__main__.py`) and only in
+a process whose method it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment
+from ftbench.worker import models
+from ftbench.worker.methods import lora
+from ftbench.worker.optimizations.compile import decoder_layers
+
+
+def load(spec: Experiment, source: str) -> Any:
+    """The model as unsloth loads it, in 4 or 16 bits."""
+    from unsloth import FastLanguageModel
+
+    method: Any = spec.method
+    model, _ = models.reach(
+        spec.model,
+        lambda: FastLanguageModel.from_pretrained(
+            model_name=source,
+            max_seq_length=spec.dataset.max_length,
+            dtype=getattr(torch, spec.model.dtype),
+            load_in_4bit=method.load_in_4bit,
+            use_gradient_checkpointing=_checkpointing(method),
+            random_state=method.random_state,
+            fix_tokenizer=False,
+            use_exact_model_name=True,  # what is measured is what was asked for, not a 4-bit copy of it on the hub
+            **models.hub_arguments(spec.model),
+        ),
+    )
+    return model
+
+
+def _checkpointing(method: Any) -> bool | str:
+    asked = str(method.use_gradient_checkpointing)
+    return asked if asked == "unsloth" else asked == "on"
+
+
+def adapt(model: Any, spec: Experiment) -> Any:
+    """The model with adapters and unsloth's fused functions. Raises SpecError where no layer has a name asked for."""
+    from unsloth import FastLanguageModel
+
+    method: Any = spec.method
+    experts = {"target_parameters": lora.expert_parameters(model)} if method.experts else {}
+    try:
+        return FastLanguageModel.get_peft_model(
+            model,
+            r=method.rank,
+            lora_alpha=method.alpha,
+            lora_dropout=method.dropout,
+            bias=method.bias,
+            target_modules=method.targets if isinstance(method.targets, str) else list(method.targets),
+            use_gradient_checkpointing=_checkpointing(method),
+            random_state=method.random_state,
+            max_seq_length=spec.dataset.max_length,
+            **experts,
+        )
+    except ValueError as error:
+        raise SpecError(f"method unsloth: {str(error).strip().splitlines()[0]}") from None
+
+
+def proof(model: Any, spec: Experiment) -> list[str]:
+    """The adapters of LoRA, 4-bit weights if asked for, and unsloth's own functions in the layers."""
+    method: Any = spec.method
+    found = lora.proof(model, spec)
+    kinds = {type(module).__name__ for module in model.modules()}
+    if method.load_in_4bit and "Linear4bit" not in kinds:
+        found.append("method unsloth: load_in_4bit is on and no layer holds 4-bit weights")
+    if not method.load_in_4bit and "Linear4bit" in kinds:
+        found.append("method unsloth: load_in_4bit is off and layers hold 4-bit weights")
+    facts = applied(model)
+    if not facts["fused_attention"] and not facts["fused_mlp"] and not facts["compiled_modules"]:
+        found.append("method unsloth: no layer uses unsloth's functions")
+    return found
+
+
+def applied(model: Any) -> dict[str, Any]:
+    """For applied.json: how many layers run unsloth's fused functions or its rewritten modules, and what computes
+    attention. On Blackwell the published wheels of xformers may have no kernel, and it falls back to SDPA."""
+    import unsloth
+    from unsloth.utils import attention_dispatch
+
+    layers = decoder_layers(model)
+    return {
+        "version": unsloth.__version__,
+        "fused_attention": sum(_function(layer, "self_attn", "apply_qkv") == "apply_lora_qkv" for layer in layers),
+        "fused_mlp": sum("lora" in _function(layer, "mlp", "forward") for layer in layers),
+        "compiled_modules": sum("unsloth_compiled" in type(module).__module__ for module in model.modules()),
+        "attention": attention_dispatch.select_attention_backend(),
+        "xformers": attention_dispatch.HAS_XFORMERS,
+        "flash_attention": attention_dispatch.HAS_FLASH_ATTENTION,
+    }
+
+
+def _function(layer: Any, part: str, name: str) -> str:
+    function = getattr(getattr(layer, part, None), name, None)
+    return str(getattr(getattr(function, "__func__", function), "__name__", ""))
