@@ -58,6 +58,16 @@ def report(
     print(render(collect(paths), format), end="")
 
 
+@app.command()
+def probe(out: Out = Path("results"), as_json: Json = False) -> None:
+    """Measure this machine's ceilings, in a minute at most: products, memory, links, power."""
+    from ftbench import probe
+
+    print(f"probing this machine, {probe.LIMIT_S:.0f} s at the most", file=sys.stderr)
+    document, path = probe.probe(out)
+    print(json.dumps(document, ensure_ascii=False) if as_json else f"{probe.table(document)}\nfile        {path}")
+
+
 @app.command("list")
 def list_(what: Annotated[str, typer.Argument(help="methods, optimizations, models, datasets, gpus or keys")]) -> None:
     """Show what can be named in a spec."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -13,14 +12,13 @@ from typing import Any
 
 from ftbench.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.lifeline import die_with_parent
 from ftbench.worker.outcome import Terminated, of_exception
 from ftbench.worker.phases import Phases
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main(path: str) -> int:
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     directory = RunDir(Path(path))
@@ -67,15 +65,6 @@ def _terminate(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise Terminated
-
-
-def _die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies, so that `kill -9` of ftbench leaves nothing behind
-    on the GPU (prctl(2), PR_SET_PDEATHSIG); ends at once if the parent is gone already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = os.environ.get("FTBENCH_PARENT")
-    if parent and os.getppid() != int(parent):
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -24,18 +24,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, SpecError
+from ftbench.machine import cache_dir
 from ftbench.spec.experiment import Model
 from ftbench.worker.tokenizer import save_tokenizer
 
 FORMAT = 1  # part of the cache key: change it when the same spec would give other weights
 SHARD_BYTES = 4 * 10**9
 _CHUNK = 64 * 2**20  # elements drawn by one generator: bounds memory and lets large tensors use several cores
-
-
-def cache_dir() -> Path:
-    """FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
-    told = os.environ.get("FTBENCH_CACHE")
-    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ftbench"
 
 
 def materialise(model: Model) -> Path:
