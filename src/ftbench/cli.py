@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftbench import __version__
-from ftbench.errors import INTERRUPTED, FtbenchError
+from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
 
 if TYPE_CHECKING:
     from ftbench.rundir import RunDir
@@ -66,6 +66,21 @@ def probe(out: Out = Path("results"), as_json: Json = False) -> None:
     print(f"probing this machine, {probe.LIMIT_S:.0f} s at the most", file=sys.stderr)
     document, path = probe.probe(out)
     print(json.dumps(document, ensure_ascii=False) if as_json else f"{probe.table(document)}\nfile        {path}")
+
+
+@app.command()
+def doctor(
+    spec: Annotated[Path | None, typer.Argument(help="a spec that is to run here")] = None,
+    sets: Sets = None,
+    out: Out = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Say what is installed, what works on this machine, and what to do about the rest."""
+    from ftbench.doctor.examine import examine
+
+    found = examine(spec, sets or [], out)
+    print(json.dumps(found.as_dict(), ensure_ascii=False) if as_json else found.table())
+    raise typer.Exit(MissingError.exit_code if found.can_run is False else 0)
 
 
 @app.command("list")
