@@ -395,6 +395,19 @@ def test_an_optimization_works_falls_back_or_says_what_to_install(key, value, fa
     assert (found, told in text) == (verdict, True), text
 
 
+def test_without_torch_the_methods_say_what_to_install_and_optimizations_do_not_repeat_it(monkeypatch):
+    def missing(_):
+        raise abilities.MissingError("pip install 'ftbench[train]'")
+
+    monkeypatch.setattr(abilities.trl, "check_installed", missing)
+    findings = abilities.check(machine(modules=(), torch={}))
+    built = [name for name, method in METHODS.items() if method.built]
+    assert {finding.verdict for finding in findings if finding.name in built} == {"fail"}
+    optional = [finding for finding in findings if finding.area == "optimizations"]
+    assert {finding.verdict for finding in optional} == {"n/a"}
+    assert "pip" not in " ".join(finding.text for finding in optional)
+
+
 def test_a_method_that_is_not_built_names_those_that_are():
     for name in (name for name, method in METHODS.items() if not method.built):
         verdict, text = abilities.method(machine(), name)

@@ -173,6 +173,11 @@ def test_a_gpu_that_was_not_free_is_told():
     assert "9.0 GiB in use, 2 other processes" in found
 
 
+def test_an_idle_power_read_too_soon_is_told():
+    (found,) = remarks(idle={"power_w": 120.0, "sm_clock_mhz": 1980.0})
+    assert found.startswith("idle: the clock had not fallen")
+
+
 def test_a_cpu_is_not_held_against_the_gpu_of_the_machine():
     assert remarks(device={"kind": "cpu"}, memory={"copy_gbs": 9600.0, "triad_gbs": 1.0}) == []
 

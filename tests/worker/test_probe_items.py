@@ -218,7 +218,7 @@ def test_ranks_that_hang_are_killed_with_what_they_started(tmp_path):
         f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)"
     )
     reason = run_ranks(tmp_path, "pass", hang, timeout_s=1.5)
-    assert reason == "did not finish within 2 s and were killed: the collective hangs"
+    assert reason == "did not finish within 2 s and were killed: a collective or a link hangs"
     pid = int(child.read_text())
     end = time.monotonic() + 5
     while process_start(pid) is not None:

@@ -74,6 +74,8 @@ def method(facts: Facts, name: str) -> Answer:
 
 def optimization(facts: Facts, key: str, value: Any) -> Answer:
     """Whether an optimization can be switched on here."""
+    if not facts.has("torch"):
+        return "n/a", "nothing can be trained here yet: see methods"
     if (refused := _refused(facts, optimizations={key: value})) is not None:
         return refused
     return CHECKS[key](facts, str(value))

@@ -105,14 +105,22 @@ def unreachable(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> 
     made = machine.cache_dir() / "models"
     if spec.model.weights == "pretrained" and not spec.model.path and not kept.exists():
         if hub.verdict != "ok":
-            yield "weights", f"{spec.model.id} is not in the cache, and the hub is {hub.text}"
+            yield (
+                "weights",
+                f"{spec.model.id} is not in the cache and the hub cannot be asked: give model.path, set "
+                "model.weights=random, or load it once where the hub is reached",
+            )
         else:
             yield from _room(spec, cache, "set HF_HOME to a larger place")
     if spec.model.weights == "random" and not any(made.glob(f"*{spec.model.id.rsplit('/', 1)[-1]}-*")):
         yield from _room(spec, made, "set FTBENCH_CACHE to a larger place")
     source = DATASETS[spec.dataset.name].hub
     if source and hub.verdict != "ok" and not _data_kept(source, facts):
-        yield "data", f"{source} is not in the cache, and the hub is {hub.text}"
+        yield (
+            "data",
+            f"{source} is not in the cache and the hub cannot be asked: take dataset=sample or a file of your own, or "
+            "load it once where the hub is reached",
+        )
 
 
 def _data_kept(source: str, facts: Facts) -> bool:

@@ -181,7 +181,9 @@ def offline(environment: Mapping[str, str]) -> str | None:
 def hub(environment: Mapping[str, str]) -> Finding:
     """Whether models and data sets can be downloaded. One request for headers, given up after HUB_S seconds."""
     if variable := offline(environment):
-        return _finding("hub", "n/a", f"not asked, since {variable} is set: only what is in the cache can be loaded")
+        return _finding(
+            "hub", "n/a", f"not asked, since {variable} is set: only the cache can be loaded from, unless you unset it"
+        )
     endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     told: list[str] = []
     # A name that does not resolve holds longer than any timeout of a socket, so the request has a thread to hang in.

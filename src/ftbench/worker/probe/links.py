@@ -90,7 +90,7 @@ def supervise(
             if all(code == 0 for code in codes):
                 return None
             if time.monotonic() > end:
-                return f"did not finish within {timeout_s:.0f} s and were killed: the collective hangs"
+                return f"did not finish within {timeout_s:.0f} s and were killed: a collective or a link hangs"
             time.sleep(POLL_S)
     finally:
         _kill_group(children)
@@ -137,13 +137,13 @@ def rank_main(backend: str, rank: int, world: int, meeting: str, out: str) -> No
     dist.all_reduce(small)
     if float(small[0]) != world * (world + 1) / 2:
         raise SystemExit(f"the sum over the ranks is {float(small[0])}, not {world * (world + 1) / 2}")
-    found: dict[str, Any] = {"all_reduce_bus_gbs": _all_reduce(backend, world, device)}
-    dist.barrier()
-    if rank == 0 and cuda:
-        found["pairs"] = _pairs(world)
-    dist.barrier()
+    found = {"all_reduce_bus_gbs": _all_reduce(backend, world, device)}
     if rank == 0:
         write_json(Path(out), found)
+    dist.barrier()
+    if rank == 0 and cuda:
+        write_json(Path(out), found | {"pairs": _pairs(world)})
+    dist.barrier()
 
 
 def _all_reduce(backend: str, world: int, device: torch.device) -> float:
@@ -175,7 +175,7 @@ def _pairs(world: int) -> list[dict[str, Any]]:
                 return there.copy_(data, non_blocking=True)
 
             with torch.cuda.device(source):
-                times = [timed_batch(copy, 4, clock) for _ in range(9)]
+                times = [timed_batch(copy, 3, clock) for _ in range(6)]
             direct = torch.cuda.can_device_access_peer(source, target)
             found.append(
                 {"from": source, "to": target, "gbs": PEER_BYTES / faster_half(times[1:]) / 1e9, "peer_access": direct}

@@ -66,7 +66,7 @@ KINDS = {
 }
 ON_CPU = ("bf16", "fp32")
 SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
-BEST_S = 0.4  # for each size
+BEST_S = 0.6  # for each size
 LASTING_S = 2.5
 # Both matrices, the product and, while fp8 operands are made, their 16-bit originals: bytes an element at the most.
 ELEMENT_BYTES = 12
