@@ -54,7 +54,8 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
     folder = out / FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as scratch:
+        tempfile.TemporaryFile(dir=folder).close()  # before a minute is spent: can it be written?
+        with tempfile.TemporaryDirectory() as scratch:
             measured = _measure(Path(scratch))
     except OSError as error:
         raise MissingError(f"{folder}: {error.strerror}; free some space, or write elsewhere with --out") from None

@@ -17,9 +17,11 @@ import torch
 from ftbench import probe, rundir
 from ftbench.rundir import process_start
 from ftbench.worker.meters import HostClock
+from ftbench.worker.probe import __main__ as child
 from ftbench.worker.probe import links, products, timing, transfers
-from ftbench.worker.probe.__main__ import Document
+from ftbench.worker.probe.__main__ import Document, _measure
 from ftbench.worker.probe.timing import Budget
+from ftbench.worker.sampler import Sampler
 
 CPU = torch.device("cpu")
 PLENTY = 4 * 2**30
@@ -276,3 +278,48 @@ def test_two_processes_sum_and_are_timed(monkeypatch):
     assert notes == []
     assert found["gpus"] == 2
     assert found["all_reduce_bus_gbs"] > 0
+
+
+# --- a machine with two GPUs, as far as one without can play it ------------------------------------------------------
+
+
+def test_each_item_of_two_gpus_has_its_place_and_those_that_fail_their_note(monkeypatch, tmp_path):
+    def measure(name, *_):
+        if name == "int8":
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return {"best_tflops": 1.0}
+
+    stand_ins = {
+        "device_count": lambda: 2, "empty_cache": lambda: None, "get_device_name": lambda _: "NVIDIA H200",
+        "mem_get_info": lambda _: (2**34, 2**35),
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(products, "measure", measure)
+    monkeypatch.setattr(transfers, "memory", lambda place, clock, free: {"copy_gbs": free})
+    monkeypatch.setattr(transfers, "host_link", lambda *_: {"to_device_gbs": 1.0})
+    monkeypatch.setattr(transfers, "launch_us", lambda *_: 4.0)
+    monkeypatch.setattr(links, "self_test", lambda gpus, backend, budget: ({"gpus": gpus, "via": backend}, ["a note"]))
+    document = Document(tmp_path / "out.json")
+    _measure(document, Budget(60), torch.device("cuda", 0), None)
+    found = document.found
+    assert found["device"] == {"kind": "cuda", "name": "NVIDIA H200", "gpus": 2}
+    assert {name for name, product in found["products"].items() if product} == set(products.KINDS) - {"int8"}
+    assert found["memory"] == {"copy_gbs": 2**34}
+    assert (found["host_link"], found["launch_us"]) == ({"to_device_gbs": 1.0}, 4.0)
+    assert found["links"] == {"gpus": 2, "via": "nccl"}
+    assert found["notes"] == ["int8: not measured: CUBLAS_STATUS_NOT_SUPPORTED", "a note"]
+
+
+def test_idle_power_is_the_mean_of_a_second(monkeypatch):
+    monkeypatch.setattr(child, "IDLE_S", 0.05)
+    monkeypatch.setattr(child, "SAMPLE_S", 0.01)
+    watts = iter([70_000, 90_000] * 20)
+    nvml = types.SimpleNamespace(
+        NVMLError=RuntimeError, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, nvmlDeviceGetClockInfo=lambda *_: 345,
+        nvmlDeviceGetPowerUsage=lambda _: next(watts), nvmlDeviceGetTemperature=lambda *_: 34,
+    )  # fmt: skip
+    found = child._idle(Sampler(nvml, None))
+    assert found["power_w"] == pytest.approx(80, abs=7)
+    assert (found["sm_clock_mhz"], found["temperature_c"], found["throttle"]) == (345, 34, None)
+    assert child._idle(None) is None
