@@ -45,7 +45,7 @@ def refused(ftbench, tmp_path, monkeypatch):
     def launched(*_: object) -> None:
         raise AssertionError("was launched")
 
-    monkeypatch.setattr(runner, "execute", launched)
+    monkeypatch.setattr(runner, "carry_out", launched)
 
     def call(*arguments: object, code: int = 2, **parts: object) -> str:
         spec = write_spec(tmp_path, **parts)
@@ -119,7 +119,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(ftbenc
 
 
 def test_folders_above_the_results_are_made(ftbench, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "execute", lambda run, *_: (_ for _ in ()).throw(MissingError(str(run.path))))
+    monkeypatch.setattr(runner, "carry_out", lambda run, *_: (_ for _ in ()).throw(MissingError(str(run.path))))
     code, _, err = ftbench("run", write_spec(tmp_path), "--out", tmp_path / "a" / "b")
     assert code == 3
     assert str(tmp_path / "a" / "b" / "spec") in err

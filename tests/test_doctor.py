@@ -573,6 +573,11 @@ def test_a_spec_that_cannot_run_here_ends_with_three_and_the_reason(doctor, tmp_
     assert {finding["verdict"] for finding in about} == {"fail"}
 
 
+def test_a_mock_needs_nothing(doctor, tmp_path):
+    spec = write_spec(tmp_path, model={"id": "Qwen/Qwen3-8B"}, launch={"mock": "ok"})
+    assert doctor(spec, facts_of=machine(torch=ON_CPU), hub="warn")[0] == 0
+
+
 def test_weights_in_the_cache_need_no_hub(doctor, tmp_path):
     facts_of = machine(HF_HOME=str(tmp_path / "hf"))
     (tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-8B").mkdir(parents=True)

@@ -38,15 +38,16 @@ MEASURED = {
 def child(monkeypatch):
     """Puts a child in the place of the real one, which leaves `measured` and ends as told."""
 
-    def stand_in(measured=None, gpu=H200, code=0, why=None, said=""):
+    def stand_in(measured=None, gpu=H200, code=0, state=None, said=""):
         described = {"gpu": gpu, "cpu": {"model": "AMD EPYC", "threads": 2}, "versions": {"torch": "2.11.0"}}
 
-        def run_child(argv, env, log, asked, timeout_s):
-            assert timeout_s <= 60
+        def run_child(argv, env, log, asked, watch):
+            assert watch() is None
             if measured is not None:
                 rundir.write_json(Path(argv[4]), measured)
             log.write_text(said)
-            return process.Exit(code, why, False, 30.0)
+            stop = process.Stop(state, "was stopped after 60 s") if state else None
+            return process.Exit(code, stop, False, 30.0)
 
         monkeypatch.setattr(machine, "describe", lambda: described)
         monkeypatch.setattr(process, "run_child", run_child)
@@ -92,7 +93,7 @@ def test_a_machine_without_a_gpu_is_named_by_its_cpu():
 
 @pytest.mark.parametrize(
     ("ended", "told"),
-    [({"why": "timeout", "code": -15}, "stopped after 60 s"), ({"code": -11, "said": "Killed\n"}, "Killed")],
+    [({"state": "timeout", "code": -15}, "stopped after 60 s"), ({"code": -11, "said": "Killed\n"}, "Killed")],
 )
 def test_a_child_that_is_cut_short_leaves_what_it_measured(child, tmp_path, ended, told):
     child(changed(doing="links", notes=["a"]), **ended)
@@ -118,8 +119,24 @@ def test_a_gpu_that_torch_cannot_use_is_refused_in_the_childs_words(child, tmp_p
         probe.probe(tmp_path)
 
 
+def test_a_child_that_goes_on_for_more_than_a_minute_is_stopped(monkeypatch, tmp_path):
+    clock = iter([100.0, 159.0, 161.0])
+    monkeypatch.setattr(probe.time, "monotonic", lambda: next(clock))
+    seen = []
+
+    def run_child(argv, env, log, asked, watch):
+        seen.extend([watch(), watch()])
+        log.write_text("")
+        return process.Exit(-15, seen[-1], False, 61.0)
+
+    monkeypatch.setattr(process, "run_child", run_child)
+    with pytest.raises(FtbenchError, match="was stopped after 60 s; nothing was measured"):
+        probe._measure(tmp_path)
+    assert seen[0] is None
+
+
 def test_a_signal_ends_it_as_interrupted(child, tmp_path):
-    child(MEASURED, code=-15, why="interrupted")
+    child(MEASURED, code=-15, state="interrupted")
     with pytest.raises(KeyboardInterrupt):
         probe.probe(tmp_path)
 

@@ -9,7 +9,7 @@ import pytest
 
 from ftbench.launch import process
 from ftbench.launch.process import run_child, signals
-from ftbench.rundir import process_start
+from ftbench.owner import process_start
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +22,16 @@ def _quick(monkeypatch):
 def run(tmp_path):
     """Runs Python code as a child; its output is in log.txt."""
 
-    def start(code, **options):
+    def start(code, timeout_s=None, on_tick=lambda: None):
+        end = time.monotonic() + (timeout_s or 1e9)
+
+        def watch():
+            on_tick()
+            return TIME_UP if time.monotonic() > end else None
+
         with signals() as asked:
             argv = [sys.executable, "-S", "-u", "-c", code]
-            return run_child(argv, os.environ, tmp_path / "log.txt", asked, **options)
+            return run_child(argv, os.environ, tmp_path / "log.txt", asked, watch)
 
     return start
 
@@ -46,6 +52,7 @@ def gone(pid):
     return process_start(pid) is None
 
 
+TIME_UP = process.Stop("timeout", "too long")
 SLEEP = "import time; time.sleep(60)"
 IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 GRANDCHILD = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid); "
@@ -53,7 +60,7 @@ GRANDCHILD = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid); "
 
 def test_a_child_that_ends_well_ends_with_nought(run, log):
     ended = run("print('hello'); import sys; print('there', file=sys.stderr)")
-    assert (ended.code, ended.why, ended.kernel_oom) == (0, None, False)
+    assert (ended.code, ended.stop, ended.kernel_oom) == (0, None, False)
     assert log() == "hello\nthere\n"
 
 
@@ -63,7 +70,7 @@ def test_the_exit_code_is_the_childs(run):
 
 def test_a_child_that_is_killed_from_outside_ends_with_the_signal(run):
     ended = run("import os; os.kill(os.getpid(), 11)")
-    assert (ended.code, ended.why) == (-signal.SIGSEGV, None)
+    assert (ended.code, ended.stop) == (-signal.SIGSEGV, None)
 
 
 def test_the_log_is_added_to_and_never_cut(run, log):
@@ -97,19 +104,19 @@ def test_the_wall_time_is_that_of_the_child(run):
 def test_a_child_that_takes_too_long_is_asked_to_end(run, log):
     handler = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('last words'), sys.exit(3)))"
     ended = run(f"{handler}; {SLEEP}", timeout_s=1)
-    assert (ended.code, ended.why) == (3, "timeout")
+    assert (ended.code, ended.stop) == (3, TIME_UP)
     assert log() == "last words\n"
 
 
 def test_a_child_that_will_not_end_is_killed_after_the_grace(run):
     ended = run(IGNORE_TERM + SLEEP, timeout_s=1)
-    assert (ended.code, ended.why) == (-signal.SIGKILL, "timeout")
+    assert (ended.code, ended.stop) == (-signal.SIGKILL, TIME_UP)
     assert 1.5 <= ended.wall_s < 10
 
 
 def test_a_child_that_is_stopped_is_killed_after_the_grace(run):
     ended = run(f"import os; os.kill(os.getpid(), 19); {SLEEP}", timeout_s=0.3)
-    assert (ended.code, ended.why) == (-signal.SIGKILL, "timeout")
+    assert (ended.code, ended.stop) == (-signal.SIGKILL, TIME_UP)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +163,7 @@ process.GRACE_S, process.TICK_S = {grace}, 0.02
 child = "import os, subprocess; print(os.getpid(), subprocess.Popen(['sleep', '60']).pid); {child}"
 with process.signals() as asked:
     ended = process.run_child([sys.executable, "-S", "-u", "-c", child], os.environ, Path(sys.argv[1]), asked)
-print(ended.code, ended.why)
+print(ended.code, ended.stop and ended.stop.state)
 """
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from ftbench import rundir
+from ftbench import owner, rundir
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.errors import MissingError
 from ftbench.rundir import RunDir, StepsWriter, claim, find_runs, read_json, read_state, read_steps, write_json
@@ -235,7 +235,7 @@ def test_a_run_whose_owner_lives_is_running(run):
 
 def test_a_run_of_another_living_process_is_running(run):
     with subprocess.Popen(["sleep", "60"]) as other:
-        write_json(run.state, owned_by(other.pid, rundir.process_start(other.pid)))
+        write_json(run.state, owned_by(other.pid, owner.process_start(other.pid)))
         before = read_state(run)["state"]
         other.kill()
         other.wait()
@@ -244,7 +244,7 @@ def test_a_run_of_another_living_process_is_running(run):
 
 def test_a_killed_owner_nobody_has_waited_for_is_gone(run):
     with subprocess.Popen(["sleep", "60"]) as other:
-        write_json(run.state, owned_by(other.pid, rundir.process_start(other.pid)))
+        write_json(run.state, owned_by(other.pid, owner.process_start(other.pid)))
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the process table
         assert read_state(run)["state"] == "interrupted"
@@ -284,17 +284,17 @@ def test_a_run_without_a_readable_state_is_an_error(run, content):
 
 
 def test_a_process_is_named_by_its_start(tmp_path):
-    assert rundir.process_start(os.getpid()) == rundir.process_start(os.getpid())
-    assert rundir.process_start(2**22 + 1) is None
+    assert owner.process_start(os.getpid()) == owner.process_start(os.getpid())
+    assert owner.process_start(2**22 + 1) is None
 
 
 def test_a_process_name_with_spaces_and_brackets_is_no_trouble(tmp_path):
     program = tmp_path / "a ) b ("
     program.symlink_to(shutil.which("sleep"))
     with subprocess.Popen([program, "60"]) as process:
-        start = rundir.process_start(process.pid)
+        start = owner.process_start(process.pid)
         process.kill()
-    assert start >= rundir.process_start(os.getpid())
+    assert start >= owner.process_start(os.getpid())
 
 
 def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftbench import __version__
-from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
+from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 
 if TYPE_CHECKING:
+    from ftbench.launch.follow import Follower
     from ftbench.rundir import RunDir
 
 app = typer.Typer(
@@ -44,6 +47,62 @@ def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json
     else:
         print(card(result.summary, result.run))
     raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def sweep(
+    spec: Annotated[Path | None, typer.Argument(help="YAML file, with its `sweep:` section or with axes below")] = None,
+    sets: Sets = None,
+    out: Out = Path("results"),
+    axis: Annotated[list[str] | None, typer.Option(help="a key and its values", metavar="KEY=V,V")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="the axis train.batch_size", metavar="1,2,4")] = None,
+    method: Annotated[str | None, typer.Option(help="the axis method", metavar="lora,qlora")] = None,
+    repeats: Annotated[int | None, typer.Option(help="runs of each cell, interleaved: measure.repeats")] = None,
+    until_oom: Annotated[bool, typer.Option("--until-oom", help="find the largest batch that fits")] = False,
+    trial_steps: Annotated[int, typer.Option(min=3, help="--until-oom: optimizer steps of each trial")] = 6,
+    effective_batch: Annotated[
+        int | None, typer.Option(min=1, help="--until-oom: samples a step, held by accumulation")
+    ] = None,
+    time_budget: Annotated[str | None, typer.Option(help="start nothing that would end later", metavar="8h")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")] = False,
+    force: Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")] = False,
+    gpus: Annotated[str | None, typer.Option(help="use several GPUs of this machine at once", metavar="0,1")] = None,
+    on: Annotated[str | None, typer.Option(help="a Ray cluster: ray, or ray://host:port", metavar="ray")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")] = False,
+    status: Annotated[Path | None, typer.Option(help="where the sweep in this folder stands", metavar="DIR")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run every cell of a grid, each in a process of its own; goes on where it stopped."""
+    if status is not None:
+        from ftbench.sweep import status as board
+
+        found = board.status(status)
+        print(json.dumps(found, ensure_ascii=False) if as_json else board.as_text(found))
+        return
+    if spec is None:
+        raise SpecError("sweep: name a spec file, or ask for a running sweep with --status DIR")
+    from ftbench.sweep import command
+
+    short = {"method": method, "train.batch_size": batch_size}
+    axes = [*(f"{key}={values}" for key, values in short.items() if values is not None), *(axis or [])]
+    changes = [*(sets or []), *([f"measure.repeats={repeats}"] if repeats is not None else [])]
+    request = command.Request(
+        spec, changes, axes, out, until_oom, trial_steps, effective_batch, time_budget, retry_failed, force,
+        [gpu.strip() for gpu in gpus.split(",") if gpu.strip()] if gpus else [], on,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        ready = command.prepare(request, stack)
+        if dry_run:
+            lines = command.dry_run(ready)
+            print(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else command.as_text(lines))
+            return
+        code = command.run(ready)
+        tables = command.result(ready)
+        if as_json:
+            print(json.dumps({"folder": str(ready.folder), "runs": tables.records()}, ensure_ascii=False))
+        else:
+            print(tables.terminal(), end="")
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -102,18 +161,14 @@ class _Progress:
     """One line on stderr that follows the run, on a terminal only."""
 
     def __init__(self) -> None:
-        self._run: RunDir | None = None
         self._live = sys.stderr.isatty()
 
     def start(self, run: RunDir) -> None:
-        self._run = run
         print(f"run {run.path}", file=sys.stderr)
 
-    def tick(self) -> None:
-        if self._live and self._run:
-            from ftbench.runner import progress
-
-            print(f"\r\033[K  {progress(self._run)}", end="", file=sys.stderr, flush=True)
+    def tick(self, follower: Follower) -> None:
+        if self._live:
+            print(f"\r\033[K  {follower.text()}", end="", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         if self._live:

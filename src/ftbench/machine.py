@@ -33,12 +33,16 @@ ENVIRONMENT = re.compile(
 _SECRET = re.compile(r"(?i)(token|secret|password|credential|api_?key)")
 
 
-def describe() -> dict[str, Any]:
-    """machine.json: this machine before a run."""
+def describe(visible: str | None = None) -> dict[str, Any]:
+    """machine.json: this machine before a run, with the GPU that `visible` names as CUDA_VISIBLE_DEVICES would."""
+    return {"schema": SCHEMA, "gpu": gpu(visible), **_host()}
+
+
+@cache
+def _host() -> dict[str, Any]:
+    """What does not change from one run of this process to the next."""
     return {
-        "schema": SCHEMA,
         "ftbench": {"version": __version__, "commit": commit()},
-        "gpu": gpu(),
         "cpu": {
             "model": _cpu_model(),
             "cores": psutil.cpu_count(logical=False),
@@ -54,12 +58,13 @@ def describe() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gpu() -> dict[str, Any] | None:
-    """The GPU a run would use: the first of CUDA_VISIBLE_DEVICES, or the first there is. None without one."""
+def gpu(visible: str | None = None) -> dict[str, Any] | None:
+    """The GPU a run would use: the first that `visible` or else CUDA_VISIBLE_DEVICES names, or the first there is.
+    None without one."""
     nvml = nvml_module()
     if nvml is None:
         return None
-    handle = handle_of(nvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    handle = handle_of(nvml, os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible)
     return None if handle is None else _gpu(nvml, handle)
 
 
@@ -122,6 +127,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         "power_limit_max_w": _milli(limits[1]) if limits else None,
         "idle_power_w": _milli(ask("nvmlDeviceGetPowerUsage")) if _idles(ask, nvml) else None,
         "temperature_c": ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
         "sm_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
         "memory_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
         "ecc": bool(ecc[0]) if ecc else None,

@@ -9,10 +9,11 @@ import platform
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from ftbench import machine, rundir
+from ftbench import machine, owner, rundir
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu
 from ftbench.errors import FtbenchError, MissingError
@@ -58,7 +59,7 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
         with tempfile.TemporaryDirectory() as scratch:
             measured = _measure(Path(scratch))
     except OSError as error:
-        raise MissingError(f"{folder}: {error.strerror}; free some space, or write elsewhere with --out") from None
+        raise rundir.disk_error(folder, error) from None
     document = {
         "schema": SCHEMA, "date": rundir.now(), "machine": described, **_EMPTY, **measured,
         "products": {name: measured.get("products", {}).get(name) for name in PRECISIONS},
@@ -73,20 +74,20 @@ def _measure(scratch: Path) -> dict[str, Any]:
     """What the child found, also where it was stopped half-way."""
     found, log = scratch / "probe.json", scratch / "log.txt"
     argv = [sys.executable, "-P", "-m", "ftbench.worker.probe", str(found.resolve()), f"{_CHILD_S:g}"]
+    end = time.monotonic() + LIMIT_S
+    late = process.Stop("timeout", f"was stopped after {LIMIT_S:.0f} s")
     with process.signals() as asked:
-        ended = process.run_child(argv, environment(), log, asked, LIMIT_S)
-    if ended.why == "interrupted":
+        ended = process.run_child(argv, environment(), log, asked, lambda: late if time.monotonic() > end else None)
+    if ended.stop and ended.stop.state == "interrupted":
         raise KeyboardInterrupt
     document = rundir.read_json(found)
     doing = document.pop("doing", None)
     if told := document.pop("missing", None):
         raise MissingError(told)
-    if ended.why == "timeout" or ended.code != 0:
+    if ended.stop or ended.code != 0:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        why = (
-            f"was stopped after {LIMIT_S:.0f} s" if ended.why == "timeout"
-            else f"ended with exit code {ended.code}: {lines[-1][:300] if lines else 'no output'}"
-        )  # fmt: skip
+        last = lines[-1][:300] if lines else "no output"
+        why = ended.stop.reason if ended.stop else f"ended with exit code {ended.code}: {last}"
         if not any(document.get("products", {}).values()):
             raise FtbenchError(f"probe: the process that measures {why}; nothing was measured")
         document["notes"] = [*document["notes"], f"{doing}: not measured: the process that measures {why}"]
@@ -95,7 +96,7 @@ def _measure(scratch: Path) -> dict[str, Any]:
 
 def environment() -> dict[str, str]:
     """The child's environment: the GPUs that are visible here, numbered as the driver numbers them."""
-    return os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1", "FTBENCH_PARENT": str(os.getpid())}
+    return os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1", owner.PARENT: str(os.getpid())}
 
 
 def file_name(described: dict[str, Any]) -> str:

@@ -10,17 +10,19 @@ import csv
 import errno
 import json
 import os
-import platform
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftbench import owner
 from ftbench.core import rows
 from ftbench.errors import MissingError
 
 SCHEMA = 1
+SUPERSEDED = ".superseded"
 STATES = ("running", "ok", "oom", "timeout", "error", "interrupted")
 _RESERVE_BYTES = 64 * 1024  # set aside so that a full disk still takes the last state
 
@@ -63,24 +65,52 @@ def claim(out: Path, experiment: str, slug: str) -> RunDir:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for repeat in range(1, 100_000):
-            path = parent / f"{slug}-r{repeat}"
-            try:
-                path.mkdir()
-            except FileExistsError:
-                continue
-            run = RunDir(path)
-            run.reserve.write_bytes(b"\0" * _RESERVE_BYTES)
-            write_json(run.state, running())
-            return run
+            with suppress(FileExistsError):
+                return claim_at(parent / f"{slug}-r{repeat}")
     except OSError as error:
-        raise _disk(parent, error) from None
+        raise disk_error(parent, error) from None
     raise MissingError(f"{parent} already holds 100,000 runs of {slug}: choose another --out")
 
 
-def write_json(path: Path, data: Any) -> None:
+def claim_at(path: Path) -> RunDir:
+    """The directory `path`, new, with the state `running`. Raises FileExistsError if there is one, MissingError if the
+    disk does not take it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+        run = RunDir(path)
+        run.reserve.write_bytes(b"\0" * _RESERVE_BYTES)
+        write_json(run.state, running())
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise disk_error(path, error) from None
+    return run
+
+
+def supersede(run: RunDir) -> RunDir:
+    """Makes way for another run of the same name: moves this one into the folder's `.superseded/`, which no report
+    reads, and returns it there."""
+    try:
+        folder = run.path.parent / SUPERSEDED
+        folder.mkdir(exist_ok=True)
+        number = 1 + sum(1 for _ in folder.glob(f"{run.run_id}.*"))
+        while (target := folder / f"{run.run_id}.{number}").exists():
+            number += 1
+        run.path.rename(target)
+    except OSError as error:
+        raise disk_error(run.path, error) from None
+    return RunDir(target)
+
+
+def write_json(path: Path, data: Any, indent: int | None = 1) -> None:
+    """Replaces `path` with a JSON document, as `write_text` does."""
+    write_text(path, json.dumps(data, ensure_ascii=False, indent=indent, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Replaces `path` at once, on the disk before it is visible. Raises MissingError if the disk does not take it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    text = json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
     try:
         try:
             _write_through(temporary, text)
@@ -92,7 +122,7 @@ def write_json(path: Path, data: Any) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _disk(path, error) from None
+        raise disk_error(path, error) from None
 
 
 def _write_through(path: Path, text: str) -> None:
@@ -112,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _disk(path: Path, error: OSError) -> MissingError:
+def disk_error(path: Path, error: OSError) -> MissingError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere with --out")
     return MissingError(f"{path}: cannot be written ({error.strerror}); write elsewhere with --out")
@@ -127,7 +157,7 @@ class StepsWriter:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.write(self._file, rows.header().encode())
         except OSError as error:
-            raise _disk(path, error) from None
+            raise disk_error(path, error) from None
 
     def append(self, steps: Iterable[rows.StepRow]) -> None:
         data = "".join(map(rows.to_csv, steps)).encode()
@@ -135,7 +165,7 @@ class StepsWriter:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            raise _disk(self._path, error) from None
+            raise disk_error(self._path, error) from None
 
     def close(self) -> None:
         try:
@@ -156,6 +186,28 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
     if torn:
         warnings.append(f"{path.name}: the last line is not finished and was left out")
     return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
+
+
+class StepsTail:
+    """Follows a steps.csv that another process writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._place, self._header = path, 0, ""
+
+    def read(self) -> list[rows.StepRow]:
+        """The rows that were finished since the last call; what cannot be read is left to `read_steps` to tell."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._place)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._place += len(whole)
+        text = whole.decode("utf-8", errors="replace")
+        if not self._header:
+            self._header, _, text = text.partition("\n")
+        return list(_rows(f"{self._header}\n{text}", self._path.name, [])) if self._header else []
 
 
 def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:
@@ -179,7 +231,7 @@ def running() -> dict[str, Any]:
         "schema": SCHEMA,
         "state": "running",
         "started_at": now(),
-        "owner": {"pid": os.getpid(), "start": process_start(os.getpid()), "boot": boot_id(), "host": platform.node()},
+        "owner": owner.this_process(),
     }
 
 
@@ -189,34 +241,9 @@ def read_state(run: RunDir) -> dict[str, Any]:
     state = read_json(run.state)
     if state.get("state") not in STATES:
         return {"state": "error", "reason": "state.json is missing or cannot be read"}
-    if state["state"] == "running" and not _alive(state.get("owner", {})):
+    if state["state"] == "running" and not owner.alive(state.get("owner", {})):
         return state | {"state": "interrupted", "reason": "ftbench was killed or the machine went down during the run"}
     return state
-
-
-def _alive(owner: dict[str, Any]) -> bool:
-    pid = owner.get("pid")
-    if owner.get("boot") != boot_id() or owner.get("host") != platform.node() or not isinstance(pid, int):
-        return False
-    return process_start(pid) is not None and process_start(pid) == owner.get("start")
-
-
-def process_start(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None if there is no such process. With the pid it names one
-    process for as long as the machine is up (proc(5), field 22 of stat)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else int(fields[19])
-
-
-def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def now() -> str:
@@ -233,7 +260,7 @@ def find_runs(path: Path) -> list[RunDir]:
 
 def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     for folder, folders, files in os.walk(path):
-        folders.sort()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         if _FILES["state"] in files:
             folders.clear()
         yield folder, folders, files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from ftbench import machine, rundir, summary
 from ftbench.core import oom
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
-from ftbench.launch import process, trl
+from ftbench.launch import mock, process, trl
+from ftbench.launch.follow import Follower, Watchdog
 from ftbench.rundir import RunDir
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, impossible, refused_here, resolve
@@ -32,32 +33,85 @@ class Result:
     exit_code: int
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to run: a resolved spec, the text of the file that it came from, and the changes to that."""
+
+    spec: Experiment
+    source: bytes
+    sets: Sequence[str]
+
+
 def run(
     spec_path: Path,
     sets: Sequence[str],
     out: Path,
     on_start: Callable[[RunDir], None] = lambda run: None,
-    on_tick: Callable[[], None] = lambda: None,
+    on_tick: Callable[[Follower], None] = lambda follower: None,
 ) -> Result:
     """Trains the spec once. Raises SpecError or MissingError before anything is loaded; once a directory is claimed,
     every end is a state in it."""
-    described = machine.describe()
-    spec = resolve(load(spec_path, sets), capability(described))
+    spec = load(spec_path, sets)
+    described = describe(spec)
+    spec = resolve(spec, capability(described))
     check(spec, described)
-    _check_disk(out)
-    claimed = rundir.claim(out, spec.name, identity.slug(spec))
+    check_disk(out)
+    claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
+    on_start(claimed)
     with process.signals() as asked:
-        try:
-            shutil.copyfile(spec_path, claimed.spec_yaml)
-            resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(sets)}
-            rundir.write_json(claimed.spec_json, resolved)
-            rundir.write_json(claimed.machine, described)
-            on_start(claimed)
-            return execute(claimed, spec, asked, on_tick)
-        except OSError as error:  # a full disk, a machine without room for another process
-            raise MissingError(
-                f"{claimed.path}: {error.strerror}; free some space, or write elsewhere with --out"
-            ) from None
+        return carry_out(claimed, Order(spec, spec_path.read_bytes(), sets), described, asked, on_tick)
+
+
+def experiment(spec: Experiment) -> str:
+    """The folder of a spec's runs; what a mock pretends does not lie beside what was measured."""
+    return spec.name if spec.launch.mock == "off" else f"{spec.name}-mock"
+
+
+def describe(spec: Experiment, visible: str | None = None) -> dict[str, Any]:
+    """machine.json, with the GPU that a mock pretends to have. `visible` as CUDA_VISIBLE_DEVICES names the GPU."""
+    described = machine.describe(visible)
+    return described if spec.launch.mock == "off" else described | {"gpu": mock.gpu(spec.launch.mock_fits)}
+
+
+def gpu_name(described: dict[str, Any]) -> str | None:
+    return (described["gpu"] or {}).get("name")
+
+
+def carry_out(
+    claimed: RunDir,
+    order: Order,
+    described: dict[str, Any],
+    asked: int,
+    on_tick: Callable[[Follower], None] = lambda follower: None,
+    environment: Mapping[str, str] | None = None,
+    deadline: float | None = None,
+) -> Result:
+    """Trains in a claimed directory and leaves state.json and summary.json there. A signal (a byte in the pipe `asked`)
+    ends the worker, and so does the sweep's `deadline` (monotonic clock, s); one that comes later does not keep the
+    files from being written. `environment` adds variables to this process's. Raises MissingError where the disk or the
+    machine has no room."""
+    spec = order.spec
+    try:
+        claimed.spec_yaml.write_bytes(order.source)
+        resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(order.sets)}
+        rundir.write_json(claimed.spec_json, resolved)
+        rundir.write_json(claimed.machine, described)
+        follower = Follower(claimed)
+        watchdog = Watchdog(spec, follower, deadline)
+
+        def watch() -> process.Stop | None:
+            follower.poll()
+            on_tick(follower)
+            return watchdog.check()
+
+        variables = trl.environment({**os.environ, **(environment or {})})
+        launcher = trl if spec.launch.mock == "off" else mock
+        ended = process.run_child(launcher.command(claimed), variables, claimed.log, asked, watch)
+        return _close(claimed, ended)
+    except OSError as error:  # a full disk, a machine without room for another process
+        raise MissingError(
+            f"{claimed.path}: {error.strerror}; free some space, or write elsewhere with --out"
+        ) from None
 
 
 def capability(described: dict[str, Any]) -> tuple[int, int] | None:
@@ -68,10 +122,13 @@ def capability(described: dict[str, Any]) -> tuple[int, int] | None:
 
 def check(spec: Experiment, described: dict[str, Any]) -> None:
     """Raises SpecError for what cannot work on this machine, MissingError for what is not installed."""
-    problems = impossible(spec) + refused_here(spec, capability(described)) + _path_problems(spec)
+    problems = impossible(spec) + _path_problems(spec)
+    if spec.launch.mock == "off":
+        problems += refused_here(spec, capability(described))
     if problems:
         raise SpecError(*problems)
-    trl.check_installed(spec)
+    if spec.launch.mock == "off":
+        trl.check_installed(spec)
 
 
 def _path_problems(spec: Experiment) -> list[str]:
@@ -94,7 +151,7 @@ def _path_problems(spec: Experiment) -> list[str]:
     return found
 
 
-def _check_disk(out: Path) -> None:
+def check_disk(out: Path) -> None:
     existing = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
     if not os.access(existing, os.W_OK) or not existing.is_dir():
         raise MissingError(f"{existing}: cannot be written; choose another place with --out")
@@ -102,17 +159,9 @@ def _check_disk(out: Path) -> None:
         raise MissingError(f"{existing}: only {free / 2**20:.0f} MiB free; free some, or write elsewhere with --out")
 
 
-def execute(run: RunDir, spec: Experiment, asked: int, on_tick: Callable[[], None]) -> Result:
-    """Launches the worker of a claimed directory, waits for it and leaves state.json and summary.json. A signal (a
-    byte in the pipe `asked`) ends the worker; one that comes later does not keep the files from being written."""
-    environment = trl.environment(os.environ)
-    ended = process.run_child(trl.command(run), environment, run.log, asked, spec.launch.timeout_s, on_tick)
-    return _close(run, spec, ended)
-
-
-def _close(run: RunDir, spec: Experiment, ended: process.Exit) -> Result:
+def _close(run: RunDir, ended: process.Exit) -> Result:
     """Writes state and summary; raises MissingError where the disk takes neither."""
-    state = _final_state(run, ended, spec)
+    state = _final_state(run, ended)
     try:
         rundir.write_json(run.state, state)
         found = summary.summarise(run)
@@ -123,14 +172,12 @@ def _close(run: RunDir, spec: Experiment, ended: process.Exit) -> Result:
     return Result(run, found, _exit_code(state))
 
 
-def _final_state(run: RunDir, ended: process.Exit, spec: Experiment) -> dict[str, Any]:
+def _final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
     """The child's own word where it had one; otherwise what its exit says."""
     state = rundir.read_json(run.state)
     told = state.get("state")
-    if ended.why == "timeout":
-        state |= {"state": "timeout", "reason": f"not done after launch.timeout_s = {spec.launch.timeout_s:g} seconds"}
-    elif ended.why == "interrupted":
-        state |= {"state": "interrupted", "reason": "interrupted by a signal"}
+    if ended.stop is not None:
+        state |= {"state": ended.stop.state, "reason": ended.stop.reason}
     elif told in (None, "running") or (told == "ok" and ended.code != 0):
         state |= _from_exit(run, ended)
     state.pop("owner", None)
@@ -166,17 +213,3 @@ def _exit_code(state: dict[str, Any]) -> int:
     if state["state"] == "interrupted":
         return INTERRUPTED
     return int(state.get("exit_code", FtbenchError.exit_code))
-
-
-def progress(run: RunDir) -> str:
-    """One line on where a run stands, from the end of its steps.csv; empty before the first step."""
-    steps, _ = rundir.read_steps(run.steps) if run.steps.exists() else ([], [])
-    if not steps:
-        phases = rundir.read_json(run.phases).get("phases", [])
-        return str(phases[-1]["name"]).replace("_", " ") if phases else "starting"
-    last = steps[-1]
-    share = f"{last.progress_ratio:.0%}" if last.progress_ratio is not None else ""
-    speed = f"{last.real_tokens / last.step_time_s:,.0f} tokens/s" if last.real_tokens and last.step_time_s else ""
-    memory = f"{last.peak_memory_gb:.2f} GiB" if last.peak_memory_gb is not None else ""
-    loss = f"loss {last.loss:.3f}" if last.loss is not None else ""
-    return " · ".join(part for part in (f"step {last.step}", share, speed, memory, loss) if part)

@@ -114,7 +114,7 @@ def test_the_order_of_keys_and_written_defaults_do_not_matter():
 
 def test_a_slug_says_model_method_and_batch():
     sections = {"model": {"id": "Qwen/Qwen3-8B"}, "method": {"name": "qlora"}, "train": {"batch_size": 4}}
-    assert re.fullmatch(r"qwen3-8b-qlora-b4-[0-9a-f]{8}", slug(spec(**sections)))
+    assert re.fullmatch(r"qwen3-8b-qlora-b4-[0-9a-f]{12}", slug(spec(**sections)))
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a b;rm -rf *", "日本語", "x" * 500, ".hidden", "/", "-"])

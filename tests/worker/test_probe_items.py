@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="training libraries are not installed")
 import torch
 
 from ftbench import probe, rundir
-from ftbench.rundir import process_start
+from ftbench.owner import process_start
 from ftbench.worker.meters import HostClock
 from ftbench.worker.probe import __main__ as child
 from ftbench.worker.probe import links, products, timing, transfers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 MINIMUM_STEADY = 5  # fewer steady steps than this are named in the warnings
@@ -28,6 +28,11 @@ class StepTime:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+def total(values: Iterable[float | int | None]) -> float:
+    """The sum of what is known."""
+    return sum(value for value in values if value is not None)
 
 
 def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) -> int:

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ftbench import machine
+from ftbench import machine, owner
 from ftbench.doctor.bounds import Requirement, requirements
 from ftbench.runner import capability
 
@@ -65,7 +65,7 @@ def ask_torch(environment: Mapping[str, str], within_s: float = CHILD_S) -> tupl
     try:
         child = subprocess.run(
             [sys.executable, "-P", "-m", "ftbench.worker.versions"],
-            env={**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "FTBENCH_PARENT": str(os.getpid())},
+            env={**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", owner.PARENT: str(os.getpid())},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=within_s, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

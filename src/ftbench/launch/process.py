@@ -1,4 +1,4 @@
-"""One child in its own session: log, timeout, TERM then KILL, and how it ended. Linux.
+"""One child in its own session: log, watch, TERM then KILL, and how it ended. Linux.
 
 The parent waits on the child's pidfd, so that it uses no CPU while the child is measured. Signals to the parent
 (Ctrl-C, a closed terminal, kill) end the child's whole process group and nothing else: they arrive in a pipe, which
@@ -23,13 +23,20 @@ TICK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """That this process ended its child: the state to write down, `timeout` or `interrupted`, and the reason."""
+
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
-    """How a child ended. `code` is its exit code, or minus the signal; `why` is set where this process ended it
-    (`timeout`, `interrupted`); `kernel_oom` where the kernel's OOM killer was seen at work; `wall_s` from start to
-    exit on the parent's clock."""
+    """How a child ended. `code` is its exit code, or minus the signal; `stop` is set where this process ended it;
+    `kernel_oom` where the kernel's OOM killer was seen at work; `wall_s` from start to exit on the parent's clock."""
 
     code: int
-    why: str | None
+    stop: Stop | None
     kernel_oom: bool
     wall_s: float
 
@@ -39,14 +46,13 @@ def run_child(
     env: Mapping[str, str],
     log: Path,
     asked: int,
-    timeout_s: float | None = None,
-    on_tick: Callable[[], None] = lambda: None,
+    watch: Callable[[], Stop | None] = lambda: None,
 ) -> Exit:
     """Runs `argv` to its end with stdout and stderr in `log`, or to the first byte in the pipe `asked` that `signals`
-    yields; `on_tick` is called about twice a second."""
+    yields, or until `watch`, which is called about twice a second, says stop."""
     kills = _kernel_oom_kills()
     begin = time.monotonic()
-    why = None
+    stop = None
     with log.open("ab") as output:
         child = subprocess.Popen(
             argv,
@@ -57,16 +63,14 @@ def run_child(
             start_new_session=True,
         )
         try:
-            why = _wait(child, asked, None if timeout_s is None else begin + timeout_s, on_tick)
+            stop = _wait(child, asked, watch)
         finally:
             _end_group(child, asked)
-    killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) and why is None
-    return Exit(child.returncode, why, killed and _kernel_oom_kills() > kills, time.monotonic() - begin)
+    killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) and stop is None
+    return Exit(child.returncode, stop, killed and _kernel_oom_kills() > kills, time.monotonic() - begin)
 
 
-def _wait(
-    child: subprocess.Popen[bytes], asked: int, deadline: float | None, on_tick: Callable[[], None]
-) -> str | None:
+def _wait(child: subprocess.Popen[bytes], asked: int, watch: Callable[[], Stop | None]) -> Stop | None:
     with _pidfd(child) as ended:
         while True:
             ready, _, _ = select.select([ended, asked], [], [], TICK_S)
@@ -74,10 +78,9 @@ def _wait(
                 return None
             if asked in ready:
                 os.read(asked, 1)
-                return "interrupted"
-            on_tick()
-            if deadline is not None and time.monotonic() > deadline:
-                return "timeout"
+                return Stop("interrupted", "interrupted by a signal")
+            if (stop := watch()) is not None:
+                return stop
 
 
 def _end_group(child: subprocess.Popen[bytes], asked: int) -> None:

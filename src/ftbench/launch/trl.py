@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from ftbench import owner
 from ftbench.errors import MissingError
 from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
@@ -30,9 +31,9 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
         "WANDB_DISABLED": "true",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        "FTBENCH_PARENT": str(os.getpid()),
+        owner.PARENT: str(os.getpid()),
     }
-    return {**env, **{key: value for key, value in defaults.items() if key not in env or key == "FTBENCH_PARENT"}}
+    return {**env, **{key: value for key, value in defaults.items() if key not in env or key == owner.PARENT}}
 
 
 def check_installed(spec: Experiment) -> None:

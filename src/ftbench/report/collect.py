@@ -22,14 +22,18 @@ _FIELDS = {field.name for field in dataclasses.fields(RunSummary)}
 def collect(paths: Sequence[Path]) -> pd.DataFrame:
     """All runs at or below `paths`, each field of their summaries a column, nested ones dotted (`memory_gb.host_peak`).
     Raises SpecError for a path that does not exist or holds no run."""
-    import pandas as pd
-
-    records = [_flat(summary_of(run) | {"path": str(run.path)}) for run in _runs(paths)]
-    frame = pd.DataFrame.from_records(records)
+    frame = frame_of(summary_of(run) | {"path": str(run.path)} for run in _runs(paths))
     rank = {name: place for place, name in enumerate(METHODS)}
     frame["_method"] = [rank.get(name, len(rank)) for name in frame["method"]]
     order = ["name", "model", "gpu", "_method", "batch_size", "run_id"]
     return frame.sort_values(order, na_position="first", kind="stable").drop(columns="_method").reset_index(drop=True)
+
+
+def frame_of(summaries: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """Summaries as they are in summary.json → a row each, in their order, nested fields dotted."""
+    import pandas as pd
+
+    return pd.DataFrame.from_records([_flat(values) for values in summaries])
 
 
 def _runs(paths: Sequence[Path]) -> list[RunDir]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CONTEXT = {"model": "model", "weights": "weights", "gpu": "GPU", "data": "data", "optimizations": "with"}
+SHOWN = ("model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations")
 _CPU = "none (CPU)"
 _SHORT_REASON = 48
+_NAMED = 4  # runs by name in a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,14 @@ class Table:
     notes: list[str]
 
 
-def comparison(frame: pd.DataFrame) -> Table:
-    """One row a run. Columns in which all rows agree move into the title; a column that no row fills is left out."""
+def comparison(frame: pd.DataFrame, axes: Sequence[str] = ()) -> Table:
+    """One row a run. Columns in which all rows agree move into the title; a column that no row fills is left out.
+    `axes` are columns of the frame, named by their keys in the spec, that get one in the table if none shows them."""
     frame = frame.assign(
         gpu=[gpu if isinstance(gpu, str) else _CPU for gpu in frame["gpu"]],
         model=[str(model).rsplit("/", 1)[-1] for model in frame["model"]],
         optimizations=[", ".join(found).replace("_", " ") or "none" for found in frame["optimizations"]],
-        data=[_data(record) for record in frame.to_dict("records")],
+        data=_data(frame),
     )
     differing = varying(frame, CONTEXT)
     context = {CONTEXT[name]: str(frame[name].iloc[0]) for name in CONTEXT if name in frame and name not in differing}
@@ -62,13 +65,19 @@ def comparison(frame: pd.DataFrame) -> Table:
         column for column in FIGURES
         if column.source in frame and (column.source not in _OPTIONAL or frame[column.source].notna().any())
     ]  # fmt: skip
+    axes = [key for key in axes if key not in SHOWN and not key.startswith("optimizations.")]
     accumulation = frame["gradient_accumulation_steps"].nunique() > 1
-    headings = [*(CONTEXT[name] for name in differing), "method", "batch", *(c.heading for c in figures), "state"]
+    headings = [
+        *(CONTEXT[name] for name in differing), "method", "batch", *(key.rpartition(".")[2] for key in axes),
+        *(column.heading for column in figures), "state",
+    ]  # fmt: skip
     rows = []
     for record in frame.to_dict("records"):
         batch = str(record["batch_size"]) + (f"x{record['gradient_accumulation_steps']}" if accumulation else "")
         shown = [_shown(record, column) for column in figures]
-        rows.append([*(str(record[name]) for name in differing), record["method"], batch, *shown, _state(record)])
+        places = [str(record[key]) for key in axes]
+        named = [str(record[name]) for name in differing]
+        rows.append([*named, record["method"], batch, *places, *shown, _state(record)])
     return Table(context, headings, rows, _notes(frame))
 
 
@@ -84,17 +93,28 @@ def _state(record: Mapping[Any, Any]) -> str:
     reason = record.get("reason")
     if record["state"] == "ok" or not isinstance(reason, str):
         return str(record["state"])
+    if record["state"] == "skipped":
+        return f"skipped ({reason})"
     short = reason if len(reason) <= _SHORT_REASON else reason[: _SHORT_REASON - 1] + "…"
     return f"{record['state']}: {short}".replace("oom: out of memory", "oom")
 
 
-def _data(record: Mapping[Any, Any]) -> str:
-    """The data set and, where known, the mean length of its samples in tokens: `alpaca ~110`."""
-    mean = record.get("dataset.tokens.mean")
-    name = record.get("dataset.name")
-    if not isinstance(name, str):
-        return "unknown"
-    return name if mean is None or mean != mean else f"{name} ~{mean:.0f}"
+def _data(frame: pd.DataFrame) -> list[str]:
+    """The data set of each row and, where known, the mean length of its samples in tokens: `alpaca ~110`. A run that
+    ended before it knew the length has that of the others with the same data set, if they agree."""
+    names, means = frame.get("dataset.name"), frame.get("dataset.tokens.mean")
+    if names is None:
+        return ["unknown"] * len(frame)
+    found: dict[Any, set[str]] = {}
+    texts: list[str] = []
+    for name, mean in zip(names, means if means is not None else [None] * len(frame), strict=True):
+        known = isinstance(name, str) and mean is not None and mean == mean
+        texts.append(f"{name} ~{mean:.0f}" if known else "")
+        found.setdefault(name, set()).update(texts[-1:] if known else [])
+    return [
+        text or (next(iter(found[name])) if len(found[name]) == 1 else name if isinstance(name, str) else "unknown")
+        for name, text in zip(names, texts, strict=True)
+    ]
 
 
 def _notes(frame: pd.DataFrame) -> list[str]:
@@ -107,6 +127,11 @@ def _notes(frame: pd.DataFrame) -> list[str]:
             about.setdefault(warning, []).append(record["run_id"])
     everyone = len(frame)
     return [
-        warning if len(runs) == everyone and everyone > 1 else f"{', '.join(runs)}: {warning}"
+        warning if len(runs) == everyone and everyone > 1 else f"{_named(runs)}: {warning}"
         for warning, runs in about.items()
     ]
+
+
+def _named(runs: Sequence[str]) -> str:
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    return ", ".join(runs[:_NAMED]) + more

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ftbench.spec.base import Float, Int, Part, known
+from ftbench.spec.base import Float, Int, Part, Switch, known
 
 FORMATS = ("alpaca", "messages", "prompt-completion", "text")
 Format = Literal["alpaca", "messages", "prompt-completion", "text"]
@@ -53,6 +53,9 @@ class Dataset(Part):
     seed: Int = Field(42, ge=0, description="order of the samples and draws of synthetic data")
     eval_samples: Int = Field(0, ge=0, description="samples set aside for evaluation")
     loss_on: Literal["completion", "all"] = Field("completion", description="which tokens carry loss")
+    longest_first: Switch = Field(
+        False, description="the longest samples make the first batch, so that the memory peak shows in step 1"
+    )
     format: Format | None = Field(None, description="of the rows; found from the columns if empty")
     path: str | None = Field(None, description="file to read, for `name: file`")
     revision: str | None = Field(None, description="revision of a hub data set")

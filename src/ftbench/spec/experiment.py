@@ -81,6 +81,7 @@ def _warmup(value: object) -> object:
 class Measure(Part):
     """What is measured besides the training itself."""
 
+    repeats: Int = Field(1, ge=1, le=100, description="runs of each cell of a sweep, each in a fresh process")
     warmup: Annotated[Literal["auto"] | int, BeforeValidator(_warmup)] = Field(
         "auto", description="steps before the steady window; auto finds them"
     )
@@ -96,11 +97,32 @@ class Measure(Part):
         return values
 
 
+def _patience(value: object) -> object:
+    if value is False:  # YAML reads a bare off as false
+        return "off"
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    if value not in ("auto", "off") and not number:
+        raise ValueError("must be auto, off, or a number of seconds above 0")
+    return value
+
+
 class Launch(Part):
-    """How the spec becomes processes; nothing here changes the result."""
+    """How the spec becomes processes; but for a mock, nothing here changes the result."""
 
     framework: Literal["trl"] = Field("trl", description="who runs the training loop")
     timeout_s: Float | None = Field(None, gt=0, description="end the run after this many seconds")
+    no_step_s: Annotated[Literal["auto", "off"] | float, BeforeValidator(_patience)] = Field(
+        "auto", description="end the run when nothing moves for this many seconds; auto learns it from the run's steps"
+    )
+    mock: Literal["off", "ok", "oom", "crash", "hang", "slow", "flaky"] = Field(
+        "off", description="train nothing and pretend: to try a sweep without a GPU"
+    )
+    mock_fits: Int = Field(8, ge=0, description="largest batch that fits where mock is oom")
+
+    @field_validator("mock", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        return "off" if value is False else value
 
 
 class Experiment(Part):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,16 @@ from ftbench.spec.experiment import Experiment
 _END = 1 << 20  # bytes of each end of a file that are hashed
 
 
+_NO_MATTER: Any = {"name": True, "launch": True, "measure": {"warmup", "save_adapter", "repeats"}}
+
+
 def what_changes_the_result(spec: Experiment) -> dict[str, Any]:
-    """The spec without its name, how it is launched, which steps are called warm-up, and where files lie: of a file its
-    name and content count, so that the same spec on two machines is the same experiment and an edited file another."""
-    values = spec.model_dump(mode="json", exclude={"name": True, "launch": True, "measure": {"warmup", "save_adapter"}})
+    """The spec without its name, how it is launched, which steps are called warm-up, how often it is run, and where
+    files lie: of a file its name and content count, so that the same spec on two machines is the same experiment and
+    an edited file another. A mock is no result of the spec at all: what it pretends counts."""
+    values = spec.model_dump(mode="json", exclude=_NO_MATTER)
+    if spec.launch.mock != "off":
+        values["mock"] = [spec.launch.mock, spec.launch.mock_fits]
     for part in ("model", "dataset"):
         if path := values[part].get("path"):
             values[part]["path"] = _content(Path(path))
@@ -27,22 +34,39 @@ def _content(path: Path) -> list[str | int]:
     """Name, size and a hash of both ends of a file; of a directory its name and its config.json."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            head = opened.read(_END)
-            opened.seek(max(0, size - _END))
-            return [path.name, size, hashlib.sha256(head + opened.read(_END)).hexdigest()]
+        status = file.stat()
+        return [path.name, status.st_size, _ends(file, status.st_size, status.st_mtime_ns)]
     except OSError:
         return [path.name]
 
 
-def fingerprint(spec: Experiment) -> str:
-    """Eight hex digits of the SHA-256 of what changes the result."""
-    text = json.dumps(what_changes_the_result(spec), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+@lru_cache(maxsize=64)  # a sweep asks once for each of its cells
+def _ends(file: Path, size: int, modified: int) -> str:
+    with file.open("rb") as opened:
+        head = opened.read(_END)
+        opened.seek(max(0, size - _END))
+        return hashlib.sha256(head + opened.read(_END)).hexdigest()
 
 
-def slug(spec: Experiment) -> str:
-    """`qwen3-8b-qlora-b4-1f2e3d4c`: model, method, batch, fingerprint; safe as a file name."""
+def fingerprint(spec: Experiment, gpu: str | None = None) -> str:
+    """Twelve hex digits of the SHA-256 of what changes the result: the spec and the name of the GPU."""
+    return _digest([what_changes_the_result(spec), gpu])
+
+
+def family(spec: Experiment, gpu: str | None = None) -> str:
+    """The fingerprint of what is left when the batch size and its accumulation are taken out: runs of one family
+    differ in how much memory a step needs, and a larger batch needs more."""
+    values = what_changes_the_result(spec)
+    values["train"] |= {"batch_size": None, "gradient_accumulation_steps": None}
+    return _digest([values, gpu])
+
+
+def _digest(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def slug(spec: Experiment, gpu: str | None = None) -> str:
+    """`qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch, fingerprint; safe as a file name."""
     model = re.sub(r"[^a-z0-9.]+", "-", spec.model.id.rsplit("/", 1)[-1].lower()).strip("-.")[:40] or "model"
-    return f"{model}-{spec.method.name}-b{spec.train.batch_size}-{fingerprint(spec)}"
+    return f"{model}-{spec.method.name}-b{spec.train.batch_size}-{fingerprint(spec, gpu)}"

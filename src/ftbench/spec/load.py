@@ -33,17 +33,37 @@ class Layer:
     file: Path | None = None
 
 
+class ImpossibleError(SpecError):
+    """Every value is allowed, and together they cannot work."""
+
+
 def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
-    """The resolved spec of a file. Raises SpecError with one sentence for each mistake, as `file:line: key: what`."""
-    layers = [*_chain(path, ()), *(_set_layer(text) for text in sets)]
-    merged: dict[str, Any] = {}
+    """The resolved spec of a file. Raises SpecError with one sentence for each mistake, as `file:line: key: what`. Its
+    `sweep:` section is left to `spec.sweep`."""
+    layers = read_layers(path, sets)
+    return validated(merged(layers, path), layers)
+
+
+def read_layers(path: Path, sets: Sequence[str]) -> list[Layer]:
+    """The files of the `extends:` chain from the base up, then each `--set`."""
+    return [*_chain(path, ()), *(_set_layer(text) for text in sets)]
+
+
+def merged(layers: Iterable[Layer], path: Path) -> dict[str, Any]:
+    """The keys of all layers, later ones winning; the name is the file's stem if none is given."""
+    result: dict[str, Any] = {"name": path.stem}
     for layer in layers:
-        merged = merge(merged, layer.data)
-    merged.setdefault("name", path.stem)
+        result = merge(result, layer.data)
+    return result
+
+
+def validated(values: dict[str, Any], layers: Sequence[Layer]) -> Experiment:
+    """Raises SpecError as `load` does: ImpossibleError where no single value is wrong."""
     try:
-        return Experiment.model_validate(merged)
+        return Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
     except ValidationError as error:
-        raise SpecError(*_sentences(error, layers)) from None
+        together = all(not problem["loc"] for problem in error.errors(include_url=False))
+        raise (ImpossibleError if together else SpecError)(*_sentences(error, layers)) from None
 
 
 def _chain(path: Path, seen: tuple[str, ...]) -> list[Layer]:
@@ -56,7 +76,7 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[Layer]:
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
         raise SpecError(f"{path}:{line_of(path, ['extends'])}: extends: is the path of one file, not {base!r}")
-    layer = Layer(str(path), _expand(data, path.parent), path)
+    layer = Layer(str(path), expand(data, path.parent), path)
     return [*(_chain(path.parent / base, (*seen, absolute)) if base else ()), layer]
 
 
@@ -67,13 +87,19 @@ def _set_layer(text: str) -> Layer:
         raise SpecError(f"--set {text}: write it as key.sub=value, for example train.batch_size=8")
     if parts == ["extends"]:
         raise SpecError(f"--set {text}: `extends` stands in a file; name that file instead")
-    data: Any = parse_value(value)
+    if parts[0] == "sweep":
+        raise SpecError(f"--set {text}: axes of a sweep go with `ftbench sweep --axis key=value,value`")
+    return Layer(f"--set {text}", expand(nested(parts, parse_value(value)), Path()))
+
+
+def nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
+    """`["train", "batch_size"], 8` → `{"train": {"batch_size": 8}}`."""
     for part in reversed(parts):
-        data = {part: data}
-    return Layer(f"--set {text}", _expand(data, Path()))
+        value = {part: value}
+    return dict(value)
 
 
-def _expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Short forms written out, and paths made absolute against the folder of the file that says them."""
     data = {key: {SHORT_FORMS[key]: value} if key in SHORT_FORMS and isinstance(value, str) else value
             for key, value in data.items()}  # fmt: skip
@@ -174,7 +200,7 @@ def _shown(value: Any) -> str:
 
 def _allowed_keys(section: tuple[str, ...], loc: tuple[int | str, ...]) -> list[str]:
     if not section:
-        return ["extends", *Experiment.model_fields]
+        return ["extends", "sweep", *Experiment.model_fields]
     if section[0] == "method":
         return list(METHODS[str(loc[1])].model_fields)
     model = Experiment.model_fields[section[0]].annotation

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ftbench.owner import die_with_parent
 from ftbench.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.lifeline import die_with_parent
 from ftbench.worker.outcome import Terminated, of_exception
 from ftbench.worker.phases import Phases
 

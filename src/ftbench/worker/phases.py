@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ftbench.rundir import RunDir, process_start, write_json
+from ftbench.owner import process_start
+from ftbench.rundir import RunDir, write_json
 
 SCHEMA = 1
 

@@ -15,7 +15,7 @@ import sys
 import warnings
 from typing import Any
 
-from ftbench.worker.lifeline import die_with_parent
+from ftbench.owner import die_with_parent
 
 
 def told() -> dict[str, Any]:

@@ -41,7 +41,22 @@ def prepare(dataset: Dataset, tokenizer: Any, vocab_size: int, batch_size: int) 
             warnings.append("the tokenizer has no chat template: turns are separated by empty lines")
     cut = len(samples) - dataset.eval_samples
     train, evaluation = samples[:cut], samples[cut:]
+    if dataset.longest_first:
+        train = _longest_first(train, batch_size)
     return Prepared(train, evaluation, _describe(dataset, train, evaluation, batch_size), warnings)
+
+
+def _longest_first(samples: list[Tokens], batch_size: int) -> list[Tokens]:
+    """The `batch_size` longest samples, then the others in their order. Raises SpecError where there are too few to
+    fill a batch: a smaller one would need less memory than was asked about."""
+    if len(samples) < batch_size:
+        raise SpecError(
+            f"train.batch_size {batch_size} with dataset.longest_first needs as many samples and there are "
+            f"{len(samples):,}: raise dataset.samples"
+        )
+    order = sorted(range(len(samples)), key=lambda place: -len(samples[place].ids))
+    first = order[:batch_size]
+    return [samples[place] for place in (*first, *sorted(order[batch_size:]))]
 
 
 def _from_rows(dataset: Dataset, tokenizer: Any) -> tuple[list[Tokens], list[str]]:

@@ -14,8 +14,8 @@ import psutil
 
 from ftbench import machine
 from ftbench.errors import MissingError
+from ftbench.owner import die_with_parent
 from ftbench.rundir import write_json
-from ftbench.worker.lifeline import die_with_parent
 from ftbench.worker.probe.timing import SAMPLE_S, Budget, during
 from ftbench.worker.sampler import Sampler
 

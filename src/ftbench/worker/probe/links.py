@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ftbench.owner import PARENT, die_with_parent
 from ftbench.rundir import read_json, write_json
-from ftbench.worker.lifeline import die_with_parent
 from ftbench.worker.meters import CudaClock, meters
 from ftbench.worker.probe.timing import Budget, batch_size, faster_half, first_call, timed_batch
 
@@ -60,7 +60,7 @@ def attempt(
             [sys.executable, "-P", "-m", __name__, backend, str(rank), str(world), str(meeting), str(out)]
             for rank in range(world)
         ]
-        reason = supervise(ranks, {**environment, "FTBENCH_PARENT": str(os.getpid())}, Path(folder), timeout_s)
+        reason = supervise(ranks, {**environment, PARENT: str(os.getpid())}, Path(folder), timeout_s)
         return {"gpus": world, "all_reduce_bus_gbs": None, "pairs": [], **read_json(out)}, reason
 
 

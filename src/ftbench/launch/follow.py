@@ -1,0 +1,101 @@
+"""What a run's files say while it runs, and the watchdog over them. Reads only what has grown."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ftbench.core.rows import StepRow
+from ftbench.core.units import gibibytes, seconds
+from ftbench.launch.process import Stop
+from ftbench.rundir import RunDir, StepsTail, read_json
+from ftbench.spec.experiment import Experiment
+
+START_S = 1800.0  # without any sign of life before the third step: weights are fetched, kernels compiled and tuned
+STEP_S = 300.0  # the least that is waited for a step later on: a new shape, a slow disk
+COMPILE_S = 900.0  # the same where a new shape means compiling again
+PATIENCE = 20  # times the slowest step so far
+
+
+class Follower:
+    """A run in progress. `changed` is when (monotonic clock, s) any of its files last changed."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.phase = ""
+        self.last: StepRow | None = None
+        self.steps = 0
+        self.slowest_s = 0.0
+        self.changed = time.monotonic()
+        self._tail = StepsTail(run.steps)
+        self._seen: dict[Path, tuple[int, int]] = {}
+
+    def poll(self) -> None:
+        if self._grown(self.run.phases):
+            phases = read_json(self.run.phases).get("phases")
+            self.phase = str(phases[-1].get("name", "")) if phases else ""
+        if self._grown(self.run.steps):
+            for row in self._tail.read():
+                if row.phase == "train":
+                    self.last = row
+                    self.steps += 1
+                    self.slowest_s = max(self.slowest_s, row.step_time_s or 0.0)
+        if self.phase != "train":  # a log line in the middle of training is no step
+            self._grown(self.run.log)
+
+    def _grown(self, path: Path) -> bool:
+        """Whether a file is another than at the last look; told by size and time, so a clock set back is no matter."""
+        try:
+            status = path.stat()
+        except OSError:
+            return False
+        now = (status.st_size, status.st_mtime_ns)
+        if self._seen.get(path) == now:
+            return False
+        self._seen[path] = now
+        self.changed = time.monotonic()
+        return True
+
+    def text(self) -> str:
+        """One line on where the run stands; `starting` before its first word."""
+        if self.last is None:
+            return self.phase.replace("_", " ") or "starting"
+        last = self.last
+        share = f"{last.progress_ratio:.0%}" if last.progress_ratio is not None else ""
+        speed = f"{last.real_tokens / last.step_time_s:,.0f} tokens/s" if last.real_tokens and last.step_time_s else ""
+        memory = f"{gibibytes(last.peak_memory_gb)} GiB" if last.peak_memory_gb is not None else ""
+        loss = f"loss {last.loss:.3f}" if last.loss is not None else ""
+        return " · ".join(part for part in (f"step {last.step}", share, speed, memory, loss) if part)
+
+
+class Watchdog:
+    """Says when a run has to be ended: its time is up, the sweep's is, or nothing moves any more."""
+
+    def __init__(self, spec: Experiment, follower: Follower, deadline: float | None = None) -> None:
+        """`deadline` (monotonic clock, s) is the sweep's."""
+        self._launch, self._follower, self._deadline = spec.launch, follower, deadline
+        self._floor = COMPILE_S if spec.optimizations.compile else STEP_S
+        self._begin = time.monotonic()
+
+    def check(self) -> Stop | None:
+        now, timeout = time.monotonic(), self._launch.timeout_s
+        if timeout is not None and now > self._begin + timeout:
+            return Stop("timeout", f"not done after launch.timeout_s = {timeout:g} seconds")
+        if self._deadline is not None and now > self._deadline:
+            return Stop("interrupted", "the sweep's time budget ran out")
+        if (limit := self.limit_s()) is not None and (still := now - self._follower.changed) > limit:
+            where = f"after step {self._follower.steps}" if self._follower.steps else "before the first step"
+            doing = f" in {self._follower.phase.replace('_', ' ')}" if self._follower.phase else ""
+            return Stop("timeout", f"nothing moved for {seconds(still)} {where}{doing} (launch.no_step_s)")
+        return None
+
+    def limit_s(self) -> float | None:
+        """How long nothing may move just now; None for ever. Learned from the run's own steps once it has three."""
+        asked = self._launch.no_step_s
+        if asked == "off":
+            return None
+        if asked != "auto":
+            return asked
+        if self._follower.phase != "train" or self._follower.steps < 3:
+            return START_S
+        return max(self._floor, PATIENCE * self._follower.slowest_s)

@@ -1,0 +1,94 @@
+"""A run that trains nothing: `python -m ftbench.launch.mock RUN_DIRECTORY` writes the files that a worker would.
+
+For trying a sweep's plan, and what happens in the night, without a GPU. Its figures follow from the spec alone: step
+time and memory grow with the batch as they would on some GPU that does not exist. Everything it writes says mock.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.rows import StepRow
+from ftbench.owner import die_with_parent
+from ftbench.rundir import SCHEMA, SUPERSEDED, RunDir, StepsWriter, read_json, write_json
+
+GPU = "mock (no GPU)"
+STEPS = 10  # where the spec does not say
+TOKENS = 100  # of each sample
+PAUSE_S = 0.01  # what a step really takes; `slow` takes a second
+HANGS_AFTER = 3
+_FIXED_GB, _PER_SAMPLE_GB = 2.0, 1.0
+_FACTOR = {"full": 2.0, "lora": 1.0, "qlora": 1.3, "unsloth": 0.8}  # of the step time
+
+
+def command(run: RunDir) -> list[str]:
+    return [sys.executable, "-P", "-m", "ftbench.launch.mock", str(run.path.resolve())]
+
+
+def gpu(fits: int) -> dict[str, Any]:
+    """The `gpu` section of machine.json, with room for a batch of `fits`."""
+    return {"name": GPU, "memory_gb": _FIXED_GB + _PER_SAMPLE_GB * (fits + 0.5)}
+
+
+def main(path: str) -> int:
+    die_with_parent()
+    run = RunDir(Path(path))
+    spec = read_json(run.spec_json)
+    train, pretend = spec["train"], spec["launch"]["mock"]
+    batch, steps = train["batch_size"], train["max_steps"] or STEPS
+    write_json(run.phases, {"schema": 1, "phases": [{"name": "train", "start_s": 0.0}]})
+    described = {"name": spec["dataset"]["name"], "samples": spec["dataset"]["samples"], "tokens": {"mean": TOKENS}}
+    write_json(run.applied, {"dataset": described, "warnings": ["mock: nothing was trained, the figures are made up"]})
+    if pretend == "oom" and batch > spec["launch"]["mock_fits"]:
+        return _end(run, _oom(batch))
+    if pretend == "crash" or (pretend == "flaky" and not any(_earlier(run))):
+        raise RuntimeError(f"mock: {pretend}")
+    writer = StepsWriter(run.steps)
+    for step in range(1, steps + 1):
+        if pretend == "hang" and step > HANGS_AFTER:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a process does that waits in the driver
+            time.sleep(1e6)
+        time.sleep(1.0 if pretend == "slow" else PAUSE_S)
+        writer.append([_row(spec, step, steps)])
+    writer.close()
+    return _end(run, {"state": "ok"})
+
+
+def _earlier(run: RunDir) -> list[Path]:
+    """Runs of the same name that this one replaces."""
+    return list((run.path.parent / SUPERSEDED).glob(f"{run.run_id}.*"))
+
+
+def _row(spec: dict[str, Any], step: int, steps: int) -> StepRow:
+    train = spec["train"]
+    batch, micro_steps = train["batch_size"], train["gradient_accumulation_steps"]
+    seconds = 0.05 * (4 + batch) * micro_steps * _FACTOR.get(spec["method"]["name"], 1.0) * (1 + 0.001 * (step % 3))
+    peak = _FIXED_GB + _PER_SAMPLE_GB * batch
+    return StepRow(
+        step=step, elapsed_time_sec=step * seconds, progress_ratio=step / steps, phase="train",
+        memory_allocated_gb=_FIXED_GB, memory_reserved_gb=peak, peak_memory_gb=peak, peak_reserved_gb=peak,
+        device_memory_gb=peak, step_time_s=seconds, data_time_s=0.0, samples=batch * micro_steps,
+        real_tokens=TOKENS * batch * micro_steps, padded_tokens=TOKENS * batch * micro_steps, loss=2.0 / step,
+    )  # fmt: skip
+
+
+def _oom(batch: int) -> dict[str, Any]:
+    asked = batch << 28
+    return {
+        "state": "oom",
+        "reason": f"out of memory (allocator) in forward of step 1, {asked / 2**30:.2f} GiB asked for",
+        "oom": {"kind": "allocator", "bytes_requested": asked, "phase": "forward", "step": 1},
+    }
+
+
+def _end(run: RunDir, outcome: dict[str, Any]) -> int:
+    write_json(run.state, read_json(run.state) | {"schema": SCHEMA} | outcome)
+    return 0 if outcome["state"] == "ok" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""Which process something belongs to, told so that it can be checked after a crash or a reboot. Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+PARENT = "FTBENCH_PARENT"  # the environment variable that tells a child who started it
+_PR_SET_PDEATHSIG = 1
+
+
+def this_process() -> dict[str, Any]:
+    """Who this process is, for a file."""
+    pid = os.getpid()
+    return {"pid": pid, "start": process_start(pid), "boot": boot_id(), "host": platform.node()}
+
+
+def alive(owner: dict[str, Any]) -> bool:
+    """Whether the process that `this_process` described still runs, on this machine."""
+    pid = owner.get("pid")
+    if owner.get("boot") != boot_id() or owner.get("host") != platform.node() or not isinstance(pid, int):
+        return False
+    return process_start(pid) is not None and process_start(pid) == owner.get("start")
+
+
+def process_start(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None if there is no such process. With the pid it names one
+    process for as long as the machine is up (proc(5), field 22 of stat)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent dies, so that `kill -9` of ftbench leaves nothing behind
+    on the GPU (prctl(2), PR_SET_PDEATHSIG); ends at once if the parent is gone already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.environ.get(PARENT)
+    if parent and os.getppid() != int(parent):
+        sys.exit(1)

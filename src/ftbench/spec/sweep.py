@@ -1,0 +1,230 @@
+"""The `sweep:` section and the command line's axes → cells: pure but for reading the spec file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+
+from ftbench.errors import SpecError
+from ftbench.spec.base import Part, nearest
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import (
+    SHORT_FORMS,
+    ImpossibleError,
+    Layer,
+    expand,
+    merge,
+    merged,
+    nested,
+    read_layers,
+    spec_keys,
+    validated,
+)
+from ftbench.spec.reading import line_of, parse_value
+
+MAX_CELLS = 100_000
+_NO_AXES = ("name", "extends", "sweep")
+
+
+class Sweep(Part):
+    """The section as it stands in a file."""
+
+    axes: dict[str, tuple[Any, ...]] = Field(default_factory=dict, description="key of the spec → values")
+    exclude: tuple[dict[str, Any], ...] = Field((), description="cells to leave out: key → value, or a list of them")
+    zip: tuple[tuple[str, ...], ...] = Field((), description="axes that advance together instead of as a product")
+
+    @field_validator("axes", mode="before")
+    @classmethod
+    def _lists(cls, axes: object) -> object:
+        for key, values in axes.items() if isinstance(axes, dict) else ():
+            if not isinstance(values, (list, tuple)) or not values:
+                raise ValueError(f"{key}: give it a list of values: [1, 2, 4]")
+        return axes
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One key of the spec that varies; `layers` holds, for each of `values`, what it adds to the base."""
+
+    key: str
+    values: tuple[Any, ...]
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A point of the grid: its place on each axis, and the spec there; `refused` says why there can be none."""
+
+    values: dict[str, Any]
+    spec: Experiment | None
+    refused: str | None = None
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """What `--set` makes this cell of the base: `train.batch_size=8`."""
+        return tuple(f"{key}={as_text(value)}" for key, value in self.values.items())
+
+
+def as_text(value: Any) -> str:
+    """A value as it is written behind `--set key=`."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Cell]:
+    """The cells of a spec file's sweep in the order of its axes, the last one turning fastest; the base alone where
+    nothing varies. `axes` are those of the command line (`key=value,value`) and win over the file's. Raises SpecError
+    for a mistake in the file, in an axis or in the value of one; a combination that cannot work is a refused cell."""
+    layers = read_layers(path, sets)
+    base = merged(layers, path)
+    section = _section(base.get("sweep"), layers)
+    found = {key: _axis(key, values, _origin(layers, key), path.parent) for key, values in section.axes.items()}
+    found |= {axis.key: axis for axis in map(_of_command_line, axes)}
+    for group in section.zip:
+        _check_group(group, found, section.zip)
+    _check_excluded(section.exclude, layers)
+    size = math.prod(len(steps) for steps in _steps(found, section.zip))
+    if size > MAX_CELLS:
+        raise SpecError(f"the sweep has {size:,} cells; at most {MAX_CELLS:,} are planned at once: split it")
+    result, problems = [], dict[str, None]()
+    for choice in itertools.product(*_steps(found, section.zip)):
+        picked = {axis.key: (axis, index) for group in choice for axis, index in group}
+        chosen = [picked[key] for key in found]
+        try:
+            cell = _cell(base, layers, chosen)
+        except SpecError as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
+        if not any(_matches(cell, base, chosen, pattern) for pattern in section.exclude):
+            result.append(cell)
+    if problems:
+        raise SpecError(*problems)
+    if not result:
+        raise SpecError(f"{path}: sweep.exclude leaves no cell")
+    return result
+
+
+def _section(values: object, layers: Sequence[Layer]) -> Sweep:
+    try:
+        return Sweep.model_validate({} if values is None else values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        keys = [str(part) for part in problem["loc"] if isinstance(part, str)]
+        what = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        if problem["type"] in ("model_type", "dict_type"):
+            what = "must be a section of keys: {axes: {train.batch_size: [1, 2, 4]}}"
+        if problem["type"] == "extra_forbidden":
+            allowed = list(Sweep.model_fields)
+            what = f"no such key{nearest(keys[-1], allowed)} (allowed: {', '.join(allowed)})"
+        raise SpecError(f"{_origin(layers, *keys[:1])}: {'.'.join(['sweep', *keys])}: {what}") from None
+
+
+def _origin(layers: Sequence[Layer], *keys: str) -> str:
+    """`file:line` of the last layer that has a `sweep:`."""
+    layer = [layer for layer in layers if "sweep" in layer.data][-1]
+    path = ["sweep", *(keys if keys and keys[0] in Sweep.model_fields else ("axes", *keys))]
+    line = line_of(layer.file, path) if layer.file else None
+    return f"{layer.origin}:{line}" if line else layer.origin
+
+
+def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
+    parts = key.split(".")
+    if not all(parts) or parts[0] in _NO_AXES or parts[0] not in Experiment.model_fields:
+        sections = [name for name in Experiment.model_fields if name not in _NO_AXES]
+        raise SpecError(
+            f"{origin}: {key!r} is no axis{nearest(parts[0], sections)} (an axis is a key of the spec: "
+            f"{', '.join(sections)}, or train.batch_size; `ftbench list keys` shows all)"
+        )
+    where = origin if origin.startswith("--") else f"{origin}: sweep.axes"
+    layers = tuple(Layer(where, expand(nested(parts, value), folder)) for value in values)
+    return Axis(key, tuple(values), layers)
+
+
+def _of_command_line(text: str) -> Axis:
+    key, equals, written = text.partition("=")
+    values = parse_value(f"[{written}]") if equals and written.strip() else None
+    if not isinstance(values, list) or not values or None in values:
+        raise SpecError(f"--axis {text}: write it as key=value,value, for example train.batch_size=1,2,4")
+    return _axis(key.strip(), values, f"--axis {key.strip()}", Path())
+
+
+def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> None:
+    for key in group:
+        if key not in axes:
+            raise SpecError(f"sweep.zip: {key} is no axis of this sweep{nearest(key, axes)}")
+        if sum(other.count(key) for other in groups) > 1:
+            raise SpecError(f"sweep.zip: {key} stands there twice; an axis advances with one group")
+    lengths = {key: len(axes[key].values) for key in group}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{key} has {n}" for key, n in lengths.items())
+        raise SpecError(f"sweep.zip: axes that advance together need as many values each: {told}")
+
+
+def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> None:
+    keys = [*SHORT_FORMS, *(key for key, _, _ in spec_keys())] if patterns else []
+    for key in {key for pattern in patterns for key in pattern}:
+        if key not in keys:
+            raise SpecError(
+                f"{_origin(layers, 'exclude')}: sweep.exclude: {key} is no key of a spec{nearest(key, keys)}"
+            )
+
+
+Step = tuple[tuple[Axis, int], ...]
+
+
+def _steps(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> list[list[Step]]:
+    """For each axis, or group of axes that advance together, the places it steps through."""
+    leader = {key: group[0] for group in groups for key in group}
+    result = []
+    for key, axis in axes.items():
+        if leader.get(key, key) == key:
+            together = [axes[k] for k in axes if leader.get(k, k) == key]
+            result.append([tuple((part, i) for part in together) for i in range(len(axis.values))])
+    return result
+
+
+def _cell(base: dict[str, Any], layers: Sequence[Layer], chosen: Sequence[tuple[Axis, int]]) -> Cell:
+    values = base
+    for axis, index in chosen:
+        values = merge(values, axis.layers[index].data)
+    point = {axis.key: axis.values[index] for axis, index in chosen}
+    try:
+        spec = validated(values, [*layers, *(axis.layers[index] for axis, index in chosen)])
+    except ImpossibleError as error:
+        return Cell(point, None, "; ".join(problem.partition(": ")[2] for problem in error.problems))
+    return Cell(point, spec)
+
+
+def _matches(cell: Cell, base: dict[str, Any], chosen: Sequence[tuple[Axis, int]], pattern: Mapping[str, Any]) -> bool:
+    """Whether a cell has all the values that a line of `exclude` names."""
+    if cell.spec is not None:
+        values = cell.spec.model_dump(mode="json")
+    else:
+        values = base
+        for axis, index in chosen:
+            values = merge(values, axis.layers[index].data)
+    return all(_agrees(found, wanted) for key, wanted in pattern.items() for found in [_at(values, key.split("."))])
+
+
+def _at(values: Any, parts: Sequence[str]) -> Any:
+    for part in parts:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _agrees(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, (list, tuple)):
+        return any(_agrees(found, one) for one in wanted) or found == wanted
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return all(_agrees(found.get(key), value) for key, value in wanted.items())
+    if isinstance(found, dict):  # a section by its short form
+        return any(found.get(key) == wanted for key in set(SHORT_FORMS.values()))
+    return bool(found == wanted)

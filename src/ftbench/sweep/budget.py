@@ -1,0 +1,110 @@
+"""How long a run will take, from those that have ended, and which runs tell most. Pure."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Collection, Sequence
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment
+from ftbench.sweep.jobs import Job
+
+MARGIN = 1.1
+_PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+def duration(text: str) -> float:
+    """`8h`, `90m`, `1h30m`, `45s` → seconds. Raises SpecError for anything else."""
+    found = _PARTS.fullmatch(text.replace(" ", "").lower())
+    total = sum(float(n) * unit for n, unit in zip(found.groups(), (3600, 60, 1), strict=True) if n) if found else 0.0
+    if total <= 0:
+        raise SpecError(f"--time-budget {text}: write it as 8h, 90m or 1h30m")
+    return total
+
+
+class History:
+    """The wall seconds of the runs that have ended, by cell and by family."""
+
+    def __init__(self) -> None:
+        self._cells: dict[str, list[float]] = {}
+        self._families: dict[str, list[tuple[Experiment, float]]] = {}
+        self._slowest: tuple[Experiment, float] | None = None
+        self._middling: float | None = None
+
+    def add(self, job: Job, wall_s: float) -> None:
+        self._cells.setdefault(job.cell, []).append(wall_s)
+        self._families.setdefault(job.family, []).append((job.spec, wall_s))
+        if self._slowest is None or wall_s > self._slowest[1]:
+            self._slowest = (job.spec, wall_s)
+        self._middling = None
+
+    def at_most_s(self, job: Job) -> float | None:
+        """Wall seconds that `job` will take at most; None where none has ended. The nearest relative speaks: another
+        repeat, else the same cell with another batch, else the slowest of all. With a fixed number of steps the time
+        grows at most in proportion to the samples of a step; with a fixed number of epochs a smaller batch takes at
+        most in proportion more steps."""
+        if same := self._cells.get(job.cell):
+            return MARGIN * max(same)
+        if kin := self._families.get(job.family):
+            spec, wall = min(kin, key=lambda pair: abs(_batch(pair[0]) - _batch(job.spec)))
+            return MARGIN * wall * _growth(spec, job.spec)
+        return MARGIN * self._slowest[1] * _growth(self._slowest[0], job.spec) if self._slowest else None
+
+    def remaining_s(self, pending: Collection[Job], slots: int) -> float | None:
+        """Seconds until all pending jobs are done, roughly: of each, what a middling job of its family
+        or else of all took; None before the first has ended."""
+        if not self._cells:
+            return None
+        if self._middling is None:
+            self._middling = statistics.median(wall for walls in self._cells.values() for wall in walls)
+        middles: dict[str, float] = {}
+        for job in pending:
+            if job.family not in middles:
+                kin = [wall for _, wall in self._families.get(job.family, ())]
+                middles[job.family] = statistics.median(kin) if kin else self._middling
+        return sum(middles[job.family] for job in pending) / slots
+
+
+def _batch(spec: Experiment) -> int:
+    return spec.train.batch_size * spec.train.gradient_accumulation_steps
+
+
+def _growth(known: Experiment, wanted: Experiment) -> float:
+    ratio = _batch(wanted) / _batch(known)
+    return max(1.0, ratio if wanted.train.max_steps else 1 / ratio)
+
+
+def most_telling_first(jobs: Sequence[Job]) -> list[Job]:
+    """The same jobs, coarse before fine: first repeats before second ones, the ends of each numeric axis before its
+    middle, the middle before the quarters. If the night is too short, the grid is thin everywhere and not cut off."""
+    values: dict[str, list[float]] = {}
+    for job in jobs:
+        for key, value in job.values.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                values.setdefault(key, []).append(float(value))
+    levels = {key: _levels(sorted(set(found))) for key, found in values.items()}
+
+    def coarseness(job: Job) -> int:
+        return sum(levels[key].get(float(job.values[key]), 0) for key in levels if _number(job.values.get(key)))
+
+    return sorted(jobs, key=lambda job: (job.repeat, coarseness(job)))
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _levels(ordered: Sequence[float]) -> dict[float, int]:
+    """Each value's level of refinement: 0 for the two ends, 1 for the middle, 2 for the quarters, and so on."""
+    found = {ordered[0]: 0, ordered[-1]: 0}
+    spans, level = [(0, len(ordered) - 1)], 1
+    while spans:
+        following = []
+        for low, high in spans:
+            if high - low > 1:
+                middle = (low + high) // 2
+                found[ordered[middle]] = level
+                following += [(low, middle), (middle, high)]
+        spans, level = following, level + 1
+    return found

@@ -1,0 +1,102 @@
+"""One run that a sweep wants, and where it stands. The run directories are the truth: resuming asks nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftbench import rundir
+from ftbench.checks import FOREIGN_MEMORY_GB
+from ftbench.errors import MissingError
+from ftbench.rundir import RunDir
+from ftbench.spec import identity
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.sweep import as_text
+
+DONE = ("ok", "oom", "timeout", "error")
+FAILED = ("timeout", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A resolved spec, the changes that make it of the spec file, which repeat it is, and the directory that its
+    identity (spec, GPU) and repeat give it, by which jobs are told apart. `family` is what it shares with the other
+    batch sizes of its cell; `values` its place on each axis."""
+
+    run: RunDir
+    spec: Experiment = field(compare=False)
+    sets: tuple[str, ...] = field(compare=False)
+    values: dict[str, Any] = field(compare=False)
+    repeat: int = field(compare=False)
+    family: str = field(compare=False)
+
+    @property
+    def cell(self) -> str:
+        """What its repeats share."""
+        return self.run.run_id.rpartition("-r")[0]
+
+    @property
+    def what(self) -> str:
+        """`method=lora train.batch_size=4`, with the repeat if there is more than one."""
+        again = [f"repeat {self.repeat}"] if self.spec.measure.repeats > 1 else []
+        return " ".join([*(f"{key}={_short(value)}" for key, value in self.values.items()), *again]) or self.spec.name
+
+
+def _short(value: Any) -> str:
+    named = value.get("name", value.get("id")) if isinstance(value, dict) else None
+    text = named or as_text(value)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def job(spec: Experiment, sets: tuple[str, ...], values: dict[str, Any], repeat: int, folder: Path, gpu: Any) -> Job:
+    """`spec` is resolved; `gpu` is the GPU's name."""
+    run = RunDir(folder / f"{identity.slug(spec, gpu)}-r{repeat}")
+    return Job(run, spec, sets, values, repeat, identity.family(spec, gpu))
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a job stands: a state of a run, or `pending`, or `skipped` with the reason; `wall_s` of a finished one."""
+
+    state: str
+    reason: str | None = None
+    wall_s: float | None = None
+    lacking: bool = False  # failed for what the machine lacks
+
+    @property
+    def done(self) -> bool:
+        return self.state in DONE or self.state == "skipped"
+
+
+PENDING = Standing("pending")
+
+
+def standing(run: RunDir) -> Standing:
+    """What a job's directory says; `pending` where there is none, or none with a word in it."""
+    state = rundir.read_json(run.state)
+    if state.get("state") not in rundir.STATES:
+        return PENDING
+    if state["state"] == "running":
+        state = rundir.read_state(run)
+    lacking = state.get("exit_code") == MissingError.exit_code
+    return Standing(state["state"], state.get("reason"), state.get("wall_s"), lacking)
+
+
+def on_resume(found: Standing, retry_failed: bool) -> Standing:
+    """`pending` for what is to be run again: what was cut short, or failed for what the machine lacked; what failed of
+    itself only with `retry_failed`. Out of memory is a result."""
+    again = found.state == "interrupted" or found.lacking or (retry_failed and found.state in FAILED)
+    return PENDING if again else found
+
+
+def blames_the_batch(run: RunDir) -> bool:
+    """Whether an out-of-memory run had the GPU to itself, so that a larger batch would not fit either."""
+    gpu = rundir.read_json(run.machine).get("gpu") or {}
+    return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
+
+
+def command(source: Path, job: Job, out: Path) -> list[str]:
+    """What a user types to make this one run."""
+    sets = [part for text in job.sets for part in ("--set", text)]
+    return ["ftbench", "run", str(source), *sets, *([] if out == Path("results") else ["--out", str(out)])]

@@ -1,0 +1,132 @@
+"""The table that is finished in the morning: summary.md and summary.csv of what has ended so far."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ftbench import rundir
+from ftbench.core import units
+from ftbench.core.rows import RunSummary
+from ftbench.report import render
+from ftbench.report.collect import frame_of, summary_of
+from ftbench.report.tables import Table
+from ftbench.summary import optimizations_on
+from ftbench.sweep.jobs import Job, Standing
+from ftbench.sweep.plan import Plan, Search
+
+REPEAT = "repeat"
+
+
+class Tables:
+    """The tables of a plan. A finished run's summary is read once."""
+
+    def __init__(self, folder: Path, plan: Plan, gpu: str | None, impossible: Sequence[tuple[str, str]]) -> None:
+        self._folder, self._plan, self._gpu, self._impossible = folder, plan, gpu, impossible
+        self._records: dict[Job, dict[str, Any]] = {}
+
+    def write(self) -> None:
+        """Replaces both files. Raises MissingError if the disk does not take them."""
+        rundir.write_text(self._folder / "summary.md", self.markdown())
+        if records := self._rows():
+            rundir.write_text(self._folder / "summary.csv", render.render(frame_of(records), "csv"))
+
+    def markdown(self) -> str:
+        parts = [f"# {self._folder.name}\n"]
+        if (left := self._left()) > 0:
+            parts.append(f"{left} runs are still to come.\n")
+        if isinstance(self._plan, Search):
+            parts.append("## Largest batch\n\n" + render.markdown(frontier_table(self._plan)))
+        if records := self._rows():
+            parts.append("## Runs\n\n" + render.render(frame_of(records), "md", self._axes()))
+        if self._impossible:
+            parts.append("## Cannot work\n\n" + "".join(f"- {what}: {reason}\n" for what, reason in self._impossible))
+        return "\n".join(parts)
+
+    def terminal(self) -> str:
+        parts = [render.terminal(frontier_table(self._plan))] if isinstance(self._plan, Search) else []
+        if records := self._rows():
+            parts.append(render.render(frame_of(records), "table", self._axes()))
+        return "\n".join(parts)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each ended or skipped job's summary, with its directory in the sweep's folder."""
+        return [{key: value for key, value in record.items() if "." not in key} for record in self._rows()]
+
+    def _left(self) -> int:
+        return sum(not found.done for found in self._plan.standings.values())
+
+    def _axes(self) -> list[str]:
+        keys = dict.fromkeys(key for job in self._plan.standings for key in job.values)
+        repeated = any(job.repeat > 1 for job in self._plan.standings)
+        return [*keys, *([REPEAT] if repeated else [])]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        found = [(job, state) for job, state in self._plan.standings.items() if state.done]
+        if isinstance(self._plan, Search):
+            found.sort(key=lambda pair: pair[0].spec.train.batch_size)
+        order: dict[str, int] = {}
+        for job, _ in found:
+            order.setdefault(job.family if isinstance(self._plan, Search) else job.cell, len(order))
+        found.sort(key=lambda pair: order[pair[0].family if isinstance(self._plan, Search) else pair[0].cell])
+        return [self._record(job, state) for job, state in found]
+
+    def _record(self, job: Job, found: Standing) -> dict[str, Any]:
+        if job not in self._records:
+            summary = dataclasses.asdict(_skipped(job, found, self._gpu)) if found.state == "skipped" else None
+            record = (summary or summary_of(job.run)) | {"path": job.run.run_id}
+            self._records[job] = record | {key: _text(job, key) for key in self._axes()}
+        return self._records[job]
+
+    def forget(self, job: Job) -> None:
+        """A job that has run again has another summary."""
+        self._records.pop(job, None)
+
+
+def _text(job: Job, key: str) -> str:
+    value = job.repeat if key == REPEAT else job.values.get(key, "")
+    return str(value.get("name", value) if isinstance(value, dict) else value)
+
+
+def _skipped(job: Job, found: Standing, gpu: str | None) -> RunSummary:
+    spec = job.spec
+    return RunSummary(
+        name=spec.name, run_id=job.run.run_id, state=found.state, reason=found.reason, method=spec.method.name,
+        model=spec.model.id, weights=spec.model.weights, gpu=gpu, batch_size=spec.train.batch_size,
+        gradient_accumulation_steps=spec.train.gradient_accumulation_steps,
+        optimizations=optimizations_on(spec.optimizations.model_dump(mode="json")), steps={},
+        dataset={"name": spec.dataset.name},
+    )  # fmt: skip
+
+
+def frontier_table(search: Search) -> Table:
+    """A row for each family: the largest batch that fits and the first that does not."""
+    keys = dict.fromkeys(key for family in search.families for key in family.values if key != "method")
+    headings = [
+        *(key.rpartition(".")[2] for key in keys), "method", "largest batch", "tokens/s", "peak GiB",
+        "first that fails", "where it fails", "GiB asked for", "knee", "note",
+    ]  # fmt: skip
+    rows = []
+    for family, _, edge in search.edges():
+        largest, failing = edge.largest, edge.first_failing
+        oom = failing.oom if failing else None
+        asked = (oom or {}).get("bytes_requested")
+        rows.append([
+            *(str(family.values.get(key, "")) for key in keys),
+            family.spec.method.name,
+            str(largest.batch) if largest else "none" if failing else "",
+            units.rate(largest.speed) if largest else "",
+            units.gibibytes(largest.peak_gb) if largest else "",
+            str(failing.batch) if failing else "",
+            f"{oom['phase']}, step {oom['step']}" if oom and oom.get("phase") else "",
+            units.gibibytes(units.gib(asked)) if asked else "",
+            str(edge.knee or ""),
+            edge.note,
+        ])  # fmt: skip
+    note = (
+        "knee: the batch after which no larger one is 5 % faster. A trial begins with the longest samples of the data "
+        "set, so that the peak shows in step 1; peak GiB is the allocator's pool."
+    )
+    return Table({}, headings, rows, [note])

@@ -1,0 +1,68 @@
+"""What a sweep shows while it runs, on stderr: a live view on a terminal, a line an event elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from ftbench.core.rows import RunSummary
+from ftbench.core.units import gibibytes, rate, seconds
+from ftbench.sweep.jobs import FAILED, Standing
+
+REFRESH_S = 1.0  # the view shares the CPU with what is measured
+
+
+class View:
+    """A context. `event` prints a line; `show` the state of things, no more often than once a second."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True) if sys.stderr.isatty() else None
+        self._shown = 0.0
+
+    def __enter__(self) -> View:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def event(self, text: str) -> None:
+        self._console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}"))
+
+    def show(self, counted: str, running: Sequence[str]) -> None:
+        if self._live and time.monotonic() - self._shown >= REFRESH_S:
+            self._shown = time.monotonic()
+            self._live.update(Group(*(Text(f"  {line}") for line in (*running, counted))), refresh=True)
+
+
+def counted(standings: Iterable[Standing], left_s: float | None) -> str:
+    """`12 ok · 1 oom · 2 skipped · 9 left · about 1 h 20 min`."""
+    states = Counter(found.state for found in standings)
+    failed = sum(states[name] for name in FAILED)
+    left = states["pending"] + states["running"] + states["interrupted"]
+    told = {"ok": states["ok"], "oom": states["oom"], "failed": failed, "skipped": states["skipped"], "left": left}
+    parts = [f"{count} {name}" for name, count in told.items() if count]
+    return " · ".join([*parts, *([f"about {seconds(left_s)}"] if left_s and left else [])])
+
+
+def ended(what: str, summary: RunSummary, wall_s: float | None) -> str:
+    """One line on a run that has ended."""
+    if summary.state != "ok":
+        return f"{summary.state}  {what}: {summary.reason}"
+    speed, peak = summary.tokens_per_s.get("real"), summary.memory_gb.get("allocated_peak")
+    parts = [
+        f"{seconds(summary.step_time_s['median'])} a step" if summary.step_time_s else "",
+        f"{rate(speed)} tokens/s" if speed else "",
+        f"{gibibytes(peak)} GiB" if peak else "",
+        f"in {seconds(wall_s)}" if wall_s else "",
+    ]
+    return f"ok  {what}: " + ", ".join(part for part in parts if part)
