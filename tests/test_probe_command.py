@@ -185,6 +185,12 @@ def test_a_rate_that_does_not_last_is_told_with_its_reason():
     assert "sw_power_cap" in found
 
 
+def test_a_cpu_that_others_use_shows_in_what_lasts():
+    (found,) = remarks(gpu=None, device={"kind": "cpu"}, products={"fp32": {**PRODUCT, "sustained_tflops": 400.0}})
+    assert "50% below" in found
+    assert "was the machine free?" in found
+
+
 def test_a_gpu_that_was_not_free_is_told():
     (found,) = remarks(gpu={**H200, "foreign_processes": 2, "memory_used_before_gb": 9.0})
     assert "9.0 GiB in use, 2 other processes" in found

@@ -134,7 +134,7 @@ def remarks(document: dict[str, Any]) -> list[str]:
     known = find_gpu(gpu["name"]) if gpu.get("name") and (document["device"] or {}).get("kind") == "cuda" else None
     found = _above_peak(document, known) if known else []
     for name, product in document["products"].items():
-        if gpu and product and product["sustained_tflops"] < product["best_tflops"] * THROTTLED:
+        if product and product["sustained_tflops"] < product["best_tflops"] * THROTTLED:
             share = 1 - product["sustained_tflops"] / product["best_tflops"]
             reason = (product.get("throttle") or "none").replace("|", ", ")
             why = "no throttling was seen: was the machine free?" if reason == "none" else f"{reason}, as in training"
