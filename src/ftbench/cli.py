@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftbench import __version__
-from ftbench.errors import INTERRUPTED, FtbenchError, SpecError
+from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
@@ -115,6 +115,31 @@ def report(
     from ftbench.report.render import render
 
     print(render(collect(paths), format), end="")
+
+
+@app.command()
+def probe(out: Out = Path("results"), as_json: Json = False) -> None:
+    """Measure this machine's ceilings, in a minute at most: products, memory, links, power."""
+    from ftbench import probe
+
+    print(f"probing this machine, {probe.LIMIT_S:.0f} s at the most", file=sys.stderr)
+    document, path = probe.probe(out)
+    print(json.dumps(document, ensure_ascii=False) if as_json else f"{probe.table(document)}\nfile        {path}")
+
+
+@app.command()
+def doctor(
+    spec: Annotated[Path | None, typer.Argument(help="a spec that is to run here")] = None,
+    sets: Sets = None,
+    out: Out = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Say what is installed, what works on this machine, and what to do about the rest."""
+    from ftbench.doctor.examine import examine
+
+    found = examine(spec, sets or [], out)
+    print(json.dumps(found.as_dict(), ensure_ascii=False) if as_json else found.table())
+    raise typer.Exit(MissingError.exit_code if found.can_run is False else 0)
 
 
 @app.command("list")

@@ -178,6 +178,12 @@ def _cpu_model() -> str | None:
     return found.group(1) if found else platform.processor() or None
 
 
+def cache_dir() -> Path:
+    """FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
+    told = os.environ.get("FTBENCH_CACHE")
+    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ftbench"
+
+
 def commit() -> str | None:
     """The commit of the source this ftbench runs from, with `-dirty` where files differ from it; from FTBENCH_COMMIT
     where the source came without its history; None for an installed package."""

@@ -44,6 +44,13 @@ def rate(value: float | None) -> str:
     return f"{round(value):,}" if value >= 10 else f"{value:.3g}"
 
 
+def tflops(value: float | None) -> str:
+    """A product rate in TFLOP/s with three significant digits, thousands as they are: `0.437`, `67.1`, `1,420`."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def percent(value: float | None) -> str:
     """A share of one: `42.3 %`."""
     return "" if value is None else f"{value * 100:.1f} %"

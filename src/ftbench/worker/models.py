@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
+from ftbench.worker.device import device
 from ftbench.worker.random_weights import materialise
 
 
@@ -17,20 +18,6 @@ def source_of(model: Model) -> str:
     if model.weights == "random":
         return str(materialise(model))
     return model.path or model.id
-
-
-def device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def check_device(gpu: dict[str, Any] | None) -> None:
-    """Raises MissingError where the driver shows a GPU that torch cannot use: the figures would be the CPU's under the
-    GPU's name."""
-    if gpu is not None and not torch.cuda.is_available():
-        raise MissingError(
-            f"this machine has {gpu['name']} and torch {torch.__version__} cannot use it: install a build of torch for "
-            "the driver's CUDA version, or set CUDA_VISIBLE_DEVICES= (empty) to measure the CPU"
-        )
 
 
 def load_config(model: Model, source: str) -> Any:

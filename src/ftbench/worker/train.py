@@ -14,6 +14,7 @@ from ftbench.rundir import RunDir, StepsWriter, read_json, write_json
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import applied, methods, models, optimizations, trainer
 from ftbench.worker.data.prepare import prepare
+from ftbench.worker.device import check_device, device
 from ftbench.worker.meters import meters
 from ftbench.worker.phases import Phases
 from ftbench.worker.recorder import Recorder
@@ -43,7 +44,7 @@ class Run:
 def train(run: Run) -> None:
     """Trains the spec and leaves applied.json and steps.csv. Raises what goes wrong."""
     spec, phases = run.spec, run.phases
-    models.check_device(read_json(run.directory.machine).get("gpu"))
+    check_device(read_json(run.directory.machine).get("gpu"))
     method = methods.load(spec.method.name)
 
     phases.enter("make_weights")
@@ -114,7 +115,7 @@ def _demand(run: Run, problems: list[str]) -> None:
 
 def _watch_memory(phases: Phases) -> None:
     """From here on each phase tells the memory peak within it."""
-    _, memory = meters(models.device())
+    _, memory = meters(device())
 
     def peaks() -> dict[str, float]:
         read = memory.read()
@@ -125,7 +126,7 @@ def _watch_memory(phases: Phases) -> None:
 
 
 def _recorder(directory: RunDir, spec: Experiment) -> Recorder:
-    place = models.device()
+    place = device()
     sampler = None
     if place.type == "cuda" and (nvml := nvml_module()) is not None:
         handle = handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(place).uuid}")

@@ -1,0 +1,141 @@
+"""Each method and each optimization: works here, falls back, or what to install.
+
+What a compute capability and an installation refuse is asked of the same functions that refuse a run; what those leave
+to the libraries (kernels of attention, compilers, CUDA builds) is known here.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from ftbench.doctor import stack
+from ftbench.doctor.facts import Facts
+from ftbench.doctor.findings import Finding, Verdict
+from ftbench.errors import MissingError
+from ftbench.launch import trl
+from ftbench.spec.experiment import Experiment, refused_here
+from ftbench.spec.methods import METHODS
+from ftbench.spec.optimizations import Optimizations
+
+METHOD, OPTIMIZATION = "methods", "optimizations"
+Answer = tuple[Verdict, str]
+HOPPER = (9, 0)
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+}
+
+
+def check(facts: Facts) -> list[Finding]:
+    """One finding for each method and for each choice of each optimization, named `key` or `key value`."""
+    return [
+        *(Finding(METHOD, name, *method(facts, name)) for name in METHODS),
+        *(
+            Finding(OPTIMIZATION, label(key, value), *optimization(facts, key, value))
+            for key in Optimizations.model_fields
+            for value in choices(key)
+        ),
+    ]
+
+
+def choices(key: str) -> list[Any]:
+    """What an optimization can be set to, but for off and auto."""
+    annotation: Any = Optimizations.model_fields[key].annotation
+    values = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else (True,)
+    return [value for value in values if value not in ("off", "auto", False)]
+
+
+def label(key: str, value: Any) -> str:
+    """`compile`, `fp8 rowwise`, `flash_attention_2`."""
+    return key if value is True else str(value) if key == "attention" else f"{key} {value}"
+
+
+def used_by(spec: Experiment) -> list[tuple[str, str]]:
+    """Area and name of the findings that a spec depends on."""
+    chosen = spec.optimizations.model_dump().items()
+    on = [label(key, value) for key, value in chosen if value in choices(key)]
+    return [(METHOD, spec.method.name), *((OPTIMIZATION, name) for name in on)]
+
+
+def method(facts: Facts, name: str) -> Answer:
+    """Whether a method can be trained with here."""
+    if (refused := _refused(facts, method={"name": name})) is not None:
+        return refused
+    if METHODS[name].quantised:
+        for found in stack.bitsandbytes(facts):
+            if found.verdict == "fail":
+                return "fail", f"bitsandbytes {found.text}"
+        if facts.capability is None:
+            return "ok", "works, with bitsandbytes' kernels for the CPU"
+    return "ok", "works"
+
+
+def optimization(facts: Facts, key: str, value: Any) -> Answer:
+    """Whether an optimization can be switched on here."""
+    if not facts.has("torch"):
+        return "n/a", "nothing can be trained here yet: see methods"
+    if (refused := _refused(facts, optimizations={key: value})) is not None:
+        return refused
+    return CHECKS[key](facts, str(value))
+
+
+def _refused(facts: Facts, **sections: Any) -> Answer | None:
+    """What `ftbench run` would say to the smallest spec with these sections before it starts; None if nothing."""
+    spec = Experiment.model_validate({"name": "doctor", "model": {"id": "doctor/none"}, **sections})
+    if problems := refused_here(spec, facts.capability):
+        return "n/a", "; ".join(problems)
+    try:
+        trl.check_installed(spec)
+    except MissingError as error:
+        return ("n/a" if facts.has("torch") else "fail"), str(error)
+    return None
+
+
+def _attention(facts: Facts, value: str) -> Answer:
+    if value in FLASH_PACKAGES:
+        return _flash(facts, value)
+    if value == "flex_attention" and facts.capability is None:
+        return "n/a", "torch has no backward pass of it on a CPU: use sdpa"
+    if value == "flex_attention" and not facts.has("triton"):
+        return "n/a", "needs triton, which is not installed: pip install triton, or use sdpa"
+    return "ok", "works, with the largest memory: it keeps every score" if value == "eager" else "works"
+
+
+def _flash(facts: Facts, value: str) -> Answer:
+    module, package = FLASH_PACKAGES[value]
+    have = facts.capability or (0, 0)
+    this = f"this GPU has {have[0]}.{have[1]}"
+    if have < (8, 0):
+        return "n/a", f"needs compute capability 8.0 or higher and {this}: use sdpa"
+    if value == "flash_attention_3" and have != HOPPER:
+        return "n/a", f"its kernels are for Hopper (9.0) and {this}: use sdpa or flash_attention_2"
+    if facts.has(module):
+        return "ok", "works"
+    if facts.has("kernels"):
+        return (
+            "warn",
+            f"{package} is not installed; transformers takes the kernel from the hub: be online at the first run",
+        )
+    return "n/a", f"{package} is not installed: pip install it, or pip install kernels, or use sdpa"
+
+
+def _compile(facts: Facts, value: str) -> Answer:
+    if facts.capability is not None and not facts.has("triton"):
+        return "n/a", "needs triton, which is not installed: pip install triton"
+    if stack.compiler(facts) is None:
+        return "n/a", "needs a C compiler: apt-get install g++, or set CC and CXX to one"
+    return "ok", "works; the first steps compile, for seconds to minutes"
+
+
+def _fp8(facts: Facts, value: str) -> Answer:
+    return "ok", "works; faster than bf16 with optimizations.compile only"
+
+
+CHECKS: dict[str, Callable[[Facts, str], Answer]] = {
+    "gradient_checkpointing": lambda facts, value: ("ok", "works"),
+    "attention": _attention,
+    "compile": _compile,
+    "fp8": _fp8,
+}

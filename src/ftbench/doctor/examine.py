@@ -1,0 +1,141 @@
+"""All findings of this machine, and whether a spec can run on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench import machine, rundir, runner
+from ftbench.core.architectures import architectures, parameter_count
+from ftbench.core.units import GIB, gibibytes
+from ftbench.doctor import abilities, gpu, host, stack
+from ftbench.doctor.facts import Facts, gather
+from ftbench.doctor.findings import Finding, as_lines
+from ftbench.errors import FtbenchError
+from ftbench.spec.datasets import DATASETS
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.load import load
+
+SCHEMA = 1
+AREA = "spec"
+# What keeps every run from starting, whatever the spec.
+ALWAYS = ((stack.AREA, "torch build"), (gpu.AREA, "driver"), (gpu.AREA, "kernels"), (host.AREA, "disk for runs"))
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The findings; `can_run` is None where no spec was named."""
+
+    findings: list[Finding]
+    can_run: bool | None
+    described: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """One JSON document."""
+        return {
+            "schema": SCHEMA,
+            "date": rundir.now(),
+            "can_run": self.can_run,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "machine": self.described,
+        }
+
+    def table(self) -> str:
+        """For a person: findings by area, then what they come to."""
+        count = {verdict: sum(finding.verdict == verdict for finding in self.findings) for verdict in ("warn", "fail")}
+        ends = [f"{count['fail']} fail, {count['warn']} warn"]
+        if self.can_run is not None:
+            ends.append("the spec can run here" if self.can_run else "the spec cannot run here")
+        width = shutil.get_terminal_size((120, 24)).columns
+        return "\n".join([*as_lines(self.findings, width), "", "; ".join(ends)])
+
+
+def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis:
+    """Looks at this machine, and at whether the spec can run on it. Raises SpecError where the spec is wrong."""
+    spec = load(spec_path, sets) if spec_path else None
+    facts = gather()
+    findings = [
+        *stack.check(facts),
+        *gpu.check(facts),
+        *abilities.check(facts),
+        *host.check(out, facts.environment),
+    ]
+    if spec is None:
+        return Diagnosis(findings, None, facts.described)
+    about = [Finding(AREA, name, "fail", text) for name, text in obstacles(spec, facts, findings)]
+    can_run = not about
+    about = about or [Finding(AREA, spec.name, "ok", f"{spec.method.name} of {spec.model.id} can run on this machine")]
+    return Diagnosis([*findings, *about], can_run, facts.described)
+
+
+def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    """What keeps a spec from running here, each as a name and a sentence: what a run would be refused for, what would
+    stop every run, what the spec asks for and does not work, what it cannot load."""
+    found: dict[str, str] = {}  # by sentence: the same reason is told once
+    for sentence in _refusals(spec, facts):
+        found.setdefault(sentence, spec.name)
+    if spec.launch.mock != "off":  # it trains nothing, and needs nothing
+        return [(name, sentence) for sentence, name in found.items()]
+    depends = {*ALWAYS, *abilities.used_by(spec)}
+    broken = {"fail", "n/a"}
+    for finding in findings:
+        always = (finding.area, finding.name) in ALWAYS
+        if (finding.area, finding.name) in depends and finding.verdict in ({"fail"} if always else broken):
+            found.setdefault(finding.text, finding.name)
+    for name, sentence in unreachable(spec, facts, findings):
+        found.setdefault(sentence, name)
+    return [(name, sentence) for sentence, name in found.items()]
+
+
+def _refusals(spec: Experiment, facts: Facts) -> list[str]:
+    try:
+        runner.check(resolve(spec, facts.capability), facts.described)
+    except FtbenchError as error:
+        return str(error).splitlines()
+    return []
+
+
+def unreachable(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    """Weights and data that are neither here nor can be fetched, and weights that the disk has no room for."""
+    hub = next(finding for finding in findings if (finding.area, finding.name) == (host.AREA, "hub"))
+    cache = host.hub_cache(facts.environment)
+    kept = cache / f"models--{spec.model.id.replace('/', '--')}"
+    made = machine.cache_dir() / "models"
+    if spec.model.weights == "pretrained" and not spec.model.path and not kept.exists():
+        if hub.verdict != "ok":
+            yield (
+                "weights",
+                f"{spec.model.id} is not in the cache and the hub cannot be asked: give model.path, set "
+                "model.weights=random, or load it once where the hub is reached",
+            )
+        else:
+            yield from _room(spec, cache, "set HF_HOME to a larger place")
+    if spec.model.weights == "random" and not any(made.glob(f"*{spec.model.id.rsplit('/', 1)[-1]}-*")):
+        yield from _room(spec, made, "set FTBENCH_CACHE to a larger place")
+    source = DATASETS[spec.dataset.name].hub
+    if source and hub.verdict != "ok" and not _data_kept(source, facts):
+        yield (
+            "data",
+            f"{source} is not in the cache and the hub cannot be asked: take dataset=sample or a file of your own, or "
+            "load it once where the hub is reached",
+        )
+
+
+def _data_kept(source: str, facts: Facts) -> bool:
+    cache = host.hub_cache(facts.environment)
+    prepared = Path(facts.environment.get("HF_DATASETS_CACHE") or cache.parent / "datasets")
+    return (prepared / source.replace("/", "___")).exists()
+
+
+def _room(spec: Experiment, place: Path, way_out: str) -> Iterator[tuple[str, str]]:
+    """For weights whose shape is known: 4 bytes a parameter in float32, else 2."""
+    if spec.model.path or spec.model.id not in architectures():
+        return
+    width = 4 if spec.model.dtype == "float32" else 2
+    needed = width * sum(parameter_count(architectures()[spec.model.id]).values()) / GIB
+    if needed > (free := host.free_gb(place)):
+        yield "weights", f"they take {gibibytes(needed)} GiB and {gibibytes(free)} GiB are free: {way_out}"

@@ -1,0 +1,139 @@
+"""Everything the doctor looks at, gathered once: the checks are functions of it and ask nothing themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ftbench import machine, owner
+from ftbench.doctor.bounds import Requirement, requirements
+from ftbench.runner import capability
+
+CHILD_S = 40.0  # importing torch takes 2 s, on a cold disk 20
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """This machine. `described` is machine.json; `driver` what NVML says besides; `torch` what `worker.versions` says,
+    empty without torch; `why_no_torch` the reason for that; `has` whether a module can be imported; `files` the names
+    of the files of a package's folder."""
+
+    described: dict[str, Any]
+    driver: dict[str, Any]
+    torch: dict[str, Any]
+    why_no_torch: str | None
+    environment: Mapping[str, str]
+    requirements: list[Requirement]
+    version: Callable[[str], str | None]
+    has: Callable[[str], bool]
+    files: Callable[[str], list[str]]
+    kernel: str = field(default_factory=platform.release)
+
+    @property
+    def gpu(self) -> dict[str, Any]:
+        """The GPU of machine.json; empty without one."""
+        return self.described["gpu"] or {}
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability as NVML tells it, or torch where NVML does not answer."""
+        found = capability(self.described)
+        if found is None and self.torch.get("devices"):
+            major, minor = self.torch["devices"][0]["capability"]
+            return major, minor
+        return found
+
+    @property
+    def wsl(self) -> bool:
+        return "microsoft" in self.kernel.lower()
+
+
+def ask_torch(environment: Mapping[str, str], within_s: float = CHILD_S) -> tuple[dict[str, Any], str | None]:
+    """What a short child that imports torch says, or nothing and the reason."""
+    if not has("torch"):
+        return {}, "torch is not installed"
+    try:
+        child = subprocess.run(
+            [sys.executable, "-P", "-m", "ftbench.worker.versions"],
+            env={**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", owner.PARENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=within_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {}, f"torch did not answer within {within_s:.0f} s"
+    try:
+        return json.loads(child.stdout), None
+    except ValueError:
+        lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
+        return {}, lines[-1][:300] if lines else f"torch ended with exit code {child.returncode}"
+
+
+def gather() -> Facts:
+    """The facts of this machine. The GPU is read before torch touches it."""
+    environment = dict(os.environ)
+    described = machine.describe()
+    nvml = machine.nvml_module()
+    handle = machine.handle_of(nvml, environment.get("CUDA_VISIBLE_DEVICES")) if nvml else None
+    driver = read_driver(nvml, handle) if nvml else {}
+    torch, why = ask_torch(environment)
+    return Facts(described, driver, torch, why, environment, requirements(), version, has, files)
+
+
+def read_driver(nvml: Any, handle: Any | None) -> dict[str, Any]:
+    """What machine.json does not hold, from NVML; a value that this driver or GPU does not have is None. Without a
+    handle, how many GPUs there are."""
+
+    def ask(function: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, function)(*arguments)
+        except (nvml.NVMLError, AttributeError):
+            return None
+
+    if handle is None:
+        return {"gpus": ask("nvmlDeviceGetCount")}
+    clock = nvml.NVML_CLOCK_SM
+    persistence = ask("nvmlDeviceGetPersistenceMode", handle)
+    return {
+        "gpus": ask("nvmlDeviceGetCount"),
+        "persistence": None if persistence is None else bool(persistence),
+        "application_clock_mhz": ask("nvmlDeviceGetApplicationsClock", handle, clock),
+        "default_clock_mhz": ask("nvmlDeviceGetDefaultApplicationsClock", handle, clock),
+        "throttle": ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle),
+    }
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package; None if it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def has(module: str) -> bool:
+    """Whether a top-level module can be imported; imports nothing."""
+    return importlib.util.find_spec(module) is not None
+
+
+def files(package: str) -> list[str]:
+    """The names of the files in the folder of a top-level package; imports nothing."""
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    return sorted(path.name for folder in folders for path in Path(folder).iterdir())
+
+
+def cuda_version(text: str | int | None) -> tuple[int, int] | None:
+    """`13.0`, or NVML's 13000, as (13, 0)."""
+    if isinstance(text, int):
+        return text // 1000, text % 1000 // 10
+    found = re.match(r"(\d+)\.(\d+)", text or "")
+    return (int(found[1]), int(found[2])) if found else None

@@ -1,0 +1,23 @@
+"""The device that is measured: the first visible GPU, or the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ftbench.errors import MissingError
+
+
+def device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_device(gpu: dict[str, Any] | None) -> None:
+    """Raises MissingError where the driver shows a GPU that torch cannot use: the figures would be the CPU's under the
+    GPU's name."""
+    if gpu is not None and not torch.cuda.is_available():
+        raise MissingError(
+            f"this machine has {gpu['name']} and torch {torch.__version__} cannot use it: install a build of torch for "
+            "the driver's CUDA version, or set CUDA_VISIBLE_DEVICES= (empty) to measure the CPU"
+        )

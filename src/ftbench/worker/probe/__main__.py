@@ -1,0 +1,144 @@
+"""Every item in turn, within the time that is left. OUT_FILE is replaced after each, so that whatever ends this process
+leaves what it has measured: `python -m ftbench.worker.probe OUT_FILE SECONDS`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ftbench import machine
+from ftbench.errors import MissingError
+from ftbench.owner import die_with_parent
+from ftbench.rundir import write_json
+from ftbench.worker.probe.timing import SAMPLE_S, Budget, during
+from ftbench.worker.sampler import Sampler
+
+IDLE_S = 1.2  # NVML's power is the mean of a second
+PRODUCT_S = 6.0  # what a kind of product takes at the most, and must be left before one is begun
+ITEM_S = 3.0
+
+
+class Document:
+    """What has been measured so far, and the item that is under way."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.found: dict[str, Any] = {"notes": [], "products": {}}
+
+    def item(self, name: str, budget: Budget, needed: float, measure: Callable[[], Any]) -> Any:
+        """What `measure` finds, or None with the reason in `notes`: no time left, or the error of a library."""
+        self.write(doing=name)
+        if budget.left() < needed:
+            self.found["notes"].append(f"{name}: not measured: the time was used up")
+            return None
+        try:
+            return measure()
+        except Exception as error:  # noqa: BLE001 - an item that fails leaves the others
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.found["notes"].append(f"{name}: not measured: {first[:300]}")
+            return None
+
+    def write(self, doing: str | None) -> None:
+        write_json(self._path, self.found | {"doing": doing})
+
+
+def main(out: Path, seconds: float) -> int:
+    """Measures this machine and leaves the figures in `out`; its exit code is 3 where torch cannot use the GPU."""
+    budget, document = Budget(seconds), Document(out)
+    sampler = _sampler()
+    document.found["idle"] = _idle(sampler)  # before torch: a CUDA context raises the clock
+    if sampler is None:
+        document.found["notes"].append("power, clocks and temperature: not measured: NVML shows no GPU")
+    document.write("import torch")
+    from ftbench.worker.device import check_device, device
+
+    try:
+        check_device(machine.gpu())
+    except MissingError as error:
+        document.found["missing"] = str(error)
+        document.write(None)
+        return MissingError.exit_code
+    place = device()
+    _measure(document, budget, place, sampler)
+    document.write(None)
+    return 0
+
+
+def _measure(document: Document, budget: Budget, place: Any, sampler: Sampler | None) -> None:
+    import torch
+
+    from ftbench.worker.meters import meters
+    from ftbench.worker.probe import links, products, transfers
+
+    cuda = place.type == "cuda"
+    clock, _ = meters(place)
+    found = document.found
+    found["device"] = _device(place)
+
+    def product(kind: str) -> Callable[[], Any]:
+        return lambda: products.measure(kind, place, clock, sampler, budget, _free(place) / 2)
+
+    with torch.no_grad():
+        for kind in products.KINDS if cuda else products.ON_CPU:
+            found["products"][kind] = document.item(kind, budget, PRODUCT_S, product(kind))
+            if cuda:
+                torch.cuda.empty_cache()
+        found["memory"] = document.item("memory", budget, ITEM_S, lambda: transfers.memory(place, clock, _free(place)))
+        if cuda:
+            found["host_link"] = document.item("host_link", budget, ITEM_S, lambda: transfers.host_link(place, clock))
+            found["launch_us"] = document.item("launch_us", budget, ITEM_S, lambda: transfers.launch_us(place, clock))
+            torch.cuda.empty_cache()
+        else:
+            left = [*(kind for kind in products.KINDS if kind not in products.ON_CPU), "host_link", "launch_us"]
+            found["notes"].append(f"{', '.join(left)}: not measured: on a GPU only")
+    if cuda and torch.cuda.device_count() > 1:
+        gpus = torch.cuda.device_count()
+        tested = document.item("links", budget, links.MINIMUM_S, lambda: links.self_test(gpus, "nccl", budget))
+        found["links"], notes = tested or (None, [])
+        found["notes"] += notes
+
+
+def _device(place: Any) -> dict[str, Any]:
+    import torch
+
+    if place.type == "cuda":
+        return {"kind": "cuda", "name": torch.cuda.get_device_name(place), "gpus": torch.cuda.device_count()}
+    return {"kind": "cpu", "name": None, "gpus": 0, "threads": torch.get_num_threads()}
+
+
+def _free(place: Any) -> float:
+    """Bytes that may be filled."""
+    import torch
+
+    return float(torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else psutil.virtual_memory().available)
+
+
+def _sampler() -> Sampler | None:
+    nvml = machine.nvml_module()
+    handle = machine.handle_of(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")) if nvml else None
+    return None if handle is None else Sampler(nvml, handle)
+
+
+def _idle(sampler: Sampler | None) -> dict[str, Any] | None:
+    """What the GPU draws when this process has not touched it yet."""
+    if sampler is None:
+        return None
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + IDLE_S:
+        sampler.take()
+        time.sleep(SAMPLE_S)
+    return during(sampler, begin, time.perf_counter())
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    code = main(Path(sys.argv[1]), float(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of libraries can hang at exit and have nothing left to do

@@ -1,0 +1,190 @@
+"""Several GPUs: do they sum a tensor together without hanging, and how fast; how fast is each link.
+
+NCCL can hang for ever where the path between two GPUs is broken (peer access over PCIe on some boards), and a hanging
+call cannot be ended from within. So the ranks are processes in a group of their own, with a time limit, and the group
+is killed when it is over. `python -m ftbench.worker.probe.links BACKEND RANK WORLD MEETING_FILE OUT_FILE` is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ftbench.owner import PARENT, die_with_parent
+from ftbench.rundir import read_json, write_json
+from ftbench.worker.meters import CudaClock, meters
+from ftbench.worker.probe.timing import Budget, batch_size, faster_half, first_call, timed_batch
+
+MINIMUM_S = 8.0  # to import torch, to meet and to measure; with less, a healthy machine would seem to hang
+TIMEOUT_S = 20.0
+REDUCE_BYTES = {"nccl": 2**28, "gloo": 2**22}
+PEER_BYTES = 2**27
+POLL_S = 0.05
+
+
+def self_test(world: int, backend: str, budget: Budget) -> tuple[dict[str, Any], list[str]]:
+    """All-reduce and links over `world` GPUs, and notes. Where that fails, once more without peer access: the known
+    way out, which it tells. The first try gets the larger part of the time."""
+    found, reason = attempt(world, backend, os.environ, min(TIMEOUT_S, max(MINIMUM_S, budget.left() * 0.6)))
+    if not reason:
+        return found | {"peer_access": os.environ.get("NCCL_P2P_DISABLE", "0") == "0"}, []
+    notes = [f"links: the ranks {reason}"]
+    if backend == "nccl" and os.environ.get("NCCL_P2P_DISABLE", "0") == "0" and budget.left() >= MINIMUM_S * 0.8:
+        found, again = attempt(world, backend, {**os.environ, "NCCL_P2P_DISABLE": "1"}, budget.left())
+        if not again:
+            notes.append("links: with NCCL_P2P_DISABLE=1 they work; set it for every run on several of these GPUs")
+            return found | {"peer_access": False}, notes
+        notes.append(f"links: with NCCL_P2P_DISABLE=1 the ranks {again}; train on one GPU, NCCL_DEBUG=INFO says more")
+    return found, notes
+
+
+def attempt(
+    world: int, backend: str, environment: Mapping[str, str], timeout_s: float
+) -> tuple[dict[str, Any], str | None]:
+    """One self-test in processes of its own: what was measured, and what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, meeting = Path(folder, "links.json"), Path(folder, "meeting")
+        ranks = [
+            [sys.executable, "-P", "-m", __name__, backend, str(rank), str(world), str(meeting), str(out)]
+            for rank in range(world)
+        ]
+        reason = supervise(ranks, {**environment, PARENT: str(os.getpid())}, Path(folder), timeout_s)
+        return {"gpus": world, "all_reduce_bus_gbs": None, "pairs": [], **read_json(out)}, reason
+
+
+def supervise(
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str], folder: Path, timeout_s: float
+) -> str | None:
+    """Runs the commands side by side in one process group; kills the group as soon as one fails or the time is over.
+    None when all went well, else what happened, as the end of a sentence about them."""
+    end = time.monotonic() + timeout_s
+    logs = [folder / f"rank-{number}.log" for number in range(len(commands))]
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, log in zip(commands, logs, strict=True):
+            with log.open("wb") as output:
+                group = children[0].pid if children else 0
+                children.append(
+                    subprocess.Popen(
+                        command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output,
+                        stderr=subprocess.STDOUT, process_group=group,
+                    )
+                )  # fmt: skip
+        while True:
+            codes = [_ended(child) for child in children]
+            for rank, code in enumerate(codes):
+                if code:
+                    return f"failed: rank {rank} ended with exit code {code}: {_last_line(logs[rank])}"
+            if all(code == 0 for code in codes):
+                return None
+            if time.monotonic() > end:
+                return f"did not finish within {timeout_s:.0f} s and were killed: a collective or a link hangs"
+            time.sleep(POLL_S)
+    finally:
+        _kill_group(children)
+
+
+def _ended(child: subprocess.Popen[bytes]) -> int | None:
+    """The exit code of a child that has ended, without reaping it: the first one's number names the group."""
+    with suppress(ChildProcessError):
+        told = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if told is None:
+            return None
+        return told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
+    return child.returncode
+
+
+def _kill_group(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    if children:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(children[0].pid, signal.SIGKILL)
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):  # one that waits in the kernel for a broken GPU outlives KILL
+            child.wait(timeout=2)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
+
+
+# --- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def rank_main(backend: str, rank: int, world: int, meeting: str, out: str) -> None:
+    """Sums a tensor over the ranks, checks the sum, times it; rank 0 then times every link and writes the figures."""
+    cuda = backend == "nccl"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S),
+        device_id=device if cuda else None,
+    )  # fmt: skip
+    small = torch.full((1024,), float(rank + 1), device=device)
+    dist.all_reduce(small)
+    if float(small[0]) != world * (world + 1) / 2:
+        raise SystemExit(f"the sum over the ranks is {float(small[0])}, not {world * (world + 1) / 2}")
+    found = {"all_reduce_bus_gbs": _all_reduce(backend, world, device)}
+    if rank == 0:
+        write_json(Path(out), found)
+    dist.barrier()
+    if rank == 0 and cuda:
+        write_json(Path(out), found | {"pairs": _pairs(world)})
+    dist.barrier()
+
+
+def _all_reduce(backend: str, world: int, device: torch.device) -> float:
+    """Bus bandwidth in GB/s, as nccl-tests define it: 2 (n - 1) / n of the tensor's bytes cross each GPU's link."""
+    clock, _ = meters(device)
+    data = torch.zeros(REDUCE_BYTES[backend] // 4, device=device)
+
+    def reduce() -> object:
+        return dist.all_reduce(data)
+
+    first_call(reduce, clock)
+    # Every rank must make the same number of calls: rank 0's measure of one call decides for all.
+    count = torch.tensor([batch_size(timed_batch(reduce, 3, clock))], device=device)
+    dist.broadcast(count, 0)
+    times = [timed_batch(reduce, int(count), clock) for _ in range(12)]
+    return 2 * (world - 1) / world * data.nbytes / faster_half(times[2:]) / 1e9
+
+
+def _pairs(world: int) -> list[dict[str, Any]]:
+    """GB/s of a copy from one GPU to another, one pair at a time, and whether it goes directly (peer access)."""
+    found = []
+    for source in range(world):
+        for target in range(source + 1, world):
+            clock = CudaClock(torch.device("cuda", source))
+            data = torch.zeros(PEER_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
+            there = torch.empty_like(data, device=f"cuda:{target}")
+
+            def copy(there: Any = there, data: Any = data) -> object:
+                return there.copy_(data, non_blocking=True)
+
+            with torch.cuda.device(source):
+                times = [timed_batch(copy, 3, clock) for _ in range(6)]
+            direct = torch.cuda.can_device_access_peer(source, target)
+            found.append(
+                {"from": source, "to": target, "gbs": PEER_BYTES / faster_half(times[1:]) / 1e9, "peer_access": direct}
+            )
+    return found
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    rank_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    sys.stdout.flush()
+    os._exit(0)  # NCCL's threads have nothing left to do and can hang at exit

@@ -1,0 +1,132 @@
+"""Rates of large matrix products by data type: the best over some sizes, and what lasts at that size.
+
+Inputs are random: a product of zeros flips no bits, draws less power and is faster than any in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ftbench.worker.meters import Clock
+from ftbench.worker.probe.timing import MINIMUM_BATCHES, Budget, Call, best, during, first_call, lasting, watching
+from ftbench.worker.sampler import Sampler
+
+Operands = Callable[[int, torch.device], Call]
+
+
+def _floats(dtype: torch.dtype) -> Operands:
+    def make(size: int, device: torch.device) -> Call:
+        left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(left)
+        return lambda: torch.mm(left, right, out=out)
+
+    return make
+
+
+def _fp8(size: int, device: torch.device) -> Call:
+    """E4M3 with one scale a tensor and fast accumulation, as torchao's tensorwise recipe multiplies forward. cuBLAS
+    takes the right matrix by columns only."""
+    left, right = (
+        torch.randn(size, size, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn) for _ in range(2)
+    )
+    one = torch.ones((), device=device, dtype=torch.float32)
+    turned = right.t()
+    return lambda: torch._scaled_mm(left, turned, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _int8(size: int, device: torch.device) -> Call:
+    """8-bit integers into 32-bit sums; by columns, as for fp8."""
+    left, right = (torch.randint(-127, 128, (size, size), device=device, dtype=torch.int8) for _ in range(2))
+    turned = right.t()
+    return lambda: torch._int_mm(left, turned)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A data type of products: its operands, from which compute capability on the GPU has units for it, and torch's
+    setting for float32 products."""
+
+    operands: Operands
+    capability: tuple[int, int] = (0, 0)
+    float32: str = "highest"
+
+
+# Capabilities: CUDA C++ programming guide, "Arithmetic instructions" and tensor core types by compute capability.
+KINDS = {
+    "bf16": Kind(_floats(torch.bfloat16), (8, 0)),
+    "fp16": Kind(_floats(torch.float16), (7, 0)),
+    "tf32": Kind(_floats(torch.float32), (8, 0), "high"),
+    "fp32": Kind(_floats(torch.float32)),
+    "fp8": Kind(_fp8, (8, 9)),
+    "int8": Kind(_int8, (7, 5)),
+}
+ON_CPU = ("bf16", "fp32")
+SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
+BEST_S = 0.6  # for each size
+LASTING_S = 2.5
+# Both matrices, the product and, while fp8 operands are made, their 16-bit originals: bytes an element at the most.
+ELEMENT_BYTES = 12
+
+
+class Unsupported(Exception):
+    """This device has no units for a kind of product; the text says which has."""
+
+
+def supported(name: str, device: torch.device) -> None:
+    """Raises Unsupported for a kind that this GPU has no units for."""
+    if device.type == "cpu":
+        return
+    have, need = torch.cuda.get_device_capability(device), KINDS[name].capability
+    if have < need:
+        raise Unsupported(f"needs compute capability {need[0]}.{need[1]}, this GPU has {have[0]}.{have[1]}")
+
+
+def measure(
+    name: str, device: torch.device, clock: Clock, sampler: Sampler | None, budget: Budget, memory: float
+) -> dict[str, Any]:
+    """The rates of one kind in TFLOP/s (10**12 multiplications and additions a second), `memory` bytes being free.
+
+    Raises Unsupported, or RuntimeError where the library cannot multiply this kind.
+    """
+    supported(name, device)
+    kind = KINDS[name]
+    sizes: list[dict[str, Any]] = []
+    torch.set_float32_matmul_precision(kind.float32)
+    estimate = 0.0
+    for size in SIZES[device.type]:
+        # A product eight times as large takes about eight times as long: it must leave time for the rest.
+        too_slow = estimate * 8 * (MINIMUM_BATCHES + 2) > min(BEST_S * 8, budget.left() - LASTING_S)
+        if sizes and (too_slow or size * size * ELEMENT_BYTES > memory):
+            break
+        call = kind.operands(size, device)
+        estimate = best(call, clock, BEST_S, first_call(call, clock))
+        sizes.append({"size": size, "tflops": tflops(size, estimate)})
+        del call  # before the next, larger matrices are made
+    top = max(sizes, key=lambda found: found["tflops"])
+    return {
+        "best_tflops": top["tflops"],
+        "best_size": top["size"],
+        "sizes": sizes,
+        **_lasting(kind, top["size"], device, clock, sampler),
+    }
+
+
+def _lasting(kind: Kind, size: int, device: torch.device, clock: Clock, sampler: Sampler | None) -> dict[str, Any]:
+    call = kind.operands(size, device)
+    estimate = first_call(call, clock)
+    with watching(sampler):
+        found = lasting(call, clock, LASTING_S, estimate)
+    return {
+        "sustained_tflops": tflops(size, found.seconds),
+        "sustained_s": found.end - found.begin,
+        **during(sampler, found.begin, found.end),
+    }
+
+
+def tflops(size: int, seconds: float) -> float:
+    """A product of two square matrices is size**3 multiplications and as many additions."""
+    return 2 * size**3 / seconds / 1e12

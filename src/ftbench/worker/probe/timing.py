@@ -1,0 +1,134 @@
+"""How a call is timed: in batches between device events, in short for the best rate and without a pause for the rate
+that lasts. The clock is that of the recorder (`worker/meters.py`)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ftbench.worker.meters import Clock
+from ftbench.worker.sampler import Sampler
+
+BATCH_S = 0.02  # long against the resolution of an event (0.5 µs) and the gap between two batches (tens of µs)
+MINIMUM_BATCHES = 5
+SAMPLE_S = 0.1
+
+Call = Callable[[], object]
+
+
+class Budget:
+    """Wall seconds that may still be spent, counted from the start of the process that measures."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds; negative once it is spent."""
+        return self._end - time.monotonic()
+
+
+def first_call(call: Call, clock: Clock) -> float:
+    """Seconds of the second call: the first loads kernels, and libraries choose among theirs."""
+    call()
+    return timed_batch(call, 1, clock)
+
+
+def best(call: Call, clock: Clock, seconds: float, estimate: float) -> float:
+    """Seconds of one call, from batches that together take about `seconds`; `estimate` is what one call takes.
+
+    It is the median of the faster half of the batches. What disturbs a batch from outside (an interrupt, another
+    process, a clock that still rises) makes it longer and never shorter, so the slower half says more about the
+    disturbance than about the machine; the single fastest batch would be one lucky reading, and differs more between
+    two sittings than the middle of the faster half does.
+    """
+    count = batch_size(estimate)
+    end = time.perf_counter() + seconds / 3
+    while time.perf_counter() < end:  # clocks rise and caches fill
+        timed_batch(call, count, clock)
+    times: list[float] = []
+    end = time.perf_counter() + seconds * 2 / 3
+    while len(times) < MINIMUM_BATCHES or time.perf_counter() < end:
+        times.append(timed_batch(call, count, clock))
+    return faster_half(times)
+
+
+def faster_half(times: list[float]) -> float:
+    """The median of the faster half, rounded up, of some times."""
+    return statistics.median(sorted(times)[: math.ceil(len(times) / 2)])
+
+
+def batch_size(estimate: float) -> int:
+    """Calls in a batch, when one takes `estimate` seconds."""
+    return max(1, math.ceil(BATCH_S / max(estimate, 1e-7)))
+
+
+def timed_batch(call: Call, count: int, clock: Clock) -> float:
+    """Seconds of one of `count` calls, waiting for the device at the end."""
+    begin = clock.mark()
+    for _ in range(count):
+        call()
+    end = clock.mark()
+    clock.wait()
+    return clock.seconds(begin, end) / count
+
+
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """What a device keeps up: `seconds` of one call over a window from `begin` to `end` (perf_counter)."""
+
+    seconds: float
+    begin: float
+    end: float
+
+
+def lasting(call: Call, clock: Clock, seconds: float, estimate: float) -> Lasting:
+    """The mean over the last two thirds of `seconds` in which the device never waits: the next batch is queued while
+    one runs. Before that, clocks and power settle; a mean, since throttling is a part of what lasts."""
+    count = batch_size(estimate)
+    start = time.perf_counter()
+    marks = [clock.mark()]
+    settled: tuple[int, float] | None = None
+    while True:
+        for _ in range(count):
+            call()
+        marks.append(clock.mark())
+        while not clock.done(marks[-2]):
+            time.sleep(0.0005)
+        now = time.perf_counter()
+        if settled is None and now - start >= seconds / 3:
+            settled = len(marks) - 2, now
+        if settled is not None and now - start >= seconds and len(marks) - 1 > settled[0]:
+            break
+    clock.wait()
+    first, begin = settled
+    return Lasting(clock.seconds(marks[first], marks[-1]) / (count * (len(marks) - 1 - first)), begin, now)
+
+
+@contextmanager
+def watching(sampler: Sampler | None) -> Iterator[None]:
+    """Within the block the driver's counters are read ten times a second."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while sampler is not None and not stop.wait(SAMPLE_S):
+            sampler.take()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def during(sampler: Sampler | None, begin: float, end: float) -> dict[str, Any]:
+    """Power (W), clock (MHz), heat (°C) and throttling between two moments; None where the driver does not tell."""
+    seen = sampler.over(begin, end) if sampler else {}
+    return {name: seen.get(name) for name in ("power_w", "sm_clock_mhz", "temperature_c", "throttle")}

@@ -1,0 +1,72 @@
+"""Bytes a second within memory and between host and device, and what it takes to launch a kernel.
+
+GB are 10**9 bytes, as in data sheets.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ftbench.worker.meters import Clock
+from ftbench.worker.probe.timing import best, faster_half, first_call
+
+MEMORY_BYTES = 2**30  # a tensor; eight times the largest cache of an NVIDIA GPU (128 MB)
+LINK_BYTES = 2**28
+SECONDS = 0.6  # for each figure
+LAUNCHES = 4000
+
+
+def memory(device: torch.device, clock: Clock, free: float) -> dict[str, Any]:
+    """GB/s of a copy (one tensor read, one written) and of a triad `c = a + 3 b` (two read, one written). Bytes are
+    counted as in STREAM: what the program asks for, not what a cache fetches before it writes."""
+    count = int(min(MEMORY_BYTES, free / 8)) // 4
+    first, second, third = (torch.empty(count, device=device).fill_(number) for number in (1.0, 2.0, 0.0))
+    bytes_each = 4 * count
+
+    def copy() -> object:
+        return third.copy_(first)
+
+    def triad() -> object:
+        return torch.add(first, second, alpha=3.0, out=third)
+
+    return {
+        "copy_gbs": 2 * bytes_each / best(copy, clock, SECONDS, first_call(copy, clock)) / 1e9,
+        "triad_gbs": 3 * bytes_each / best(triad, clock, SECONDS, first_call(triad, clock)) / 1e9,
+        "tensor_bytes": bytes_each,
+    }
+
+
+def host_link(device: torch.device, clock: Clock) -> dict[str, Any]:
+    """GB/s to and from the device, from and to pinned host memory, one way at a time."""
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+
+    def up() -> object:
+        return there.copy_(host, non_blocking=True)
+
+    def down() -> object:
+        return host.copy_(there, non_blocking=True)
+
+    return {
+        "to_device_gbs": LINK_BYTES / best(up, clock, SECONDS, first_call(up, clock)) / 1e9,
+        "to_host_gbs": LINK_BYTES / best(down, clock, SECONDS, first_call(down, clock)) / 1e9,
+        "buffer_bytes": LINK_BYTES,
+    }
+
+
+def launch_us(device: torch.device, clock: Clock) -> float:
+    """Microseconds of one torch operation on one number, in a long row of them: the kernel takes less than its launch,
+    so that this is the host's share, torch's own included. A layer of small operations goes no faster than this."""
+    number = torch.zeros(1, device=device)
+    rows: list[float] = []
+    for _ in range(9):
+        clock.wait()
+        begin = time.perf_counter()
+        for _ in range(LAUNCHES):
+            number.add_(1)
+        clock.wait()
+        rows.append((time.perf_counter() - begin) / LAUNCHES)
+    return faster_half(rows[1:]) * 1e6  # the first row warms up

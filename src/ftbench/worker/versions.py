@@ -1,0 +1,56 @@
+"""What only torch can tell, as one JSON object on stdout: `python -m ftbench.worker.versions`. Asked by the doctor.
+
+torch, cuda        versions; cuda is null in a build for the CPU
+arch_list          what its kernels are compiled for: sm_90, sm_120, compute_120 …
+devices            the GPUs it sees: name, capability, integrated (memory shared with the host)
+works              whether a kernel ran on the first of them; null without one
+error              the first line of what went wrong, where it sees none or a kernel did not run
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+from ftbench.owner import die_with_parent
+
+
+def told() -> dict[str, Any]:
+    """The object described above."""
+    import torch
+
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "arch_list": torch.cuda.get_arch_list(),
+        "devices": [],
+        "works": None,
+        "error": None,
+    }
+    if torch.version.cuda is None:
+        return found
+    try:
+        torch.cuda.init()
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            found["devices"].append({
+                "name": properties.name,
+                "capability": [properties.major, properties.minor],
+                "integrated": bool(getattr(properties, "is_integrated", False)),
+            })  # fmt: skip
+        found["works"] = False
+        found["works"] = float(torch.ones(2, device="cuda").sum()) == 2
+    except Exception as error:  # noqa: BLE001 - whatever torch raises is the answer
+        found["error"] = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return found
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    warnings.simplefilter("ignore")
+    print(json.dumps(told()))
+    sys.stdout.flush()
+    os._exit(0)

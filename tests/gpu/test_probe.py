@@ -1,0 +1,82 @@
+"""On a GPU: `ftbench probe` measures all there is within a minute, twice the same, and `ftbench doctor` finds nothing
+in the way of a run: `pytest tests/gpu/test_probe.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="training libraries are not installed")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+    pytest.mark.timeout(200),
+]
+REPEATABLE = 0.02
+
+
+def command(*arguments):
+    done = subprocess.run([sys.executable, "-m", "ftbench", *arguments], stdout=subprocess.PIPE, text=True)
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory):
+    """Two probes, one after the other, with the seconds each took."""
+    found = []
+    for number in range(2):
+        begun = time.monotonic()
+        code, document = command("probe", "--json", "--out", str(tmp_path_factory.mktemp(f"probe{number}")))
+        assert code == 0
+        found.append((document, time.monotonic() - begun))
+    return found
+
+
+def test_every_figure_is_there_within_a_minute(probes):
+    from ftbench.worker.probe.products import KINDS
+
+    document, seconds = probes[0]
+    assert seconds <= 62  # the probe itself, and Python's start
+    capability = torch.cuda.get_device_capability(0)
+    for name, kind in KINDS.items():
+        assert (document["products"][name] is not None) == (capability >= kind.capability), document["notes"]
+    assert document["products"]["bf16"]["sm_clock_mhz"] > 300
+    assert document["products"]["bf16"]["power_w"] > document["idle"]["power_w"]
+    assert document["memory"]["copy_gbs"] > 100
+    assert document["host_link"]["to_device_gbs"] > 1
+    assert 1 < document["launch_us"] < 100
+    assert not [note for note in document["notes"] if "data sheet" in note]
+
+
+def test_a_second_probe_finds_the_same(probes):
+    first, second = (document for document, _ in probes)
+    for name, product in first["products"].items():
+        if product:
+            assert second["products"][name]["best_tflops"] == pytest.approx(product["best_tflops"], rel=REPEATABLE), (
+                name
+            )
+    assert second["memory"]["copy_gbs"] == pytest.approx(first["memory"]["copy_gbs"], rel=REPEATABLE)
+    assert second["memory"]["triad_gbs"] == pytest.approx(first["memory"]["triad_gbs"], rel=REPEATABLE)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_several_gpus_sum_without_hanging(probes):
+    document, _ = probes[0]
+    assert document["links"]["gpus"] == torch.cuda.device_count()
+    assert document["links"]["all_reduce_bus_gbs"] > 1, document["notes"]
+    assert all(pair["gbs"] > 1 for pair in document["links"]["pairs"])
+
+
+def test_doctor_says_that_a_plain_spec_can_run(tmp_path):
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(
+        "model: {id: Qwen/Qwen3-0.6B, weights: random}\ndataset: {name: synthetic, samples: 8, length: 64}\n"
+    )
+    code, document = command("doctor", str(spec), "--json", "--out", str(tmp_path))
+    assert (code, document["can_run"]) == (0, True), [f for f in document["findings"] if f["verdict"] == "fail"]
+    assert {finding["area"] for finding in document["findings"]} >= {"stack", "gpu", "methods", "optimizations", "host"}

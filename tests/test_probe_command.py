@@ -1,0 +1,285 @@
+"""`ftbench probe` from the parent's side: what the child left becomes a document in the store, a table, a ceiling."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftbench import cli, machine, probe, rundir
+from ftbench.errors import FtbenchError, MissingError
+from ftbench.launch import process
+
+H200 = {
+    "name": "NVIDIA H200", "uuid": "GPU-1", "driver": "580.1", "power_limit_w": 700.0, "sm_clock_max_mhz": 1980,
+    "foreign_processes": 0, "memory_used_before_gb": 0.6,
+}  # fmt: skip
+PRODUCT = {
+    "best_tflops": 800.0, "best_size": 8192, "sizes": [{"size": 8192, "tflops": 800.0}], "sustained_tflops": 790.0,
+    "sustained_s": 1.7, "power_w": 690.0, "sm_clock_mhz": 1755.0, "temperature_c": 61.0, "throttle": "none",
+}  # fmt: skip
+MEASURED = {
+    "notes": [],
+    "doing": None,
+    "device": {"kind": "cuda", "name": "NVIDIA H200", "gpus": 1},
+    "products": {"bf16": PRODUCT, "fp32": {**PRODUCT, "best_tflops": 50.0, "sustained_tflops": 49.9}, "fp8": None},
+    "memory": {"copy_gbs": 4300.0, "triad_gbs": 4250.0, "tensor_bytes": 2**30},
+    "host_link": {"to_device_gbs": 55.0, "to_host_gbs": 54.0, "buffer_bytes": 2**28},
+    "launch_us": 4.2,
+    "idle": {"power_w": 80.0, "sm_clock_mhz": 345.0, "temperature_c": 34.0, "throttle": "none"},
+}
+
+
+@pytest.fixture
+def child(monkeypatch):
+    """Puts a child in the place of the real one, which leaves `measured` and ends as told."""
+
+    def stand_in(measured=None, gpu=H200, code=0, state=None, said=""):
+        described = {"gpu": gpu, "cpu": {"model": "AMD EPYC", "threads": 2}, "versions": {"torch": "2.11.0"}}
+
+        def run_child(argv, env, log, asked, watch):
+            assert watch() is None
+            if measured is not None:
+                rundir.write_json(Path(argv[4]), measured)
+            log.write_text(said)
+            stop = process.Stop(state, "was stopped after 60 s") if state else None
+            return process.Exit(code, stop, False, 30.0)
+
+        monkeypatch.setattr(machine, "describe", lambda: described)
+        monkeypatch.setattr(process, "run_child", run_child)
+
+    return stand_in
+
+
+def changed(**changes):
+    return {**copy.deepcopy(MEASURED), **changes}
+
+
+def test_the_document_is_kept_under_the_gpu_and_its_uuid(child, tmp_path):
+    child(MEASURED)
+    document, path = probe.probe(tmp_path)
+    assert path.parent == tmp_path / "probe"
+    assert path.name == probe.file_name({"gpu": H200, "cpu": {"model": "AMD EPYC"}})
+    assert path.name.startswith("nvidia-h200-")
+    assert rundir.read_json(path) == document
+    assert list(path.parent.iterdir()) == [path]
+    assert document["schema"] == 1
+    assert document["date"].endswith("Z")
+    assert document["machine"]["gpu"]["uuid"] == "GPU-1"
+
+
+def test_every_figure_has_its_place_and_is_null_where_it_was_not_measured(child, tmp_path):
+    child({"notes": ["tf32: not measured: no time"], "doing": None, "products": {"bf16": PRODUCT}})
+    document, _ = probe.probe(tmp_path)
+    assert tuple(document["products"]) == probe.PRECISIONS
+    assert document["products"]["tf32"] is None
+    assert document["memory"] is document["host_link"] is document["launch_us"] is document["links"] is None
+    assert document["notes"] == ["tf32: not measured: no time"]
+
+
+def test_another_card_of_the_kind_has_a_file_of_its_own():
+    names = {probe.file_name({"gpu": {"name": "NVIDIA H200", "uuid": uuid}, "cpu": {}}) for uuid in ("GPU-1", "GPU-2")}
+    assert len(names) == 2
+
+
+def test_a_machine_without_a_gpu_is_named_by_its_cpu():
+    assert probe.file_name({"gpu": None, "cpu": {"model": "Intel(R) Xeon(R)"}}).startswith("intel-r-xeon-r-")
+    assert probe.file_name({"gpu": None, "cpu": {"model": None}}).startswith("cpu-")
+
+
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [({"state": "timeout", "code": -15}, "stopped after 60 s"), ({"code": -11, "said": "Killed\n"}, "Killed")],
+)
+def test_a_child_that_is_cut_short_leaves_what_it_measured(child, tmp_path, ended, told):
+    child(changed(doing="links", notes=["a"]), **ended)
+    document, path = probe.probe(tmp_path)
+    assert document["products"]["bf16"] == PRODUCT
+    assert document["notes"][0] == "a"
+    assert document["notes"][1].startswith("links: not measured")
+    assert told in document["notes"][1]
+    assert path.is_file()
+
+
+@pytest.mark.parametrize("left", [None, {"notes": [], "doing": "bf16", "products": {}}])
+def test_a_child_that_measured_nothing_is_an_error_with_its_last_words(child, tmp_path, left):
+    child(left, code=1, said="Traceback\nImportError: libcudart.so.13\n")
+    with pytest.raises(FtbenchError, match=r"libcudart.so.13.*nothing was measured"):
+        probe.probe(tmp_path)
+    assert list((tmp_path / "probe").iterdir()) == []
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused_in_the_childs_words(child, tmp_path):
+    child({"notes": [], "products": {}, "missing": "this machine has X and torch cannot use it"}, code=3)
+    with pytest.raises(MissingError, match="torch cannot use it"):
+        probe.probe(tmp_path)
+
+
+def test_a_child_that_goes_on_for_more_than_a_minute_is_stopped(monkeypatch, tmp_path):
+    clock = iter([100.0, 159.0, 161.0])
+    monkeypatch.setattr(probe.time, "monotonic", lambda: next(clock))
+    seen = []
+
+    def run_child(argv, env, log, asked, watch):
+        seen.extend([watch(), watch()])
+        log.write_text("")
+        return process.Exit(-15, seen[-1], False, 61.0)
+
+    monkeypatch.setattr(process, "run_child", run_child)
+    with pytest.raises(FtbenchError, match="was stopped after 60 s; nothing was measured"):
+        probe._measure(tmp_path)
+    assert seen[0] is None
+
+
+def test_a_signal_ends_it_as_interrupted(child, tmp_path):
+    child(MEASURED, code=-15, state="interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        probe.probe(tmp_path)
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingError, match=r"pip install 'ftbench\[train\]'"):
+        probe.probe(tmp_path)
+    assert not (tmp_path / "probe").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "run_child", lambda *_: pytest.fail("was started"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MissingError, match="--out"):
+        probe.probe(tmp_path / "file")
+
+
+# --- remarks ---------------------------------------------------------------------------------------------------------
+
+
+def remarks(gpu=H200, **changes):
+    document = {**changed(**changes), "machine": {"gpu": gpu}}
+    return probe.remarks(document)
+
+
+def test_figures_that_hold_together_get_no_remark():
+    assert remarks() == []
+
+
+@pytest.mark.parametrize(("rate", "told"), [(1030.0, 0), (1060.0, 1)])
+def test_a_rate_above_the_data_sheet_is_told_from_five_percent_on(rate, told):
+    found = remarks(products={"bf16": {**PRODUCT, "best_tflops": rate, "sustained_tflops": rate}})
+    assert len(found) == told
+    assert all("7% above the 989 of the data sheet of H200 SXM" in sentence for sentence in found)
+
+
+def test_a_bandwidth_above_the_data_sheet_is_told():
+    (found,) = remarks(memory={"copy_gbs": 9600.0, "triad_gbs": None})
+    assert found.startswith("memory: 9,600 GB/s is 100% above")
+
+
+def test_a_rate_that_does_not_last_is_told_with_its_reason():
+    (found,) = remarks(products={"bf16": {**PRODUCT, "sustained_tflops": 700.0, "throttle": "sw_power_cap"}})
+    assert "12% below" in found
+    assert "sw_power_cap" in found
+
+
+def test_a_cpu_that_others_use_shows_in_what_lasts():
+    (found,) = remarks(gpu=None, device={"kind": "cpu"}, products={"fp32": {**PRODUCT, "sustained_tflops": 400.0}})
+    assert "50% below" in found
+    assert "was the machine free?" in found
+
+
+def test_a_gpu_that_was_not_free_is_told():
+    (found,) = remarks(gpu={**H200, "foreign_processes": 2, "memory_used_before_gb": 9.0})
+    assert "9.0 GiB in use, 2 other processes" in found
+
+
+def test_an_idle_power_read_too_soon_is_told():
+    (found,) = remarks(idle={"power_w": 120.0, "sm_clock_mhz": 1980.0})
+    assert found.startswith("idle: the clock had not fallen")
+
+
+def test_a_cpu_is_not_held_against_the_gpu_of_the_machine():
+    assert remarks(device={"kind": "cpu"}, memory={"copy_gbs": 9600.0, "triad_gbs": 1.0}) == []
+
+
+# --- the ceiling -----------------------------------------------------------------------------------------------------
+
+
+def kept(store, name="NVIDIA H200", kind="cuda", file="a", **rates):
+    products = {precision: {"best_tflops": rate} for precision, rate in rates.items()}
+    (store / "probe").mkdir(parents=True, exist_ok=True)
+    document = {"machine": {"gpu": {"name": name}}, "device": {"kind": kind}, "products": {**products, "int8": None}}
+    rundir.write_json(store / "probe" / f"{file}.json", document)
+
+
+def test_the_ceiling_is_the_best_rate_of_a_gpu_of_that_name(tmp_path):
+    kept(tmp_path, file="a", bf16=790.0, fp8=1400.0)
+    kept(tmp_path, file="b", bf16=805.5)
+    kept(tmp_path, file="c", name="NVIDIA H200 NVL", bf16=900.0)
+    assert probe.measured_tflops(tmp_path, "NVIDIA H200", "bf16") == 805.5
+    assert probe.measured_tflops(tmp_path, "NVIDIA H200", "fp8") == 1400.0
+
+
+def test_there_is_no_ceiling_where_nothing_was_measured(tmp_path):
+    assert probe.measured_tflops(tmp_path, "NVIDIA H200", "bf16") is None
+    kept(tmp_path, file="a", bf16=790.0)
+    kept(tmp_path, file="cpu", kind="cpu", fp32=0.2)
+    (tmp_path / "probe" / "torn.json").write_text("{")
+    (tmp_path / "probe" / "list.json").write_text("[1]")
+    assert probe.measured_tflops(tmp_path, "NVIDIA H200", "int8") is None
+    assert probe.measured_tflops(tmp_path, "NVIDIA H200", "fp32") is None
+    assert probe.measured_tflops(tmp_path, "NVIDIA H100", "bf16") is None
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ftbench", "probe", "--out", str(tmp_path), *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+def test_the_table_shows_every_figure_and_the_file(child, command):
+    child(changed(links={"gpus": 2, "all_reduce_bus_gbs": 360.0, "pairs": [{"gbs": 380.0}, {"gbs": 250.0}]}))
+    code, out, _ = command()
+    assert code == 0
+    shown = (
+        "NVIDIA H200", "torch 2.11.0", "800", "790", "1755 MHz", "690 W", "4,300 GB/s", "to host 54 GB/s", "4.2 µs",
+        "idle 80 W", "limit 700 W", "2 GPUs", "360 GB/s", "slowest link 250 GB/s", ".json",
+    )  # fmt: skip
+    for part in shown:
+        assert part in out, part
+    assert "fp8" not in out
+
+
+def test_the_table_of_a_cpu_leaves_out_what_it_has_not(child, command):
+    cpu = {"notes": ["launch_us: not measured: on a GPU only"], "device": {"kind": "cpu", "threads": 2},
+           "products": {"fp32": {**PRODUCT, "best_tflops": 0.19, "sustained_tflops": 0.188, "power_w": None,
+                                 "sm_clock_mhz": None}}}  # fmt: skip
+    child(cpu, gpu=None)
+    code, out, _ = command()
+    assert code == 0
+    assert "AMD EPYC, 2 threads" in out
+    assert "0.19" in out
+    assert "note: launch_us: not measured" in out
+    assert "power  " not in out.split("\n", 3)[3]
+    assert "None" not in out
+
+
+def test_json_is_one_document(child, command):
+    child(MEASURED)
+    code, out, _ = command("--json")
+    assert code == 0
+    document = json.loads(out)
+    assert document["products"]["bf16"]["best_tflops"] == 800
+    assert document["links"] is None

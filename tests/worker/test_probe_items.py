@@ -1,0 +1,325 @@
+"""The measuring child: rates from batches, what lasts, items that fail, and ranks that hang. On the CPU, for real."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import types
+from contextlib import nullcontext
+
+import pytest
+
+pytest.importorskip("torch", reason="training libraries are not installed")
+
+import torch
+
+from ftbench import probe, rundir
+from ftbench.owner import process_start
+from ftbench.worker.meters import HostClock
+from ftbench.worker.probe import __main__ as child
+from ftbench.worker.probe import links, products, timing, transfers
+from ftbench.worker.probe.__main__ import Document, _measure
+from ftbench.worker.probe.timing import Budget
+from ftbench.worker.sampler import Sampler
+
+CPU = torch.device("cpu")
+PLENTY = 4 * 2**30
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(products, "SIZES", {"cpu": (64, 128)})
+    monkeypatch.setattr(products, "BEST_S", 0.06)
+    monkeypatch.setattr(products, "LASTING_S", 0.15)
+    monkeypatch.setattr(transfers, "SECONDS", 0.06)
+    monkeypatch.setattr(timing, "BATCH_S", 0.002)
+
+
+class Metronome:
+    """A clock on which every call takes `beat` seconds, and every `slow`-th batch twice as long."""
+
+    def __init__(self, beat=0.001, slow=0):
+        self.now, self.beat, self.slow, self.batches = 0.0, beat, slow, 0
+
+    def call(self):
+        self.now += self.beat
+
+    def mark(self):
+        return self.now
+
+    def done(self, mark):
+        return True
+
+    def seconds(self, begin, end):
+        self.batches += 1
+        return (end - begin) * (2 if self.slow and self.batches % self.slow == 0 else 1)
+
+    def wait(self):
+        return None
+
+
+def test_a_disturbed_batch_in_three_leaves_the_best_as_it_is():
+    clock = Metronome(slow=3)
+    assert timing.best(clock.call, clock, 0.03, 0.001) == pytest.approx(0.001)
+
+
+def test_the_faster_half_is_not_its_single_fastest():
+    assert timing.faster_half([1.0, 2.0, 3.0, 9.0, 9.0]) == 2.0
+    assert timing.faster_half([5.0]) == 5.0
+
+
+@pytest.mark.parametrize(("estimate", "count"), [(0.001, 20), (1.0, 1), (0.0, 200_000)])
+def test_a_batch_is_long_against_the_clock(estimate, count):
+    assert timing.batch_size(estimate) == pytest.approx(count, rel=0.01)
+
+
+def test_what_lasts_is_the_mean_of_all_that_was_done_after_settling():
+    def call():
+        time.sleep(0.002)
+
+    begun = time.perf_counter()
+    found = timing.lasting(call, HostClock(), 0.3, 0.002)
+    assert 0.3 <= time.perf_counter() - begun < 1.0
+    assert 0.1 < found.end - found.begin <= 0.5
+    assert 0.002 <= found.seconds < 0.004
+
+
+@pytest.mark.parametrize("kind", products.ON_CPU)
+def test_products_have_a_best_size_and_a_rate_that_lasts(quick, kind):
+    found = products.measure(kind, CPU, HostClock(), None, Budget(60), PLENTY)
+    assert [entry["size"] for entry in found["sizes"]] == [64, 128]
+    assert found["best_tflops"] == max(entry["tflops"] for entry in found["sizes"]) > 0
+    assert found["best_size"] in (64, 128)
+    assert found["sustained_tflops"] > 0
+    assert found["power_w"] is found["sm_clock_mhz"] is None
+
+
+def test_matrices_that_do_not_fit_are_left_out(quick):
+    found = products.measure("fp32", CPU, HostClock(), None, Budget(60), 64 * 64 * products.ELEMENT_BYTES)
+    assert [entry["size"] for entry in found["sizes"]] == [64]
+
+
+def test_a_size_that_would_take_too_long_is_left_out(quick, monkeypatch):
+    monkeypatch.setattr(products, "SIZES", {"cpu": (64, 65536)})
+    found = products.measure("fp32", CPU, HostClock(), None, Budget(0), float("inf"))
+    assert [entry["size"] for entry in found["sizes"]] == [64]
+
+
+def test_a_rate_counts_multiplications_and_additions():
+    assert products.tflops(1000, 0.002) == pytest.approx(1.0)
+
+
+def test_parent_and_child_name_the_same_kinds():
+    assert tuple(products.KINDS) == probe.PRECISIONS
+    assert set(products.ON_CPU) <= set(products.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "without"),
+    [((7, 0), {"bf16", "tf32", "fp8", "int8"}), ((8, 0), {"fp8"}), ((9, 0), set()), ((12, 0), set())],
+)
+def test_a_gpu_is_asked_only_for_what_it_has_units_for(monkeypatch, capability, without):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for name in products.KINDS:
+        refused = pytest.raises(products.Unsupported, match="needs compute capability")
+        with refused if name in without else nullcontext():
+            products.supported(name, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_eight_bit_products_multiply_by_columns(name):
+    """The same calls as on a GPU; a CPU can make them, slowly."""
+    out = products.KINDS[name].operands(64, CPU)()
+    assert out.shape == (64, 64)
+    assert out.dtype == {"fp8": torch.bfloat16, "int8": torch.int32}[name]
+    assert out.float().std() > 0
+
+
+def test_memory_bandwidth_counts_bytes_read_and_written(quick):
+    found = transfers.memory(CPU, HostClock(), 8 * 4 * 2**20)
+    assert found["tensor_bytes"] == 4 * 2**20
+    assert found["copy_gbs"] > 0
+    assert found["triad_gbs"] > 0
+
+
+def test_a_launch_takes_microseconds(monkeypatch):
+    monkeypatch.setattr(transfers, "LAUNCHES", 200)
+    assert 0.05 < transfers.launch_us(CPU, HostClock()) < 1000
+
+
+# --- the document ----------------------------------------------------------------------------------------------------
+
+
+def test_an_item_that_fails_leaves_a_note_and_the_others(tmp_path):
+    def fail():
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nmore")
+
+    document = Document(tmp_path / "out.json")
+    assert document.item("fp8", Budget(9), 1, fail) is None
+    assert document.item("int8", Budget(9), 1, lambda: 5) == 5
+    assert document.found["notes"] == ["fp8: not measured: CUBLAS_STATUS_NOT_SUPPORTED"]
+
+
+def test_an_item_without_time_left_is_not_begun(tmp_path):
+    document = Document(tmp_path / "out.json")
+    assert document.item("memory", Budget(0.5), 3, lambda: pytest.fail("begun")) is None
+    assert document.found["notes"] == ["memory: not measured: the time was used up"]
+
+
+def test_the_file_says_what_is_under_way(tmp_path):
+    path = tmp_path / "out.json"
+    document = Document(path)
+    assert document.item("bf16", Budget(9), 1, lambda: rundir.read_json(path)["doing"]) == "bf16"
+
+
+# --- the driver's counters -------------------------------------------------------------------------------------------
+
+
+def test_clock_and_power_are_those_of_the_time_that_counts():
+    sampler = types.SimpleNamespace(over=lambda begin, end: {"power_w": 690.0, "throttle": "none", "energy_j": 1.0})
+    assert timing.during(sampler, 0, 1) == {
+        "power_w": 690.0, "sm_clock_mhz": None, "temperature_c": None, "throttle": "none",
+    }  # fmt: skip
+    assert set(timing.during(None, 0, 1).values()) == {None}
+
+
+def test_the_counters_are_read_while_watched(monkeypatch):
+    monkeypatch.setattr(timing, "SAMPLE_S", 0.01)
+    taken = []
+    with timing.watching(types.SimpleNamespace(take=lambda: taken.append(1))):
+        time.sleep(0.1)
+    count = len(taken)
+    time.sleep(0.05)
+    assert len(taken) == count > 2
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def run_ranks(tmp_path, *codes, timeout_s=20.0):
+    commands = [[sys.executable, "-S", "-c", code] for code in codes]
+    return links.supervise(commands, os.environ, tmp_path, timeout_s)
+
+
+def test_ranks_that_end_well_leave_no_reason(tmp_path):
+    assert run_ranks(tmp_path, "pass", "pass") is None
+
+
+def test_a_rank_that_fails_ends_the_others_at_once(tmp_path):
+    begun = time.monotonic()
+    reason = run_ranks(tmp_path, "import time; time.sleep(60)", "print('no NCCL here'); raise SystemExit(7)")
+    assert reason == "failed: rank 1 ended with exit code 7: no NCCL here"
+    assert time.monotonic() - begun < 10
+
+
+def test_ranks_that_hang_are_killed_with_what_they_started(tmp_path):
+    child = tmp_path / "child"
+    hang = (
+        "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)"
+    )
+    reason = run_ranks(tmp_path, "pass", hang, timeout_s=1.5)
+    assert reason == "did not finish within 2 s and were killed: a collective or a link hangs"
+    pid = int(child.read_text())
+    end = time.monotonic() + 5
+    while process_start(pid) is not None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def attempts(monkeypatch, *ends):
+    """Stands in for the ranks: each attempt ends in the next way; gives the environments they were started with."""
+    seen, left = [], list(ends)
+
+    def attempt(world, backend, environment, timeout_s):
+        seen.append(environment.get("NCCL_P2P_DISABLE"))
+        reason = left.pop(0)
+        return {"gpus": world, "all_reduce_bus_gbs": None if reason else 40.0, "pairs": []}, reason
+
+    monkeypatch.setattr(links, "attempt", attempt)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    return seen
+
+
+def test_a_healthy_machine_is_tried_once(monkeypatch):
+    seen = attempts(monkeypatch, None)
+    found, notes = links.self_test(2, "nccl", Budget(20))
+    assert (seen, notes) == ([None], [])
+    assert found["peer_access"] is True
+
+
+def test_a_hang_with_peer_access_is_tried_without_and_told(monkeypatch):
+    seen = attempts(monkeypatch, "did not finish", None)
+    found, notes = links.self_test(2, "nccl", Budget(20))
+    assert seen == [None, "1"]
+    assert found["all_reduce_bus_gbs"] == 40
+    assert found["peer_access"] is False
+    assert "NCCL_P2P_DISABLE=1" in notes[1]
+
+
+def test_a_hang_either_way_leaves_no_figure_and_both_reasons(monkeypatch):
+    attempts(monkeypatch, "did not finish", "failed")
+    found, notes = links.self_test(2, "nccl", Budget(20))
+    assert found["all_reduce_bus_gbs"] is None
+    assert len(notes) == 2
+    assert "train on one GPU" in notes[1]
+
+
+def test_without_time_there_is_no_second_attempt(monkeypatch):
+    seen = attempts(monkeypatch, "did not finish")
+    assert len(links.self_test(2, "nccl", Budget(1))[1]) == len(seen) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_sum_and_are_timed(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found, notes = links.self_test(2, "gloo", Budget(100))
+    assert notes == []
+    assert found["gpus"] == 2
+    assert found["all_reduce_bus_gbs"] > 0
+
+
+# --- a machine with two GPUs, as far as one without can play it ------------------------------------------------------
+
+
+def test_each_item_of_two_gpus_has_its_place_and_those_that_fail_their_note(monkeypatch, tmp_path):
+    def measure(name, *_):
+        if name == "int8":
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return {"best_tflops": 1.0}
+
+    stand_ins = {
+        "device_count": lambda: 2, "empty_cache": lambda: None, "get_device_name": lambda _: "NVIDIA H200",
+        "mem_get_info": lambda _: (2**34, 2**35),
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(products, "measure", measure)
+    monkeypatch.setattr(transfers, "memory", lambda place, clock, free: {"copy_gbs": free})
+    monkeypatch.setattr(transfers, "host_link", lambda *_: {"to_device_gbs": 1.0})
+    monkeypatch.setattr(transfers, "launch_us", lambda *_: 4.0)
+    monkeypatch.setattr(links, "self_test", lambda gpus, backend, budget: ({"gpus": gpus, "via": backend}, ["a note"]))
+    document = Document(tmp_path / "out.json")
+    _measure(document, Budget(60), torch.device("cuda", 0), None)
+    found = document.found
+    assert found["device"] == {"kind": "cuda", "name": "NVIDIA H200", "gpus": 2}
+    assert {name for name, product in found["products"].items() if product} == set(products.KINDS) - {"int8"}
+    assert found["memory"] == {"copy_gbs": 2**34}
+    assert (found["host_link"], found["launch_us"]) == ({"to_device_gbs": 1.0}, 4.0)
+    assert found["links"] == {"gpus": 2, "via": "nccl"}
+    assert found["notes"] == ["int8: not measured: CUBLAS_STATUS_NOT_SUPPORTED", "a note"]
+
+
+def test_idle_power_is_the_mean_of_a_second(monkeypatch):
+    monkeypatch.setattr(child, "IDLE_S", 0.05)
+    monkeypatch.setattr(child, "SAMPLE_S", 0.01)
+    watts = iter([70_000, 90_000] * 20)
+    nvml = types.SimpleNamespace(
+        NVMLError=RuntimeError, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, nvmlDeviceGetClockInfo=lambda *_: 345,
+        nvmlDeviceGetPowerUsage=lambda _: next(watts), nvmlDeviceGetTemperature=lambda *_: 34,
+    )  # fmt: skip
+    found = child._idle(Sampler(nvml, None))
+    assert found["power_w"] == pytest.approx(80, abs=7)
+    assert (found["sm_clock_mhz"], found["temperature_c"], found["throttle"]) == (345, 34, None)
+    assert child._idle(None) is None
