@@ -98,7 +98,7 @@ def test_a_model_directory_without_weights(refused, tmp_path):
     assert "model.weights=random" in err
 
 
-def test_a_method_that_is_not_built_names_those_that_are(refused):
+def test_a_method_that_needs_a_gpu_says_so_and_names_those_that_do_not(refused):
     err = refused(method="unsloth")
     assert "method unsloth" in err
     assert "use lora or qlora" in err

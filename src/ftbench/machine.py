@@ -58,12 +58,6 @@ def _host() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def cache_dir() -> Path:
-    """What is made once and kept: FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
-    told = os.environ.get("FTBENCH_CACHE")
-    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ftbench"
-
-
 def gpu(visible: str | None = None) -> dict[str, Any] | None:
     """The GPU a run would use: the first that `visible` or else CUDA_VISIBLE_DEVICES names, or the first there is.
     None without one."""

@@ -12,8 +12,6 @@ from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 
 ROOT = Path(ftbench.__file__).parent
-BUILT = [name for name, method in METHODS.items() if method.built]
-UNBUILT = [name for name, method in METHODS.items() if not method.built]
 
 
 def functions(path):
@@ -30,23 +28,18 @@ def test_a_method_is_listed_under_its_own_name(name, method):
     assert method.__doc__
 
 
-@pytest.mark.parametrize("name", BUILT)
-def test_a_method_that_is_built_has_its_heavy_half(name):
-    assert {"quantization", "adapt", "proof"} <= functions(ROOT / "worker" / "methods" / f"{name}.py")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_has_its_heavy_half(name):
+    assert {"load", "adapt", "proof"} <= functions(ROOT / "worker" / "methods" / f"{name}.py")
 
 
-@pytest.mark.parametrize("name", UNBUILT)
-def test_a_method_that_is_not_built_is_refused_with_a_way_out(name):
-    spec = Experiment.model_validate({"name": "a", "model": {"id": "a/b"}, "method": {"name": name}})
-    (told,) = refused_here(spec, (9, 0))
-    assert told.startswith(f"method {name} cannot be run")
-    assert [way for way in BUILT if way in told]
-
-
-@pytest.mark.parametrize("name", BUILT)
-def test_a_method_that_is_built_is_not_refused(name):
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_not_refused_on_a_gpu_and_says_why_if_it_needs_one(name):
     spec = Experiment.model_validate({"name": "a", "model": {"id": "a/b"}, "method": {"name": name}})
     assert refused_here(spec, (9, 0)) == []
+    without = refused_here(spec, None)
+    assert bool(without) == METHODS[name].needs_gpu
+    assert all("use lora or qlora" in told for told in without)
 
 
 def test_no_heavy_half_stands_without_its_light_half():

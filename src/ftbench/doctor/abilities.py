@@ -63,7 +63,7 @@ def method(facts: Facts, name: str) -> Answer:
     """Whether a method can be trained with here."""
     if (refused := _refused(facts, method={"name": name})) is not None:
         return refused
-    if METHODS[name].quantised:
+    if METHODS[name]().quantised:
         for found in stack.bitsandbytes(facts):
             if found.verdict == "fail":
                 return "fail", f"bitsandbytes {found.text}"
