@@ -6,6 +6,7 @@ a process whose method it is.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -86,17 +87,16 @@ def applied(model: Any) -> dict[str, Any]:
     """For applied.json: how many layers run unsloth's fused functions or its rewritten modules, and what computes
     attention. On Blackwell the published wheels of xformers may have no kernel, and it falls back to SDPA."""
     import unsloth
-    from unsloth.utils import attention_dispatch
 
+    dispatch = sys.modules.get("unsloth.utils.attention_dispatch")  # unsloth itself has loaded it where there is a GPU
     layers = decoder_layers(model)
     return {
         "version": unsloth.__version__,
         "fused_attention": sum(_function(layer, "self_attn", "apply_qkv") == "apply_lora_qkv" for layer in layers),
         "fused_mlp": sum("lora" in _function(layer, "mlp", "forward") for layer in layers),
         "compiled_modules": sum("unsloth_compiled" in type(module).__module__ for module in model.modules()),
-        "attention": attention_dispatch.select_attention_backend(),
-        "xformers": attention_dispatch.HAS_XFORMERS,
-        "flash_attention": attention_dispatch.HAS_FLASH_ATTENTION,
+        "attention": dispatch.select_attention_backend() if dispatch else None,
+        "xformers": dispatch.HAS_XFORMERS if dispatch else None,
     }
 
 
