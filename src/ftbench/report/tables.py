@@ -122,7 +122,8 @@ def _notes(frame: pd.DataFrame) -> list[str]:
     about: dict[str, list[str]] = {}
     for record in frame.to_dict("records"):
         reason = record.get("reason")
-        long = [reason] if isinstance(reason, str) and len(reason) > _SHORT_REASON else []
+        in_full = record["state"] in ("ok", "skipped")
+        long = [reason] if isinstance(reason, str) and len(reason) > _SHORT_REASON and not in_full else []
         for warning in [*long, *record["warnings"]]:
             about.setdefault(warning, []).append(record["run_id"])
     everyone = len(frame)

@@ -62,7 +62,10 @@ def validated(values: dict[str, Any], layers: Sequence[Layer]) -> Experiment:
     try:
         return Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
     except ValidationError as error:
-        together = all(not problem["loc"] for problem in error.errors(include_url=False))
+        together = all(
+            problem["type"] == "value_error" and isinstance(problem["input"], dict)
+            for problem in error.errors(include_url=False)
+        )
         raise (ImpossibleError if together else SpecError)(*_sentences(error, layers)) from None
 
 

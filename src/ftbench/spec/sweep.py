@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def as_text(value: Any) -> str:
     """A value as it is written behind `--set key=`."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    plain = isinstance(value, str) and parse_value(value) == value
+    return value if plain else json.dumps(value, ensure_ascii=False)
 
 
 def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Cell]:
@@ -86,11 +88,15 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Cel
     layers = read_layers(path, sets)
     base = merged(layers, path)
     section = _section(base.get("sweep"), layers)
-    found = {key: _axis(key, values, _origin(layers, key), path.parent) for key, values in section.axes.items()}
+    found = {
+        key: _axis(key, values, _origin(layers, key), _folder(layers, key)) for key, values in section.axes.items()
+    }
     found |= {axis.key: axis for axis in map(_of_command_line, axes)}
     for group in section.zip:
-        _check_group(group, found, section.zip)
+        _check_group(group, found, section.zip, f"{_origin(layers, 'zip')}: sweep.zip")
     _check_excluded(section.exclude, layers)
+    folder = _folder(layers, "exclude")
+    excluded = [{key: _expanded(key, value, folder) for key, value in pattern.items()} for pattern in section.exclude]
     size = math.prod(len(steps) for steps in _steps(found, section.zip))
     if size > MAX_CELLS:
         raise SpecError(f"the sweep has {size:,} cells; at most {MAX_CELLS:,} are planned at once: split it")
@@ -103,7 +109,7 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Cel
         except SpecError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        if not any(_matches(cell, base, chosen, pattern) for pattern in section.exclude):
+        if not any(_matches(cell, base, chosen, pattern) for pattern in excluded):
             result.append(cell)
     if problems:
         raise SpecError(*problems)
@@ -128,11 +134,34 @@ def _section(values: object, layers: Sequence[Layer]) -> Sweep:
 
 
 def _origin(layers: Sequence[Layer], *keys: str) -> str:
-    """`file:line` of the last layer that has a `sweep:`."""
-    layer = [layer for layer in layers if "sweep" in layer.data][-1]
+    """`file:line` of the layer whose `sweep:` says the key, else of the last that has one."""
     path = ["sweep", *(keys if keys and keys[0] in Sweep.model_fields else ("axes", *keys))]
+    layer = _saying(layers, path)
     line = line_of(layer.file, path) if layer.file else None
     return f"{layer.origin}:{line}" if line else layer.origin
+
+
+def _saying(layers: Sequence[Layer], path: Sequence[str]) -> Layer:
+    """The last layer with `path[1]` in its `sweep:` (sections of a sweep are replaced whole), else with a `sweep:`."""
+    having = [layer for layer in layers if "sweep" in layer.data]
+    saying = [layer for layer in having if isinstance(layer.data["sweep"], dict) and path[1] in layer.data["sweep"]]
+    return (saying or having)[-1]
+
+
+def _folder(layers: Sequence[Layer], key: str) -> Path:
+    """The folder of the file that says a key of the sweep, against which its paths are taken."""
+    if not any("sweep" in layer.data for layer in layers):
+        return Path()
+    file = _saying(layers, ["sweep", key if key in Sweep.model_fields else "axes"]).file
+    return file.parent if file else Path()
+
+
+def _expanded(key: str, value: Any, folder: Path) -> Any:
+    """A value with the paths in it made absolute; a short form stays one."""
+    parts = key.split(".")
+    if parts[0] in SHORT_FORMS and len(parts) == 1 and isinstance(value, str):
+        return value
+    return _at(expand(nested(parts, value), folder), parts)
 
 
 def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
@@ -145,7 +174,7 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
         )
     where = origin if origin.startswith("--") else f"{origin}: sweep.axes"
     layers = tuple(Layer(where, expand(nested(parts, value), folder)) for value in values)
-    return Axis(key, tuple(values), layers)
+    return Axis(key, tuple(_expanded(key, value, folder) for value in values), layers)
 
 
 def _of_command_line(text: str) -> Axis:
@@ -156,16 +185,16 @@ def _of_command_line(text: str) -> Axis:
     return _axis(key.strip(), values, f"--axis {key.strip()}", Path())
 
 
-def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> None:
+def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequence[Sequence[str]], where: str) -> None:
     for key in group:
         if key not in axes:
-            raise SpecError(f"sweep.zip: {key} is no axis of this sweep{nearest(key, axes)}")
+            raise SpecError(f"{where}: {key} is no axis of this sweep{nearest(key, axes)}")
         if sum(other.count(key) for other in groups) > 1:
-            raise SpecError(f"sweep.zip: {key} stands there twice; an axis advances with one group")
+            raise SpecError(f"{where}: {key} stands there twice; an axis advances with one group")
     lengths = {key: len(axes[key].values) for key in group}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{key} has {n}" for key, n in lengths.items())
-        raise SpecError(f"sweep.zip: axes that advance together need as many values each: {told}")
+        raise SpecError(f"{where}: axes that advance together need as many values each: {told}")
 
 
 def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> None:
@@ -211,7 +240,16 @@ def _matches(cell: Cell, base: dict[str, Any], chosen: Sequence[tuple[Axis, int]
         values = base
         for axis, index in chosen:
             values = merge(values, axis.layers[index].data)
+        values = merge(_defaults(values), values)
     return all(_agrees(found, wanted) for key, wanted in pattern.items() for found in [_at(values, key.split("."))])
+
+
+def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    method = values.get("method")
+    name = method.get("name", "lora") if isinstance(method, dict) else "lora"
+    return Experiment.model_validate({"name": "x", "model": {"id": "x"}, "method": {"name": name}}).model_dump(
+        mode="json"
+    )
 
 
 def _at(values: Any, parts: Sequence[str]) -> Any:
@@ -227,4 +265,12 @@ def _agrees(found: Any, wanted: Any) -> bool:
         return all(_agrees(found.get(key), value) for key, value in wanted.items())
     if isinstance(found, dict):  # a section by its short form
         return any(found.get(key) == wanted for key in set(SHORT_FORMS.values()))
+    if wanted is False and found == "off":  # YAML reads a bare off as false
+        return True
+    if isinstance(found, (int, float)) and isinstance(wanted, str):  # and 1e-4 as a text
+        with suppress(ValueError):
+            return found == float(wanted)
+    if isinstance(found, str) and isinstance(wanted, (int, float)):
+        with suppress(ValueError):
+            return wanted == float(found)
     return bool(found == wanted)

@@ -81,18 +81,25 @@ def most_telling_first(jobs: Sequence[Job]) -> list[Job]:
     values: dict[str, list[float]] = {}
     for job in jobs:
         for key, value in job.values.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                values.setdefault(key, []).append(float(value))
+            if (number := _number(value)) is not None:
+                values.setdefault(key, []).append(number)
     levels = {key: _levels(sorted(set(found))) for key, found in values.items()}
 
     def coarseness(job: Job) -> int:
-        return sum(levels[key].get(float(job.values[key]), 0) for key in levels if _number(job.values.get(key)))
+        numbers = ((key, _number(job.values.get(key))) for key in levels)
+        return sum(levels[key][number] for key, number in numbers if number is not None)
 
     return sorted(jobs, key=lambda job: (job.repeat, coarseness(job)))
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _number(value: object) -> float | None:
+    """A value of an axis as a number; YAML reads 1e-4 as a text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def _levels(ordered: Sequence[float]) -> dict[float, int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class Journal:
     """Appends whole lines; an unfinished one that a crash left is ended first, so that it spoils no other."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._torn = path, False
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             size = os.fstat(self._file).st_size
@@ -36,10 +37,12 @@ class Journal:
     def write(self, event: str, **more: Any) -> None:
         """One event with its time (UTC). Raises MissingError if the disk does not take it."""
         line = json.dumps({"at": rundir.now(), "event": event, **more}, ensure_ascii=False) + "\n"
-        data = line.encode("utf-8", errors="backslashreplace")
+        data = (b"\n" if self._torn else b"") + line.encode("utf-8", errors="backslashreplace")
         try:
             while data:
-                data = data[os.write(self._file, data) :]
+                taken = os.write(self._file, data)
+                self._torn = taken < len(data)
+                data = data[taken:]
         except OSError as error:
             raise rundir.disk_error(self._path, error) from None
 
@@ -74,9 +77,7 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise rundir.disk_error(path, error) from None
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _take(file):
             holder = holder_of(folder)
             who = f"process {holder['pid']} on {holder['host']}" if holder.get("pid") else "another process"
             raise FtbenchError(
@@ -88,6 +89,16 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+def _take(file: int) -> bool:
+    """Tries for a moment: somebody who asks whether the lock is held holds it himself while he asks."""
+    for _ in range(5):
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def holder_of(folder: Path) -> dict[str, Any]:

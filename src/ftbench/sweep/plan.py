@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ftbench.report.collect import summary_of
 from ftbench.rundir import read_json
+from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.sweep import Cell
 from ftbench.sweep import frontier
@@ -60,7 +61,9 @@ class Grid:
             if each in refused:
                 self.standings[each] = Standing("skipped", refused[each])
             else:
-                self.standings[each] = PENDING if options.force else on_resume(standing(each.run), options.retry_failed)
+                now = standing(each.run)
+                again = options.force and now.state != "running"
+                self.standings[each] = PENDING if again else on_resume(now, options.retry_failed)
                 self._note(each)
         self._waiting = deque(each for each in found if self.standings[each] == PENDING)
         self._prune()
@@ -87,7 +90,7 @@ class Grid:
 
     def _note(self, each: Job) -> None:
         found = self.standings[each]
-        if found.done and found.wall_s is not None:
+        if found.state in ("ok", "timeout") and found.wall_s is not None:
             self.history.add(each, found.wall_s)
         if found.state == "oom" and blames_the_batch(each.run):
             batch = each.spec.train.batch_size
@@ -137,7 +140,12 @@ class Search:
         while (batch := frontier.next_batch(list(self._trials[place].values()), self.candidates(place))) is not None:
             wanted = self._job(self.families[place], batch)
             found = on_resume(standing(wanted.run), self._options.retry_failed)
-            if self._options.force and wanted not in self.standings:
+            if found.state == "running":  # in another process: a later sitting reads how it ended
+                self.standings[wanted] = found
+                self._stopped.add(place)
+                return None
+            crowded = found.state == "oom" and not blames_the_batch(wanted.run)
+            if (self._options.force or crowded) and wanted not in self.standings:
                 found = PENDING
             if not found.done:
                 return wanted
@@ -222,11 +230,12 @@ class Search:
         trial |= {f"dataset.{key}": value for key, value in dataset.items()} | {"measure.eval": "off"}
         sets = (*family.sets, *(f"{key}={'on' if value is True else value}" for key, value in trial.items()))
         values = family.values | {"train.batch_size": batch}
-        return job(spec, sets, values, 1, self._options.folder, self._options.gpu)
+        made = job(spec, sets, values, 1, self._options.folder, self._options.gpu)
+        return replace(made, family=identity.family(family.spec, self._options.gpu))
 
     def _note(self, each: Job, place: int, found: Standing) -> None:
         self.standings[each] = found
-        if found.wall_s is not None:
+        if found.state in ("ok", "timeout") and found.wall_s is not None:
             self.history.add(each, found.wall_s)
         self._trials[place][each.spec.train.batch_size] = trial_of(each, found)
 

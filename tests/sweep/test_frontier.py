@@ -1,0 +1,237 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftbench.sweep.frontier import Trial, edge, knee, next_batch, peak_on_the_line
+
+EVERY = list(range(1, 257))
+
+
+def searched(candidates, tried):
+    """All trials of a search in the order they were made; `tried` says what a batch does."""
+    trials = []
+    while (batch := next_batch(trials, candidates)) is not None:
+        assert batch in candidates
+        assert batch not in [trial.batch for trial in trials], "a batch is never tried twice"
+        trials.append(tried(batch))
+    return trials
+
+
+def fits_up_to(limit, **more):
+    return lambda batch: Trial(batch, batch <= limit, **more)
+
+
+def on_a_line(limit_gb, fixed_gb=2.0, per_sample_gb=1.0, beside_gb=0.0):
+    """A GPU on which memory grows as a straight line."""
+
+    def tried(batch):
+        peak = fixed_gb + per_sample_gb * batch
+        if peak + beside_gb > limit_gb:
+            return Trial(batch, False)
+        return Trial(batch, True, peak_gb=peak, beside_gb=beside_gb, capacity_gb=limit_gb)
+
+    return tried
+
+
+def order(trials):
+    return [trial.batch for trial in trials]
+
+
+CANDIDATES = st.one_of(
+    st.integers(1, 600).map(lambda most: list(range(1, most + 1))),
+    st.integers(1, 4096).map(lambda whole: [batch for batch in range(1, whole + 1) if whole % batch == 0]),
+    st.lists(st.integers(1, 5000), min_size=1, max_size=40, unique=True).map(sorted),
+)
+PEAKS = st.one_of(
+    st.none(),
+    st.builds(lambda fixed, each: lambda batch: fixed + each * batch, st.floats(0, 100), st.floats(0, 5)),
+    st.builds(lambda seed: lambda batch: hash((seed, batch)) % 1000 / 10, st.integers()),  # a line that misleads
+)
+
+
+@given(candidates=CANDIDATES, limit=st.integers(0, 6000), peak=PEAKS, capacity_gb=st.floats(1, 200))
+def test_a_search_ends_at_the_largest_that_fits_and_the_next_larger_one_that_fails(
+    candidates, limit, peak, capacity_gb
+):
+    def tried(batch):
+        known = {"peak_gb": peak(batch), "capacity_gb": capacity_gb} if peak else {}
+        return Trial(batch, batch <= limit, **known)
+
+    trials = searched(candidates, tried)
+    fitting = [batch for batch in candidates if batch <= limit]
+    failing = [batch for batch in candidates if batch > limit]
+    found = edge(trials, candidates, "the end")
+    assert (found.largest.batch if found.largest else None) == max(fitting, default=None)
+    assert (found.first_failing.batch if found.first_failing else None) == min(failing, default=None)
+    span = candidates[-1] / candidates[0]
+    assert len(trials) <= math.log2(span) + math.log2(len(candidates)) + 5
+
+
+@given(candidates=CANDIDATES, limit=st.integers(0, 6000), data=st.data())
+def test_a_search_that_was_cut_short_goes_on_where_it_stopped(candidates, limit, data):
+    whole = searched(candidates, fits_up_to(limit))
+    cut = data.draw(st.integers(0, len(whole)))
+    known = sorted(whole[:cut], key=lambda trial: trial.batch)  # directories tell no order
+    rest = []
+    while (batch := next_batch([*known, *rest], candidates)) is not None:
+        rest.append(fits_up_to(limit)(batch))
+    assert order(rest) == order(whole)[cut:]
+
+
+def test_batches_are_doubled_until_one_fails_and_halved_between_the_two():
+    assert order(searched(EVERY, fits_up_to(21))) == [1, 2, 4, 8, 16, 32, 24, 20, 22, 21]
+
+
+def test_the_first_that_fails_is_the_end_of_it():
+    assert order(searched(EVERY, fits_up_to(0))) == [1]
+
+
+def test_the_last_candidate_is_tried_even_where_it_is_no_doubling():
+    assert order(searched(list(range(1, 11)), fits_up_to(99))) == [1, 2, 4, 8, 10]
+
+
+def test_one_candidate_is_one_trial():
+    assert order(searched([7], fits_up_to(99))) == [7]
+    assert order(searched([7], fits_up_to(3))) == [7]
+
+
+def test_only_candidates_are_tried():
+    assert order(searched([1, 2, 3, 4, 6, 8, 12, 16, 24, 48], fits_up_to(13))) == [1, 2, 4, 8, 16, 12]
+
+
+def test_trials_made_with_other_candidates_count():
+    assert next_batch([Trial(64, False)], [1, 2, 4, 8]) in (2, 4)
+    assert next_batch([Trial(3, True), Trial(5, False)], [1, 2, 4, 8]) == 4
+
+
+# --- the line through the measured peaks -----------------------------------------------------------------------------
+
+
+def test_where_memory_grows_as_a_line_two_guesses_find_the_edge():
+    assert order(searched(EVERY, on_a_line(90.5))) == [1, 2, 4, 8, 16, 32, 64, 128, 88, 89]
+
+
+def test_what_the_device_holds_beside_the_pool_is_not_free():
+    assert order(searched(EVERY, on_a_line(90.5, beside_gb=10.0)))[-2:] == [78, 79]
+
+
+def test_a_guess_below_all_that_is_left_takes_the_smallest():
+    trials = [Trial(8, True, peak_gb=8.0, capacity_gb=16.0), Trial(16, True, peak_gb=15.9, capacity_gb=16.0)]
+    assert next_batch([*trials, Trial(1, True), Trial(32, False)], EVERY) == 17
+
+
+def test_a_guess_above_all_that_is_left_takes_the_largest():
+    trials = [Trial(1, True, peak_gb=1.0, capacity_gb=99.0), Trial(2, True, peak_gb=1.1, capacity_gb=99.0)]
+    assert next_batch([*trials, Trial(16, False)], EVERY) == 15
+
+
+def test_a_line_that_misleads_twice_is_not_followed_further():
+    trials = searched(EVERY, lambda batch: Trial(batch, batch <= 129, peak_gb=0.001 * batch, capacity_gb=80.0))
+    assert order(trials)[:11] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 255, 254]
+    assert order(trials)[11] == 191
+
+
+@pytest.mark.parametrize("peaks", [(5.0, 5.0), (5.0, 4.0), (None, 5.0), (None, None)])
+def test_without_a_rising_line_the_middle_is_tried(peaks):
+    trials = [Trial(b, True, peak_gb=gb, capacity_gb=80.0) for b, gb in zip((16, 32), peaks, strict=True)]
+    assert next_batch([*trials, Trial(64, False)], EVERY) == 48
+
+
+def test_without_the_size_of_the_device_the_middle_is_tried():
+    trials = [Trial(16, True, peak_gb=1.0), Trial(32, True, peak_gb=2.0), Trial(64, False)]
+    assert next_batch(trials, EVERY) == 48
+
+
+# --- trials that failed otherwise ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", [[], [Trial(1, True)], [Trial(1, True), Trial(4, False)]])
+def test_a_trial_that_failed_for_another_reason_stops_the_search(others):
+    trials = [*others, Trial(2, None, reason="killed by signal 11")]
+    assert next_batch(trials, EVERY) is None
+    assert edge(trials, EVERY, "the end").note == "stopped at batch 2: killed by signal 11"
+
+
+# --- what is known of an edge ----------------------------------------------------------------------------------------
+
+
+def test_a_finished_search_has_nothing_left_to_say():
+    found = edge(searched(EVERY, fits_up_to(5)), EVERY, "the end")
+    assert (found.largest.batch, found.first_failing.batch, found.note) == (5, 6, "")
+
+
+def test_an_edge_that_was_not_reached_says_what_ended_it():
+    found = edge(searched([1, 2, 4], fits_up_to(99)), [1, 2, 4], "the data set has 4 samples")
+    assert (found.largest.batch, found.first_failing) == (4, None)
+    assert found.note == "not reached: the data set has 4 samples"
+
+
+@pytest.mark.parametrize("trials", [[], [Trial(1, True)], [Trial(1, True), Trial(2, True), Trial(4, False)]])
+def test_a_search_that_goes_on_is_not_finished(trials):
+    assert edge(trials, EVERY, "the end").note == "not finished"
+
+
+def test_nothing_fits():
+    found = edge([Trial(1, False, oom={"phase": "load"})], EVERY, "the end")
+    assert (found.largest, found.knee, found.note) == (None, None, "")
+    assert found.first_failing.oom == {"phase": "load"}
+
+
+# --- the knee --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ({1: 100, 2: 190, 4: 300, 8: 310, 16: 312}, 4),
+        ({1: 100, 2: 104.9}, 1),
+        ({1: 100, 2: 105}, 2),
+        ({1: 100, 2: 103, 4: 106}, 2),  # slow growth adds up
+        ({1: 100, 2: 101, 4: 200, 8: 150}, 4),  # a dip is not the end
+        ({1: 200, 2: 150, 4: 100}, 1),
+        ({1: 100, 2: 200, 4: 400}, 4),
+        ({4: 100, 1: 40, 2: 99}, 2),
+        ({1: 100}, None),
+        ({1: 100, 2: None}, None),
+        ({1: 100, 2: None, 4: 101}, 1),
+        ({}, None),
+    ],
+)
+def test_the_knee_is_the_smallest_batch_after_which_none_is_five_percent_faster(speeds, expected):
+    assert knee([Trial(batch, True, speed=speed) for batch, speed in speeds.items()]) == expected
+
+
+@given(st.dictionaries(st.integers(1, 500), st.floats(0.1, 1e6), min_size=2, max_size=12))
+def test_after_the_knee_nothing_is_five_percent_faster_and_before_it_something_is(speeds):
+    found = knee([Trial(batch, True, speed=speed) for batch, speed in speeds.items()])
+    assert all(later < 1.05 * speeds[found] for batch, later in speeds.items() if batch > found)
+    for early in (batch for batch in speeds if batch < found):
+        assert any(later >= 1.05 * speeds[early] for batch, later in speeds.items() if batch > early)
+
+
+# --- what a batch is expected to need --------------------------------------------------------------------------------
+
+
+def test_a_measured_peak_is_its_own():
+    assert peak_on_the_line([Trial(1, True, peak_gb=3.0), Trial(4, True, peak_gb=50.0)], 4) == 50.0
+    assert peak_on_the_line([Trial(4, True, peak_gb=50.0)], 4) == 50.0
+
+
+@given(st.lists(st.integers(1, 500), min_size=2, max_size=9, unique=True), st.integers(1, 999))
+def test_on_a_line_any_batch_is_expected_to_need_what_it_needs(batches, wanted):
+    trials = [Trial(batch, True, peak_gb=2.0 + 0.5 * batch) for batch in batches]
+    assert peak_on_the_line(trials, wanted) == pytest.approx(2.0 + 0.5 * wanted)
+
+
+def test_the_two_nearest_measured_make_the_line():
+    peaks = {1: 10.0, 2: 11.0, 8: 100.0, 10: 110.0}
+    trials = [Trial(batch, True, peak_gb=peak) for batch, peak in peaks.items()]
+    assert peak_on_the_line(trials, 3) == pytest.approx(12.0)
+    assert peak_on_the_line(trials, 12) == pytest.approx(120.0)
+
+
+@pytest.mark.parametrize("trials", [[], [Trial(1, True)], [Trial(1, True, peak_gb=3.0), Trial(2, False)]])
+def test_fewer_than_two_measured_peaks_expect_nothing(trials):
+    assert peak_on_the_line(trials, 5) is None

@@ -1,0 +1,549 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from ftbench import rundir
+from ftbench.core.rows import StepRow
+from ftbench.rundir import StepsWriter, claim_at, write_json
+from ftbench.spec import identity
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.load import load
+from ftbench.spec.sweep import cells
+from ftbench.sweep.budget import most_telling_first
+from ftbench.sweep.frontier import next_batch
+from ftbench.sweep.plan import Family, Grid, Options, Search, jobs_of
+
+GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
+MODEL = {"id": "tiny/qwen3", "weights": "random"}
+ELSEWHERE = "another process"  # a run that one has that is not this sweep
+
+
+def spec(**sections):
+    return resolve(Experiment.model_validate({"name": "exp", "model": MODEL} | sections), None)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(rundir.os, "fsync", lambda file: None)  # no power cut here
+
+
+@pytest.fixture
+def options(tmp_path):
+    return Options(tmp_path / "exp", GPU["name"])
+
+
+@pytest.fixture
+def jobs(tmp_path, options):
+    """The jobs of one text of a spec, with the names they go by here: `lora1`, and `lora1'` for its second repeat."""
+
+    def read(text="", *axes):
+        (tmp_path / "spec.yaml").write_text(f"model: {json.dumps(MODEL)}\n{text}", "utf-8")
+        return jobs_of(cells(tmp_path / "spec.yaml", (), axes), lambda one: resolve(one, None), options)
+
+    return read
+
+
+def name(each):
+    return f"{each.spec.method.name}{each.spec.train.batch_size}" + "'" * (each.repeat - 1)
+
+
+def names(found):
+    return " ".join(map(name, found))
+
+
+def leave(each, state="ok", gpu=GPU, samples=200, peak_gb=None, **more):
+    """The directory of a run that ended so."""
+    if each.run.path.exists():
+        rundir.supersede(each.run)
+    run = claim_at(each.run.path)
+    write_json(run.spec_json, each.spec.model_dump(mode="json"))
+    write_json(run.machine, {"gpu": gpu})
+    write_json(run.applied, {"dataset": {"samples": samples}} if samples else {})
+    batch = each.spec.train.batch_size
+    if state == "ok":
+        peak = 2.0 + batch if peak_gb is None else peak_gb
+        writer = StepsWriter(run.steps)
+        rows = (StepRow(step=i, phase="train", step_time_s=1.0, elapsed_time_sec=float(i), real_tokens=100 * batch,
+                        peak_reserved_gb=peak, device_memory_gb=peak + 0.5) for i in range(1, 7))  # fmt: skip
+        writer.append(rows)
+        writer.close()
+    if state == ELSEWHERE:
+        write_json(run.state, rundir.running())
+    else:
+        write_json(run.state, {"state": state, "reason": None if state == "ok" else "why", "wall_s": 60.0} | more)
+
+
+def drain(plan, outcome=lambda each: "ok", fits=lambda each: True, **more):
+    """Runs a plan to its end, one job at a time; returns the jobs in the order in which they were started."""
+    started = []
+    while (each := plan.next(fits)) is not None:
+        assert plan.standings[each].state == "running"
+        started.append(each)
+        leave(each, outcome(each), **more)
+        plan.ended(each)
+        assert len(started) < 200, "without end"
+    return started
+
+
+def skipped(plan):
+    return {name(each): found.reason for each, found in plan.standings.items() if found.state == "skipped"}
+
+
+# --- the jobs of a grid ----------------------------------------------------------------------------------------------
+
+TWO_METHODS = "measure: {repeats: 2}\nsweep: {axes: {method: [lora, qlora], train.batch_size: [1, 2]}}\n"
+
+
+def test_every_cell_is_run_once_before_any_is_run_twice(jobs):
+    assert names(jobs(TWO_METHODS)) == "lora1 lora2 qlora1 qlora2 lora1' lora2' qlora1' qlora2'"
+
+
+def test_repeats_may_differ_between_cells(jobs):
+    found = jobs(
+        "sweep: {axes: {method: [lora, full], measure.repeats: [1, 3]}, exclude: [{method: full, measure.repeats: 3}]}"
+    )
+    assert names(found) == "lora4 full4 lora4' lora4''"
+
+
+def test_cells_that_turn_out_to_be_the_same_spec_are_one_job(jobs):
+    assert names(jobs("", "train.precision=auto,fp32", "method=lora,full")) == "lora4 full4"
+
+
+def test_cells_that_cannot_work_are_no_jobs(jobs):
+    assert names(jobs("", "method=lora,qlora", "optimizations.fp8=off,rowwise")) == "lora4 lora4 qlora4"
+
+
+def test_a_job_knows_what_makes_it_of_the_spec_file(jobs, tmp_path):
+    for each in jobs(TWO_METHODS):
+        again = resolve(load(tmp_path / "spec.yaml", each.sets), None)
+        assert again == each.spec
+        assert each.run.run_id == f"{identity.slug(again, GPU['name'])}-r{each.repeat}"
+
+
+def test_jobs_of_one_family_differ_in_their_batch_alone(jobs):
+    found = jobs("", "method=lora,qlora", "train.batch_size=1,2", "train.gradient_accumulation_steps=1,2")
+    assert len(found) == 8
+    assert len({each.cell for each in found}) == 8
+    assert {each.family for each in found if each.spec.method.name == "lora"} == {found[0].family}
+    assert len({each.family for each in found}) == 2
+
+
+def test_a_learning_rate_without_a_dot_has_ends_like_any_number(jobs):
+    text = "sweep: {axes: {train.learning_rate: [1e-5, 1e-4, 2e-4, 1e-3]}}"
+    ordered = most_telling_first(jobs(text))
+    assert {each.spec.train.learning_rate for each in ordered[:2]} == {1e-5, 1e-3}
+
+
+# --- a grid: what is started -----------------------------------------------------------------------------------------
+
+
+def test_a_grid_starts_every_job_in_its_order_and_then_nothing(jobs, options):
+    found = jobs(TWO_METHODS)
+    plan = Grid(found, {}, options)
+    assert list(plan.standings) == found
+    assert list(plan.pending()) == found
+    assert drain(plan) == found
+    assert {one.state for one in plan.standings.values()} == {"ok"}
+    assert list(plan.pending()) == []
+    assert plan.next(lambda each: True) is None
+
+
+def test_several_places_get_different_jobs(jobs, options):
+    found = jobs(TWO_METHODS)
+    plan = Grid(found, {}, options)
+    assert [plan.next(lambda each: True) for _ in found] == found
+    assert plan.next(lambda each: True) is None
+
+
+def test_what_is_done_is_not_done_again(jobs, options):
+    found = jobs("", "train.batch_size=1,2,4,8,16,32")
+    for each, state in zip(found, ("ok", "timeout", "error", "ok", "ok", "oom"), strict=True):
+        leave(each, state)
+    plan = Grid(found, {}, options)
+    assert drain(plan) == []
+    assert [one.state for one in plan.standings.values()] == ["ok", "timeout", "error", "ok", "ok", "oom"]
+    assert plan.history.at_most_s(found[0]) == pytest.approx(66.0)
+
+
+def test_a_sweep_that_was_killed_goes_on_where_it_stopped(jobs, options):
+    found = jobs(TWO_METHODS)
+    for cut in range(len(found) + 1):
+        for each in found[:cut]:
+            leave(each)
+        assert names(drain(Grid(found, {}, options), lambda each: "interrupted")) == names(found[cut:])
+
+
+def test_what_was_cut_short_is_run_again(jobs, options):
+    interrupted, killed, unreadable, done = found = jobs("", "train.batch_size=1,2,4,8")
+    leave(interrupted, "interrupted")
+    leave(killed, "running", owner={"pid": 1, "boot": "another boot"})
+    claim_at(unreadable.run.path).state.write_text("{")
+    leave(done)
+    assert drain(Grid(found, {}, options)) == [interrupted, killed, unreadable]
+
+
+def test_what_failed_for_what_the_machine_lacked_is_run_again(jobs, options):
+    found = jobs("", "train.batch_size=1,2")
+    leave(found[0], "error", exit_code=3)
+    leave(found[1], "error", exit_code=1)
+    assert drain(Grid(found, {}, options)) == found[:1]
+
+
+def test_what_failed_of_itself_is_run_again_where_that_is_asked_for(jobs, options):
+    found = jobs("", "train.batch_size=1,2,4,8")
+    for each, state in zip(found, ("error", "timeout", "ok", "oom"), strict=True):
+        leave(each, state)
+    assert drain(Grid(found, {}, replace(options, retry_failed=True))) == found[:2]
+
+
+def test_with_force_everything_is_run_again_once(jobs, options):
+    found = jobs("", "train.batch_size=1,2,4,8")
+    for each, state in zip(found, ("error", "ok", "oom", "interrupted"), strict=True):
+        leave(each, state)
+    assert drain(Grid(found, {}, replace(options, force=True))) == found
+
+
+@pytest.mark.parametrize("asked", [{}, {"retry_failed": True}, {"force": True}], ids=str)
+def test_a_run_that_another_process_has_going_is_left_alone(jobs, options, asked):
+    found = jobs("", "train.batch_size=1,2")
+    leave(found[0], ELSEWHERE)
+    plan = Grid(found, {}, replace(options, **asked))
+    assert drain(plan) == found[1:]
+    assert plan.standings[found[0]].state == "running"
+
+
+def test_a_run_that_was_cut_short_now_is_left_for_the_next_sitting(jobs, options):
+    found = jobs("", "train.batch_size=1,2")
+    plan = Grid(found, {}, options)
+    assert drain(plan, lambda each: "interrupted") == found
+    assert [one.state for one in plan.standings.values()] == ["interrupted"] * 2
+    assert drain(Grid(found, {}, options)) == found
+
+
+def test_what_this_machine_refuses_is_skipped_with_the_reason(jobs, options):
+    found = jobs("", "train.batch_size=1,2")
+    plan = Grid(found, {found[0]: "needs a GPU"}, options)
+    assert skipped(plan) == {"lora1": "needs a GPU"}
+    assert plan.standings[found[0]].done
+    assert drain(plan) == found[1:]
+
+
+def test_a_job_for_which_there_is_no_time_waits_and_others_go_on(jobs, options):
+    found = jobs("", "train.batch_size=1,8,2")
+    plan = Grid(found, {}, options)
+    assert names(drain(plan, fits=lambda each: each.spec.train.batch_size < 8)) == "lora1 lora2"
+    assert names(plan.pending()) == "lora8"
+    assert plan.standings[found[1]].state == "pending"
+    assert names(drain(plan)) == "lora8"
+
+
+@pytest.mark.parametrize("state", ["oom", "error"])
+def test_a_run_that_ended_early_does_not_bound_how_long_one_takes(jobs, options, state):
+    found = jobs("", "train.max_steps=10", "train.batch_size=1,16,12")
+    leave(found[0], wall_s=600.0)
+    leave(found[1], state, wall_s=5.0)
+    assert Grid(found, {}, options).history.at_most_s(found[2]) >= 600.0
+
+
+# --- a grid: batches that cannot fit ---------------------------------------------------------------------------------
+
+BATCHES = "sweep: {axes: {method: [lora, qlora], train.batch_size: [1, 2, 4, 8]}}\n"
+
+
+def no_more_than(limits):
+    return lambda each: "oom" if each.spec.train.batch_size > limits[each.spec.method.name] else "ok"
+
+
+def test_after_running_out_of_memory_larger_batches_of_the_family_are_skipped(jobs, options):
+    plan = Grid(jobs(BATCHES), {}, options)
+    assert names(drain(plan, no_more_than({"lora": 1, "qlora": 4}))) == "lora1 lora2 qlora1 qlora2 qlora4 qlora8"
+    assert skipped(plan) == {"lora4": "oom at batch 2", "lora8": "oom at batch 2"}
+
+
+def test_the_order_of_batches_does_not_matter(jobs, options):
+    plan = Grid(jobs("", "train.batch_size=4,8,1,2,16"), {}, options)
+    assert names(drain(plan, no_more_than({"lora": 1}))) == "lora4 lora1 lora2"
+    assert skipped(plan) == {"lora8": "oom at batch 4", "lora16": "oom at batch 4"}
+
+
+def test_other_repeats_of_a_batch_that_ran_out_of_memory_are_skipped(jobs, options):
+    plan = Grid(jobs("measure: {repeats: 3}", "train.batch_size=1,2"), {}, options)
+    assert names(drain(plan, no_more_than({"lora": 1}))) == "lora1 lora2 lora1' lora1''"
+    assert skipped(plan) == {"lora2'": "oom at batch 2", "lora2''": "oom at batch 2"}
+
+
+def test_memory_is_that_of_a_forward_pass_however_many_make_a_step(jobs, options):
+    plan = Grid(jobs("", "train.gradient_accumulation_steps=1,4", "train.batch_size=1,2,4"), {}, options)
+    assert names(drain(plan, no_more_than({"lora": 1}))) == "lora1 lora2 lora1"
+
+
+def test_what_ran_out_of_memory_in_an_earlier_sitting_counts(jobs, options):
+    found = jobs(BATCHES)
+    leave(found[1], "oom")
+    plan = Grid(found, {}, options)
+    assert skipped(plan) == {"lora4": "oom at batch 2", "lora8": "oom at batch 2"}
+    assert names(plan.pending()) == "lora1 qlora1 qlora2 qlora4 qlora8"
+
+
+def test_with_force_what_ran_out_of_memory_earlier_does_not_count(jobs, options):
+    found = jobs(BATCHES)
+    leave(found[1], "oom")
+    assert drain(Grid(found, {}, replace(options, force=True))) == found
+
+
+@pytest.mark.parametrize("shared", [{"foreign_processes": 1}, {"memory_used_before_gb": 20.0}], ids=str)
+def test_running_out_of_memory_beside_others_says_nothing_of_larger_batches(jobs, options, shared):
+    plan = Grid(jobs("", "train.batch_size=1,2,4"), {}, options)
+    assert names(drain(plan, no_more_than({"lora": 1}), gpu=GPU | shared)) == "lora1 lora2 lora4"
+    assert skipped(plan) == {}
+
+
+def test_what_has_run_already_keeps_its_result_beside_a_smaller_batch_that_did_not(jobs, options):
+    found = jobs("", "train.batch_size=2,4,8")
+    leave(found[0], "oom")
+    leave(found[1])
+    plan = Grid(found, {}, options)
+    assert [one.state for one in plan.standings.values()] == ["oom", "ok", "skipped"]
+
+
+# --- the search for the largest batch --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def search(options):
+    """A search over methods of a tiny model; the same directories each time."""
+
+    def build(*methods, effective=None, refused=None, steps=6, asked=None, **sections):
+        families = [
+            Family(spec(method={"name": method}, **sections), (f"method={method}",), {"method": method},
+                   (refused or {}).get(method))
+            for method in methods or ("lora",)
+        ]  # fmt: skip
+        return Search(families, replace(options, **(asked or {})), steps, effective)
+
+    return build
+
+
+def edges(found):
+    return {
+        family.spec.method.name: (
+            edge.largest and edge.largest.batch, edge.first_failing and edge.first_failing.batch, edge.note,
+        )
+        for family, _, edge in found.edges()
+    }  # fmt: skip
+
+
+def test_a_search_finds_the_edge_of_each_family(search):
+    plan = search("lora", "qlora")
+    started = drain(plan, no_more_than({"lora": 5, "qlora": 77}))
+    assert edges(plan) == {"lora": (5, 6, ""), "qlora": (77, 78, "")}
+    assert len(set(started)) == len(started) == len(plan.standings)
+    assert plan.next(lambda each: True) is None
+
+
+def test_one_family_has_one_trial_at_a_time(search):
+    plan = search("lora", "qlora")
+    assert names([plan.next(lambda each: True), plan.next(lambda each: True)]) == "lora1 qlora1"
+    assert plan.next(lambda each: True) is None
+
+
+def test_a_trial_is_short_begins_with_the_longest_and_evaluates_nothing(search):
+    plan = search(dataset={"name": "sample", "eval_samples": 8}, measure={"eval": "epoch", "repeats": 3})
+    each = plan.next(lambda each: True)
+    assert (each.spec.train.max_steps, each.spec.dataset.longest_first, each.spec.measure.eval) == (6, True, "off")
+    assert (each.spec.measure.repeats, each.repeat) == (1, 1)
+    assert each.values == {"method": "lora", "train.batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "effective"),
+    [({"name": "sample"}, None), ({"name": "sample"}, 12), ({"name": "synthetic", "samples": 3, "length": 64}, None)],
+)
+def test_the_sets_of_a_trial_make_it_of_the_spec_file(search, tmp_path, dataset, effective):
+    (tmp_path / "exp.yaml").write_text(json.dumps({"model": MODEL, "dataset": dataset}))
+    for each in drain(search(dataset=dataset, effective=effective), no_more_than({"lora": 5})):
+        again = resolve(load(tmp_path / "exp.yaml", each.sets), None)
+        assert identity.slug(again, GPU["name"]) == each.cell
+
+
+def test_a_search_goes_on_where_it_was_cut_short(search):
+    whole = names(drain(search("lora", "qlora"), no_more_than({"lora": 5, "qlora": 20}))).split()
+    found = search("lora", "qlora")
+    assert drain(found) == []
+    assert edges(found) == {"lora": (5, 6, ""), "qlora": (20, 21, "")}
+    assert sorted(map(name, found.standings)) == sorted(whole)
+
+
+def test_a_search_goes_on_after_any_of_its_trials(search, tmp_path):
+    outcome = no_more_than({"lora": 21})
+    first = search()
+    whole = drain(first, outcome)
+    for cut in range(len(whole)):
+        for each in whole[cut:]:
+            rundir.supersede(each.run)
+        again = search()
+        assert drain(again, outcome) == whole[cut:]
+        assert edges(again) == {"lora": (21, 22, "")}
+
+
+def test_a_trial_that_was_cut_short_is_made_again(search):
+    plan = search()
+    assert names(drain(plan, lambda each: "interrupted" if each.spec.train.batch_size == 4 else "ok")) == (
+        "lora1 lora2 lora4"
+    )
+    assert edges(plan) == {"lora": (2, None, "not finished")}
+    again = search()
+    assert names(drain(again, no_more_than({"lora": 4}))).startswith("lora4 lora8 ")
+    assert edges(again) == {"lora": (4, 5, "")}
+
+
+@pytest.mark.parametrize(
+    ("more", "asked", "again"),
+    [
+        ({}, {}, ""),
+        ({"exit_code": 3}, {}, "lora2"),
+        ({}, {"retry_failed": True}, "lora2"),
+        ({}, {"force": True}, "all"),
+    ],
+)
+def test_a_trial_that_failed_stops_its_family_and_is_made_again_as_in_a_grid(search, more, asked, again):
+    plan = search("lora", "qlora")
+    fails = lambda each: "error" if name(each) == "lora2" else no_more_than({"lora": 2, "qlora": 2})(each)  # noqa: E731
+    while (each := plan.next(lambda each: True)) is not None:
+        leave(each, fails(each), **(more if name(each) == "lora2" else {}))
+        plan.ended(each)
+    assert edges(plan) == {"lora": (1, None, "stopped at batch 2: why"), "qlora": (2, 3, "")}
+    made = names(drain(search("lora", "qlora", asked=asked), no_more_than({"lora": 2, "qlora": 2})))
+    wanted = {"": "", "lora2": "lora2 lora4 lora3", "all": "lora1 lora2 lora4 lora3 qlora1 qlora2 qlora4 qlora3"}
+    assert made == wanted[again]
+
+
+@pytest.mark.parametrize("asked", [{}, {"retry_failed": True}, {"force": True}], ids=str)
+def test_a_trial_that_another_process_has_going_is_left_alone(search, asked):
+    plan = search()
+    first = plan.next(lambda each: True)
+    leave(first, ELSEWHERE)
+    assert search(asked=asked).next(lambda each: True) is None
+
+
+def test_a_trial_that_ran_out_of_memory_beside_others_is_no_edge(search):
+    plan = search()
+    while (each := plan.next(lambda each: True)) is not None:
+        crowded = each.spec.train.batch_size == 4
+        leave(each, "oom" if crowded else "ok", gpu=GPU | {"foreign_processes": int(crowded)})
+        plan.ended(each)
+    assert edges(plan) == {"lora": (2, None, "stopped at batch 4: out of memory while others used the GPU")}
+
+
+def test_a_trial_that_does_not_fit_into_the_time_is_not_started_and_others_are(search):
+    plan = search("lora", "qlora")
+    assert names(drain(plan, no_more_than({"lora": 9, "qlora": 1}), fits=lambda each: name(each) != "lora4")) == (
+        "lora1 lora2 qlora1 qlora2"
+    )
+    assert edges(plan) == {"lora": (2, None, "not finished"), "qlora": (1, 2, "")}
+
+
+def test_a_refused_family_is_not_searched_and_says_why(search):
+    plan = search("lora", "full", refused={"full": "needs a GPU"})
+    assert {each.spec.method.name for each in drain(plan, no_more_than({"lora": 2}))} == {"lora"}
+    assert edges(plan) == {"lora": (2, 3, ""), "full": (None, None, "needs a GPU")}
+
+
+# --- how far a search may go -----------------------------------------------------------------------------------------
+
+
+def test_no_batch_is_larger_than_the_data_set(search):
+    plan = search(dataset={"name": "sample"})
+    assert names(drain(plan, samples=20)) == "lora1 lora2 lora4 lora8 lora16 lora20"
+    assert edges(plan) == {"lora": (20, None, "not reached: the data set has 20 samples")}
+    again = search(dataset={"name": "sample"})
+    assert drain(again) == []
+    assert edges(again) == edges(plan)
+
+
+def test_no_batch_is_larger_than_the_samples_that_were_asked_for(search):
+    plan = search(dataset={"name": "sample", "samples": 6})
+    assert names(drain(plan, samples=None)) == "lora1 lora2 lora4 lora6"
+    assert edges(plan) == {"lora": (6, None, "not reached: the data set has 6 samples")}
+
+
+def test_of_synthetic_samples_there_are_always_enough(search):
+    plan = search(dataset={"name": "synthetic", "samples": 3, "length": 64})
+    started = drain(plan, no_more_than({"lora": 9}), samples=3)
+    assert edges(plan) == {"lora": (9, 10, "")}
+    assert all(each.spec.dataset.samples == max(3, each.spec.train.batch_size) for each in started)
+
+
+def test_trials_of_one_synthetic_data_set_are_one_family(search):
+    started = drain(search(dataset={"name": "synthetic", "samples": 3, "length": 64}), no_more_than({"lora": 9}))
+    assert len({each.family for each in started}) == 1
+
+
+def test_a_search_ends_at_the_largest_batch_that_is_tried(search):
+    plan = search(dataset={"name": "synthetic", "samples": 3, "length": 64})
+    started = drain(plan)
+    assert started[-1].spec.train.batch_size == 4096
+    assert edges(plan) == {"lora": (4096, None, "not reached: 4,096 is the largest batch tried")}
+
+
+def test_a_held_effective_batch_is_made_of_its_divisors(search):
+    plan = search(effective=24)
+    started = drain(plan, no_more_than({"lora": 7}))
+    assert all(each.spec.train.batch_size * each.spec.train.gradient_accumulation_steps == 24 for each in started)
+    assert edges(plan) == {"lora": (6, 8, "")}
+    whole = search(effective=24, train={"learning_rate": 0.5})
+    assert names(drain(whole)) == "lora1 lora2 lora4 lora8 lora24"
+    assert edges(whole) == {"lora": (24, None, "not reached: 24 is the largest batch tried")}
+
+
+def test_an_effective_batch_that_is_larger_than_the_data_set_says_so(search):
+    plan = search(effective=64)
+    assert names(drain(plan, samples=40)) == "lora1 lora2 lora4 lora8 lora16 lora32"
+    assert edges(plan) == {"lora": (32, None, "not reached: the data set has 40 samples")}
+
+
+def test_an_accumulation_of_the_spec_stays_where_no_effective_batch_is_held(search):
+    started = drain(search(train={"gradient_accumulation_steps": 3}), no_more_than({"lora": 2}))
+    assert {each.spec.train.gradient_accumulation_steps for each in started} == {3}
+
+
+# --- what a trial says -----------------------------------------------------------------------------------------------
+
+
+def test_a_trial_that_fits_has_its_speed_and_memory(search):
+    plan = search()
+    drain(plan, no_more_than({"lora": 2}))
+    ((_, trials, edge),) = plan.edges()
+    first = trials[0]
+    assert (first.batch, first.fits, first.speed) == (1, True, pytest.approx(100.0))
+    assert (first.peak_gb, first.beside_gb, first.capacity_gb) == (3.0, pytest.approx(0.5), 80.0)
+    assert [trial.batch for trial in trials] == [1, 2, 3, 4]
+    assert edge.knee == 2
+
+
+def test_a_trial_that_ran_out_of_memory_says_where(search):
+    plan = search()
+    each = plan.next(lambda each: True)
+    leave(each, "oom", oom={"phase": "load", "step": None, "bytes_requested": 2**30})
+    plan.ended(each)
+    assert plan.edges()[0][2].first_failing.oom["phase"] == "load"
+    assert plan.next(lambda each: True) is None
+
+
+def test_trials_follow_the_line_through_their_peaks(search):
+    plan = search(dataset={"name": "synthetic", "samples": 1, "length": 64})
+    started = drain(plan, no_more_than({"lora": 77}))  # 80 GiB hold 2.5 and one more for each sample
+    assert names(started) == "lora1 lora2 lora4 lora8 lora16 lora32 lora64 lora128 lora77 lora78"
+
+
+def test_what_is_known_of_the_edges_can_be_written_to_a_file(search, tmp_path):
+    plan = search("lora", "full", refused={"full": "needs a GPU"})
+    drain(plan, no_more_than({"lora": 2}))
+    write_json(tmp_path / "frontier.json", plan.as_dicts())
+    lora, full = json.loads((tmp_path / "frontier.json").read_text())
+    assert (lora["method"], lora["cell"], lora["largest"]["batch"], len(lora["trials"])) == (
+        "lora", {"method": "lora"}, 2, 4,
+    )  # fmt: skip
+    assert (full["largest"], full["trials"], full["note"]) == (None, [], "needs a GPU")
+    assert next_batch([], plan.candidates(0)) == 1

@@ -1,0 +1,156 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ftbench import owner, rundir, runner
+from ftbench.launch import mock
+from ftbench.rundir import RunDir, read_json, read_steps
+from ftbench.spec import identity
+from ftbench.spec.experiment import Experiment, resolve
+
+LATER = {"timeout_s": 60}  # no test waits for longer
+
+
+@pytest.fixture
+def pretend(tmp_path):
+    """Carries out one run of a mock in a process of its own; a second one with the same name replaces the first."""
+    reader, writer = os.pipe()
+
+    def run(behaviour, batch=2, method="lora", train=None, **launch):
+        spec = Experiment.model_validate(
+            {
+                "name": "exp",
+                "model": {"id": "tiny/qwen3", "weights": "random"},
+                "method": {"name": method},
+                "dataset": {"name": "sample", "samples": 64},
+                "train": {"batch_size": batch} | (train or {}),
+                "launch": {"mock": behaviour} | LATER | launch,
+            }
+        )
+        described = runner.describe(spec)
+        path = tmp_path / runner.experiment(spec) / f"{identity.slug(spec, runner.gpu_name(described))}-r1"
+        if path.exists():
+            rundir.supersede(RunDir(path))
+        order = runner.Order(resolve(spec, runner.capability(described)), b"model: tiny/qwen3\n", ())
+        return runner.carry_out(rundir.claim_at(path), order, described, reader)
+
+    yield run
+    os.close(reader)
+    os.close(writer)
+
+
+def test_ok_leaves_what_a_run_leaves_and_says_mock_everywhere(pretend):
+    result = pretend("ok")
+    run, summary = result.run, result.summary
+    assert (result.exit_code, summary.state, summary.gpu) == (0, "ok", "mock (no GPU)")
+    assert run.path.parent.name == "exp-mock"
+    assert summary.warnings[0] == "mock: nothing was trained, the figures are made up"
+    assert {path.name for path in run.path.iterdir()} == {
+        "spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json",
+        "state.json", "log.txt",
+    }  # fmt: skip
+    rows, warnings = read_steps(run.steps)
+    assert ([row.step for row in rows], warnings) == (list(range(1, 11)), [])
+    state = read_json(run.state)
+    assert (state["state"], state["child_exit"]) == ("ok", 0)
+    assert "owner" not in state
+    assert summary.dataset["samples"] == 64
+
+
+def test_figures_follow_from_the_spec_and_grow_with_the_batch(pretend):
+    four, again, eight = (pretend("ok", batch=batch).summary for batch in (4, 4, 8))
+    qlora = pretend("ok", batch=4, method="qlora").summary
+    assert (four.step_time_s, four.memory_gb, four.loss) == (again.step_time_s, again.memory_gb, again.loss)
+    assert eight.step_time_s["median"] > four.step_time_s["median"]
+    assert eight.memory_gb["reserved_peak"] == four.memory_gb["reserved_peak"] + 4
+    assert eight.tokens_per_s["real"] > four.tokens_per_s["real"]
+    assert qlora.step_time_s["median"] > four.step_time_s["median"]
+
+
+def test_steps_and_accumulation_are_those_of_the_spec(pretend):
+    summary = pretend("ok", train={"max_steps": 3, "gradient_accumulation_steps": 2}).summary
+    assert summary.steps["total"] == 3
+    assert summary.gradient_accumulation_steps == 2
+
+
+@pytest.mark.parametrize(("fits", "batch", "state"), [(4, 4, "ok"), (4, 5, "oom"), (0, 1, "oom")])
+def test_oom_is_out_of_memory_above_the_batch_that_fits(pretend, fits, batch, state):
+    result = pretend("oom", batch=batch, mock_fits=fits)
+    assert (result.summary.state, result.exit_code) == (state, int(state == "oom"))
+    peak = (result.summary.memory_gb["reserved_peak"] or 0.0) if state == "ok" else batch + 2.0
+    assert (peak <= read_json(result.run.machine)["gpu"]["memory_gb"]) == (state == "ok")
+
+
+def test_oom_says_where_and_how_much_was_asked_for(pretend):
+    summary = pretend("oom", batch=8, mock_fits=4).summary
+    assert summary.oom == {"kind": "allocator", "bytes_requested": 2 * 2**30, "phase": "forward", "step": 1}
+    assert summary.reason == "out of memory (allocator) in forward of step 1, 2.00 GiB asked for"
+    assert (summary.steps["total"], summary.step_time_s) == (0, {})
+
+
+def test_crash_is_an_error_with_the_last_line_of_the_log(pretend):
+    for _ in range(2):
+        result = pretend("crash")
+        assert (result.summary.state, result.exit_code) == ("error", 1)
+        assert result.summary.reason == "ended with exit code 1 and no word: RuntimeError: mock: crash"
+        assert "Traceback" in result.run.log.read_text()
+
+
+def test_flaky_fails_once_and_is_well_when_it_is_tried_again(pretend):
+    states = [pretend("flaky").summary for _ in range(3)]
+    assert [one.state for one in states] == ["error", "ok", "ok"]
+    assert states[0].reason == "ended with exit code 1 and no word: RuntimeError: mock: flaky"
+
+
+def test_one_flaky_run_does_not_heal_another(pretend):
+    assert pretend("flaky", batch=1).summary.state == "error"
+    assert pretend("flaky", batch=2).summary.state == "error"
+    assert pretend("flaky", batch=1).summary.state == "ok"
+
+
+def test_slow_is_slow_enough_to_be_watched(pretend):
+    begin = time.monotonic()
+    result = pretend("slow", train={"max_steps": 2})
+    assert (result.summary.state, result.summary.steps["total"]) == ("ok", 2)
+    assert 2 <= time.monotonic() - begin < 10
+
+
+def test_a_mock_that_outlives_its_time_is_ended(pretend):
+    result = pretend("slow", timeout_s=0.6)
+    assert (result.summary.state, result.exit_code) == ("timeout", 1)
+    assert result.summary.reason == "not done after launch.timeout_s = 0.6 seconds"
+
+
+def test_a_mock_imports_nothing_that_trains(pretend):
+    code = "import sys, ftbench.launch.mock; print({'torch', 'pandas', 'pydantic'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
+
+
+def test_a_mock_dies_with_the_process_that_started_it(pretend, tmp_path):
+    run = pretend("ok", train={"max_steps": 1}).run
+    run.steps.unlink()
+    spec = read_json(run.spec_json)
+    rundir.write_json(run.spec_json, spec | {"train": spec["train"] | {"max_steps": 100_000}})
+    code = (
+        "import subprocess, sys, time; child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True);"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *mock.command(run)],
+        stdout=subprocess.PIPE,
+        env={key: value for key, value in os.environ.items() if key != owner.PARENT},
+    ) as parent:
+        child = int(parent.stdout.readline())
+        until = time.monotonic() + 20
+        while not read_steps(run.steps)[0]:
+            assert time.monotonic() < until, "did not begin"
+            time.sleep(0.02)
+        parent.send_signal(signal.SIGKILL)
+    while owner.process_start(child) is not None:
+        assert time.monotonic() < until, "lives on"
+        time.sleep(0.02)
