@@ -249,13 +249,15 @@ def test_the_status_of_a_folder_without_a_sweep_is_a_sentence(tmp_path):
 
 def test_a_time_budget_starts_nothing_that_cannot_end_in_time_and_the_most_telling_first(tmp_path):
     spec, out = write_sweep(tmp_path, RATES, launch={"mock": "slow"}, train={"max_steps": 1}), tmp_path / "out"
-    night = sweep(spec, out, "--time-budget", "4s")
+    night = sweep(spec, out, "--time-budget", "5s")  # room for three or four, as fast as the machine is
     assert night.code == 0, night.stderr
-    assert night.told() == ["ok"] * 3
+    ended = len(night.told())
+    assert night.told() == ["ok"] * ended
+    assert 2 <= ended <= 4
     rates = [json.loads((night.path / name / "spec.json").read_text())["train"]["learning_rate"]
              for name in night.started()]  # fmt: skip
-    assert rates == [1e-4, 5e-4, 3e-4]
-    assert "2 runs are still to come" in night.table()
+    assert rates == [1e-4, 5e-4, 3e-4, 2e-4][:ended]
+    assert f"{5 - ended} runs are still to come" in night.table()
     again = sweep(spec, out)
     assert (again.code, again.told()) == (0, ["ok"] * 5)
     assert sorted(again.started()) == sorted(again.states())
