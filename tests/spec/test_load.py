@@ -1,7 +1,8 @@
 import pytest
 
 from ftbench.errors import SpecError
-from ftbench.spec.experiment import Experiment, impossible, refused_here, resolve
+from ftbench.spec.combinations import impossible, refused_here
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.methods import PROJECTIONS
 

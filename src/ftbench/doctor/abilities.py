@@ -15,7 +15,8 @@ from ftbench.doctor.facts import Facts
 from ftbench.doctor.findings import Finding, Verdict
 from ftbench.errors import MissingError
 from ftbench.launch import trl
-from ftbench.spec.experiment import Experiment, refused_here
+from ftbench.spec.combinations import refused_here
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 
