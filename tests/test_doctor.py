@@ -401,18 +401,10 @@ def test_without_torch_the_methods_say_what_to_install_and_optimizations_do_not_
 
     monkeypatch.setattr(abilities.trl, "check_installed", missing)
     findings = abilities.check(machine(modules=(), torch={}))
-    built = [name for name, method in METHODS.items() if method.built]
-    assert {finding.verdict for finding in findings if finding.name in built} == {"fail"}
+    assert {finding.verdict for finding in findings if finding.name in METHODS} == {"fail"}
     optional = [finding for finding in findings if finding.area == "optimizations"]
     assert {finding.verdict for finding in optional} == {"n/a"}
     assert "pip" not in " ".join(finding.text for finding in optional)
-
-
-def test_a_method_that_is_not_built_names_those_that_are():
-    for name in (name for name, method in METHODS.items() if not method.built):
-        verdict, text = abilities.method(machine(), name)
-        assert verdict == "n/a"
-        assert "use lora" in text
 
 
 # --- host ------------------------------------------------------------------------------------------------------------

@@ -86,9 +86,12 @@ def sweep(
     short = {"method": method, "train.batch_size": batch_size}
     axes = [*(f"{key}={values}" for key, values in short.items() if values is not None), *(axis or [])]
     changes = [*(sets or []), *([f"measure.repeats={repeats}"] if repeats is not None else [])]
+    chosen = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()] if gpus is not None else []
+    if gpus is not None and not chosen:
+        raise SpecError(f"--gpus {gpus}: name GPUs by number, for example --gpus 0,1")
     request = command.Request(
         spec, changes, axes, out, until_oom, trial_steps, effective_batch, time_budget, retry_failed, force,
-        [gpu.strip() for gpu in gpus.split(",") if gpu.strip()] if gpus else [], on,
+        chosen, on,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         ready = command.prepare(request, stack)
@@ -96,8 +99,7 @@ def sweep(
             lines = command.dry_run(ready)
             print(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else command.as_text(lines))
             return
-        code = command.run(ready)
-        tables = command.result(ready)
+        code, tables = command.run(ready)
         if as_json:
             print(json.dumps({"folder": str(ready.folder), "runs": tables.records()}, ensure_ascii=False))
         else:

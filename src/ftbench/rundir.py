@@ -10,6 +10,7 @@ import csv
 import errno
 import json
 import os
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -24,6 +25,8 @@ from ftbench.errors import MissingError
 SCHEMA = 1
 SUPERSEDED = ".superseded"
 STATES = ("running", "ok", "oom", "timeout", "error", "interrupted")
+# Signals by which somebody else ends a process; a process that crashes gets others.
+CUT_SHORT = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _RESERVE_BYTES = 64 * 1024  # set aside so that a full disk still takes the last state
 
 

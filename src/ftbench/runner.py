@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,13 +174,25 @@ def _close(run: RunDir, ended: process.Exit) -> Result:
     return Result(run, found, _exit_code(state))
 
 
+def tidy(run: RunDir) -> None:
+    """Gives a run whose child ended, but not its parent in peace, what the parent would have: a summary, and no more
+    than its files."""
+    if not run.reserve.exists():
+        return
+    state = rundir.read_json(run.state)
+    if state.get("state") in ("ok", "oom", "timeout", "error"):
+        rundir.write_json(run.state, {key: value for key, value in state.items() if key != "owner"})
+        rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+        run.reserve.unlink(missing_ok=True)
+
+
 def _final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
     """The child's own word where it had one; otherwise what its exit says."""
     state = rundir.read_json(run.state)
     told = state.get("state")
     if ended.stop is not None:
         state |= {"state": ended.stop.state, "reason": ended.stop.reason}
-    elif told in (None, "running") or (told == "ok" and ended.code != 0):
+    elif told in (None, "running") or (told == "ok" and ended.code > 0):  # ok, then killed on its way out, is ok
         state |= _from_exit(run, ended)
     state.pop("owner", None)
     return state | {"ended_at": rundir.now(), "wall_s": ended.wall_s, "child_exit": ended.code}
@@ -194,7 +207,9 @@ def _from_exit(run: RunDir, ended: process.Exit) -> dict[str, Any]:
     if (found := oom.recognise(tail)) is not None:
         return {"state": "oom", "reason": f"out of memory ({found.kind})", "oom": found.as_dict()}
     if ended.code < 0:
-        return {"state": "error", "reason": f"killed by signal {-ended.code} from outside; see {where}"}
+        name = signal.Signals(-ended.code).name
+        whose = "killed by {} from outside" if -ended.code in rundir.CUT_SHORT else "crashed with {}"
+        return {"state": "error", "reason": f"{whose.format(name)}; see {where}", "signal": -ended.code}
     last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "no output")
     return {"state": "error", "reason": f"ended with exit code {ended.code} and no word: {last[:300]}"}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import StepRow
+from ftbench.errors import MissingError
 from ftbench.owner import die_with_parent
 from ftbench.rundir import SCHEMA, SUPERSEDED, RunDir, StepsWriter, read_json, write_json
 
@@ -47,6 +48,15 @@ def main(path: str) -> int:
         return _end(run, _oom(batch))
     if pretend == "crash" or (pretend == "flaky" and not any(_earlier(run))):
         raise RuntimeError(f"mock: {pretend}")
+    try:
+        _steps(run, spec, steps)
+    except MissingError as error:
+        return _end(run, {"state": "error", "reason": str(error), "exit_code": error.exit_code})
+    return _end(run, {"state": "ok"})
+
+
+def _steps(run: RunDir, spec: dict[str, Any], steps: int) -> None:
+    pretend = spec["launch"]["mock"]
     writer = StepsWriter(run.steps)
     for step in range(1, steps + 1):
         if pretend == "hang" and step > HANGS_AFTER:
@@ -55,7 +65,6 @@ def main(path: str) -> int:
         time.sleep(1.0 if pretend == "slow" else PAUSE_S)
         writer.append([_row(spec, step, steps)])
     writer.close()
-    return _end(run, {"state": "ok"})
 
 
 def _earlier(run: RunDir) -> list[Path]:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
+from functools import cache
 
 from ftbench import owner
 from ftbench.errors import MissingError
@@ -46,10 +47,15 @@ def check_installed(spec: Experiment) -> None:
         extras |= {"liger_kernel": "liger"}
     if spec.method.name == "unsloth":
         extras |= {"unsloth": "unsloth"}
-    missing = [name for name in (*needed, *extras) if importlib.util.find_spec(name) is None]
+    missing = [name for name in (*needed, *extras) if not _installed(name)]
     if missing:
         wanted = ",".join(dict.fromkeys(extras.get(name, "train") for name in missing))
         raise MissingError(
             f"training needs {', '.join(missing)}, which this Python ({sys.executable}) does not have: "
             f"pip install 'ftbench[{wanted}]'"
         )
+
+
+@cache
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None

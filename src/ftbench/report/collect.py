@@ -48,11 +48,12 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
     return list(found.values())
 
 
-def summary_of(run: RunDir) -> dict[str, Any]:
+def summary_of(run: RunDir, state: str | None = None) -> dict[str, Any]:
     """The summary that the run's own ftbench wrote; computed from its steps where there is none (a killed parent) or
-    where it is of another schema."""
+    where it is of another schema. `state` is the run's, where it is known."""
     written = read_json(run.summary)
-    if written.get("schema") == SCHEMA and written.keys() >= _FIELDS and written["state"] == read_state(run)["state"]:
+    state = state or read_state(run)["state"]
+    if written.get("schema") == SCHEMA and written.keys() >= _FIELDS and written["state"] == state:
         return written
     return as_dict(summarise(run))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftbench.core.rows import SCHEMA
 from ftbench.errors import SpecError
@@ -92,11 +92,14 @@ def _cell(text: str) -> str:
 
 def _csv(frame: pd.DataFrame, axes: Sequence[str]) -> str:
     """Every scalar column in full. Text that a spreadsheet would take for a formula gets a leading apostrophe."""
-    keep = [name for name in frame.columns if not frame[name].map(lambda v: isinstance(v, (list, dict))).any()]
-    safe = frame[keep].map(
-        lambda value: f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
-    )
+    keep = [name for name in frame.columns if not any(isinstance(v, (list, dict)) for v in frame[name])]
+    texts = frame[keep].select_dtypes(["object", "string"]).columns
+    safe = frame[keep].assign(**{name: frame[name].map(_harmless) for name in texts})
     return str(safe.to_csv(index=False, lineterminator="\n"))
+
+
+def _harmless(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def _json(frame: pd.DataFrame, axes: Sequence[str]) -> str:

@@ -71,8 +71,11 @@ def comparison(frame: pd.DataFrame, axes: Sequence[str] = ()) -> Table:
         *(CONTEXT[name] for name in differing), "method", "batch", *(key.rpartition(".")[2] for key in axes),
         *(column.heading for column in figures), "state",
     ]  # fmt: skip
+    needed = dict.fromkeys(
+        [*differing, "method", "batch_size", "gradient_accumulation_steps", "state", "reason", *axes]
+    )
     rows = []
-    for record in frame.to_dict("records"):
+    for record in frame[[*needed, *(column.source for column in figures)]].to_dict("records"):
         batch = str(record["batch_size"]) + (f"x{record['gradient_accumulation_steps']}" if accumulation else "")
         shown = [_shown(record, column) for column in figures]
         places = [str(record[key]) for key in axes]
@@ -120,7 +123,7 @@ def _data(frame: pd.DataFrame) -> list[str]:
 def _notes(frame: pd.DataFrame) -> list[str]:
     """The warnings of all runs, each once with the runs it is about, and the reasons that a row has no room for."""
     about: dict[str, list[str]] = {}
-    for record in frame.to_dict("records"):
+    for record in frame[["run_id", "state", "reason", "warnings"]].to_dict("records"):
         reason = record.get("reason")
         in_full = record["state"] in ("ok", "skipped")
         long = [reason] if isinstance(reason, str) and len(reason) > _SHORT_REASON and not in_full else []

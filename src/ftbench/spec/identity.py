@@ -50,15 +50,21 @@ def _ends(file: Path, size: int, modified: int) -> str:
 
 def fingerprint(spec: Experiment, gpu: str | None = None) -> str:
     """Twelve hex digits of the SHA-256 of what changes the result: the spec and the name of the GPU."""
-    return _digest([what_changes_the_result(spec), gpu])
+    return identities(spec, gpu)[0]
 
 
 def family(spec: Experiment, gpu: str | None = None) -> str:
     """The fingerprint of what is left when the batch size and its accumulation are taken out: runs of one family
     differ in how much memory a step needs, and a larger batch needs more."""
+    return identities(spec, gpu)[1]
+
+
+def identities(spec: Experiment, gpu: str | None = None) -> tuple[str, str]:
+    """Fingerprint and family."""
     values = what_changes_the_result(spec)
+    whole = _digest([values, gpu])
     values["train"] |= {"batch_size": None, "gradient_accumulation_steps": None}
-    return _digest([values, gpu])
+    return whole, _digest([values, gpu])
 
 
 def _digest(values: Any) -> str:
@@ -68,5 +74,10 @@ def _digest(values: Any) -> str:
 
 def slug(spec: Experiment, gpu: str | None = None) -> str:
     """`qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch, fingerprint; safe as a file name."""
+    return named(spec, fingerprint(spec, gpu))
+
+
+def named(spec: Experiment, fingerprint: str) -> str:
+    """The slug with a fingerprint that is known already."""
     model = re.sub(r"[^a-z0-9.]+", "-", spec.model.id.rsplit("/", 1)[-1].lower()).strip("-.")[:40] or "model"
-    return f"{model}-{spec.method.name}-b{spec.train.batch_size}-{fingerprint(spec, gpu)}"
+    return f"{model}-{spec.method.name}-b{spec.train.batch_size}-{fingerprint}"

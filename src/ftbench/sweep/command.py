@@ -14,7 +14,7 @@ from ftbench import runner
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import SpecError
 from ftbench.spec import identity
-from ftbench.spec.combinations import refused_here
+from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.sweep import Cell, cells
 from ftbench.sweep import budget, frontier, view
@@ -86,7 +86,7 @@ def prepare(request: Request, stack: ExitStack) -> Ready:
         return resolve(spec, capability)
 
     def refused(spec: Experiment) -> str | None:
-        problems = refused_here(spec, capability) if spec.launch.mock == "off" else []
+        problems = impossible(spec) + (refused_here(spec, capability) if spec.launch.mock == "off" else [])
         if not problems:
             runner.check(spec, described)
         return "; ".join(problems) or None
@@ -94,8 +94,8 @@ def prepare(request: Request, stack: ExitStack) -> Ready:
     plan: Plan = _search(request, found, resolved, refused, options) if request.until_oom else _grid(
         request, found, resolved, refused, options
     )  # fmt: skip
-    impossible = [(_named(cell.values), cell.refused) for cell in found if cell.refused]
-    return Ready(request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, impossible)
+    nowhere = [(_named(cell.values), cell.refused) for cell in found if cell.refused]
+    return Ready(request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, nowhere)
 
 
 def _places(request: Request, spec: Experiment, stack: ExitStack) -> tuple[Sequence[Place], dict[str, Any]]:
@@ -144,8 +144,8 @@ def _search(request: Request, found: Sequence[Cell], resolved: Resolved, refused
     return Search(families.values(), options, request.trial_steps, request.effective_batch)
 
 
-def run(ready: Ready) -> int:
-    """One sitting; the tables are in the folder and stay there. Returns the exit code."""
+def run(ready: Ready) -> tuple[int, Tables]:
+    """One sitting; the tables are in the folder and stay there. Returns the exit code, and the tables."""
     limit = budget.duration(ready.request.time_budget) if ready.request.time_budget else None
     deadline = None if limit is None else time.monotonic() + limit
     with locked(ready.folder), view.View() as shown:
@@ -159,17 +159,12 @@ def run(ready: Ready) -> int:
             ready.folder, ready.source, ready.plan, ready.places, tables, journal, shown, deadline, about
         )  # fmt: skip
         try:
-            return sweep.run()
+            return sweep.run(), tables
         finally:
             left = sum(not found.done for found in ready.plan.standings.values())
             if left:
                 shown.event(f"{left} runs are left; the same command goes on with them")
             journal.close()
-
-
-def result(ready: Ready) -> Tables:
-    """The tables of what has ended."""
-    return Tables(ready.folder, ready.plan, ready.gpu, ready.impossible)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,9 @@ def _short(value: Any) -> str:
 
 def job(spec: Experiment, sets: tuple[str, ...], values: dict[str, Any], repeat: int, folder: Path, gpu: Any) -> Job:
     """`spec` is resolved; `gpu` is the GPU's name."""
-    run = RunDir(folder / f"{identity.slug(spec, gpu)}-r{repeat}")
-    return Job(run, spec, sets, values, repeat, identity.family(spec, gpu))
+    fingerprint, family = identity.identities(spec, gpu)
+    run = RunDir(folder / f"{identity.named(spec, fingerprint)}-r{repeat}")
+    return Job(run, spec, sets, values, repeat, family)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Standing:
     reason: str | None = None
     wall_s: float | None = None
     lacking: bool = False  # failed for what the machine lacks
+    killed: bool = False  # somebody else ended its process
 
     @property
     def done(self) -> bool:
@@ -80,13 +82,15 @@ def standing(run: RunDir) -> Standing:
     if state["state"] == "running":
         state = rundir.read_state(run)
     lacking = state.get("exit_code") == MissingError.exit_code
-    return Standing(state["state"], state.get("reason"), state.get("wall_s"), lacking)
+    killed = state["state"] == "error" and state.get("signal") in rundir.CUT_SHORT
+    return Standing(state["state"], state.get("reason"), state.get("wall_s"), lacking, killed)
 
 
 def on_resume(found: Standing, retry_failed: bool) -> Standing:
     """`pending` for what is to be run again: what was cut short, or failed for what the machine lacked; what failed of
     itself only with `retry_failed`. Out of memory is a result."""
-    again = found.state == "interrupted" or found.lacking or (retry_failed and found.state in FAILED)
+    cut_short = found.state == "interrupted" or found.killed
+    again = cut_short or found.lacking or (retry_failed and found.state in FAILED)
     return PENDING if again else found
 
 

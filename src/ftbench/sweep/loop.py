@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftbench import rundir
+from ftbench import rundir, runner
 from ftbench.errors import INTERRUPTED, FtbenchError
 from ftbench.launch import process
 from ftbench.runner import Result
@@ -27,11 +27,13 @@ from ftbench.sweep.jobs import FAILED, Job
 from ftbench.sweep.journal import Journal
 from ftbench.sweep.places import Place, Watch
 from ftbench.sweep.plan import Plan, Search
-from ftbench.sweep.table import Tables
+from ftbench.sweep.table import TERMINAL_ROWS, Tables
 
 BOARD = "sweep.json"
 SCHEMA = 1
 _TICK_S = 0.5
+_FEW = 1000  # jobs whose tables are written in no time
+_SPACING = 20
 
 
 @dataclass(slots=True)
@@ -65,6 +67,9 @@ class Sweep:
     _stopping: str | None = None
     _error: FtbenchError | None = None
     _ring: tuple[int, int] = (-1, -1)
+    _stale: bool = False
+    _written_at: float = 0.0
+    _write_s: float = 0.0
 
     def run(self) -> int:
         """Until nothing is left to start, or a signal. Returns the exit code: 0, 1 where a run failed, 130 where a
@@ -89,6 +94,9 @@ class Sweep:
         return int(any(found.state in FAILED for found in self.plan.standings.values()))
 
     def _loop(self, asked: int) -> None:
+        for job, found in self.plan.standings.items():
+            if found.done and found.state != "skipped":
+                runner.tidy(job.run)
         self._note_board()
         while True:
             self._fill()
@@ -146,7 +154,8 @@ class Sweep:
         one.thread = threading.Thread(target=work, name=job.run.run_id)
         self._running.append(one)
         self.journal.write("start", run=job.run.run_id, what=job.what, place=place.name)
-        self._note_board()
+        if self._is_due():
+            self._note_board()
         one.thread.start()
 
     def _take(self, message: Any) -> None:
@@ -187,14 +196,29 @@ class Sweep:
         sweep; what has ended is in its own directory."""
         try:
             self.journal.write(event, **more)
-            self.tables.write()
-            self._note_board()
+            self._write(last=event == "end")
         except FtbenchError as error:
             self._error = self._error or error
             self._stop("error")
 
+    def _write(self, last: bool) -> None:
+        """The tables and the board. With thousands of runs they take seconds: then not after each run, but in no more
+        than a twentieth of the time; always at the end, unless nothing has changed."""
+        self._stale = self._stale or not last
+        if not self._stale and self.tables.written and len(self.plan.standings) > TERMINAL_ROWS:
+            return
+        begin = time.monotonic()
+        if last or self._is_due():
+            self.tables.write()
+            self._note_board()
+            self._write_s, self._stale = time.monotonic() - begin, False
+
+    def _is_due(self) -> bool:
+        return len(self.plan.standings) <= _FEW or time.monotonic() - self._written_at > _SPACING * self._write_s
+
     def _note_board(self) -> None:
         """sweep.json: where every job stands, for another shell."""
+        begin = time.monotonic()
         jobs: list[dict[str, Any]] = [
             {"run": job.run.run_id, "what": job.what}
             | {"state": found.state, "reason": found.reason, "wall_s": found.wall_s}
@@ -215,6 +239,8 @@ class Sweep:
         except FtbenchError as error:
             self._error = self._error or error
             self._stop("error")
+        self._written_at = time.monotonic()
+        self._write_s = max(self._write_s, self._written_at - begin)
 
     def left_s(self) -> float | None:
         pending = [*self.plan.pending(), *(one.job for one in self._running)]

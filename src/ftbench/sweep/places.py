@@ -13,6 +13,7 @@ from ftbench.core.units import GIB, gibibytes, seconds
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch.follow import Follower
 from ftbench.runner import Order, Result
+from ftbench.spec.experiment import Experiment
 from ftbench.sweep.jobs import Job
 
 RETURNED_GB = 50 * 2**20 / GIB  # the memory is back when the driver shows this little more than before
@@ -54,27 +55,29 @@ class Here:
 
     def run(self, job: Job, source: bytes, watch: Watch) -> Result:
         """Waits for the GPU, trains, waits for the memory. Raises MissingError for a disk without room."""
-        before = self._when_free(job, watch)
         runner.check_disk(job.run.path.parent)
-        claimed = claim(job)
-        environment = None if self.visible is None else {"CUDA_VISIBLE_DEVICES": self.visible}
+        return self.train(lambda: claim(job), Order(job.spec, source, job.sets), watch)
+
+    def train(self, claimed: Callable[[], rundir.RunDir], order: Order, watch: Watch) -> Result:
+        """The same in the directory that `claimed` makes once the GPU is free."""
+        before = self._when_free(order.spec, watch)
         described = before | ({"shared_host": True} if self.shared else {})
+        environment = None if self.visible is None else {"CUDA_VISIBLE_DEVICES": self.visible}
 
         def on_tick(follower: Follower) -> None:
             watch.show(follower.text())
 
-        order = Order(job.spec, source, job.sets)
-        result = runner.carry_out(claimed, order, described, watch.asked, on_tick, environment, watch.deadline)
+        result = runner.carry_out(claimed(), order, described, watch.asked, on_tick, environment, watch.deadline)
         self._wait_for_memory(_used_gb(before), watch)
         return result
 
-    def _when_free(self, job: Job, watch: Watch) -> dict[str, Any]:
+    def _when_free(self, spec: Experiment, watch: Watch) -> dict[str, Any]:
         """The machine before the run. Waits while somebody else uses the GPU, but not for ever: then the run says so in
         its warnings, and what it runs out of is not blamed on its batch."""
         until = time.monotonic() + FREE_S
         told = False
         while True:
-            described = runner.describe(job.spec, self.visible)
+            described = runner.describe(spec, self.visible)
             used = _used_gb(described)
             if self._first_sight_gb is None:
                 self._first_sight_gb = used
@@ -124,6 +127,8 @@ def local_places(gpus: Sequence[str], mock: bool) -> list[Here]:
     is not there, SpecError for GPUs of different kinds: their runs are no repeats of each other."""
     if not gpus:
         return [Here("this machine")]
+    if twice := [gpu for gpu in gpus if gpus.count(gpu) > 1]:
+        raise SpecError(f"--gpus: GPU {twice[0]} stands there twice: a GPU takes one run at a time")
     names = {}
     for gpu in gpus:
         found = None if mock else machine.gpu(gpu)

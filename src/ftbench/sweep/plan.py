@@ -3,7 +3,7 @@ already, so that a sweep goes on where it stopped, whatever stopped it."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from ftbench.sweep.budget import History
 from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, standing
 
 LARGEST_BATCH = 4096
+KILLS = 2  # how often in a sitting a run that somebody killed is begun again
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Grid:
         self.standings: dict[Job, Standing] = {}
         self._options = options
         self._limits: dict[str, int] = {}
+        self._kills: Counter[Job] = Counter()
         found = list(jobs)
         for each in found:
             if each in refused:
@@ -81,6 +83,11 @@ class Grid:
 
     def ended(self, job: Job) -> None:
         self.standings[job] = standing(job.run)
+        if self.standings[job].killed and self._kills[job] < KILLS:  # at once: a larger batch tells another story
+            self._kills[job] += 1
+            self.standings[job] = PENDING
+            self._waiting.appendleft(job)
+            return
         self._note(job)
         if self.standings[job].state == "oom":
             self._prune()
@@ -123,6 +130,7 @@ class Search:
         self._options, self._steps, self._effective = options, steps, effective
         self._trials: dict[int, dict[int, frontier.Trial]] = {place: {} for place in range(len(self.families))}
         self._busy: dict[Job, int] = {}
+        self._kills: Counter[Job] = Counter()
         self._stopped: set[int] = {place for place, family in enumerate(self.families) if family.refused}
 
     def next(self, fits: Callable[[Job], bool]) -> Job | None:
@@ -155,6 +163,10 @@ class Search:
     def ended(self, job: Job) -> None:
         place = self._busy.pop(job)
         found = standing(job.run)
+        if found.killed and self._kills[job] < KILLS:
+            self._kills[job] += 1
+            self.standings[job] = PENDING
+            return
         if found.done:
             self._note(job, place, found)
         else:

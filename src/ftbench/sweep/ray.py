@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import re
 import select
+import socket
 import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,12 @@ from ftbench.rundir import RunDir
 from ftbench.runner import Order, Result
 from ftbench.spec.experiment import Experiment
 from ftbench.sweep.jobs import Job
-from ftbench.sweep.places import Watch, claim
+from ftbench.sweep.places import Here, Watch, claim
 
 _POLL_S = 0.5
 _ASK_S = 60.0  # for what a node is asked before the first run
+_CONNECT_S = 5.0
+_THREADS = "OMP_NUM_THREADS"
 
 
 def cluster_places(on: str, spec: Experiment, stack: ExitStack) -> tuple[Sequence[OnRay], dict[str, Any]]:
@@ -44,8 +48,9 @@ def cluster_places(on: str, spec: Experiment, stack: ExitStack) -> tuple[Sequenc
     needs = {"num_gpus": 1, "num_cpus": 1} if with_gpu else {
         "num_gpus": 0, "num_cpus": min(int(node["Resources"]["CPU"]) for node in chosen)
     }  # fmt: skip
-    ask = ray.remote(describe).options(num_cpus=0, num_gpus=0, max_retries=0)
-    refs = [ask.options(**_only(node["NodeID"])).remote(spec.model_dump(mode="json")) for node in chosen]
+    asked: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0}
+    ask, values = ray.remote(describe), spec.model_dump(mode="json")
+    refs = [ask.options(**asked, **_only(node["NodeID"])).remote(values) for node in chosen]
     try:
         described = ray.get(refs, timeout=_ASK_S)
     except Exception as error:  # noqa: BLE001 - whatever keeps a node from answering
@@ -69,20 +74,39 @@ def _connect(on: str, stack: ExitStack) -> Any:
         raise SpecError(f"--on {on}: allowed are ray (the cluster of this machine) and ray://host:port")
     if importlib.util.find_spec("ray") is None:
         raise MissingError("--on ray needs Ray: pip install 'ftbench[ray]'")
+    address = os.environ.get("RAY_ADDRESS", "auto") if on == "ray" else on
+    if address != "auto":
+        _knock(on, address.removeprefix("ray://"))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    address = "auto" if on == "ray" else on.removeprefix("ray://")
+    # Ray writes news of lost workers to stdout even so, and stdout carries the result.
+    with suppress(AttributeError):
+        ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
-    except Exception as error:  # noqa: BLE001 - no cluster, another version, a wrong address
-        raise MissingError(f"--on {on}: no Ray cluster answers: {_reason(error)}") from None
+        ray.init(address=address, namespace="ftbench", log_to_driver=False, logging_level="ERROR",
+                 configure_logging=False)  # fmt: skip
+    except Exception as error:  # noqa: BLE001 - no cluster, another version, Ray's client without its package
+        raise MissingError(f"--on {on}: cannot join the Ray cluster: {_reason(error)}") from None
     stack.callback(ray.shutdown)
     return ray
 
 
+def _knock(on: str, address: str) -> None:
+    """Raises MissingError where nobody listens: Ray itself would try for a quarter of an hour."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise MissingError(
+            f"--on {on}: nobody answers at {address} ({error}); write ray://host:port with the port of Ray's client "
+            "server (10001 unless told otherwise), or --on ray on a machine of the cluster"
+        ) from None
+
+
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:300]
 
 
@@ -140,14 +164,21 @@ class OnRay:
         import ray
 
         task = ray.remote(train).options(max_retries=0, **self.needs, **_only(node))
-        ref = task.remote(job.run.run_id, job.spec.model_dump(mode="json"), source, list(job.sets), self.shared)
+        values = job.spec.model_dump(mode="json")
+        ref = task.remote(job.run.run_id, values, source, list(job.sets), self.shared, os.environ.get(_THREADS))
         while not ray.wait([ref], timeout=_POLL_S)[0]:
             late = watch.deadline is not None and time.monotonic() > watch.deadline
             if late or select.select([watch.asked], [], [], 0)[0]:
                 ray.cancel(ref, force=True)
                 return None
+            if not any(one["Alive"] for one in ray.nodes() if one["NodeID"] == node):  # a node that hangs says nothing
+                ray.cancel(ref, force=True)
+                raise _Lost("the cluster gave its node up")
         try:
-            return bytes(ray.get(ref))
+            packed, notes = ray.get(ref)
+            for note in notes:
+                watch.say(f"{self.name}: {note}")
+            return bytes(packed)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, FtbenchError):
                 raise error.cause from None
@@ -171,15 +202,18 @@ def describe(values: dict[str, Any]) -> dict[str, Any]:
     return runner.describe(Experiment.model_validate(values), "0")
 
 
-def train(name: str, values: dict[str, Any], source: bytes, sets: list[str], shared: bool) -> bytes:
-    """On a node: trains in a temporary directory and returns its files."""
-    spec = Experiment.model_validate(values)
-    with tempfile.TemporaryDirectory(prefix="ftbench-") as folder:
-        run = rundir.claim_at(Path(folder) / name)
-        described = runner.describe(spec) | ({"shared_host": True} if shared else {})
-        with process.signals() as asked:
-            runner.carry_out(run, Order(spec, source, sets), described, asked)
-        return pack(run)
+def train(
+    name: str, values: dict[str, Any], source: bytes, sets: list[str], shared: bool, threads: str | None
+) -> tuple[bytes, list[str]]:
+    """On a node: trains in a temporary directory and returns its files, and what there was to say."""
+    os.environ.pop(_THREADS, None)  # Ray holds its tasks to one thread; `threads` is what the user set, if anything
+    if threads is not None:
+        os.environ[_THREADS] = threads
+    order, notes = Order(Experiment.model_validate(values), source, sets), list[str]()
+    with tempfile.TemporaryDirectory(prefix="ftbench-") as folder, process.signals() as asked:
+        watch = Watch(asked, None, notes.append, lambda text: None)
+        result = Here("GPU", shared=shared).train(lambda: rundir.claim_at(Path(folder) / name), order, watch)
+        return pack(result.run), notes
 
 
 def pack(run: RunDir) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftbench import rundir
 from ftbench.core import units
@@ -17,7 +17,11 @@ from ftbench.summary import optimizations_on
 from ftbench.sweep.jobs import Job, Standing
 from ftbench.sweep.plan import Plan, Search
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 REPEAT = "repeat"
+TERMINAL_ROWS = 500  # more are named, not shown
 
 
 class Tables:
@@ -29,26 +33,35 @@ class Tables:
 
     def write(self) -> None:
         """Replaces both files. Raises MissingError if the disk does not take them."""
-        rundir.write_text(self._folder / "summary.md", self.markdown())
-        if records := self._rows():
-            rundir.write_text(self._folder / "summary.csv", render.render(frame_of(records), "csv"))
+        axes, records = self._axes(), self._rows()
+        frame = frame_of(records) if records else None
+        rundir.write_text(self._folder / "summary.md", self._markdown(frame, axes))
+        if frame is not None:
+            rundir.write_text(self._folder / "summary.csv", render.render(frame, "csv"))
 
-    def markdown(self) -> str:
+    @property
+    def written(self) -> bool:
+        return (self._folder / "summary.md").exists()
+
+    def _markdown(self, frame: pd.DataFrame | None, axes: Sequence[str]) -> str:
         parts = [f"# {self._folder.name}\n"]
         if (left := self._left()) > 0:
             parts.append(f"{left} runs are still to come.\n")
         if isinstance(self._plan, Search):
             parts.append("## Largest batch\n\n" + render.markdown(frontier_table(self._plan)))
-        if records := self._rows():
-            parts.append("## Runs\n\n" + render.render(frame_of(records), "md", self._axes()))
+        if frame is not None:
+            parts.append("## Runs\n\n" + render.render(frame, "md", axes))
         if self._impossible:
             parts.append("## Cannot work\n\n" + "".join(f"- {what}: {reason}\n" for what, reason in self._impossible))
         return "\n".join(parts)
 
     def terminal(self) -> str:
         parts = [render.terminal(frontier_table(self._plan))] if isinstance(self._plan, Search) else []
-        if records := self._rows():
-            parts.append(render.render(frame_of(records), "table", self._axes()))
+        ended = sum(found.done for found in self._plan.standings.values())
+        if ended > TERMINAL_ROWS:
+            parts.append(f"{ended:,} rows are in {self._folder / 'summary.md'} and summary.csv\n")
+        elif ended:
+            parts.append(render.render(frame_of(self._rows()), "table", self._axes()))
         return "\n".join(parts)
 
     def records(self) -> list[dict[str, Any]]:
@@ -71,13 +84,14 @@ class Tables:
         for job, _ in found:
             order.setdefault(job.family if isinstance(self._plan, Search) else job.cell, len(order))
         found.sort(key=lambda pair: order[pair[0].family if isinstance(self._plan, Search) else pair[0].cell])
-        return [self._record(job, state) for job, state in found]
+        axes = self._axes()
+        return [self._record(job, state, axes) for job, state in found]
 
-    def _record(self, job: Job, found: Standing) -> dict[str, Any]:
+    def _record(self, job: Job, found: Standing, axes: Sequence[str]) -> dict[str, Any]:
         if job not in self._records:
             summary = dataclasses.asdict(_skipped(job, found, self._gpu)) if found.state == "skipped" else None
-            record = (summary or summary_of(job.run)) | {"path": job.run.run_id}
-            self._records[job] = record | {key: _text(job, key) for key in self._axes()}
+            record = (summary or summary_of(job.run, found.state)) | {"path": job.run.run_id}
+            self._records[job] = record | {key: _text(job, key) for key in axes}
         return self._records[job]
 
     def forget(self, job: Job) -> None:

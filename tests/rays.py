@@ -1,0 +1,121 @@
+"""A real Ray cluster of two nodes on loopback: two `ray start`, each with a session, a raylet and a store of its own.
+
+Every process is found by a mark in its environment or by its session, and ended by its id. Ray's servers listen on
+all interfaces and run code for whoever asks, so the cluster has a token."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+MARK = "FTBENCH_TEST_CLUSTER"
+# Two addresses of the loopback: Ray turns 127.0.0.1 into the machine's outside one.
+ADDRESSES = ("127.0.0.2", "127.0.0.3")
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class Cluster:
+    """A context. `environment` is what a driver needs, `client` the address for `--on`."""
+
+    def __enter__(self) -> Cluster:
+        self.folder = Path(tempfile.mkdtemp(prefix="ftr", dir="/tmp"))  # paths of sockets end at 107 bytes
+        token = self.folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        self._own = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        self._own |= {**auth, **SETTINGS, MARK: str(self.folder)}
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        port = _free_port()
+        try:
+            self._start(0, "--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={port}")
+            found = self._wait(0, "session_latest/gcs_server_port_*")
+            self.address = f"{ADDRESSES[0]}:{found}"
+            self.client = f"ray://{ADDRESSES[0]}:{port}"
+            self.environment = auth | {"RAY_ADDRESS": self.address}
+            self._start(1, f"--address={self.address}")
+            for node in (0, 1):
+                self._wait(node, "ray_current_cluster")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self, node: int, *arguments: str) -> None:
+        command = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={ADDRESSES[node]}",
+            f"--temp-dir={self.folder / str(node)}", "--object-store-memory=80000000", "--include-log-monitor=false",
+            "--min-worker-port=0", "--max-worker-port=0", "--num-cpus=1", "--num-gpus=0", *arguments,
+        ]  # fmt: skip
+        with (self.folder / f"{node}.out").open("wb") as out:
+            self.nodes.append(subprocess.Popen(
+                command, env=self._own, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            ))  # fmt: skip
+
+    def _wait(self, node: int, pattern: str) -> str:
+        deadline = time.monotonic() + 90
+        while True:
+            for path in (self.folder / str(node)).glob(pattern):
+                if text := path.read_text().strip():
+                    return text
+            told = (self.folder / f"{node}.out").read_text(errors="replace")[-2000:]
+            assert self.nodes[node].poll() is None, f"node {node} ended: {told}"
+            assert time.monotonic() < deadline, f"node {node} did not start in time: {told}"
+            time.sleep(0.05)
+
+    def processes(self, node: int | None = None) -> list[psutil.Process]:
+        """What runs of this cluster, or of one of its nodes, with what the nodes' tasks have started."""
+        sessions = {process.pid for process in (self.nodes if node is None else [self.nodes[node]])}
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                marked = node is None and process.environ().get(MARK) == str(self.folder)
+                if marked or os.getsid(process.pid) in sessions:
+                    found.append(process)
+        return found
+
+    def lose(self, node: int) -> None:
+        """At once, as by a power cut."""
+        for process in self.processes(node):
+            with suppress(psutil.Error):
+                process.kill()
+        self.nodes[node].wait()
+
+    def __exit__(self, *_: object) -> None:
+        for node in reversed(self.nodes):
+            if node.poll() is None:
+                node.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 8
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        for node in self.nodes:
+            node.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((ADDRESSES[0], 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,162 @@
+"""Whatever is killed with -9 and however often, the same command goes on: no finished run is lost or run twice, no
+process is left behind, and the table in the morning is that of an undisturbed night."""
+
+from __future__ import annotations
+
+import csv
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ftbench import rundir
+from sweeps import Folder, Night, eventually, processes_about, sweep, write_sweep
+
+KILLS = 50
+AXES = {
+    "method": ["lora", "qlora", "full", "unsloth"],
+    "train.learning_rate": [1e-4, 2e-4, 3e-4, 4e-4],
+    "train.batch_size": [1, 2, 4, 8, 16],  # 8 does not fit, 16 is skipped
+}
+PARTS = {"measure": {"repeats": 2}, "launch": {"mock": "oom", "mock_fits": 4}, "train": {"max_steps": 8}}
+RUNS = 4 * 4 * (3 * 2 + 1)
+
+
+def kill(processes: Sequence[psutil.Process]) -> int:
+    killed = 0
+    for process in processes:
+        try:
+            process.kill()
+            killed += 1
+        except psutil.NoSuchProcess:
+            pass
+    return killed
+
+
+def rows(folder: Folder) -> list[dict[str, str]]:
+    """summary.csv but for wall times and paths."""
+    with (folder.path / "summary.csv").open(newline="") as file:
+        return [
+            {key: value for key, value in row.items() if key != "path" and not key.startswith("phases_s.")}
+            for row in csv.DictReader(file)
+        ]
+
+
+Known = dict[str, tuple[int, str, bytes]]
+
+
+def with_result(folder: Folder, closed_only: bool = False) -> Known:
+    """Of each run that has its result: the directory's inode, the state, steps.csv. `closed_only` leaves out those that
+    wait for their sweep to close them."""
+    found = {}
+    for run in folder.runs():
+        state = rundir.read_json(run.state)
+        if state.get("state") in ("ok", "oom") and ("ended_at" in state or not closed_only):
+            steps = run.steps.read_bytes() if run.steps.exists() else b""
+            found[run.run_id] = (run.path.stat().st_ino, state["state"], steps)
+    return found
+
+
+def assert_none_lost(folder: Folder, known: Known) -> None:
+    now = with_result(folder)
+    assert {name: now.get(name) for name in known} == known
+
+
+def assert_none_run_twice(folder: Folder) -> None:
+    assert [
+        run.run_id for run in folder.superseded() if rundir.read_json(run.state).get("state") in ("ok", "oom")
+    ] == []
+    over: set[str] = set()
+    for event in folder.events("start", "ended"):
+        assert event["run"] not in over, f"{event['run']} had its result and was run again"
+        if event.get("state") in ("ok", "oom"):
+            over.add(event["run"])
+
+
+class Victim:
+    """A sweep that is started again whenever it was killed."""
+
+    def __init__(self, spec: Path, out: Path) -> None:
+        self.spec, self.folder, self.sittings = spec, Folder(out), 0
+        self.known: Known = {}
+        self.start()
+
+    def start(self) -> None:
+        self.night = Night(self.spec, self.folder.out)
+        self.sittings += 1
+
+    def strike(self, whom: str) -> int:
+        """Kills and, where the sweep is gone, looks at what it left and starts it again. Returns how many were hit."""
+        if whom != "parent":
+            eventually(lambda: self.folder.children() or self.night.process.poll() is not None)
+        children = [] if whom == "parent" else self.folder.children()
+        if whom == "child":
+            struck = kill(children)
+            self.check()
+            return struck
+        kill([psutil.Process(self.night.process.pid), *children])
+        self.night.process.communicate()
+        eventually(lambda: not processes_about(self.folder.out), 3, "a process has outlived its sweep")
+        self.check()
+        self.start()
+        return 1
+
+    def check(self) -> None:
+        assert_none_lost(self.folder, self.known)
+        self.known |= with_result(self.folder, closed_only=self.night.process.poll() is None)
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Victim:
+    """A sweep that was killed fifty times and has then come to its end."""
+    folder = tmp_path_factory.mktemp("kills")
+    chance = random.Random(9)
+    victim = Victim(write_sweep(folder / "disturbed", AXES, **PARTS), folder / "disturbed" / "out")
+    strikes = 0
+    try:
+        while strikes < KILLS:
+            time.sleep(chance.uniform(0.0, 0.9))
+            assert victim.night.process.poll() is None, f"done after {strikes} kills: the sweep is too short"
+            strikes += min(1, victim.strike(chance.choice(["parent", "child", "both"])))
+        victim.night.finish()
+    finally:
+        victim.night.__exit__()
+    return victim
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    folder = tmp_path_factory.mktemp("kills")
+    night = sweep(write_sweep(folder, AXES, **PARTS), folder / "out")
+    assert night.code == 0, night.stderr
+    return night
+
+
+def test_fifty_kills_lose_no_finished_run_and_none_is_run_twice(disturbed):
+    victim = disturbed
+    victim.check()
+    assert "Traceback" not in victim.night.stderr
+    again = sweep(victim.spec, victim.folder.out, "--retry-failed")  # a run killed alone is an error until then
+    assert again.code == 0, again.stderr
+    victim.check()
+    assert_none_run_twice(victim.folder)
+    assert victim.sittings > KILLS / 3
+    assert processes_about(victim.folder.out) == []
+
+
+def test_after_fifty_kills_the_table_is_that_of_an_undisturbed_sweep(disturbed, undisturbed):
+    sweep(disturbed.spec, disturbed.folder.out, "--retry-failed")
+    assert len(undisturbed.states()) == RUNS
+    assert disturbed.folder.states() == undisturbed.states()
+    assert (disturbed.folder.path / "summary.md").read_bytes() == (undisturbed.path / "summary.md").read_bytes()
+    assert rows(disturbed.folder) == rows(undisturbed)
+
+
+def test_a_sweep_that_is_done_does_nothing_more(disturbed):
+    before, begun = disturbed.folder.table(), disturbed.folder.started()
+    assert sweep(disturbed.spec, disturbed.folder.out).code == 0
+    assert disturbed.folder.started() == begun
+    assert disturbed.folder.table() == before

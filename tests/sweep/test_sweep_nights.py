@@ -1,0 +1,672 @@
+"""One bad thing at a time: the sweep tells it in a sentence, keeps what is finished, and goes on where it can.
+
+Real processes and real signals; the runs are mocks, but for one sweep that trains.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ftbench import rundir
+from ftbench.rundir import RunDir
+from sweeps import ENVIRONMENT, MOCK, Folder, Night, eventually, processes_about, sweep, write_sweep
+
+BATCHES = {"train.batch_size": [1, 2, 4]}
+RATES = {"train.learning_rate": [1e-4, 2e-4, 3e-4, 4e-4, 5e-4]}
+SLOW = {"launch": {"mock": "slow"}, "train": {"max_steps": 2}}  # a second a step
+ENDLESS = {"launch": {"mock": "slow"}, "train": {"max_steps": 1000}}
+
+
+def ftbench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Another command of the user's, from another shell."""
+    argv = [sys.executable, "-m", "ftbench", *arguments]
+    return subprocess.run(
+        argv, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+
+
+def most_at_once(folder: Folder) -> int:
+    """How many runs were on at the same time, as the journal tells."""
+    on, most = 0, 0
+    for event in folder.events("start", "ended"):
+        on += 1 if event["event"] == "start" else -1
+        most = max(most, on)
+    return most
+
+
+# --- Ctrl-C, TERM, HUP -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_that_is_on_and_the_same_command_goes_on(tmp_path, number):
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **SLOW), tmp_path / "out"
+    with Night(spec, out) as night:
+        night.until(lambda: "ok" in night.states().values())
+        night.until_training()
+        before = night.content()
+        begin = time.monotonic()
+        night.send(number)
+        night.finish()
+    assert time.monotonic() - begin < 5
+    assert night.code == 130, night.stderr
+    assert "Traceback" not in night.stderr
+    assert night.told() == ["interrupted", "ok"]
+    assert night.children() == []
+    assert "1 runs are still to come" in night.table()
+    assert "the same command goes on" in night.stderr
+    interrupted = next(run for run in night.runs() if rundir.read_json(run.state)["state"] == "interrupted")
+    assert rundir.read_json(interrupted.summary)["state"] == "interrupted"
+    again = sweep(spec, out)
+    assert again.code == 0
+    assert again.told() == ["ok", "ok"]
+    assert before.items() <= again.content().items()
+    assert "still to come" not in again.table()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_run_that_does_not_listen(tmp_path):
+    with Night(
+        write_sweep(tmp_path, BATCHES, launch={"mock": "hang"}, train={"max_steps": 5}), tmp_path / "out"
+    ) as night:
+        night.until_training(3)
+        time.sleep(0.3)  # it has stopped listening by now
+        night.send(signal.SIGINT)
+        time.sleep(0.7)
+        begin = time.monotonic()
+        night.send(signal.SIGINT)
+        night.finish()
+    assert time.monotonic() - begin < 3
+    assert night.code == 130, night.stderr
+    assert "Traceback" not in night.stderr
+    assert night.told() == ["interrupted"]
+    assert night.children() == []
+
+
+def test_a_run_that_others_ask_to_end_leaves_the_sweep_going_and_is_still_to_come(tmp_path):
+    """A TERM to the training process alone is nothing that the run did."""
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **SLOW), tmp_path / "out"
+    with Night(spec, out) as night:
+        run = night.until_training()
+        (child,) = night.children()
+        child.terminate()
+        night.finish()
+    assert "Traceback" not in night.stderr
+    assert len(night.runs()) == 2
+    again = sweep(spec, out)
+    assert again.code == 0
+    assert again.states()[run.run_id] == "ok"
+    assert again.told() == ["ok", "ok"]
+
+
+# --- runs that hang, crash and take too long -------------------------------------------------------------------------
+
+
+def test_a_run_that_hangs_is_ended_with_its_group_only_and_the_sweep_goes_on(tmp_path):
+    axes = {"launch.mock": ["hang", "ok"], "train.batch_size": [1]}
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], start_new_session=True)
+    try:
+        with Night(
+            write_sweep(tmp_path, axes, launch={"no_step_s": 1}, train={"max_steps": 5}), tmp_path / "out"
+        ) as night:
+            night.until_training(3)
+            (child,) = night.children()
+            night.finish()
+        assert not child.is_running()
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+    assert night.code == 1, night.stderr
+    assert night.told() == ["ok", "timeout"]
+    hung = next(run for run in night.runs() if rundir.read_json(run.state)["state"] == "timeout")
+    state = rundir.read_json(hung.state)
+    assert state["child_exit"] == -signal.SIGKILL  # it ignores TERM
+    assert "after step 3" in state["reason"]
+    assert "launch.no_step_s" in state["reason"]
+    assert "timeout: nothing moved" in night.table()
+    assert [row.step for row in rundir.read_steps(hung.steps)[0]] == [1, 2, 3]
+
+
+def test_a_run_that_takes_too_long_is_a_timeout_and_the_sweep_goes_on(tmp_path):
+    axes = {"launch.mock": ["slow", "ok"]}
+    night = sweep(write_sweep(tmp_path, axes, launch={"timeout_s": 1.2}, train={"max_steps": 50}), tmp_path / "out")
+    assert night.code == 1
+    assert night.told() == ["ok", "timeout"]
+    assert "launch.timeout_s = 1.2 seconds" in night.stderr
+
+
+def test_what_failed_is_run_again_only_when_asked(tmp_path):
+    spec, out = write_sweep(tmp_path, {"launch.mock": ["ok", "crash", "flaky"]}), tmp_path / "out"
+    first = sweep(spec, out)
+    assert (first.code, first.told()) == (1, ["error", "error", "ok"])
+    kept = first.content()
+    assert "RuntimeError: mock: crash" in first.table()
+    again = sweep(spec, out)
+    assert (again.code, len(again.started())) == (1, 3)
+    retried = sweep(spec, out, "--retry-failed")
+    assert (retried.code, retried.told()) == (1, ["error", "ok", "ok"])
+    assert len(retried.started()) == 5
+    assert len(retried.superseded()) == 2
+    assert kept.items() <= retried.content().items()
+
+
+def test_force_runs_everything_again_and_keeps_the_earlier_runs(tmp_path):
+    spec, out = write_sweep(tmp_path, BATCHES), tmp_path / "out"
+    before = sweep(spec, out).content()
+    night = sweep(spec, out, "--force")
+    assert (night.code, night.told()) == (0, ["ok"] * 3)
+    kept = {run.run_id.rpartition(".")[0]: run.path.stat().st_ino for run in night.superseded()}
+    assert kept == {name: inode for name, (inode, _, _) in before.items()}
+    assert not set(kept.values()) & {inode for inode, _, _ in night.content().values()}
+    sweep(spec, out, "--force")
+    assert len(night.superseded()) == 6
+    assert len(ftbench("report", str(out), "--format", "csv").stdout.splitlines()) == 4
+
+
+# --- one sweep a folder ----------------------------------------------------------------------------------------------
+
+
+def test_a_second_sweep_is_refused_and_goes_on_once_the_first_is_killed(tmp_path):
+    slow = {"launch": {"mock": "slow"}, "train": {"max_steps": 6}}
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **slow), tmp_path / "out"
+    with Night(spec, out) as night:
+        night.until_training()
+        second = sweep(spec, out)
+        assert (second.code, second.stdout) == (1, "")
+        assert f"process {night.process.pid} " in second.stderr
+        assert "--status" in second.stderr
+        assert night.process.poll() is None
+        assert night.told() == ["running"]
+        night.kill()
+    third = sweep(spec, out)
+    assert (third.code, third.told()) == (0, ["ok", "ok"])
+    assert len(third.superseded()) == 1
+
+
+def test_two_sweeps_at_once_in_two_folders_do_not_meet(tmp_path):
+    spec = write_sweep(tmp_path, {"train.batch_size": [1]}, **SLOW)
+    with Night(spec, tmp_path / "a") as one, Night(spec, tmp_path / "b") as other:
+        assert (one.finish().code, other.finish().code) == (0, 0)
+
+
+# --- --status --------------------------------------------------------------------------------------------------------
+
+
+def test_the_status_is_told_in_every_state_of_a_sweep(tmp_path):
+    slow = {"launch": {"mock": "slow"}, "train": {"max_steps": 5}}
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **slow), tmp_path / "out"
+    with Night(spec, out) as night:
+        night.until(lambda: "ok" in night.states().values())
+        night.until_training()
+        folder = str(night.path)
+        text = ftbench("sweep", "--status", folder)
+        assert text.returncode == 0, text.stderr
+        assert "1 ok · 1 left" in text.stdout
+        assert re.search(r"running  train.batch_size=2: step \d · \d0%", text.stdout)
+        found = json.loads(ftbench("sweep", "--status", folder, "--json").stdout)
+        assert found["alive"] is True
+        assert {job["state"] for job in found["jobs"]} <= {"ok", "running", "pending"}
+        assert list(found["running"]) == [found["jobs"][1]["run"]]
+        night.kill()
+    killed = ftbench("sweep", "--status", folder).stdout
+    assert "1 ok · 1 left" in killed
+    assert "the same `ftbench sweep` command goes on" in killed
+    found = json.loads(ftbench("sweep", "--status", folder, "--json").stdout)
+    assert (found["alive"], found["running"]) == (False, {})
+    assert sweep(spec, out).code == 0
+    over = ftbench("sweep", "--status", folder).stdout
+    assert "2 ok" in over
+    assert "left" not in over
+    assert str(Path(folder) / "summary.md") in over
+
+
+def test_the_status_of_a_folder_without_a_sweep_is_a_sentence(tmp_path):
+    none = ftbench("sweep", "--status", str(tmp_path))
+    assert (none.returncode, none.stdout, none.stderr) == (2, "", f"ftbench: {tmp_path}: holds no sweep\n")
+    out = tmp_path / "out"
+    sweep(write_sweep(tmp_path, BATCHES), out)
+    near = ftbench("sweep", "--status", str(out))
+    assert (near.returncode, near.stdout) == (2, "")
+    assert f"did you mean {out / 'night-mock'}?" in near.stderr
+    assert ftbench("sweep", "--status", str(tmp_path / "nowhere")).returncode == 2
+
+
+# --- --time-budget ---------------------------------------------------------------------------------------------------
+
+
+def test_a_time_budget_starts_nothing_that_cannot_end_in_time_and_the_most_telling_first(tmp_path):
+    spec, out = write_sweep(tmp_path, RATES, launch={"mock": "slow"}, train={"max_steps": 1}), tmp_path / "out"
+    night = sweep(spec, out, "--time-budget", "4s")
+    assert night.code == 0, night.stderr
+    assert night.told() == ["ok"] * 3
+    rates = [json.loads((night.path / name / "spec.json").read_text())["train"]["learning_rate"]
+             for name in night.started()]  # fmt: skip
+    assert rates == [1e-4, 5e-4, 3e-4]
+    assert "2 runs are still to come" in night.table()
+    again = sweep(spec, out)
+    assert (again.code, again.told()) == (0, ["ok"] * 5)
+    assert sorted(again.started()) == sorted(again.states())
+
+
+def test_a_run_that_overruns_the_time_budget_is_interrupted_and_still_to_come(tmp_path):
+    spec, out = write_sweep(tmp_path, BATCHES, **ENDLESS), tmp_path / "out"
+    begin = time.monotonic()
+    night = sweep(spec, out, "--time-budget", "2s")
+    assert time.monotonic() - begin < 6
+    assert night.code == 0, night.stderr
+    assert night.told() == ["interrupted"]
+    assert "the sweep's time budget ran out" in rundir.read_json(night.runs()[0].state)["reason"]
+    assert "3 runs are still to come" in night.table()
+    assert "3 left" in ftbench("sweep", "--status", str(night.path)).stdout
+
+
+# --- several GPUs ----------------------------------------------------------------------------------------------------
+
+
+def test_two_gpus_run_two_at_a_time_and_every_run_says_so(tmp_path):
+    axes = {"train.batch_size": [1, 2, 3, 4]}
+    night = sweep(write_sweep(tmp_path, axes, **SLOW), tmp_path / "out", "--gpus", "0,1")
+    assert (night.code, night.told()) == (0, ["ok"] * 4)
+    assert most_at_once(night) == 2
+    assert {event["place"] for event in night.events("start")} == {"GPU 0", "GPU 1"}
+    for run in night.runs():
+        assert any(text.startswith("shared host") for text in rundir.read_json(run.summary)["warnings"])
+    assert "shared host" in night.table()
+
+
+def test_ctrl_c_ends_the_runs_on_all_gpus(tmp_path):
+    with Night(write_sweep(tmp_path, BATCHES, **ENDLESS), tmp_path / "out", "--gpus", "0,1") as night:
+        night.until(lambda: len(night.children()) == 2 and night.told() == ["running"] * 2)
+        night.until_training()
+        night.send(signal.SIGINT)
+        night.finish()
+    assert (night.code, night.told()) == (130, ["interrupted"] * 2)
+    assert night.children() == []
+
+
+# --- --until-oom -----------------------------------------------------------------------------------------------------
+
+
+def frontier(night: Night) -> dict[str, tuple[int | None, int | None]]:
+    """For each method the largest batch that fits and the first that does not."""
+    board = json.loads((night.path / "sweep.json").read_text())["frontier"]
+    return {
+        edge["method"]: tuple((edge[name] or {}).get("batch") for name in ("largest", "first_failing"))
+        for edge in board
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fits", [0, 1, 11, 64])
+def test_the_search_finds_the_exact_edge(tmp_path, fits):
+    spec = write_sweep(tmp_path, {"method": ["lora", "qlora"]}, launch={"mock": "oom", "mock_fits": fits})
+    night = sweep(spec, tmp_path / "out", "--until-oom")
+    assert night.code == 0, night.stderr
+    assert frontier(night) == dict.fromkeys(["lora", "qlora"], (fits or None, fits + 1))
+    assert len(night.started()) == len(set(night.started()))
+    assert f"| lora | {fits or 'none'} |" in night.table()
+
+
+def test_a_search_that_is_killed_goes_on_without_any_trial_twice(tmp_path):
+    spec = write_sweep(tmp_path, {"method": ["lora", "qlora"]}, launch={"mock": "oom", "mock_fits": 21})
+    out, cut_short = tmp_path / "out", set()
+    for count in (2, 5, 9):
+        with Night(spec, out, "--until-oom") as night:
+            night.until(lambda count=count: len(night.content()) >= count)
+            night.kill()
+        cut_short |= {name for name, state in night.states().items() if state == "running"}
+        known = night.content()
+    night = sweep(spec, out, "--until-oom")
+    assert night.code == 0
+    assert frontier(night) == dict.fromkeys(["lora", "qlora"], (21, 22))
+    assert {name: (inode, steps) for name, (inode, _, steps) in known.items()}.items() <= {
+        name: (inode, steps) for name, (inode, _, steps) in night.content().items()
+    }.items()
+    twice = {name for name in night.started() if night.started().count(name) > 1}
+    assert twice <= cut_short
+    assert [run for run in night.superseded() if rundir.read_json(run.state).get("state") in ("ok", "oom")] == []
+
+
+def test_the_effective_batch_is_held_by_accumulation(tmp_path):
+    spec = write_sweep(tmp_path, {"method": ["lora"]}, launch={"mock": "oom", "mock_fits": 11})
+    night = sweep(spec, tmp_path / "out", "--until-oom", "--effective-batch", "24")
+    assert night.code == 0, night.stderr
+    assert frontier(night) == {"lora": (8, 12)}
+    for run in night.runs():
+        train = rundir.read_json(run.spec_json)["train"]
+        assert train["batch_size"] * train["gradient_accumulation_steps"] == 24
+
+
+# --- --dry-run -------------------------------------------------------------------------------------------------------
+
+
+def typed(command: list[str], out: Path) -> subprocess.CompletedProcess[str]:
+    assert command[0] == "ftbench"
+    return ftbench(*command[1:])
+
+
+def test_the_commands_of_a_dry_run_work_when_typed_and_make_the_runs_of_the_sweep(tmp_path):
+    axes = {"method": ["lora", {"name": "qlora", "rank": 4}], "train.batch_size": [1, 8]}
+    spec = write_sweep(tmp_path, axes, launch={"mock": "oom", "mock_fits": 4})
+    out = tmp_path / "my out"
+    arguments = ("sweep", str(spec), "--out", str(out), "--set", "train.max_steps=4")
+    text = ftbench(*arguments, "--dry-run")
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.count("pending") == 4
+    assert not out.exists()
+    commands = [shlex.split(line) for line in text.stdout.splitlines() if line.strip().startswith("ftbench run")]
+    planned = json.loads(ftbench(*arguments, "--dry-run", "--json").stdout)
+    assert [line["command"] for line in planned] == commands
+    assert {line["state"] for line in planned} == {"pending"}
+    assert [typed(command, out).returncode for command in commands] == [0, 1, 0, 1]
+    night = sweep(spec, out, "--set", "train.max_steps=4")
+    assert (night.code, night.started()) == (0, [])
+    assert night.told() == ["ok", "ok", "oom", "oom"]
+    after = json.loads(ftbench(*arguments, "--dry-run", "--json").stdout)
+    assert [line["state"] for line in after] == ["ok", "oom"] * 2
+
+
+def test_a_dry_run_estimates_from_what_has_ended(tmp_path):
+    spec, out = write_sweep(tmp_path, BATCHES), tmp_path / "out"
+    sweep(spec, out)
+    lines = json.loads(
+        ftbench("sweep", str(spec), "--out", str(out), "--batch-size", "1,2,4,6", "--dry-run", "--json").stdout
+    )
+    assert [line["state"] for line in lines] == ["ok", "ok", "ok", "pending"]
+    assert lines[3]["seconds"] > 0
+    assert lines[3]["peak_gb"] == pytest.approx(8.0)  # 2 GiB and one for each sample
+
+
+def test_the_first_trial_of_a_search_can_be_typed(tmp_path):
+    spec = write_sweep(tmp_path, {"method": ["lora"]}, launch={"mock": "oom", "mock_fits": 3})
+    out = tmp_path / "out"
+    (line,) = json.loads(ftbench("sweep", str(spec), "--out", str(out), "--until-oom", "--dry-run", "--json").stdout)
+    assert typed(line["command"], out).returncode == 0
+    night = sweep(spec, out, "--until-oom")
+    assert len(night.runs()) == len(night.started()) + 1
+    assert frontier(night) == {"lora": (3, 4)}
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "ftbench-test", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"needs to mount a small disk: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Writes to the last byte."""
+    path = folder / "filler"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    for size in (2**20, 2**12, 1):
+        with suppress(OSError):
+            while os.write(file, b"\0" * size):
+                pass
+    os.close(file)
+    return path
+
+
+@pytest.mark.parametrize("parts", [SLOW, {"train": {"max_steps": 300}}], ids=["at its end", "in the middle of a run"])
+def test_a_disk_that_fills_up_loses_nothing_and_the_sweep_goes_on_once_there_is_room(tmp_path, small_disk, parts):
+    spec, out = write_sweep(tmp_path, BATCHES, **parts), small_disk / "out"
+    with Night(spec, out) as night:
+        night.until(lambda: "ok" in night.states().values())
+        night.until_training()
+        before = night.content()
+        filler = fill(small_disk)
+        night.finish()
+    assert night.code == 3, night.stderr
+    assert "free some, or write elsewhere with --out" in night.stderr
+    assert "Traceback" not in night.stderr
+    assert before.items() <= night.content().items()
+    assert night.children() == []
+    assert ftbench("sweep", "--status", str(night.path)).returncode == 0
+    refused = sweep(spec, out)
+    assert refused.code == 3
+    assert "free some, or write elsewhere with --out" in refused.stderr
+    filler.unlink()
+    again = sweep(spec, out)
+    assert again.code == 0, again.stderr
+    assert again.told() == ["ok"] * 3
+    assert before.items() <= again.content().items()
+    assert "still to come" not in again.table()
+
+
+def test_a_disk_without_room_for_another_run_stops_the_sweep_before_it_is_claimed(tmp_path, small_disk):
+    spec, out = write_sweep(tmp_path, BATCHES, **SLOW), small_disk / "out"
+    with Night(spec, out) as night:
+        night.until_training()
+        (small_disk / "filler").write_bytes(b"\0" * 20 * 2**20)
+        night.finish()
+    assert night.code == 3, night.stderr
+    assert "MiB free" in night.stderr
+    assert night.told() == ["ok"]
+    assert "2 runs are still to come" in night.table()
+
+
+# --- a clock that is set back ----------------------------------------------------------------------------------------
+
+WARP = """
+import time
+
+_time, _gmtime, _localtime, _time_ns = time.time, time.gmtime, time.localtime, time.time_ns
+
+
+def _offset():
+    with open({path!r}) as file:
+        return float(file.read() or 0)
+
+
+time.time = lambda: _time() + _offset()
+time.time_ns = lambda: _time_ns() + int(_offset() * 1e9)
+time.gmtime = lambda seconds=None: _gmtime(time.time() if seconds is None else seconds)
+time.localtime = lambda seconds=None: _localtime(time.time() if seconds is None else seconds)
+"""
+
+
+def test_a_clock_that_is_set_back_in_the_night_loses_nothing(tmp_path):
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2, 3, 4]}, **SLOW), tmp_path / "out"
+    (tmp_path / "warp").mkdir()
+    offset = tmp_path / "offset"
+    (tmp_path / "warp" / "sitecustomize.py").write_text(WARP.format(path=str(offset)))
+    warped = {"PYTHONPATH": str(tmp_path / "warp")}
+    offset.write_text("86400")
+    with Night(spec, out, env=warped) as night:
+        night.until(lambda: "ok" in night.states().values())
+        first = night.events("begin")[0]["at"]
+        for path in night.path.rglob("*"):
+            os.utime(path, (time.time() + 86400, time.time() + 86400))
+        offset.write_text("-86400")
+        night.until(lambda: night.told().count("ok") == 2)
+        night.until_training()
+        before = night.content()
+        night.kill()
+    assert night.events()[-1]["at"] < first, "the clock was not set back"
+    offset.write_text("-172800")
+    again = sweep(spec, out, env=warped)
+    assert (again.code, again.told()) == (0, ["ok"] * 4)
+    assert before.items() <= again.content().items()
+    for run in again.runs():
+        assert 2.0 <= rundir.read_json(run.state)["wall_s"] < 4.0
+    assert len(again.started()) == 5
+
+
+# --- files that are torn, edited, gone -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [1, 2, 40, 10**6])
+def test_a_torn_journal_spoils_nothing(tmp_path, cut):
+    """`cut` bytes of its end are missing; what is left is read, and what follows."""
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
+    before = sweep(spec, out)
+    path = before.path / "journal.jsonl"
+    text = path.read_bytes()
+    path.write_bytes(text[: max(0, len(text) - cut)])
+    whole = path.read_bytes().count(b"\n") + (cut == 1)  # without its newline alone a line can be read still
+    again = sweep(spec, out, "--batch-size", "1,2,4")
+    assert (again.code, again.told()) == (0, ["ok"] * 3)
+    assert before.content().items() <= again.content().items()
+    new = [event["event"] for event in again.events()[whole:]]
+    assert new == ["begin", "start", "ended", "end"]
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "sweep.json", "summary.md", "summary.csv", ".lock"])
+def test_no_file_of_the_sweep_is_needed_to_go_on(tmp_path, name):
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
+    before = sweep(spec, out)
+    (before.path / name).write_bytes(b'\xff\x00{"at": "2026')
+    again = sweep(spec, out)
+    assert (again.code, again.told(), again.table()) == (0, ["ok"] * 2, before.table())
+    assert before.content() == again.content()
+    assert ftbench("sweep", "--status", str(again.path)).returncode == 0
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"state": "ok"', b"\xff\xff", None])
+def test_a_run_whose_state_cannot_be_read_is_run_again_and_kept(tmp_path, torn):
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
+    run = sweep(spec, out).runs()[0]
+    if torn is None:
+        run.state.unlink()
+    else:
+        run.state.write_bytes(torn)
+    again = sweep(spec, out)
+    assert (again.code, again.told()) == (0, ["ok"] * 2)
+    assert again.started()[2:] == [run.run_id]
+    assert [RunDir(found.path).steps.exists() for found in again.superseded()] == [True]
+
+
+@pytest.mark.parametrize("change", ["edited", "deleted"])
+def test_the_spec_file_is_read_once(tmp_path, change):
+    spec, out = write_sweep(tmp_path, BATCHES, **SLOW), tmp_path / "out"
+    text = spec.read_bytes()
+    with Night(spec, out) as night:
+        night.until_training()
+        if change == "edited":
+            spec.write_text("model: [")
+        else:
+            spec.unlink()
+        night.finish()
+    assert (night.code, night.told()) == (0, ["ok"] * 3)
+    assert {run.spec_yaml.read_bytes() for run in night.runs()} == {text}
+    refused = sweep(spec, out)
+    assert refused.code == 2
+    assert str(spec) in refused.stderr
+    assert len(night.started()) == 3
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+REAL = {"launch": {"mock": "off"}}
+WRONG = [
+    ({}, [], ["--axis", "train.batch_sise=1,2"], 2, "did you mean"),
+    ({}, [], ["--axis", "trian.batch_size=1,2"], 2, "train"),
+    ({}, [], ["--axis", "train.batch_size"], 2, "key=value,value"),
+    ({}, [], ["--axis", "train.batch_size="], 2, "key=value,value"),
+    ({}, [], ["--batch-size", "1,two"], 2, "two"),
+    ({}, [], ["--batch-size", "0,1"], 2, "batch_size"),
+    ({}, [], ["--method", "lora,lara"], 2, "lara"),
+    ({}, [], ["--repeats", "0"], 2, "repeats"),
+    ({}, [], ["--time-budget", "soon"], 2, "write it as 8h, 90m or 1h30m"),
+    ({}, [], ["--time-budget", "0h"], 2, "write it as 8h, 90m or 1h30m"),
+    ({}, [], ["--effective-batch", "8"], 2, "--until-oom"),
+    ({}, [], ["--until-oom", "--effective-batch", "0"], 2, "effective-batch"),
+    ({}, [], ["--until-oom", "--trial-steps", "2"], 2, "trial-steps"),
+    ({}, [], ["--set", "launch.mock=maybe"], 2, "launch.mock"),
+    ({}, [], ["--axis", "train.seed=" + ",".join(map(str, range(400))), "--batch-size",
+              ",".join(map(str, range(1, 400)))], 2, "split it"),
+    ({}, [], ["--gpus", "0,0"], 2, "--gpus"),
+    ({}, [], ["--gpus", ","], 2, "--gpus"),
+    ({"axes": {"train.batch_size": 4}}, [], [], 2, "list of values"),
+    ({"axis": {"train.batch_size": [4]}}, [], [], 2, "did you mean axes"),
+    ({"axes": {"train.batch_size": [1, 2]}, "zip": [["train.batch_size", "method"]]}, [], [], 2, "no axis"),
+    ({"axes": {"train.batch_size": [1]}, "exclude": [{"train.batch_size": 1}]}, [], [], 2, "leaves no cell"),
+    ({"axes": {"launch.mock": ["ok", "off"]}}, [], [], 2, "a mock as a whole or not at all"),
+    ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--until-oom"], 2, "needs a GPU"),
+    ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--gpus", "0,1"], 3, "no such GPU"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "parts", "arguments", "code", "said"), WRONG, ids=[f"{w[2][:2]}{list(w[0])}" for w in WRONG]
+)
+def test_a_mistake_is_told_in_a_sentence_before_anything_is_made(tmp_path, section, parts, arguments, code, said):
+    spec = write_sweep(tmp_path, sweep=section, **dict(parts))
+    night = sweep(spec, tmp_path / "out", *arguments)
+    assert night.code == code, night.stderr
+    assert said in night.stderr
+    assert night.stdout == ""
+    assert not night.out.exists()
+
+
+def test_a_sweep_needs_a_file_that_is_one(tmp_path):
+    out = tmp_path / "out"
+    assert "name a spec file" in sweep(None, out).stderr
+    assert sweep(None, out).code == sweep(tmp_path / "none.yaml", out).code == sweep(tmp_path, out).code == 2
+    (tmp_path / "bad.yaml").write_text("model: [")
+    assert sweep(tmp_path / "bad.yaml", out).code == 2
+    spec = write_sweep(tmp_path, BATCHES)
+    out.write_text("a file")
+    assert sweep(spec, out).code == 3
+
+
+@pytest.mark.parametrize(("precision", "working"), [("bf16", 3), ("auto", 2)])
+def test_cells_that_cannot_work_are_told_and_the_others_run(tmp_path, precision, working):
+    """Without a GPU `auto` becomes fp32, with which no fp8 goes; the cells without fp8 work all the same."""
+    axes = {"method": ["lora", "qlora"], "optimizations.fp8": ["off", "rowwise"]}
+    night = sweep(write_sweep(tmp_path, axes, train={"precision": precision}), tmp_path / "out")
+    assert (night.code, night.told()) == (0, ["ok"] * working), night.stderr
+    assert "method=qlora optimizations.fp8=rowwise" in night.table().partition("## Cannot work")[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_a_cluster_without_ray_is_a_sentence(tmp_path):
+    night = sweep(write_sweep(tmp_path, BATCHES), tmp_path / "out", "--on", "ray")
+    assert night.code == 3, night.stderr
+    assert "pip install" in night.stderr
+
+
+# --- real training ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cache")
+def test_a_sweep_that_trains_is_done_once_and_can_be_reported(tmp_path):
+    pytest.importorskip("torch", reason="training libraries are not installed")
+    spec = tmp_path / "tiny.yaml"
+    section = {"axes": {"method": ["lora", "full"], "train.batch_size": [1, 2]}}
+    spec.write_text(json.dumps(MOCK | {"name": "tiny", "measure": {"repeats": 2}, "sweep": section}))
+    first = sweep(spec, tmp_path / "out", experiment="tiny", within=200)
+    assert first.code == 0, first.stderr
+    assert first.told() == ["ok"] * 8
+    order = [(event["what"].partition(" repeat ")[0], event["what"][-1]) for event in first.events("start")]
+    assert [repeat for _, repeat in order] == ["1"] * 4 + ["2"] * 4
+    assert order[:4] == [(what, "1") for what, _ in order[4:]]
+    before = first.content()
+    again = sweep(spec, tmp_path / "out", experiment="tiny")
+    assert (again.code, again.content(), len(again.started())) == (0, before, 8)
+    assert again.table() == first.table()
+    found = json.loads(ftbench("report", str(tmp_path / "out" / "tiny"), "--format", "json").stdout)
+    assert sorted(run["method"] for run in found["runs"]) == ["full"] * 4 + ["lora"] * 4
+    assert {run["steps"]["total"] if isinstance(run.get("steps"), dict) else run["steps.total"]
+            for run in found["runs"]} == {3}  # fmt: skip
+    eventually(lambda: not processes_about(tmp_path / "out"), 3)

@@ -1,0 +1,168 @@
+"""`ftbench sweep` as a user runs it: in a process of its own, with mock runs unless a test says otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ftbench import rundir
+from ftbench.rundir import RunDir
+from ftbench.sweep import journal
+
+MOCK = {
+    "name": "night",
+    "model": {"id": "tiny/qwen3", "weights": "random"},
+    "dataset": {"name": "synthetic", "samples": 64, "length": 32},
+    "train": {"batch_size": 2, "max_steps": 3},
+}
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def write_sweep(folder: Path, axes: dict[str, Any] | None = None, **parts: Any) -> Path:
+    """A spec file of mock runs with the axes of a sweep; `parts` add to its sections."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values: dict[str, Any] = {**MOCK, "launch": {"mock": "ok"}}
+    for key, value in parts.items():
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    path = folder / "spec.yaml"
+    path.write_text(json.dumps(values | ({"sweep": {"axes": axes}} if axes else {})))
+    return path
+
+
+def processes_about(folder: Path) -> list[psutil.Process]:
+    """Every process whose command line names something in `folder`."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        told = any(str(folder) in argument for argument in process.info["cmdline"] or [])
+        if told and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def eventually(holds: Callable[[], Any], within: float = 30.0, what: str = "waited too long") -> None:
+    deadline = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+class Folder:
+    """What sweeps leave in `out`: the runs, the journal and the tables of the one experiment in it."""
+
+    def __init__(self, out: Path, experiment: str = "night-mock") -> None:
+        self.out, self.path = out, out / experiment
+
+    def runs(self) -> list[RunDir]:
+        return rundir.find_runs(self.path)
+
+    def states(self) -> dict[str, str]:
+        """State of each run as its file says, by the name of its directory."""
+        return {run.run_id: rundir.read_json(run.state).get("state", "") for run in self.runs()}
+
+    def told(self) -> list[str]:
+        """The states without the names, sorted."""
+        return sorted(self.states().values())
+
+    def superseded(self) -> list[RunDir]:
+        return [RunDir(path) for path in sorted(self.path.glob(".superseded/*"))]
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        found = journal.read(self.path / journal.JOURNAL)
+        return [event for event in found if not names or event["event"] in names]
+
+    def started(self) -> list[str]:
+        """The runs that were started, in order."""
+        return [event["run"] for event in self.events("start")]
+
+    def table(self) -> str:
+        return (self.path / "summary.md").read_text()
+
+    def children(self) -> list[psutil.Process]:
+        """The processes of the runs that are on."""
+        return processes_about(self.path.resolve())
+
+    def content(self) -> dict[str, tuple[int, bytes, bytes]]:
+        """Of each run that ended with a result: its directory's inode, state.json and steps.csv."""
+        found = {}
+        for run in self.runs():
+            if rundir.read_json(run.state).get("state") in ("ok", "oom"):
+                steps = run.steps.read_bytes() if run.steps.exists() else b""
+                found[run.run_id] = (run.path.stat().st_ino, run.state.read_bytes(), steps)
+        return found
+
+
+class Night(Folder):
+    """One `ftbench sweep` in a process of its own; a context that leaves no process behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    def __init__(self, spec: Path | None, out: Path, *arguments: str, env: dict[str, str] | None = None, **where: Any):
+        super().__init__(out, **where)
+        named = [str(spec), "--out", str(out)] if spec else []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ftbench", "sweep", *named, *arguments],
+            env=os.environ | ENVIRONMENT | (env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Night:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self.process, *self.children()):
+            process.kill()
+        self.process.communicate()
+
+    def finish(self, within: float = 60.0) -> Night:
+        self.stdout, self.stderr = self.process.communicate(timeout=within)
+        self.code = self.process.returncode
+        return self
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """`kill -9`, and nothing of it is left."""
+        self.process.kill()
+        self.process.communicate()
+        eventually(lambda: not self.children(), 3, "a process has outlived its sweep")
+
+    def until(self, holds: Callable[[], Any], within: float = 30.0) -> None:
+        def going() -> bool:
+            if holds():
+                return True
+            assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
+            return False
+
+        eventually(going, within)
+
+    def until_training(self, steps: int = 1) -> RunDir:
+        """Until a run has made `steps`; returns it."""
+
+        def training() -> list[RunDir]:
+            running = [run for run in self.runs() if rundir.read_json(run.state).get("state") == "running"]
+            return [run for run in running if len(rundir.read_steps(run.steps)[0]) >= steps]
+
+        self.until(training)
+        return training()[0]
+
+
+def sweep(spec: Path | None, out: Path, *arguments: str, within: float = 60.0, **more: Any) -> Night:
+    """A sweep from its start to its end."""
+    with Night(spec, out, *arguments, **more) as night:
+        night.finish(within)
+    assert "Traceback" not in night.stderr, night.stderr
+    return night
