@@ -99,7 +99,7 @@ def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[s
         found.append(f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off")
     here = [name for name in ("activation_offload", "liger") if getattr(spec.optimizations, name) and not capability]
     found += [f"optimizations.{name} needs a GPU: set it to off" for name in here]
-    if spec.optimizations.attention.startswith(("flash", "varlen")) and capability is None:
+    if spec.optimizations.attention.startswith(("flash", "flex", "varlen")) and capability is None:
         found.append(f"optimizations.attention {spec.optimizations.attention} needs a GPU: set it to sdpa")
     if spec.train.optimizer.startswith("paged") and capability is None:
         found.append(f"train.optimizer {spec.train.optimizer} needs a GPU to page from: set it to adamw_torch")
