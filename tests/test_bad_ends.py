@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import ENDLESS, Command, write_spec
+from commands import ENDLESS, TINY, Command, write_spec
 from ftbench import rundir
 from ftbench.core.rows import COLUMNS
 from ftbench.errors import DataError, MissingError, NotAppliedError
-from ftbench.spec.datasets import Dataset
+from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.prepare import prepare
 from ftbench.worker.outcome import Terminated, of_exception
 
@@ -262,8 +262,10 @@ HEADER = b"instruction,input,output\n"
 def test_a_data_file_that_cannot_be_used_names_file_and_line(tmp_path, name, content, said):
     path = tmp_path / name
     path.write_bytes(content)
+    values = {"name": "bad", "model": TINY, "dataset": {"name": "file", "path": str(path)}}
+    spec = Experiment.model_validate(values)
     with pytest.raises(DataError) as raised:
-        prepare(Dataset(name="file", path=str(path)), tokenizer=None, vocab_size=2048, batch_size=2)
+        prepare(spec, tokenizer=None, vocab_size=2048)
     assert str(raised.value).startswith(f"{path}{said}")
     assert of_exception(raised.value, "prepare_data", None)["exit_code"] == 2
 

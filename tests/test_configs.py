@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.spec.experiment import refused_here, resolve
+from ftbench.spec.combinations import refused_here
+from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

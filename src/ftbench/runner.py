@@ -18,7 +18,8 @@ from ftbench.launch import mock, process, trl
 from ftbench.launch.follow import Follower, Watchdog
 from ftbench.rundir import RunDir
 from ftbench.spec import identity
-from ftbench.spec.experiment import Experiment, impossible, refused_here, resolve
+from ftbench.spec.combinations import impossible, refused_here
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 
 MINIMUM_FREE_BYTES = 32 * 2**20

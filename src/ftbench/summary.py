@@ -126,7 +126,7 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
 
 def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -> float:
     """FLOPs of one step as computed: trl's chunked loss makes logits of label tokens only, and makes them twice."""
-    chunked = applied.get("loss") == "chunked_nll"
+    chunked = str(applied.get("loss")).startswith("chunked")
     positions = row.padded_tokens or 0
     return flops.hardware_flops(
         shape,

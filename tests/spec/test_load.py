@@ -1,7 +1,8 @@
 import pytest
 
 from ftbench.errors import SpecError
-from ftbench.spec.experiment import Experiment, impossible, refused_here, resolve
+from ftbench.spec.combinations import impossible, refused_here
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.methods import PROJECTIONS
 
@@ -221,7 +222,7 @@ def test_another_model_drops_the_revision_and_path_of_the_old(files):
         ("train: {epochs: .nan}", ["train.epochs: nan: must be a finite number"]),
         ("train: {max_steps: 1.5}", ["train.max_steps: 1.5: must be a valid integer"]),
         ("train: {seed: 4294967296}", ["train.seed: 4294967296: must be less than 4294967296"]),
-        ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on or off"]),
+        ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on, off or dynamic"]),
         ("optimizations: {fp8: on}", ["optimizations.fp8: True is not allowed", "off, tensorwise, rowwise"]),
         ("measure: {warmup: some}", ["measure.warmup: 'some' must be auto or a whole number"]),
         ("measure: {warmup: -1}", ["measure.warmup: -1 must be auto or a whole number, 0 or more"]),

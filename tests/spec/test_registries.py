@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import ftbench
+from ftbench.spec.combinations import refused_here
 from ftbench.spec.datasets import DATASETS, FORMATS, LIKE
-from ftbench.spec.experiment import Experiment, refused_here
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 

@@ -11,13 +11,24 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
+from conftest import spec_of
 from ftbench.errors import DataError, SpecError
 from ftbench.spec.datasets import Dataset
+from ftbench.worker.data import prepare as preparing
 from ftbench.worker.data import synthetic
 from ftbench.worker.data.formats import BadRow, detect, example
-from ftbench.worker.data.prepare import prepare
 from ftbench.worker.data.tokens import IGNORE, tokenise
 from ftbench.worker.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
+
+
+def prepare(dataset: Dataset, tokenizer: object, vocabulary: int, batch_size: int) -> preparing.Prepared:
+    spec = spec_of(train={"batch_size": batch_size}).model_copy(update={"dataset": dataset})
+    return preparing.prepare(spec, tokenizer, vocabulary)
+
+
+def flat(rows: list) -> list:
+    """What stands in the rows, one after the other."""
+    return [sample for row in rows for sample in row]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +178,7 @@ def test_a_template_that_writes_the_date_gives_the_same_tokens_on_any_day(tokeni
         found.append(prepare(dataset, tokenizer, 8192, 2))
     assert ["29 February 2024" in plain[0], "05 December 2031" in plain[1]] == [True, True]  # the clock was set
     assert found[0] == found[1]
-    assert "<turn>system\nToday is " in tokenizer.decode(found[0].train[0].ids)
+    assert "<turn>system\nToday is " in tokenizer.decode(found[0].train[0][0].ids)
 
 
 def test_share_gpt_turns_are_the_same_dialogue(tokenizer):
@@ -220,7 +231,9 @@ def test_samples_are_drawn_as_datasets_shuffle_draws_them(tokenizer, data_file):
     chosen = data_file(rows).model_copy(update={"samples": 5})
     found = prepare(chosen, tokenizer, 8192, 2)
     wanted = datasets.Dataset.from_list(rows).shuffle(seed=42).select(range(5))
-    answers = [tokenizer.decode([t for t in s.labels if t != IGNORE]).removesuffix("<eos>\n") for s in found.train]
+    answers = [
+        tokenizer.decode([t for t in s.labels if t != IGNORE]).removesuffix("<eos>\n") for s in flat(found.train)
+    ]
     assert answers == wanted["output"]
 
 
@@ -228,7 +241,7 @@ def test_samples_for_evaluation_are_never_trained_on(tokenizer, data_file):
     rows = [PAIR | {"output": f"answer {i}"} for i in range(10)]
     found = prepare(data_file(rows).model_copy(update={"eval_samples": 3}), tokenizer, 8192, 2)
     assert len(found.train) == 7
-    assert not {tuple(s.ids) for s in found.train} & {tuple(s.ids) for s in found.evaluation}
+    assert not {tuple(s.ids) for s in flat(found.train)} & {tuple(s.ids) for s in flat(found.evaluation)}
 
 
 def test_asking_for_more_samples_than_there_are_is_refused(tokenizer, data_file):
@@ -266,7 +279,7 @@ def test_a_sample_whose_answer_lies_beyond_max_length_gives_way_to_the_next_row(
     drawn = order if samples is None else order[: order.index(wanted[-1])]
     left_out = sum(index % 2 for index in drawn)
     assert left_out
-    assert answers_of(tokenizer, [*found.train, *found.evaluation]) == [f"answer {index}" for index in wanted]
+    assert answers_of(tokenizer, flat([*found.train, *found.evaluation])) == [f"answer {index}" for index in wanted]
     assert len(found.evaluation) == evaluated
     assert found.warnings == [f"{left_out} rows of file whose answer lies beyond max_length 128 were left out"]
 

@@ -15,7 +15,8 @@ from ftbench.doctor.facts import Facts
 from ftbench.doctor.findings import Finding, Verdict
 from ftbench.errors import MissingError
 from ftbench.launch import trl
-from ftbench.spec.experiment import Experiment, refused_here
+from ftbench.spec.combinations import refused_here
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 
@@ -42,9 +43,16 @@ def check(facts: Facts) -> list[Finding]:
 
 def choices(key: str) -> list[Any]:
     """What an optimization can be set to, but for off and auto."""
-    annotation: Any = Optimizations.model_fields[key].annotation
-    values = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else (True,)
-    return [value for value in values if value not in ("off", "auto", False)]
+    return [value for value in _values(Optimizations.model_fields[key].annotation) if value not in ("off", "auto")]
+
+
+def _values(annotation: Any) -> list[Any]:
+    """What a type of an option admits, but for false: a switch, words, or both."""
+    if annotation is bool:
+        return [True]
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    return [value for part in typing.get_args(annotation) for value in _values(part)]
 
 
 def label(key: str, value: Any) -> str:
@@ -76,7 +84,8 @@ def optimization(facts: Facts, key: str, value: Any) -> Answer:
     """Whether an optimization can be switched on here."""
     if not facts.has("torch"):
         return "n/a", "nothing can be trained here yet: see methods"
-    if (refused := _refused(facts, optimizations={key: value})) is not None:
+    beside = {"packing": True} if value == "varlen" else {}  # goes with rows without padding only
+    if (refused := _refused(facts, optimizations={key: value, **beside})) is not None:
         return refused
     return CHECKS[key](facts, str(value))
 
@@ -96,8 +105,6 @@ def _refused(facts: Facts, **sections: Any) -> Answer | None:
 def _attention(facts: Facts, value: str) -> Answer:
     if value in FLASH_PACKAGES:
         return _flash(facts, value)
-    if value == "flex_attention" and facts.capability is None:
-        return "n/a", "torch has no backward pass of it on a CPU: use sdpa"
     if value == "flex_attention" and not facts.has("triton"):
         return "n/a", "needs triton, which is not installed: pip install triton, or use sdpa"
     return "ok", "works, with the largest memory: it keeps every score" if value == "eager" else "works"
@@ -133,9 +140,20 @@ def _fp8(facts: Facts, value: str) -> Answer:
     return "ok", "works; faster than bf16 with optimizations.compile only"
 
 
+def _works(facts: Facts, value: str) -> Answer:
+    return "ok", "works"
+
+
+def _liger(facts: Facts, value: str) -> Answer:
+    return (
+        ("ok", "works") if facts.has("triton") else ("n/a", "needs triton, which is not installed: pip install triton")
+    )
+
+
 CHECKS: dict[str, Callable[[Facts, str], Answer]] = {
-    "gradient_checkpointing": lambda facts, value: ("ok", "works"),
+    **dict.fromkeys(Optimizations.model_fields, _works),
     "attention": _attention,
+    "liger": _liger,
     "compile": _compile,
     "fp8": _fp8,
 }

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ftbench.core.architectures import architectures
-from ftbench.core.hardware import supports_fp8
 from ftbench.spec.base import Float, Int, Part, Switch
+from ftbench.spec.combinations import impossible
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.optimizations import Optimizations
@@ -150,52 +150,6 @@ class Experiment(Part):
         return self
 
 
-def impossible(spec: Experiment) -> list[str]:
-    """The combinations that cannot work on any machine, each as a sentence with a way out."""
-    found = []
-    fp8 = spec.optimizations.fp8 != "off"
-    if fp8 and spec.method.quantised:
-        found.append(
-            f"optimizations.fp8 needs 16-bit base weights and method {spec.method.name} stores 4-bit ones: use lora"
-        )
-    if fp8 and spec.method.name == "full":
-        found.append("optimizations.fp8 converts frozen base layers and method full has none: use lora")
-    if fp8 and spec.train.precision not in ("auto", "bf16"):
-        found.append(f"optimizations.fp8 goes with train.precision bf16, not {spec.train.precision}")
-    if spec.train.precision == "fp16" and spec.method.name == "full" and spec.model.dtype in ("float16", "bfloat16"):
-        found.append(
-            "full fine-tuning with train.precision fp16 scales gradients, which 16-bit weights do not allow: "
-            "set model.dtype to float32"
-        )
-    if spec.train.precision == "fp16" and spec.method.quantised:
-        found.append(
-            "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16, "
-            "which cannot be scaled: set train.precision to bf16 or fp32"
-        )
-    found += _beside_unsloth(spec)
-    if any(target.rsplit(".", 1)[-1] == "lm_head" for target in getattr(spec.method, "targets", ())):
-        found.append("method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out")
-    if getattr(spec.method, "experts", False) and getattr(spec.method, "dropout", 0):
-        found.append("method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices")
-    if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
-        found.append("measure.eval: epoch needs dataset.eval_samples")
-    return found
-
-
-def _beside_unsloth(spec: Experiment) -> list[str]:
-    """unsloth brings its own of what these switch on."""
-    if spec.method.name != "unsloth":
-        return []
-    on = spec.optimizations
-    own = {
-        "gradient_checkpointing": (on.gradient_checkpointing, "set method.use_gradient_checkpointing instead"),
-        "attention": (on.attention != "auto", "it chooses the attention itself: leave it auto"),
-        "compile": (on.compile, "it compiles what it rewrites itself: leave it off"),
-        "fp8": (on.fp8 != "off", "its fused functions multiply in 16 bits: leave it off, or use method lora"),
-    }
-    return [f"optimizations.{name} with method unsloth: {why}" for name, (is_on, why) in own.items() if is_on]
-
-
 def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
     """The spec with every `auto` that depends on the machine decided; None is a machine without a GPU.
 
@@ -211,25 +165,3 @@ def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
     if isinstance(spec.method, Qlora) and spec.method.compute_dtype == "auto":
         changed["method"] = spec.method.model_copy(update={"compute_dtype": "bfloat16" if half else "float32"})
     return spec.model_copy(update=changed)
-
-
-def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-    """What cannot work on a machine whose GPU has this compute capability; None is a machine without a GPU."""
-    found = []
-    if spec.method.needs_gpu and capability is None:
-        found.append(
-            f"method {spec.method.name} runs none of its own kernels without a GPU, and this machine has none: use "
-            "lora or qlora"
-        )
-    if spec.optimizations.fp8 != "off" and (capability is None or not supports_fp8(capability)):
-        have = "this machine has no GPU" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
-        found.append(f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off")
-    if spec.optimizations.attention.startswith("flash") and capability is None:
-        found.append(f"optimizations.attention {spec.optimizations.attention} needs a GPU: set it to sdpa")
-    if spec.train.optimizer.startswith("paged") and capability is None:
-        found.append(f"train.optimizer {spec.train.optimizer} needs a GPU to page from: set it to adamw_torch")
-    if spec.train.precision == "fp16" and capability is None:
-        found.append(
-            "train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32"
-        )
-    return found

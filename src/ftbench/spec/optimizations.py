@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from ftbench.spec.base import Part, Switch
+
+
+def _or(word: str) -> Any:
+    """A switch that also takes one word."""
+
+    def check(value: object) -> object:
+        if value != word and not isinstance(value, bool):
+            raise ValueError(f"must be on, off or {word}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class Optimizations(Part):
     """Each is independent, and each is proven on the live objects before a number is believed."""
 
-    gradient_checkpointing: Switch = Field(
+    gradient_checkpointing: Annotated[bool | Literal["selective"], _or("selective")] = Field(
         False,
-        description="keep only each layer's input and compute the rest again in the backward pass: less memory, slower",
+        description="keep only each layer's input and compute the rest again in the backward pass: less memory, "
+        "slower; selective does so in every second layer",
     )
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
-        "auto", description="attention implementation; auto is the library's choice for the model"
+    activation_offload: Switch = Field(
+        False, description="keep what the backward pass needs in host memory (trl): less device memory, slower"
     )
-    compile: Switch = Field(
-        False, description="torch.compile each decoder layer: faster steps, a slow start, again for each new shape"
+    attention: Literal[
+        "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = Field(
+        "auto",
+        description="attention implementation; auto is the library's choice for the model; varlen is torch's own for "
+        "rows without padding",
+    )
+    padding_free: Switch = Field(
+        False, description="lay the samples of a batch end to end in one row instead of padding them"
+    )
+    packing: Switch = Field(
+        False, description="fill rows of max_length with whole samples, each seeing only itself; batch_size counts rows"
+    )
+    fixed_shape: Switch = Field(
+        False, description="pad every batch to the longest sample of the data set: one shape, one compiled graph"
+    )
+    length_grouping: Switch = Field(
+        False, description="batch samples of like length: less padding, and another order of the samples"
+    )
+    chunked_loss: Switch = Field(
+        False, description="loss over chunks of the label tokens, without trl's metrics and the waits they need"
+    )
+    liger: Switch = Field(False, description="Liger's Triton kernels: norms, rotary embedding, SwiGLU, fused loss")
+    compile: Annotated[bool | Literal["dynamic"], _or("dynamic")] = Field(
+        False,
+        description="torch.compile each decoder layer: faster steps, a slow start, again for each new shape; dynamic "
+        "compiles for all lengths at once",
     )
     fp8: Literal["off", "tensorwise", "rowwise"] = Field(
         "off", description="products with the frozen base layers in 8-bit floats (torchao): faster where compiled"

@@ -14,7 +14,8 @@ from ftbench import runner
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import SpecError
 from ftbench.spec import identity
-from ftbench.spec.experiment import Experiment, impossible, refused_here, resolve
+from ftbench.spec.combinations import impossible, refused_here
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.sweep import Cell, cells
 from ftbench.sweep import budget, frontier, view
 from ftbench.sweep.jobs import Job, command

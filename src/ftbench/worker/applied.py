@@ -13,7 +13,7 @@ from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.methods import lora, unsloth
 from ftbench.worker.optimizations import compile as compiled
-from ftbench.worker.optimizations import fp8, gradient_checkpointing
+from ftbench.worker.optimizations import fp8, gradient_checkpointing, liger
 
 SCHEMA = 1
 KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "other")
@@ -40,6 +40,7 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
         },
         "matmul_shape": asdict(matmul_shape(model)),
         "fp8_layers": fp8.layers(model),
+        "liger_modules": liger.modules(model),
         **({"unsloth": unsloth.applied(model)} if spec.method.name == "unsloth" else {}),
     }
 
@@ -57,8 +58,8 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
     return {
         "product_precision": _product_precision(spec, precision, trainer.model),
         "autocast": precision,
-        "gradient_checkpointing": gradient_checkpointing.is_on(trainer.model),
-        "loss": trainer.args.loss_type,
+        "gradient_checkpointing": gradient_checkpointing.share(trainer.model),
+        "loss": _loss(trainer, spec),
         "optimizer": {
             "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",
             "fused": None if optimizer is None else bool(optimizer.defaults.get("fused")),
@@ -66,6 +67,13 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
         },
         "compiled_graphs": compiled.graphs() if spec.optimizations.compile else None,
     }
+
+
+def _loss(trainer: Any, spec: Experiment) -> str:
+    """Who computes the loss: trl's word for its own, ours, or Liger's."""
+    if spec.optimizations.chunked_loss:
+        return "chunked (ftbench)"
+    return "fused (liger)" if spec.optimizations.liger else str(trainer.args.loss_type)
 
 
 def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]:

@@ -54,7 +54,7 @@ def train(run: Run) -> None:
     vocabulary = config.get_text_config().vocab_size
     synthetic = spec.dataset.name == "synthetic"
     tokenizer = build_tokenizer(vocabulary) if synthetic else models.load_tokenizer(spec.model, source)
-    data = prepare(spec.dataset, tokenizer, vocabulary, spec.train.batch_size)
+    data = prepare(spec, tokenizer, vocabulary)
 
     phases.enter("load")
     _watch_memory(phases)
@@ -73,6 +73,8 @@ def train(run: Run) -> None:
     warned = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
     run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warned)
     _demand(run, method.proof(loop.model, spec))
+    if spec.optimizations.gradient_checkpointing == "selective":
+        loop.add_callback(optimizations.load("gradient_checkpointing").Selective())
     loop.add_callback(_AfterFirstStep(run, loop))
 
     phases.enter("train")
@@ -131,4 +133,4 @@ def _recorder(directory: RunDir, spec: Experiment) -> Recorder:
     if place.type == "cuda" and (nvml := nvml_module()) is not None:
         handle = handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(place).uuid}")
         sampler = Sampler(nvml, handle) if handle is not None else None
-    return Recorder(StepsWriter(directory.steps), place, sampler, count_graphs=spec.optimizations.compile)
+    return Recorder(StepsWriter(directory.steps), place, sampler, count_graphs=bool(spec.optimizations.compile))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import transformers
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.applied import innermost
-from ftbench.worker.data.collate import CountingCollator
+from ftbench.worker.data.collate import Collator
+from ftbench.worker.data.order import Row
 from ftbench.worker.data.prepare import Prepared
-from ftbench.worker.data.tokens import Tokens
 from ftbench.worker.optimizations import gradient_checkpointing
 from ftbench.worker.phases import Phases
 from ftbench.worker.recorder import Recorder
@@ -32,6 +34,8 @@ PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp3
 class Trainer(SFTTrainer):
     """Trains as trl does; adds nothing to a step but a few references."""
 
+    without_trls_metrics = False
+
     def attach(self, recorder: Recorder, phases: Phases) -> None:
         self._recorder, self._phases = recorder, phases
         self.add_callback(recorder)
@@ -48,8 +52,14 @@ class Trainer(SFTTrainer):
         self._recorder.micro_step(loss)
         return loss
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().compute_loss(*args, **kwargs)
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """trl's, with the entropy and accuracy that it adds; where the loss is ours or Liger's there are no logits to
+        compute them from, and transformers' does."""
+        if self.without_trls_metrics:
+            inputs.pop("_prediction_loss_only", None)
+            result = transformers.Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+        else:
+            result = super().compute_loss(model, inputs, *args, **kwargs)
         if self.model.training:
             self._recorder.position = "backward"
         return result
@@ -86,8 +96,8 @@ class Trainer(SFTTrainer):
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, recorder: Recorder) -> Trainer:
     """The trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every method
     sees the same tokens in the same order."""
-    collator = CountingCollator(tokenizer.pad_token_id or 0, lambda count: recorder.batches.append(count))
-    return Trainer(
+    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, lambda count: recorder.batches.append(count))
+    loop = Trainer(
         model=model,
         args=arguments(spec, run, on_gpu=next(model.parameters()).device.type == "cuda"),
         processing_class=tokenizer,
@@ -95,6 +105,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         eval_dataset=_dataset(data.evaluation) if data.evaluation else None,
         data_collator=collator,
     )
+    loop.without_trls_metrics = spec.optimizations.chunked_loss or spec.optimizations.liger
+    return loop
 
 
 def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
@@ -115,7 +127,9 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
         data_seed=train.seed,
-        gradient_checkpointing=gradient_checkpointing.asked_for(spec),
+        gradient_checkpointing=bool(gradient_checkpointing.asked_for(spec)),
+        activation_offloading=spec.optimizations.activation_offload,
+        **({"loss_type": "nll"} if spec.optimizations.chunked_loss or spec.optimizations.liger else {}),
         eval_strategy="epoch" if spec.measure.eval == "epoch" else "no",
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
@@ -133,9 +147,14 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
     )
 
 
-def _dataset(samples: list[Tokens]) -> Dataset:
-    data = Dataset.from_dict({"input_ids": [s.ids for s in samples], "labels": [s.labels for s in samples]})
-    return data.with_format("numpy")
+def _dataset(rows: list[Row]) -> Dataset:
+    """A row's samples end to end, and how long each is."""
+    columns = {
+        "input_ids": [[token for sample in row for token in sample.ids] for row in rows],
+        "labels": [[label for sample in row for label in sample.labels] for row in rows],
+        "lengths": [[len(sample.ids) for sample in row] for row in rows],
+    }
+    return Dataset.from_dict(columns).with_format("numpy")
 
 
 def proof(trainer: Trainer, spec: Experiment) -> list[str]:
@@ -153,6 +172,9 @@ def proof(trainer: Trainer, spec: Experiment) -> list[str]:
             f"train.optimizer is {spec.train.optimizer} and {name} keeps no state in 8 bits "
             "(bitsandbytes leaves tensors of fewer than 4,096 elements in 32)"
         )
+    if spec.optimizations.activation_offload and isinstance(trainer.maybe_activation_offload_context, nullcontext):
+        found.append("optimizations.activation_offload is on and the trainer offloads nothing")
+    found += trainer.data_collator.proof(spec)
     autocast = trainer.accelerator.mixed_precision
     if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
         found.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")

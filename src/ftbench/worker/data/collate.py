@@ -1,4 +1,4 @@
-"""Samples → a padded batch, counting what goes into it."""
+"""Rows of samples → a batch, counting what goes into it: padded on the right, or laid end to end in one row."""
 
 from __future__ import annotations
 
@@ -8,41 +8,98 @@ from typing import Any
 import numpy as np
 import torch
 
+from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.recorder import BatchCount
 
+BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that is told where samples begin
 
-class CountingCollator:
-    """Pads on the right to the longest sample of the batch and hands the counts to `sink`, batch by batch."""
 
-    def __init__(self, pad_token_id: int, sink: Callable[[BatchCount], None]) -> None:
-        self._pad = pad_token_id
-        self._sink = sink
+class Collator:
+    """Makes batches as the spec's optimizations ask, and hands the counts to `sink`, batch by batch."""
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in samples]
-        longest = max(map(len, ids))
-        shape = (len(ids), longest)
+    def __init__(self, spec: Experiment, pad_token_id: int, longest: int, sink: Callable[[BatchCount], None]) -> None:
+        """`longest` is the length in tokens that `fixed_shape` pads a row to."""
+        on = spec.optimizations
+        self._flat = on.packing or on.padding_free
+        self._fixed = longest if on.fixed_shape else None
+        self._positions = on.chunked_loss
+        self._boundaries = on.attention in BY_BOUNDARIES
+        self._max_length = max(longest, spec.dataset.max_length)
+        self._pad, self._sink = pad_token_id, sink
+        self._shapes: set[tuple[int, int]] = set()
+        self._has_padding = False
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        samples = [sample for row in rows for sample in _samples(row)]
+        batch = self._laid_out(samples, len(rows)) if self._flat else self._padded(samples)
+        count = BatchCount(
+            real=sum(len(ids) for ids, _ in samples),
+            padded=batch["input_ids"].size,
+            labels=int((batch["labels"][:, 1:] != IGNORE).sum()),
+            samples=len(samples),
+            longest=max(len(ids) for ids, _ in samples),
+            tokens=[ids.tobytes() for ids, _ in samples],
+        )
+        self._shapes.add(batch["input_ids"].shape)
+        self._has_padding |= count.padded > count.real
+        self._sink(count)
+        if self._positions:
+            labels = batch["labels"].copy()
+            labels[:, 0] = IGNORE  # nothing stands before it to predict it from
+            batch["label_positions"] = np.flatnonzero(labels != IGNORE)
+        return {
+            key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in batch.items()
+        }
+
+    def _padded(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+        shape = (len(samples), self._fixed or max(len(ids) for ids, _ in samples))
         input_ids = np.full(shape, self._pad, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
-        labels = np.full(shape, IGNORE, dtype=np.int64)
-        for row, sample in enumerate(samples):
-            n = len(ids[row])
-            input_ids[row, :n] = ids[row]
-            mask[row, :n] = 1
-            labels[row, :n] = sample["labels"]
-        self._sink(
-            BatchCount(
-                real=sum(map(len, ids)),
-                padded=len(ids) * longest,
-                labels=int((labels[:, 1:] != IGNORE).sum()),
-                samples=len(ids),
-                longest=longest,
-                tokens=[row.tobytes() for row in ids],
-            )
-        )
-        return {
-            "input_ids": torch.from_numpy(input_ids),
-            "attention_mask": torch.from_numpy(mask),
-            "labels": torch.from_numpy(labels),
+        targets = np.full(shape, IGNORE, dtype=np.int64)
+        for row, (ids, labels) in enumerate(samples):
+            input_ids[row, : len(ids)] = ids
+            mask[row, : len(ids)] = 1
+            targets[row, : len(ids)] = labels
+        return {"input_ids": input_ids, "attention_mask": mask, "labels": targets}
+
+    def _laid_out(self, samples: Sequence[tuple[np.ndarray, np.ndarray]], rows: int) -> dict[str, Any]:
+        """One row. Positions begin at 0 in each sample, by which attention knows where it begins; the first token of a
+        sample is nobody's to predict. With a fixed shape the rest of the row is a sample without labels."""
+        total = sum(len(ids) for ids, _ in samples)
+        lengths = [len(ids) for ids, _ in samples]
+        if self._fixed and self._fixed * rows > total:
+            filler = np.full(self._fixed * rows - total, self._pad, dtype=np.int64)
+            samples = [*samples, (filler, np.full_like(filler, IGNORE))]
+            lengths.append(len(filler))
+        targets = np.concatenate([labels for _, labels in samples])
+        starts = np.cumsum([0, *lengths])
+        targets[starts[:-1]] = IGNORE
+        batch: dict[str, Any] = {
+            "input_ids": np.concatenate([ids for ids, _ in samples])[None],
+            "labels": targets[None],
+            "position_ids": np.concatenate([np.arange(length) for length in lengths])[None],
         }
+        if self._boundaries:
+            bounds = starts.astype(np.int32)
+            longest = max(self._max_length, *lengths)  # the same in every batch: a compiled graph is made for its value
+            batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            batch |= {"max_length_q": longest, "max_length_k": longest}
+        return batch
+
+    def proof(self, spec: Experiment) -> list[str]:
+        """What was asked of the batches and is not so in those made so far."""
+        found, on = [], spec.optimizations
+        if self._flat and self._has_padding and not on.fixed_shape:
+            found.append(f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches hold padding")
+        if on.fixed_shape and len({shape[1] for shape in self._shapes}) > 1:
+            found.append(f"optimizations.fixed_shape is on and batches have lengths {sorted(self._shapes)}")
+        return found
+
+
+def _samples(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The ids and labels of each sample of a row."""
+    ids = np.asarray(row["input_ids"], dtype=np.int64)
+    labels = np.asarray(row["labels"], dtype=np.int64)
+    cuts = np.cumsum(row["lengths"])[:-1]
+    return list(zip(np.split(ids, cuts), np.split(labels, cuts), strict=True))

@@ -13,25 +13,32 @@ from jinja2 import TemplateError
 from ftbench.core import lengths
 from ftbench.errors import DataError, SpecError
 from ftbench.spec.datasets import DATASETS, Dataset
-from ftbench.worker.data import synthetic
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.data import order, synthetic
 from ftbench.worker.data.formats import BadRow, Example, detect, example
+from ftbench.worker.data.order import Row
 from ftbench.worker.data.sources import Rows, open_rows
 from ftbench.worker.data.tokens import IGNORE, Tokens, tokenise
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Samples in the order they are trained on, those set aside for evaluation, and `description`: the `dataset`
-    section of the summary."""
+    """Rows in the order they are trained on, those set aside for evaluation, and `description`: the `dataset` section
+    of the summary. `longest` is the length in tokens of the longest row."""
 
-    train: list[Tokens]
-    evaluation: list[Tokens]
+    train: list[Row]
+    evaluation: list[Row]
     description: dict[str, Any]
     warnings: list[str]
 
+    @property
+    def longest(self) -> int:
+        return max(sum(len(sample.ids) for sample in row) for row in (*self.train, *self.evaluation))
 
-def prepare(dataset: Dataset, tokenizer: Any, vocab_size: int, batch_size: int) -> Prepared:
-    """Reads, draws, formats and tokenises. Raises DataError for rows that cannot be used."""
+
+def prepare(spec: Experiment, tokenizer: Any, vocab_size: int) -> Prepared:
+    """Reads, draws, formats, tokenises, and orders as the spec asks. Raises DataError for rows that cannot be used."""
+    dataset, batch_size = spec.dataset, spec.train.batch_size
     if dataset.name == "synthetic":
         samples = synthetic.draw(dataset, (dataset.samples or 0) + dataset.eval_samples, vocab_size)
         warnings: list[str] = []
@@ -42,21 +49,12 @@ def prepare(dataset: Dataset, tokenizer: Any, vocab_size: int, batch_size: int) 
     cut = len(samples) - dataset.eval_samples
     train, evaluation = samples[:cut], samples[cut:]
     if dataset.longest_first:
-        train = _longest_first(train, batch_size)
-    return Prepared(train, evaluation, _describe(dataset, train, evaluation, batch_size), warnings)
-
-
-def _longest_first(samples: list[Tokens], batch_size: int) -> list[Tokens]:
-    """The `batch_size` longest samples, then the others in their order. Raises SpecError where there are too few to
-    fill a batch: a smaller one would need less memory than was asked about."""
-    if len(samples) < batch_size:
-        raise SpecError(
-            f"train.batch_size {batch_size} with dataset.longest_first needs as many samples and there are "
-            f"{len(samples):,}: raise dataset.samples"
-        )
-    order = sorted(range(len(samples)), key=lambda place: -len(samples[place].ids))
-    first = order[:batch_size]
-    return [samples[place] for place in (*first, *sorted(order[batch_size:]))]
+        train = order.longest_first(train, batch_size)
+    if spec.optimizations.length_grouping:
+        train = order.grouped(train, batch_size, dataset.seed)
+    rows = order.packed(train, dataset.max_length) if spec.optimizations.packing else order.rows(train)
+    description = _describe(dataset, [sample for row in rows for sample in row], evaluation, batch_size)
+    return Prepared(rows, order.rows(evaluation), description, warnings)
 
 
 def _from_rows(dataset: Dataset, tokenizer: Any) -> tuple[list[Tokens], list[str]]:

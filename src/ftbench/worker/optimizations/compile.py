@@ -16,7 +16,7 @@ def decoder_layers(model: Any) -> list[Any]:
 def apply(model: Any, spec: Experiment) -> None:
     if spec.optimizations.compile:
         for layer in decoder_layers(model):
-            layer.compile()
+            layer.compile(dynamic=True if spec.optimizations.compile == "dynamic" else None)
 
 
 def graphs() -> int:

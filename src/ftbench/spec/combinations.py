@@ -1,0 +1,110 @@
+"""What cannot work: on any machine, or on this one; each as a sentence with a way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftbench.core.hardware import supports_fp8
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment
+
+
+def impossible(spec: Experiment) -> list[str]:
+    """The combinations that cannot work on any machine, each as a sentence with a way out."""
+    found = []
+    fp8 = spec.optimizations.fp8 != "off"
+    if fp8 and spec.method.quantised:
+        found.append(
+            f"optimizations.fp8 needs 16-bit base weights and method {spec.method.name} stores 4-bit ones: use lora"
+        )
+    if fp8 and spec.method.name == "full":
+        found.append("optimizations.fp8 converts frozen base layers and method full has none: use lora")
+    if fp8 and spec.train.precision not in ("auto", "bf16"):
+        found.append(f"optimizations.fp8 goes with train.precision bf16, not {spec.train.precision}")
+    if spec.train.precision == "fp16" and spec.method.name == "full" and spec.model.dtype in ("float16", "bfloat16"):
+        found.append(
+            "full fine-tuning with train.precision fp16 scales gradients, which 16-bit weights do not allow: "
+            "set model.dtype to float32"
+        )
+    if spec.train.precision == "fp16" and spec.method.quantised:
+        found.append(
+            "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16, "
+            "which cannot be scaled: set train.precision to bf16 or fp32"
+        )
+    found += _beside_unsloth(spec) + _of_optimizations(spec)
+    if any(target.rsplit(".", 1)[-1] == "lm_head" for target in getattr(spec.method, "targets", ())):
+        found.append("method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out")
+    if getattr(spec.method, "experts", False) and getattr(spec.method, "dropout", 0):
+        found.append("method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices")
+    if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
+        found.append("measure.eval: epoch needs dataset.eval_samples")
+    return found
+
+
+def _beside_unsloth(spec: Experiment) -> list[str]:
+    """unsloth brings its own of what these switch on."""
+    if spec.method.name != "unsloth":
+        return []
+    on = spec.optimizations
+    own = {
+        "gradient_checkpointing": (on.gradient_checkpointing, "set method.use_gradient_checkpointing instead"),
+        "attention": (on.attention != "auto", "it chooses the attention itself: leave it auto"),
+        "compile": (on.compile, "it compiles what it rewrites itself: leave it off"),
+        "fp8": (on.fp8 != "off", "its fused functions multiply in 16 bits: leave it off, or use method lora"),
+        "activation_offload": (on.activation_offload, "method.use_gradient_checkpointing: unsloth does that"),
+        "padding_free": (on.padding_free, "it does not read the boundaries that ftbench gives: leave it off"),
+        "packing": (on.packing, "it does not read the boundaries that ftbench gives: leave it off"),
+        "chunked_loss": (on.chunked_loss, "it has a fused loss of its own: leave it off"),
+        "liger": (on.liger, "it has kernels of its own: leave it off"),
+    }
+    return [f"optimizations.{name} with method unsloth: {why}" for name, (is_on, why) in own.items() if is_on]
+
+
+def _of_optimizations(spec: Experiment) -> list[str]:
+    """Optimizations that exclude or need each other."""
+    on, found = spec.optimizations, []
+    flat = on.packing or on.padding_free
+    if on.packing and on.padding_free:
+        found.append("optimizations.packing lays samples end to end already: set padding_free to off")
+    if on.attention == "varlen" and not flat:
+        found.append(
+            "optimizations.attention varlen is for rows without padding: set packing or padding_free, or attention sdpa"
+        )
+    if on.attention == "varlen" and spec.train.precision == "fp32":
+        found.append("optimizations.attention varlen computes in 16 bits: set train.precision to bf16")
+    if on.fixed_shape and on.padding_free:
+        found.append("optimizations.fixed_shape pads and padding_free does not: choose one, or packing")
+    if on.length_grouping and (on.packing or on.fixed_shape):
+        found.append("optimizations.length_grouping saves padding that packing and fixed_shape leave no room for")
+    if on.length_grouping and spec.dataset.longest_first:
+        found.append("optimizations.length_grouping and dataset.longest_first both order the samples: choose one")
+    if on.packing and spec.dataset.longest_first:
+        found.append("optimizations.packing fills every row: dataset.longest_first says nothing there")
+    if on.activation_offload and on.gradient_checkpointing:
+        found.append("optimizations.activation_offload and gradient_checkpointing save the same memory: choose one")
+    return found
+
+
+def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+    """What cannot work on a machine whose GPU has this compute capability; None is a machine without a GPU."""
+    found = []
+    if spec.method.needs_gpu and capability is None:
+        found.append(
+            f"method {spec.method.name} runs none of its own kernels without a GPU, and this machine has none: use "
+            "lora or qlora"
+        )
+    if spec.optimizations.fp8 != "off" and (capability is None or not supports_fp8(capability)):
+        have = "this machine has no GPU" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
+        found.append(f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off")
+    here = [name for name in ("activation_offload", "liger") if getattr(spec.optimizations, name) and not capability]
+    found += [f"optimizations.{name} needs a GPU: set it to off" for name in here]
+    if spec.optimizations.attention.startswith(("flash", "flex", "varlen")) and capability is None:
+        found.append(f"optimizations.attention {spec.optimizations.attention} needs a GPU: set it to sdpa")
+    if spec.train.optimizer.startswith("paged") and capability is None:
+        found.append(f"train.optimizer {spec.train.optimizer} needs a GPU to page from: set it to adamw_torch")
+    if spec.train.precision == "fp16" and capability is None:
+        found.append(
+            "train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32"
+        )
+    return found

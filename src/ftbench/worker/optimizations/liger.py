@@ -1,0 +1,32 @@
+"""Liger's Triton kernels in place of the model's norms, rotary embedding, MLP and loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.optimizations import chunked_loss
+
+
+def apply(model: Any, spec: Experiment) -> None:
+    if not spec.optimizations.liger:
+        return
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    loss = {"fused_linear_cross_entropy": not spec.optimizations.chunked_loss, "cross_entropy": False}
+    _apply_liger_kernel_to_instance(model=base, **loss)
+
+
+def modules(model: Any) -> int:
+    """How many modules run a function of Liger's."""
+    return sum("liger_kernel" in str(getattr(module.forward, "__module__", "")) for module in model.modules())
+
+
+def proof(model: Any, spec: Experiment) -> list[str]:
+    if not spec.optimizations.liger:
+        return []
+    found = [] if modules(model) else ["optimizations.liger is on and no module runs a kernel of Liger's"]
+    if not spec.optimizations.chunked_loss and chunked_loss.is_on(model):
+        found.append("optimizations.liger is on and the loss is another's")
+    return found

@@ -1,0 +1,16 @@
+"""Batches without padding: the collator lays samples end to end (`data/collate.py`), each seeing only itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.spec.experiment import Experiment
+
+
+def apply(model: Any, spec: Experiment) -> None:
+    return None
+
+
+def proof(model: Any, spec: Experiment) -> list[str]:
+    """The counts of the batches say it: `recorder` reads them, `trainer.proof` asks."""
+    return []

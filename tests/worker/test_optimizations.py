@@ -1,0 +1,219 @@
+"""What each optimization promises: another way to compute the same. On the CPU, with a tiny model; the GPU's own are in
+tests/gpu."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from conftest import spec_of
+from ftbench import rundir
+from ftbench.rundir import read_json
+from ftbench.spec.combinations import refused_here
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.data import order
+from ftbench.worker.data.collate import Collator
+from ftbench.worker.data.tokens import IGNORE, Tokens
+from ftbench.worker.optimizations import chunked_loss
+from ftbench.worker.random_weights import materialise
+
+
+def sample(length: int, seed: int) -> Tokens:
+    ids = np.random.default_rng(seed).integers(4, 500, length).tolist()
+    return Tokens(ids, [IGNORE] * (length // 3) + ids[length // 3 :], length)
+
+
+def row(*samples: Tokens) -> dict:
+    return {
+        "input_ids": [token for each in samples for token in each.ids],
+        "labels": [label for each in samples for label in each.labels],
+        "lengths": [len(each.ids) for each in samples],
+    }
+
+
+def collator(**optimizations) -> Collator:
+    return Collator(spec_of(optimizations=optimizations), 0, 64, lambda count: None)
+
+
+def losses(run) -> list[float]:
+    return [step.loss for step in rundir.read_steps(run.steps)[0] if step.phase == "train"]
+
+
+def steps(run) -> list:
+    return [step for step in rundir.read_steps(run.steps)[0] if step.phase == "train"]
+
+
+@pytest.fixture(scope="module")
+def model(cache):
+    folder = materialise(spec_of().model)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_a_neighbour_in_the_row_changes_nothing(model, name, attention):
+    model.set_attn_implementation(attention)
+    alone, before, after = sample(17, 1), sample(9, 2), sample(23, 3)
+    batch = collator(**{name: True})([row(before, alone, after)])
+    del batch["labels"]
+    with torch.no_grad():
+        together = model(**batch, use_cache=False).logits[0, 9:26]
+        by_itself = model(input_ids=torch.tensor([alone.ids])).logits[0]
+    torch.testing.assert_close(together, by_itself, atol=2e-5, rtol=1e-4)
+    with torch.no_grad():  # and it would show if it did
+        batch.pop("position_ids")
+        assert not torch.allclose(model(**batch, use_cache=False).logits[0, 9:26], by_itself, atol=1e-3)
+
+
+def test_no_sample_is_asked_to_predict_the_next_ones_first_token():
+    first, second = sample(6, 1), Tokens([7, 8, 9], [7, 8, 9], 3)
+    batch = collator(packing=True)([row(first, second)])
+    assert batch["labels"][0].tolist() == [IGNORE, *first.labels[1:], IGNORE, 8, 9]
+    assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert "attention_mask" not in batch
+
+
+def test_attention_by_boundaries_is_told_where_samples_begin():
+    values = spec_of(optimizations={"packing": True}).model_dump()
+    values["optimizations"] |= {"attention": "varlen"}
+    values["train"] |= {"precision": "bf16"}
+    batch = Collator(Experiment.model_validate(values), 0, 64, lambda count: None)([row(sample(5, 1), sample(4, 2))])
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 5, 9]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["max_length_q"] == 64
+
+
+def test_a_fixed_row_is_filled_up_with_a_sample_that_carries_no_loss():
+    counts = []
+    spec = spec_of(optimizations={"packing": True, "fixed_shape": True})
+    batch = Collator(spec, 0, 64, counts.append)([row(sample(40, 1), sample(10, 2)), row(sample(60, 3))])
+    assert batch["input_ids"].shape == (1, 128)
+    assert (batch["labels"][0, 110:] == IGNORE).all()
+    assert batch["position_ids"][0, 110:].tolist() == list(range(18))
+    assert (counts[0].real, counts[0].padded, counts[0].samples) == (110, 128, 3)
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=200))
+def test_packing_keeps_every_sample_whole_and_once_and_no_row_too_long(lengths):
+    made = [sample(length, seed) for seed, length in enumerate(lengths)]
+    rows = order.packed(made, 64)
+    assert sorted(id(each) for part in rows for each in part) == sorted(map(id, made))
+    assert max(sum(len(each.ids) for each in part) for part in rows) <= 64
+    two = sorted(sum(len(each.ids) for each in part) for part in rows)[:2]
+    assert len(two) < 2 or sum(two) > 64  # else they would share one
+
+
+def test_length_grouping_pads_less_and_loses_nothing():
+    made = [sample(length, seed) for seed, length in enumerate(np.random.default_rng(1).integers(4, 64, 130))]
+    grouped = order.grouped(made, 4, seed=3)
+    assert sorted(map(id, grouped)) == sorted(map(id, made))
+    assert [len(each.ids) for each in grouped] == [len(each.ids) for each in order.grouped(made, 4, seed=3)]
+
+    def padding(samples):
+        lengths = [len(each.ids) for each in samples]
+        return sum(4 * max(lengths[at : at + 4]) - sum(lengths[at : at + 4]) for at in range(0, 128, 4))
+
+    assert padding(grouped) < padding(made) / 3
+
+
+def test_the_chunked_loss_is_the_plain_one_and_so_is_its_gradient(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK", 5)
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 9, 16, requires_grad=True)
+    head = torch.nn.Linear(16, 50, bias=False)
+    labels = torch.randint(0, 50, (3, 9))
+    labels[:, :3] = IGNORE
+    positions = torch.nonzero(labels.reshape(-1) != IGNORE).squeeze(1)
+    ours = chunked_loss.chunked_loss(hidden, labels, positions, head)
+    ours.backward()
+    gradient, hidden.grad = hidden.grad.clone(), None
+    plain = F.cross_entropy(
+        head(hidden)[:, :-1].reshape(-1, 50), labels[:, 1:].reshape(-1), ignore_index=IGNORE, reduction="sum"
+    )
+    plain.backward()
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(gradient, hidden.grad)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, cache):
+    """The losses of the plain recipe, to hold the others against."""
+    return {}
+
+
+SAME = {
+    "chunked_loss": {"chunked_loss": True},
+    "padding_free": {"padding_free": True},
+    "padding_free with the chunked loss": {"padding_free": True, "chunked_loss": True},
+    "fixed_shape": {"fixed_shape": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "selective checkpointing": {"gradient_checkpointing": "selective"},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_an_optimization_learns_the_same(train_here, name):
+    reference = train_here(dataset={"samples": 8})
+    run = train_here(dataset={"samples": 8}, optimizations=SAME[name])
+    assert read_json(run.applied)["dataset"]["order_hash"] == read_json(reference.applied)["dataset"]["order_hash"]
+    assert losses(run) == pytest.approx(losses(reference), rel=2e-4)
+    assert len(losses(run)) == 4
+
+
+def test_what_an_optimization_did_stands_in_the_files(train_here):
+    packed = train_here(
+        optimizations={"packing": True, "chunked_loss": True}, dataset={"samples": 16, "max_length": 64}
+    )
+    assert all(step.padded_tokens == step.real_tokens for step in steps(packed))
+    assert sum(step.samples for step in steps(packed)) == 16
+    assert read_json(packed.applied)["loss"] == "chunked (ftbench)"
+    fixed = train_here(optimizations={"fixed_shape": True})
+    assert len({step.padded_tokens for step in steps(fixed)}) == 1
+    half = read_json(train_here(optimizations={"gradient_checkpointing": "selective"}).applied)
+    assert half["gradient_checkpointing"] == 0.5
+
+
+IMPOSSIBLE = [
+    ({"packing": True, "padding_free": True}, "set padding_free to off"),
+    ({"attention": "varlen"}, "set packing or padding_free"),
+    ({"fixed_shape": True, "padding_free": True}, "choose one"),
+    ({"length_grouping": True, "packing": True}, "length_grouping"),
+    ({"activation_offload": True, "gradient_checkpointing": True}, "choose one"),
+    ({"gradient_checkpointing": "some"}, "must be on, off or selective"),
+    ({"compile": "sometimes"}, "must be on, off or dynamic"),
+]
+
+
+@pytest.mark.parametrize(("optimizations", "said"), IMPOSSIBLE)
+def test_what_cannot_go_together_is_refused_with_a_way_out(optimizations, said):
+    with pytest.raises(ValueError, match=said):
+        spec_of(optimizations=optimizations)
+
+
+@pytest.mark.parametrize("name", ["liger", "activation_offload"])
+def test_what_needs_a_gpu_says_so(name):
+    (told,) = refused_here(spec_of(optimizations={name: True}), None)
+    assert told == f"optimizations.{name} needs a GPU: set it to off"
+
+
+@pytest.mark.parametrize(
+    "optimizations", [{"packing": True}, {"chunked_loss": True}, {"liger": True}, {"compile": True}], ids=json.dumps
+)
+def test_unsloth_brings_its_own(optimizations):
+    with pytest.raises(ValueError, match="with method unsloth"):
+        spec_of(method={"name": "unsloth"}, optimizations=optimizations)
+
+
+def test_the_longest_samples_come_first_and_the_others_keep_their_order():
+    made = [sample(length, seed) for seed, length in enumerate([5, 30, 7, 40, 9, 8])]
+    found = [len(each.ids) for each in order.longest_first(made, 2)]
+    assert found == [40, 30, 5, 7, 9, 8]
+    assert all(a >= b for a, b in pairwise(found[:2]))
