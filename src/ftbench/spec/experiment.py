@@ -52,6 +52,16 @@ class Model(Part):
         return self
 
 
+SERVICES = ("tensorboard", "mlflow", "wandb", "trackio")  # each is also the name of the package it needs
+
+
+def _services(value: object) -> object:
+    """`tensorboard` for `[tensorboard]`; none, off or nothing for an empty list."""
+    if value is None or value is False or value == "none":
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
 class Train(Part):
     """The recipe. Defaults are the founding study's where it names a value."""
 
@@ -70,6 +80,9 @@ class Train(Part):
         description="of the products (autocast; fp32 is none); auto is bf16 on a GPU that has it, fp32 elsewhere",
     )
     seed: Int = Field(42, ge=0, lt=2**32, description="of adapters and dropout")
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...], BeforeValidator(_services)
+    ] = Field((), description="services that the steps are logged to while they happen; none if left out")
 
 
 def _warmup(value: object) -> object:
