@@ -108,13 +108,14 @@ def sweep(
 @app.command()
 def report(
     paths: Annotated[list[Path], typer.Argument(help="run directories, or folders that hold some")],
-    format: Annotated[str, typer.Option("--format", help="table, md, csv or json")] = "table",
+    format: Annotated[str, typer.Option("--format", help="table, md, csv, json, latex or html")] = "table",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write to this file instead of stdout")] = None,
 ) -> None:
     """Compare runs, also from other machines, in one table."""
     from ftbench.report.collect import collect
     from ftbench.report.render import render
 
-    print(render(collect(paths), format), end="")
+    _result(render(collect(paths), format), output)
 
 
 @app.command("list")
@@ -123,6 +124,15 @@ def list_(what: Annotated[str, typer.Argument(help="methods, optimizations, mode
     from ftbench.report.catalogue import catalogue
 
     print(catalogue(what), end="")
+
+
+def _result(text: str, output: Path | None) -> None:
+    if output is None:
+        print(text, end="")
+    else:
+        from ftbench import rundir
+
+        rundir.write_text(output, text)
 
 
 @app.callback(invoke_without_command=True)

@@ -22,7 +22,7 @@ SERIES = {
     "elapsed": "elapsed_time_sec",
 }
 _PLACE = ("step", "progress_ratio")
-_POINT_BYTES = 11  # a step and a value in base64
+_POINT_BYTES = 8  # a step of two bytes and a value of four, in base64
 _FEWEST, _MOST = 16, 2000
 
 
@@ -32,19 +32,22 @@ def points_for(runs: int, budget: int) -> int:
 
 
 def curves(path: Path, points: int) -> dict[str, Any]:
-    """The training curves of a run: `{planned, steps, <series>: [steps as uint32, values as float32]}` in base64, a
-    series that no step fills left out; empty for a run without steps. `planned` is how many steps the run was to have.
+    """The training curves of a run: `{steps, planned, wide, <series>: [steps, values]}`, steps as uint16 (uint32
+    where `wide`) and values as float32 in base64, a series that no step fills left out; empty for a run without steps. `planned` is how many steps the run was to have.
     An unfinished last line, a line that cannot be read and an evaluation are no points."""
     columns = read_columns(RunDir(path).steps, (*_PLACE, *SERIES.values()))
     steps = columns.get("step", [])
     if not steps:
         return {}
-    found: dict[str, Any] = {"steps": len(steps), "planned": _planned(steps, columns["progress_ratio"])}
+    wide = max(steps) > 0xFFFF
+    found: dict[str, Any] = {
+        "steps": len(steps), "planned": _planned(steps, columns["progress_ratio"]), "wide": wide,
+    }  # fmt: skip
     for name, column in SERIES.items():
         values = columns[column]
         if any(map(math.isfinite, values)):
             places = thin(values, points)
-            found[name] = [_pack("I", [int(steps[i]) for i in places]), _pack("f", [values[i] for i in places])]
+            found[name] = [_pack("I" if wide else "H", [int(steps[i]) for i in places]), _pack("f", [values[i] for i in places])]
     return found
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ftbench.core.rows import SCHEMA
 from ftbench.errors import SpecError
+from ftbench.report.grid import fold, grid, plain
+from ftbench.report.latex import latex
 from ftbench.report.tables import CONTEXT, Table, comparison
 from ftbench.spec.base import nearest
 
@@ -37,21 +38,12 @@ def _terminal(frame: pd.DataFrame, axes: Sequence[str]) -> str:
 
 def terminal(found: Table, footnote: str = "") -> str:
     """A table as wide as the terminal, without colours."""
-    from rich.console import Console
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    table = Grid(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for heading in found.headings:
-        text = heading in _TEXT
-        table.add_column(heading, overflow="fold", no_wrap=not text, justify="left" if text else "right")
-    for row in found.rows:
-        table.add_row(*map(Text, row))
-    out = io.StringIO()
-    console = Console(file=out, width=_width(), highlight=False, color_system=None)
+    folds = [heading in _TEXT for heading in found.headings]
+    width = _width()
+    lines = [*fold(plain(_title(found.context)), width), *grid(found.headings, found.rows, folds, width)]
     below = [text for text in (footnote, *(f"note: {note}" for note in found.notes)) if text]
-    console.print(Text(_title(found.context)), table, *(["", *map(Text, below)] if below else []), sep="\n")
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    lines += ["", *(line for text in below for line in fold(plain(text), width))] if below else []
+    return "\n".join(lines) + "\n"
 
 
 def _width() -> int:
@@ -105,9 +97,21 @@ def _json(frame: pd.DataFrame, axes: Sequence[str]) -> str:
     return json.dumps({"schema": SCHEMA, "runs": records}, ensure_ascii=False, indent=1) + "\n"
 
 
+def _latex(frame: pd.DataFrame, axes: Sequence[str]) -> str:
+    return latex(comparison(frame, axes), _TEXT, _FOOTNOTE)
+
+
+def _html(frame: pd.DataFrame, axes: Sequence[str]) -> str:
+    from ftbench.report.page.document import page
+
+    return page(frame, comparison(frame, axes), _FOOTNOTE)
+
+
 FORMATS: dict[str, Callable[[pd.DataFrame, Sequence[str]], str]] = {
     "table": _terminal,
     "md": _markdown,
     "csv": _csv,
     "json": _json,
+    "latex": _latex,
+    "html": _html,
 }
