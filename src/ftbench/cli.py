@@ -118,6 +118,35 @@ def report(
     _result(render(collect(paths), format), output)
 
 
+@app.command()
+def bundle(
+    paths: Annotated[list[Path], typer.Argument(help="run directories, or folders that hold some")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")],
+    with_logs: Annotated[bool, typer.Option("--with-logs", help="also what the libraries printed")] = False,
+) -> None:
+    """Pack runs into one file that others can report and verify; weights, adapters and secrets stay here."""
+    from ftbench import bundle as bundles
+
+    made = bundles.make(paths, output, with_logs)
+    for path in made.left_out:
+        print(f"left out, still running: {path}", file=sys.stderr)
+    redacted = f", {made.redacted} secrets redacted" if made.redacted else ""
+    print(f"{output}: {made.runs} runs, {made.files} files{redacted}")
+
+
+@app.command()
+def verify(
+    bundle: Annotated[Path, typer.Argument(help="an archive of `ftbench bundle`")], as_json: Json = False
+) -> None:
+    """Check every hash of a bundle, and recompute every figure of its summaries from the steps."""
+    from ftbench.verify import as_text
+    from ftbench.verify import verify as check
+
+    found = check(bundle)
+    print(json.dumps(dataclasses.asdict(found), ensure_ascii=False) if as_json else as_text(found, bundle))
+    raise typer.Exit(1 if found.problems else 0)
+
+
 @app.command("list")
 def list_(what: Annotated[str, typer.Argument(help="methods, optimizations, models, datasets, gpus or keys")]) -> None:
     """Show what can be named in a spec."""

@@ -36,7 +36,8 @@ def installed(service: str) -> object:
 
 
 @pytest.mark.parametrize(("written", "found"), [
-    (None, ()), (False, ()), ("none", ()), ([], ()), ("wandb", ("wandb",)), (["mlflow", "trackio"], ("mlflow", "trackio")),
+    (None, ()), (False, ()), ("none", ()), ([], ()), ("wandb", ("wandb",)),
+    (["mlflow", "trackio"], ("mlflow", "trackio")),
 ])  # fmt: skip
 def test_one_name_is_a_list_of_one_and_nothing_is_the_default(written, found):
     assert spec_with(written).train.report_to == found
@@ -159,7 +160,7 @@ def test_a_service_that_fails_is_a_warning_and_the_others_go_on():
 
 
 def test_a_service_that_does_not_start_ends_the_run_before_it_trains():
-    with pytest.raises(MissingError, match="service 0 did not start .* leave it out of train.report_to"):
+    with pytest.raises(MissingError, match=r"service 0 did not start .* leave it out of train\.report_to"):
         begun(Service(fails_in="on_train_begin"))
 
 
@@ -204,7 +205,7 @@ def test_every_row_is_in_tensorboard_s_event_file(trained):
     rates = [scalar.value for scalar in events.Scalars("train/tokens_per_s")]
     assert rates == pytest.approx([row.real_tokens / row.step_time_s for row in rows], rel=1e-6)
     (evaluated,) = events.Scalars("eval/loss")
-    assert evaluated.value == pytest.approx([r.loss for r in read_steps(run.steps)[0] if r.phase == "evaluate"][0])
+    assert evaluated.value == pytest.approx(next(r.loss for r in read_steps(run.steps)[0] if r.phase == "evaluate"))
     assert len(events.Scalars("train/train_runtime")) == 1
 
 

@@ -41,11 +41,17 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
     for path in paths:
         if not path.exists():
             raise SpecError(f"{path}: no such file or directory")
-        runs = find_runs(path)
+        runs = find_runs(_unpacked(path) if path.is_file() else path)
         if not runs:
             raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
         found |= {run.path.resolve(): run for run in runs}
     return list(found.values())
+
+
+def _unpacked(path: Path) -> Path:
+    from ftbench import bundle
+
+    return bundle.opened(path)
 
 
 def summary_of(run: RunDir) -> dict[str, Any]:
