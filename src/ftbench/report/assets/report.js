@@ -127,6 +127,7 @@
     return {
       paper_bgcolor: style("--bg"), plot_bgcolor: style("--bg"), font, hovermode: "closest",
       margin: { l: 8, r: 14, t: 14, b: 8 }, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis },
+      ...(printing.matches ? { width: 660 } : {}),
       legend: { orientation: "h", y: -0.22, yanchor: "top", x: 0, xanchor: "left", font: { size: 12 } },
       hoverlabel: { bgcolor: style("--panel"), bordercolor: style("--line"), font, align: "left", namelength: -1 }, ...rest,
     };
@@ -162,7 +163,7 @@
       });
     }
     Plotly.react(box, traces, layout({
-      height: 420, ...legend(traces.length), xaxis: { title: { text: "GiB of tensors at the peak (number: batch)" }, rangemode: "tozero" },
+      height: 420, ...legend(traces.length), xaxis: { title: { text: box.clientWidth < 520 ? "peak GiB (number: batch)" : "GiB of tensors at the peak (number: batch)" }, rangemode: "tozero" },
       yaxis: { title: { text: "samples per hour" }, rangemode: "tozero" },
     }), CONFIG);
   }
@@ -182,8 +183,8 @@
         type: "bar", orientation: "h", name: label(group || "CPU"), y: found.map((cell) => label(cell.label)),
         x: found.map((cell) => value(cell, 0)), marker: { color: colour(i) }, textposition: "none",
         error_x: { type: "data", symmetric: false, color: style("--text"), thickness: 1.5, width: 4,
-          array: found.map((cell) => (value(cell, 2) === null ? 0 : value(cell, 2) - value(cell, 0))),
-          arrayminus: found.map((cell) => (value(cell, 1) === null ? 0 : value(cell, 0) - value(cell, 1))) },
+          array: found.map((cell) => (value(cell, 2) === null ? null : value(cell, 2) - value(cell, 0))),
+          arrayminus: found.map((cell) => (value(cell, 1) === null ? null : value(cell, 0) - value(cell, 1))) },
         hovertext: found.map((cell) => `<b>${label(cell.label)}</b><br>${label(cell.gpu)}<br>${round(value(cell, 0))} ${METRICS[metric]}` +
           (value(cell, 1) === null ? "<br>no interval" : `<br>95 %: ${round(value(cell, 1))} to ${round(value(cell, 2))}`) +
           `<br>${cell.runs} run${cell.runs > 1 ? "s" : ""}`),
@@ -256,11 +257,13 @@
 
   function chooser() {
     const drawn = Object.keys(data.curves).map(Number);
-    // To begin with: of each method the run that ended well with the most steps.
+    // To begin with: of each method on each GPU the run that ended well with the most steps, of those alike the fastest.
     const longest = new Map();
     drawn.forEach((index) => {
       const run = data.runs[index], key = `${run.method} ${run.gpu}`, before = longest.get(key);
-      if (run.state === "ok" && (before === undefined || data.curves[index].steps > data.curves[before].steps)) longest.set(key, index);
+      if (run.state !== "ok") return;
+      const more = before === undefined ? 1 : data.curves[index].steps - data.curves[before].steps;
+      if (more > 0 || (more === 0 && (run.values.samples || 0) > (data.runs[before].values.samples || 0))) longest.set(key, index);
     });
     (longest.size ? [...longest.values()] : drawn).slice(0, 4).forEach((index) => picked.add(index));
     const MOST = 200;

@@ -4,6 +4,7 @@ page: no environment, no path, no log."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
@@ -60,17 +61,17 @@ def figures(run: Run) -> list[str]:
 
 def facts(run: Run) -> tuple[Pairs, Pairs, Pairs]:
     """What was asked for, what really ran, and the machine, as labels and texts."""
-    path = run.record.get("path")
-    if not isinstance(path, str):
+    path = folder(run)
+    if path is None:
         return [], [], []
-    files = RunDir(_path(path))
+    files = RunDir(path)
     return asked(read_json(files.spec_json)), applied(read_json(files.applied)), machine(read_json(files.machine))
 
 
-def _path(text: str) -> Any:
-    from pathlib import Path
-
-    return Path(text)
+def folder(run: Run) -> Path | None:
+    """Where the run's files are, if the frame says so."""
+    path = run.record.get("path")
+    return Path(path) if isinstance(path, str) else None
 
 
 def asked(spec: dict[str, Any]) -> Pairs:

@@ -28,7 +28,7 @@ def page(frame: pd.DataFrame, table: Table, footnote: str) -> str:
     plotly = plotly_script()
     shown = view(frame, table, footnote)
     points = curves.points_for(len(shown.runs), CURVE_BYTES)
-    drawn = _curves(shown, points)
+    drawn = curves.curves_of([details.folder(run) for run in shown.runs], points)
     longest = max((curve["steps"] for curve in drawn.values()), default=0)
     body = [
         head.head(shown),
@@ -48,15 +48,6 @@ def plotly_script() -> str:
         if (path := Path(place) / "package_data" / "plotly.min.js").is_file():
             return path.read_text("utf-8")
     raise MissingError("--format html draws with plotly, which is not installed: pip install 'ftbench[report]'")
-
-
-def _curves(shown: View, points: int) -> dict[int, dict[str, Any]]:
-    found = {}
-    for number, run in enumerate(shown.runs):
-        path = run.record.get("path")
-        if isinstance(path, str) and (curve := curves.curves(Path(path), points)):
-            found[number] = curve
-    return found
 
 
 def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:

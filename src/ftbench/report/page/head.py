@@ -126,7 +126,7 @@ def _in_words(state: str) -> str:
 
 def _what(run: Run) -> str:
     batch = f"{run.batch}x{run.accumulation}" if run.accumulation > 1 else f"{run.batch}"
-    return f"{run.method} at batch {batch}"
+    return f"{run.method} at batch\u00a0{batch}"
 
 
 def _where(run: Run, runs: Sequence[Run]) -> str:

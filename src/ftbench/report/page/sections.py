@@ -55,14 +55,15 @@ def _row(view: View, number: int, run: Run) -> Markup:
     cells: list[Markup] = []
     for heading, text, order in zip(view.headings, run.cells, run.order, strict=True):
         if heading == "state":
-            cells.append(element("td", badge(run.state, text)))
+            cells.append(element("td", badge(run.state, text), class_="words"))
         elif order is None:
             cells.append(element("td", text))
         else:
             cells.append(element("td", text, class_="n", data_v=f"{order:.9g}"))
     button = element("button", run.run_id, type="button", class_="open")
-    warned = element("span", " !", title="carries a warning", class_="mark") if run.warnings else None
-    return element("tr", *cells, element("td", button, warned), data_i=number, data_s=run.state)
+    warned = element("span", "!", title="carries a warning", role="img", aria_label="carries a warning",
+                     class_="mark") if run.warnings else None  # fmt: skip
+    return element("tr", *cells, element("td", warned, button), data_i=number, data_s=run.state)
 
 
 def badge(state: str, text: str) -> Markup:
