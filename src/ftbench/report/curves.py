@@ -47,9 +47,10 @@ def curves_of(paths: Sequence[Path | None], points: int) -> dict[int, dict[str, 
 
 
 def curves(path: Path, points: int) -> dict[str, Any]:
-    """The training curves of a run: `{steps, planned, wide, <series>: [steps, values]}`, steps as uint16 (uint32
-    where `wide`) and values as float32 in base64, a series that no step fills left out; empty for a run without steps. `planned` is how many steps the run was to have.
-    An unfinished last line, a line that cannot be read and an evaluation are no points."""
+    """The training curves of a run: `{steps, planned, wide, <series>: [steps, values]}`, steps as uint16 (uint32 where
+    `wide`) and values as float32 in base64; a series that no step fills is left out. Empty for a run without steps.
+    `planned` is how many steps the run was to have. An unfinished last line, a line that cannot be read and an
+    evaluation are no points."""
     columns = read_columns(RunDir(path).steps, (*_PLACE, *SERIES.values()))
     steps = columns.get("step")
     if not steps:
@@ -62,7 +63,10 @@ def curves(path: Path, points: int) -> dict[str, Any]:
         values = columns[column]
         if any(map(math.isfinite, values)):
             places = thin(values, points)
-            found[name] = [_pack("I" if wide else "H", [int(steps[i]) for i in places]), _pack("f", [values[i] for i in places])]
+            found[name] = [
+                _pack("I" if wide else "H", [int(steps[i]) for i in places]),
+                _pack("f", [values[i] for i in places]),
+            ]
     return found
 
 

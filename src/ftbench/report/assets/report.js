@@ -81,7 +81,7 @@
   function open(run) {
     const close = make("button", "Close", { type: "button", class: "close" });
     close.addEventListener("click", () => dialog.close());
-    const parts = [close, make("h2", run.id, { id: "details-title" }), make("p", run.label + " · " + run.workload)];
+    const parts = [close, make("h2", run.id, { id: "details-title" }), make("p", [`${run.method}, batch ${run.batch}`, run.workload, run.gpu].filter(Boolean).join(" · "))];
     const state = make("p", null);
     state.append(make("span", run.state, { class: "badge " + (run.state === "ok" ? "good" : "bad") }));
     if (run.reason) state.append(" " + run.reason);
@@ -96,7 +96,7 @@
     for (const [name, pairs] of [["Figures", figures], ["Asked for", asked],
       ["Applied, read back from the live objects", applied], ["Machine", machine]]) {
       if (!pairs.length) continue;
-      const list = make("dl");
+      const list = make("dl", null, { class: name === "Figures" ? "two" : "one" });
       pairs.forEach(([key, value]) => list.append(make("dt", key), make("dd", value)));
       parts.push(make("h3", name), list);
     }
@@ -128,7 +128,7 @@
       paper_bgcolor: style("--bg"), plot_bgcolor: style("--bg"), font, hovermode: "closest",
       margin: { l: 8, r: 14, t: 14, b: 8 }, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis },
       ...(printing.matches ? { width: 660 } : {}),
-      legend: { orientation: "h", y: -0.22, yanchor: "top", x: 0, xanchor: "left", font: { size: 12 } },
+      legend: { orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", x: 0, xanchor: "left", font: { size: 12 } },
       hoverlabel: { bgcolor: style("--panel"), bordercolor: style("--line"), font, align: "left", namelength: -1 }, ...rest,
     };
   }
@@ -193,7 +193,7 @@
     }).filter((trace) => trace.x.length);
     const left = all.length - cells.length;
     Plotly.react(box, traces, layout({
-      barmode: "group", bargap: 0.25, height: Math.max(340, 110 + cells.length * (cells.length > 25 ? 17 : 24)), ...legend(traces.length),
+      barmode: "group", bargap: 0.25, height: 130 + cells.length * (cells.length > 25 ? 17 : 24), ...legend(traces.length),
       xaxis: { title: { text: METRICS[metric] + (left > 0 ? ` (first ${MOST_BARS} of ${all.length} cells)` : "") }, rangemode: "tozero" },
       yaxis: { categoryorder: "array", categoryarray: names.reverse(), type: "category", tickfont: { size: 12 } },
     }), CONFIG);

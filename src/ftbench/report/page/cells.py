@@ -19,8 +19,8 @@ Figure = tuple[float, float | None, float | None]
 
 
 def cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Each cell (workload, GPU, method, batch, optimizations) with its runs that ended well: `figures` by name as value,
-    low, high; no interval is None."""
+    """Each cell (workload, GPU, method, batch, optimizations) with its runs that ended well: `figures` by name as
+    value, low, high; no interval is None."""
     found: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
         if run.values:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
-from ftbench.report.page.view import Run, number
+from ftbench.report.page.view import Run, number, secretless
 from ftbench.rundir import RunDir, read_json
 
 Pairs = list[tuple[str, str]]
@@ -65,7 +65,8 @@ def facts(run: Run) -> tuple[Pairs, Pairs, Pairs]:
     if path is None:
         return [], [], []
     files = RunDir(path)
-    return asked(read_json(files.spec_json)), applied(read_json(files.applied)), machine(read_json(files.machine))
+    found = asked(read_json(files.spec_json)), applied(read_json(files.applied)), machine(read_json(files.machine))
+    return tuple([(label, secretless(text)) for label, text in pairs] for pairs in found)  # type: ignore[return-value]
 
 
 def folder(run: Run) -> Path | None:

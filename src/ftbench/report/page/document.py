@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ftbench import __version__
 from ftbench.errors import MissingError
 from ftbench.report import curves
+from ftbench.report.document import Section
 from ftbench.report.page import cells, details, head, sections
 from ftbench.report.page.markup import Markup, data_block, element, join
 from ftbench.report.page.view import View, view
@@ -20,11 +22,14 @@ from ftbench.report.tables import Table
 if TYPE_CHECKING:
     import pandas as pd
 
+_FIRST = ("decision", "comparison")  # what is read before the figures
+_DRAWN = ("frontier",)  # what the page itself shows better
 CURVE_BYTES = 5_500_000  # of the page; with plotly's 5 MB and the rows of 2,000 runs it stays below 15 MB
 
 
-def page(frame: pd.DataFrame, table: Table, footnote: str) -> str:
-    """One HTML document that needs nothing but itself. Raises MissingError where plotly is not installed."""
+def page(frame: pd.DataFrame, table: Table, footnote: str, answers: Sequence[Section] = ()) -> str:
+    """One HTML document that needs nothing but itself: the runs of the frame, whose rows are the table's, and the other
+    parts of the report. Raises MissingError where plotly is not installed."""
     plotly = plotly_script()
     shown = view(frame, table, footnote)
     points = curves.points_for(len(shown.runs), CURVE_BYTES)
@@ -32,10 +37,12 @@ def page(frame: pd.DataFrame, table: Table, footnote: str) -> str:
     longest = max((curve["steps"] for curve in drawn.values()), default=0)
     body = [
         head.head(shown),
+        *(sections.answer(part) for part in answers if part.key in _FIRST),
         sections.frontier(shown),
         sections.speed(shown),
         sections.runs(shown),
         sections.curves(shown, points if longest > points else None) if drawn else None,
+        *(sections.answer(part) for part in answers if part.key not in (*_FIRST, *_DRAWN)),
         sections.notes(shown),
     ]
     return _document(head.title(shown), body, _data(shown, drawn), plotly)
@@ -81,7 +88,9 @@ def _asset(name: str) -> str:
 
 def _document(title: str, body: list[Markup | None], data: dict[str, Any], plotly: str) -> str:
     scripts = [_script_safe(plotly), _script_safe(_asset("report.js"))]
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
+    )
     # Only these two scripts run; plotly sets styles on the elements that it makes.
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
@@ -100,12 +109,12 @@ def _document(title: str, body: list[Markup | None], data: dict[str, Any], plotl
     foot = element("footer", element("p", f"Made by ftbench {__version__} from the files of {len(data['runs'])} runs; "
                    "needs no connection and sends nothing."), class_="quiet")  # fmt: skip
     theme = element("button", "Light / dark", type="button", id="theme", class_="theme")
-    without = Markup("<noscript><p class='caution'>Scripts are off: tables and notes are complete, figures, sorting and "
-                     "run details are not shown.</p></noscript>")  # fmt: skip
+    without = Markup("<noscript><p class='caution'>Scripts are off: tables and notes are complete, figures, sorting "
+                     "and run details are not shown.</p></noscript>")  # fmt: skip
     dialog = element("dialog", id="details", aria_labelledby="details-title")
     inline = [Markup(f"<script>{text}</script>") for text in scripts]
     inside = join(theme, without, element("main", *body), foot, dialog, data_block("data", data), *inline)
-    return f"<!doctype html>\n<html lang=\"en\">{top}<body>{inside}</body></html>\n"
+    return f'<!doctype html>\n<html lang="en">{top}<body>{inside}</body></html>\n'
 
 
 def _script_safe(text: str) -> str:

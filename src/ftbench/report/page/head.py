@@ -74,6 +74,8 @@ def _fastest_card(runs: Sequence[Run]) -> Markup | None:
 
 def _certainty(best: Run, runs: Sequence[Run]) -> str:
     """What speaks against taking the fastest at its word."""
+    if len(runs) == 1:
+        return "The only run."
     if best.interval is None:
         return f"{best.steady} steady steps: too few for a 95 % interval."
     low = best.values["samples"] * best.values["step"] / best.interval[1]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftbench.core import units
-from ftbench.report.page.markup import Content, Markup, element
-from ftbench.report.page.view import Run, View
-from ftbench.report.tables import Table
+from ftbench.report.document import Section
+from ftbench.report.page.markup import Content, Markup, element, join
+from ftbench.report.page.view import Run, View, clean, secretless
+from ftbench.report.tables import CONTEXT, Table
 
 _MOST_GRIDS = 24
+_FOLDED = 16  # rows of a table that are shown without being asked for
+TEXT_HEADINGS = (*CONTEXT.values(), "method", "state", "where it fails", "note")
+_SHORT = 24  # a text of more characters may be broken in its cell
 
 
 def section(name: str, heading: str, *content: Content) -> Markup:
@@ -20,7 +24,7 @@ def section(name: str, heading: str, *content: Content) -> Markup:
 
 
 def runs(view: View) -> Markup:
-    """The sortable, filterable table: a row a run, its name a button that opens the details."""
+    """The sortable, filterable table: a row a run, with a button that opens its details."""
     states = list(dict.fromkeys(run.state for run in view.runs))
     tools = element(
         "div",
@@ -35,11 +39,12 @@ def runs(view: View) -> Markup:
                 class_=None if _is_text(view, i) else "n")
         for i, heading in enumerate(view.headings)
     ]  # fmt: skip
-    detail = element("th", "details", scope="col")
+    opener = element("th", "details", scope="col")
+    name = element("th", element("button", "run", type="button"), scope="col", aria_sort="none")
     table = element(
         "table",
-        element("caption", "All runs. Sort by a heading; a run's name opens what was applied, its warnings and more."),
-        element("thead", element("tr", *heads, detail)),
+        element("caption", "Click a heading to sort. “Show” opens a run's figures, what was applied, its warnings."),
+        element("thead", element("tr", opener, *heads, name)),
         element("tbody", [_row(view, number, run) for number, run in enumerate(view.runs)]),
         id="runs",
     )  # fmt: skip
@@ -52,18 +57,18 @@ def _is_text(view: View, column: int) -> bool:
 
 
 def _row(view: View, number: int, run: Run) -> Markup:
-    cells: list[Markup] = []
+    button = element("button", "show", type="button", class_="open", aria_label=f"Show {run.run_id}")
+    cells = [element("td", button)]
     for heading, text, order in zip(view.headings, run.cells, run.order, strict=True):
         if heading == "state":
             cells.append(element("td", badge(run.state, text), class_="words"))
         elif order is None:
-            cells.append(element("td", text))
+            cells.append(element("td", text, class_="words" if len(text) > _SHORT else None))
         else:
             cells.append(element("td", text, class_="n", data_v=f"{order:.9g}"))
-    button = element("button", run.run_id, type="button", class_="open")
     warned = element("span", "!", title="carries a warning", role="img", aria_label="carries a warning",
                      class_="mark") if run.warnings else None  # fmt: skip
-    return element("tr", *cells, element("td", warned, button), data_i=number, data_s=run.state)
+    return element("tr", *cells, element("td", warned, run.run_id), data_i=number, data_s=run.state)
 
 
 def badge(state: str, text: str) -> Markup:
@@ -86,7 +91,7 @@ def frontier(view: View) -> Markup | None:
         return None
     shown = [_grid(key, found, view) for key, found in list(worth.items())[:_MOST_GRIDS]]
     more = f"{len(worth) - _MOST_GRIDS} more grids are left out." if len(worth) > _MOST_GRIDS else None
-    key = "GiB of tensors at the highest peak of the runs that ended well; below it samples per hour (the mean of repeats)."
+    key = "GiB of tensors at the highest peak of the runs that ended well; below it samples per hour (mean of repeats)."
     return section("frontier", "What fits", *shown, element("p", key, class_="quiet"), more)
 
 
@@ -142,7 +147,7 @@ def speed(view: View) -> Markup | None:
     """Boxes for the bars and for speed against memory; left out where no run has a speed."""
     if not any("samples" in run.values for run in view.runs):
         return None
-    workloads = view.workloads
+    workloads = view.workloads  # the first is shown first: that of most runs
     choice = _select("workload", "Workload", [(name, name) for name in workloads]) if len(workloads) > 1 else None
     metric = _select("metric", "Figure", [
         ("samples", "samples per hour"), ("step", "median step"), ("tokens", "real tokens per second"),
@@ -187,8 +192,8 @@ def curves(view: View, points: int | None) -> Markup:
         class_="chooser",
     )
     thinned = (
-        f"Curves of more than {points} steps are thinned to {points} points: of each stretch the lowest and the highest "
-        "value are drawn, the first and the last too, and nothing between is invented."
+        f"Curves of more than {points} steps are thinned to {points} points: of each stretch the lowest and the "
+        "highest value are drawn, the first and the last too, and nothing between is invented."
         if points else "Every recorded step is drawn."
     )  # fmt: skip
     return section(
@@ -218,15 +223,35 @@ def notes(view: View) -> Markup | None:
     return section("notes", "Warnings and reasons", listed)
 
 
-def table(name: str, heading: str, found: Table) -> Markup | None:
-    """Any other comparison: its table with its own notes, left out where it has no row."""
-    if not found.rows:
+def answer(found: Section) -> Markup | None:
+    """Any other part of the report: its words and its table with the notes; a long table is folded away."""
+    words = [element("p", secretless(text)) for text in found.paragraphs]
+    shown = table(found.title, found.table) if found.table and found.table.rows else None
+    if not words and not shown:
         return None
-    head = element("tr", [element("th", text, scope="col") for text in found.headings])
-    rows = [element("tr", [element("td", text) for text in row]) for row in found.rows]
+    if shown and len(found.table.rows if found.table else ()) > _FOLDED:
+        rows = len(found.table.rows if found.table else ())
+        shown = element("details", element("summary", f"{rows} rows"), shown, class_="chooser")
+    return section(f"answer-{found.key}", found.title, words, shown)
+
+
+def table(title: str, found: Table) -> Markup:
+    """A comparison with its context as caption, and its notes below."""
+    found = clean(found)
+    left = [heading in (*TEXT_HEADINGS, *found.text) for heading in found.headings]
+    head = element("tr", [
+        element("th", text, scope="col", class_=None if is_left else "n")
+        for text, is_left in zip(found.headings, left, strict=True)
+    ])  # fmt: skip
+    rows = [
+        element("tr", [
+            element("td", text, class_=("words" if len(text) > _SHORT else None) if is_left else "n")
+            for text, is_left in zip(row, left, strict=True)
+        ])
+        for row in found.rows
+    ]  # fmt: skip
     context = " · ".join(f"{key} {value}" for key, value in found.context.items())
-    inner = element("table", element("caption", context) if context else None, element("thead", head),
-                    element("tbody", rows))  # fmt: skip
+    inner = element("table", element("caption", context or title), element("thead", head), element("tbody", rows))
     below = [element("p", note, class_="quiet") for note in found.notes]
-    box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=f"{heading}, scrolls sideways")
-    return section(name, heading, box, *below)
+    box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=f"{title}, scrolls sideways")
+    return join(box, *below)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ftbench.core.redact import redact
 from ftbench.report.tables import CONTEXT, FIGURES, Table
 
 if TYPE_CHECKING:
@@ -61,15 +66,17 @@ class View:
 
     @property
     def workloads(self) -> list[str]:
-        """Model, weights and data: only runs that share these are compared."""
-        return list(dict.fromkeys(run.workload for run in self.runs))
+        """Model, weights and data, that of most runs first: only runs that share these are compared."""
+        return [name for name, _ in Counter(run.workload for run in self.runs).most_common()]
 
     def of(self, workload: str) -> list[Run]:
         return [run for run in self.runs if run.workload == workload]
 
 
 def view(frame: pd.DataFrame, table: Table, footnote: str) -> View:
-    """The frame's rows and the table's are the same runs in the same order."""
+    """The frame's rows and the table's are the same runs in the same order. Text is free of secrets; the state stands
+    before the figures, so that a row without figures says why."""
+    table = _state_first(clean(table))
     records = frame.to_dict("records")
     labels = _labels(table, records)
     runs = [
@@ -77,6 +84,30 @@ def view(frame: pd.DataFrame, table: Table, footnote: str) -> View:
         for record, row, label in zip(records, table.rows, labels, strict=True)
     ]
     return View(runs, table.headings, table.context, table.notes, footnote)
+
+
+@lru_cache(maxsize=65536)
+def secretless(text: str) -> str:
+    """Text that may leave the machine."""
+    return redact(text, os.environ)[0]
+
+
+def clean(table: Table) -> Table:
+    """A table without secrets in any of its texts."""
+    context = {secretless(key): secretless(value) for key, value in table.context.items()}
+    rows = [list(map(secretless, map(str, row))) for row in table.rows]
+    headings, notes = list(map(secretless, table.headings)), list(map(secretless, table.notes))
+    return dataclasses.replace(table, context=context, headings=headings, rows=rows, notes=notes)
+
+
+def _state_first(table: Table) -> Table:
+    figures = [place for place, heading in enumerate(table.headings) if heading in _SORTED_BY]
+    if not figures or "state" not in table.headings:
+        return table
+    order = [place for place, heading in enumerate(table.headings) if heading != "state"]
+    order.insert(order.index(figures[0]), table.headings.index("state"))
+    headings, rows = [table.headings[i] for i in order], [[row[i] for i in order] for row in table.rows]
+    return dataclasses.replace(table, headings=headings, rows=rows)
 
 
 def _run(record: dict[str, Any], table: Table, row: Sequence[str], label: str) -> Run:
@@ -87,17 +118,17 @@ def _run(record: dict[str, Any], table: Table, row: Sequence[str], label: str) -
     interval = record.get("step_time_s.ci95")
     reason = record.get("reason")
     return Run(
-        run_id=record["run_id"],
+        run_id=secretless(str(record["run_id"])),
         label=label,
         workload=", ".join(filter(None, (context["model"], f"{context['weights']} weights", context["data"]))),
         gpu=context["gpu"],
-        method=str(record["method"]),
+        method=secretless(str(record["method"])),
         batch=int(number(record["batch_size"]) or 0),
         accumulation=int(number(record["gradient_accumulation_steps"]) or 1),
         optimizations=context["optimizations"],
         state=str(record["state"]),
-        reason=reason if isinstance(reason, str) else "",
-        warnings=tuple(map(str, record["warnings"])),
+        reason=secretless(reason) if isinstance(reason, str) else "",
+        warnings=tuple(secretless(str(warning)) for warning in record["warnings"]),
         values={name: value for name, value in found.items() if ok and value is not None},
         interval=(interval[0], interval[1]) if ok and isinstance(interval, (list, tuple)) else None,
         steady=int(number(record.get("steps.steady")) or 0),
@@ -137,5 +168,6 @@ def _labels(table: Table, records: Sequence[Mapping[Any, Any]]) -> list[str]:
     for text in texts:
         count[text] = count.get(text, 0) + 1
     return [
-        text if count[text] == 1 else f"{text} ({record['run_id']})" for text, record in zip(texts, records, strict=True)
+        text if count[text] == 1 else f"{text} ({secretless(str(record['run_id']))})"
+        for text, record in zip(texts, records, strict=True)
     ]
