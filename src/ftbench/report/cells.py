@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,3 +135,25 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
         if texts.keys() != {"unknown"}:
             facts[key] = " / ".join(texts)
     return facts
+
+
+def first_of(cell: Cell, read: Callable[[Run], Any]) -> Any:
+    """What the first of a cell's runs that has something has."""
+    return next((found for run in (*cell.ok, *cell.runs) if (found := read(run))), None)
+
+
+HEADINGS = ("model", "GPU", "data", "method", "with", "batch")
+
+
+def who(cell: Cell) -> dict[str, Any]:
+    facts = cell.facts
+    return {
+        "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data,
+        "method": facts.get("method.name", ""), "with": value_at(OPTIMIZATIONS, facts) or "",
+        "batch": facts.get("train.batch_size", ""), "run_ids": " ".join(run.run_id for run in cell.runs),
+    }  # fmt: skip
+
+
+def shown(record: dict[str, Any]) -> list[str]:
+    model = str(record["model"]).rsplit("/", 1)[-1]
+    return [model, *(str(record[name]) for name in ("gpu", "data", "method", "with", "batch"))]

@@ -30,6 +30,7 @@ _HARD = (
     "gpu", "model.id", "method.name", "dataset.name", "dataset.path", "dataset.length", "dataset.mean_length",
     "dataset.like",
 )  # fmt: skip
+NO_NUMBER = "the loss is not a number"  # as ftbench.checks says it
 _COARSE_METHODS = ("qlora", "unsloth")
 
 
@@ -167,7 +168,9 @@ def _partners(axis: str, baseline: Sequence[Cell]) -> Any:
     def find(cell: Cell) -> tuple[Cell | None, str]:
         place = tuple(cell.facts.get(key) for key in hard)
         if place not in groups:
-            return None, "no baseline with the same model, method, data and GPU"
+            names = {"gpu": "GPU", "model": "model", "method": "method", "dataset": "data"}
+            kept = dict.fromkeys(names[key.partition(".")[0]] for key in hard)
+            return None, f"no baseline with the same {', '.join(kept)}"
         varying, table = index(place)
         spec = cell.runs[0].spec
         partner = table.get(tuple(spec.get(key) for key in varying))
@@ -269,6 +272,9 @@ def _parity(baseline: Cell, cell: Cell) -> Parity:
     first, second = baseline.ok[0], cell.ok[0]
     if not _same_samples(first, second):
         return Parity("unchecked", "other samples in a step")
+    broken = [text for text in second.record["warnings"] if text.startswith(NO_NUMBER)]
+    if broken and not any(text.startswith(NO_NUMBER) for text in first.record["warnings"]):
+        return Parity("outside", broken[0])
     coarse = any(_coarse(side.facts) for side in (baseline, cell))
     return core.loss_parity(steps_of(first).losses(), steps_of(second).losses(), coarse=coarse)
 

@@ -10,6 +10,7 @@ from ftbench.core.compare import BreakEven, Parity, Ratio
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.cells import ENERGY, FIRST, PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.compare import Comparison, Pair, in_order
+from ftbench.report.document import Section
 from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, on_axis, value_at
 from ftbench.report.layout import MOST_AXES, headings, varying_keys
 from ftbench.report.tables import Table, named
@@ -138,6 +139,8 @@ def parity_text(found: Parity | None) -> str:
     if found is None or found.verdict == "unchecked":
         return found.verdict if found else ""
     told = "OUTSIDE" if found.verdict == "outside" else found.verdict
+    if found.worst is None:
+        return told
     return f"{told} {(found.tolerance or 0) * 100:g} % ({(found.worst or 0) * 100:.2g} %)"
 
 
@@ -211,8 +214,8 @@ def _notes(found: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -
         yield f"loss unchecked: {', '.join(reasons)}"
     for pair in found.pairs:
         if pair.parity and pair.parity.verdict == "outside":
-            worst = units.percent(pair.parity.worst)
-            yield f"{pair.cell.name}: does not learn the same, the loss differs by {worst} in step {pair.parity.step}"
+            worst = f"the loss differs by {units.percent(pair.parity.worst)} in step {pair.parity.step}"
+            yield f"{pair.cell.name} does not learn the same: {pair.parity.reason or worst}"
     few = [run.run_id for cell in cells for run in cell.ok if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]
     if few:
         yield f"fewer than {MINIMUM_STEADY} steady steps: {named(few)}"
@@ -270,3 +273,8 @@ def _flat_ratio(name: str, ratio: Ratio | None) -> Mapping[str, Any]:
         f"{name}_basis": ratio.basis or None if ratio else None,
         f"{name}_verdict": ratio.verdict if ratio else None,
     }
+
+
+def section(found: Comparison) -> Section:
+    """The comparison as a part of a report."""
+    return Section("comparison", f"Compared by {_name(found.axis)}", table(found), (), records(found))

@@ -130,8 +130,8 @@ def _record(row: Row) -> dict[str, object]:
     assert before is not None
     figures = {"tokens_per_s": TOKENS, "samples_per_s": SAMPLES, "peak_gb": PEAK}
     return {
-        "run_ids": " ".join(run.run_id for run in pair.cell.runs), "cell": pair.cell.name, "gpu": pair.cell.facts["gpu"],
-        "model": pair.cell.facts.get("model.id"), "state": pair.cell.state,
+        "run_ids": " ".join(run.run_id for run in pair.cell.runs), "cell": pair.cell.name,
+        "gpu": pair.cell.facts["gpu"], "model": pair.cell.facts.get("model.id"), "state": pair.cell.state,
         **{name: pair.cell.figure(source) for name, source in figures.items()},
         **{f"{name}_before": before.figure(source) for name, source in figures.items()},
         **_ratio("speed", pair.speed), **_ratio("memory", pair.memory),
@@ -142,5 +142,3 @@ def _record(row: Row) -> dict[str, object]:
 def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | None]:
     parts = {"ratio": "value", "low": "low", "high": "high"}
     return {f"{name}_{part}": getattr(ratio, field) if ratio else None for part, field in parts.items()}
-
-

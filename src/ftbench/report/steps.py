@@ -37,8 +37,8 @@ class Steps:
         return {step: a / b for step, a, b in steady if a > 0 and b > 0}
 
     def losses(self) -> dict[int, float]:
-        """Step → loss, of all steps; one that is no number stays in, and an empty one cannot be told from it."""
-        return dict(zip(self.step, self.loss, strict=True))
+        """Step → loss, of all steps that have one."""
+        return {step: loss for step, loss in zip(self.step, self.loss, strict=True) if math.isfinite(loss)}
 
     def samples_by_step(self) -> dict[int, float]:
         return {step: count for step, count in zip(self.step, self.samples, strict=True) if count > 0}

@@ -1,0 +1,94 @@
+"""`ftbench report`: the command line → a frame and sections, rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftbench.errors import SpecError
+from ftbench.report import compare_table, gate, layout, render
+from ftbench.report.answers import NIGHT_H, answers
+from ftbench.report.cells import cells_of, runs_of
+from ftbench.report.collect import collect
+from ftbench.report.compare import compare
+from ftbench.report.decision import decision
+from ftbench.report.document import Section
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_REPEATS = ("each", "merge")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for on the command line, as it was typed."""
+
+    paths: Sequence[Path]
+    format: str = "table"
+    compare: str | None = None
+    baseline: str | None = None
+    strict: bool = False
+    repeats: str = "each"
+    answers: bool = False
+    hours: float | None = None
+    against: Path | None = None
+    fail_above: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The text, and whether something regressed (`--against`)."""
+
+    text: str
+    regressed: bool = False
+
+
+def report(request: Request) -> Result:
+    """Reads the runs and renders what was asked for. Raises SpecError for a mistake in the command."""
+    _check(request)
+    frame = collect(request.paths)
+    if request.against is not None:
+        found = gate.gate(frame, collect([request.against]), gate.limit_of(request.fail_above or "5%"))
+        return Result(render.sections(gate.sections(found), request.format, frame), bool(found.regressed))
+    sections = _sections(request, frame)
+    if request.compare is None:
+        shown = layout.merge_repeats(frame) if request.repeats == "merge" else frame
+        shown, axes = layout.with_axes(shown)
+        if not sections:
+            return Result(render.render(shown, request.format, axes))
+        return Result(render.with_sections(shown, axes, sections, request.format))
+    return Result(render.sections(sections, request.format, frame))
+
+
+def _sections(request: Request, frame: pd.DataFrame) -> list[Section]:
+    found: list[Section] = []
+    if request.compare is not None:
+        compared = compare(frame, request.compare, request.baseline, strict=request.strict)
+        found.append(compare_table.section(compared))
+    if request.answers or request.hours is not None or request.compare is not None:
+        cells = cells_of(runs_of(frame))
+        if request.answers or request.hours is not None:
+            found += answers(cells, request.hours or NIGHT_H)
+        if (words := decision(cells)) is not None:
+            found.append(words)
+    return found
+
+
+def _check(request: Request) -> None:
+    problems = []
+    render.known_format(request.format)
+    if request.repeats not in _REPEATS:
+        problems.append(f"--repeats {request.repeats}: allowed are {', '.join(_REPEATS)}")
+    if request.compare is None and (request.baseline is not None or request.strict):
+        problems.append("--baseline and --strict belong to a comparison: name its axis with --compare method")
+    if request.against is None and request.fail_above is not None:
+        problems.append("--fail-above belongs to --against: name the folder with the earlier runs")
+    if request.against is not None and request.compare is not None:
+        problems.append("--against and --compare are two questions: ask them one after the other")
+    if request.hours is not None and not 0 < request.hours < 24 * 366:
+        problems.append(f"--hours {request.hours:g}: give a number of hours above 0, for example 8")
+    if problems:
+        raise SpecError(*problems)
