@@ -22,16 +22,10 @@ NIGHT_H = 8.0
 _BEFORE = ("import", "make_weights", "prepare_data", "load", "setup")
 
 
-def answers(cells: Sequence[Cell], hours: float = NIGHT_H) -> list[Section]:
-    """Every answer that these cells can give."""
-    parts = (
-        night(cells, hours),
-        frontier(cells),
-        memory(cells),
-        trained(cells),
-        evidence.generations(cells),
-        evidence.kernels(cells),
-    )
+def answers(cells: Sequence[Cell], hours: float = NIGHT_H, *, curves: bool = True) -> list[Section]:
+    """Every answer that these cells can give; `curves` with memory and time over progress, which reads every step."""
+    parts = [night(cells, hours), frontier(cells), memory(cells) if curves else None, trained(cells)]
+    parts += [evidence.generations(cells), evidence.kernels(cells)]
     return [part for part in parts if part is not None]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ftbench.errors import SpecError
 from ftbench.report import compare_table, gate, layout, render
 from ftbench.report.answers import NIGHT_H, answers
+from ftbench.report.assemble import Parts, assembled
 from ftbench.report.cells import cells_of, runs_of
 from ftbench.report.collect import collect
 from ftbench.report.compare import compare
@@ -52,28 +53,28 @@ def report(request: Request) -> Result:
     frame = collect(request.paths)
     if request.against is not None:
         found = gate.gate(frame, collect([request.against]), gate.limit_of(request.fail_above or "5%"))
-        return Result(render.sections(gate.sections(found), request.format, frame), bool(found.regressed))
+        parts = Parts(frame, (), gate.sections(found), runs=False)
+        return Result(assembled(parts, request.format), bool(found.regressed))
     sections = _sections(request, frame)
-    if request.compare is None:
-        shown = layout.merge_repeats(frame) if request.repeats == "merge" else frame
-        shown, axes = layout.with_axes(shown)
-        if not sections:
-            return Result(render.render(shown, request.format, axes))
-        return Result(render.with_sections(shown, axes, sections, request.format))
-    return Result(render.sections(sections, request.format, frame))
+    merged = layout.merge_repeats(frame) if request.repeats == "merge" else frame
+    shown, axes = layout.with_axes(merged)
+    return Result(assembled(Parts(shown, axes, sections, runs=request.compare is None), request.format))
 
 
 def _sections(request: Request, frame: pd.DataFrame) -> list[Section]:
+    page = request.format == "html"  # has room for every answer, and draws the curves itself
+    every = request.answers or request.hours is not None or page
+    if not every and request.compare is None:
+        return []
+    runs = runs_of(frame)
+    cells = cells_of(runs)
     found: list[Section] = []
     if request.compare is not None:
-        compared = compare(frame, request.compare, request.baseline, strict=request.strict)
-        found.append(compare_table.section(compared))
-    if request.answers or request.hours is not None or request.compare is not None:
-        cells = cells_of(runs_of(frame))
-        if request.answers or request.hours is not None:
-            found += answers(cells, request.hours or NIGHT_H)
-        if (words := decision(cells)) is not None:
-            found.append(words)
+        found.append(compare_table.section(compare(runs, request.compare, request.baseline, strict=request.strict)))
+    if (words := decision(cells)) is not None:
+        found.append(words)
+    if every:
+        found += answers(cells, request.hours or NIGHT_H, curves=not page)
     return found
 
 

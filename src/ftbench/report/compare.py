@@ -9,21 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftbench.core import compare as core
 from ftbench.core.compare import BreakEven, Difference, Parity, Ratio
 from ftbench.errors import SpecError
 from ftbench.report import steps as steps_csv
-from ftbench.report.cells import ENERGY, FIRST, PEAK, SAMPLES, TOKENS, Cell, Run, cells_of, runs_of
+from ftbench.report.cells import ENERGY, FIRST, PEAK, SAMPLES, TOKENS, Cell, Run, cells_of
 from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, SHORT, implied, on_axis, value_at
 from ftbench.report.layout import known
 from ftbench.rundir import RunDir
 from ftbench.spec.base import nearest
 from ftbench.spec.methods import METHODS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Nothing is paired across these, unless they are what is compared.
 _HARD = (
@@ -72,10 +69,9 @@ class Comparison:
         return value_at(self.axis, cell.facts) or "unknown"
 
 
-def compare(frame: pd.DataFrame, axis: str, baseline: str | None = None, *, strict: bool = False) -> Comparison:
-    """Holds the frame's runs against each other along `axis`: a short name (`gpu`, `method`, `batch`, …), a key of the
-    spec, or a fact of the machine. Raises SpecError for an axis or a baseline that is not there."""
-    runs = runs_of(frame)
+def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, strict: bool = False) -> Comparison:
+    """Holds runs (`cells.runs_of` a frame) against each other along `axis`: a short name (`gpu`, `method`, `batch`, …),
+    a key of the spec, or a fact of the machine. Raises SpecError for an axis or a baseline that is not there."""
     key = axis_key(axis, runs)
     cells = cells_of(runs, key)
     chosen = _baseline(key, cells, baseline)

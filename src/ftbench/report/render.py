@@ -16,34 +16,44 @@ from ftbench.spec.base import nearest
 if TYPE_CHECKING:
     import pandas as pd
 
-_FOOTNOTE = (
+FOOTNOTE = (
     "Median step, samples and real (non-padding) tokens of the steady window; GiB of tensors at the peak "
     "(on a CPU: of the process)."
 )
-_TEXT = (*CONTEXT.values(), "method", "state", "where it fails", "note")
+TEXT = (*CONTEXT.values(), "method", "state", "where it fails", "note")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def render(frame: pd.DataFrame, format_name: str, axes: Sequence[str] = ()) -> str:
     """The comparison of the frame's runs as text, with a column for each of `axes`. Raises SpecError for an unknown
     format."""
-    if format_name not in FORMATS:
-        raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
+    known_format(format_name)
     return FORMATS[format_name](frame, axes)
 
 
+def known_format(format_name: str) -> None:
+    """Raises SpecError, naming those that there are, for an unknown format."""
+    if format_name not in FORMATS:
+        raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
+
+
 def _terminal(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    return terminal(comparison(frame, axes), _FOOTNOTE)
+    return terminal(comparison(frame, axes), FOOTNOTE)
 
 
 def terminal(found: Table, footnote: str = "") -> str:
     """A table as wide as the terminal, without colours."""
-    folds = [heading in _TEXT for heading in found.headings]
+    folds = [heading in (*TEXT, *found.text) for heading in found.headings]
     width = _width()
     lines = [*fold(plain(_title(found.context)), width), *grid(found.headings, found.rows, folds, width)]
     below = [text for text in (footnote, *(f"note: {note}" for note in found.notes)) if text]
     lines += ["", *(line for text in below for line in fold(plain(text), width))] if below else []
     return "\n".join(lines) + "\n"
+
+
+def folded(text: str) -> str:
+    """A paragraph in lines of the terminal's width."""
+    return "\n".join(fold(plain(text), _width()))
 
 
 def _width() -> int:
@@ -57,32 +67,36 @@ def _title(context: dict[str, str]) -> str:
 
 
 def _markdown(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    return markdown(comparison(frame, axes), _FOOTNOTE)
+    return markdown(comparison(frame, axes), FOOTNOTE)
 
 
 def markdown(found: Table, footnote: str = "") -> str:
     """A table of GitHub's kind."""
-    right = [heading not in _TEXT for heading in found.headings]
+    right = [heading not in (*TEXT, *found.text) for heading in found.headings]
     lines = [
-        _cell(_title(found.context)),
+        cell(_title(found.context)),
         "",
-        "| " + " | ".join(map(_cell, found.headings)) + " |",
+        "| " + " | ".join(map(cell, found.headings)) + " |",
         "|" + "|".join("--:" if is_right else "---" for is_right in right) + "|",
-        *("| " + " | ".join(map(_cell, row)) + " |" for row in found.rows),
+        *("| " + " | ".join(map(cell, row)) + " |" for row in found.rows),
         "",
         footnote,
-        *(f"- {_cell(note)}" for note in found.notes),
+        *(f"- {cell(note)}" for note in found.notes),
     ]
     return "\n".join(lines).strip() + "\n"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text that stays one cell and one line, and is no markup."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("\\", "\\\\").replace("|", "\\|")
 
 
 def _csv(frame: pd.DataFrame, axes: Sequence[str]) -> str:
+    return csv(frame)
+
+
+def csv(frame: pd.DataFrame) -> str:
     """Every scalar column in full. Text that a spreadsheet would take for a formula gets a leading apostrophe."""
     keep = [name for name in frame.columns if not frame[name].map(lambda v: isinstance(v, (list, dict))).any()]
     safe = frame[keep].map(
@@ -98,13 +112,13 @@ def _json(frame: pd.DataFrame, axes: Sequence[str]) -> str:
 
 
 def _latex(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    return latex(comparison(frame, axes), _TEXT, _FOOTNOTE)
+    return latex(comparison(frame, axes), TEXT, FOOTNOTE)
 
 
 def _html(frame: pd.DataFrame, axes: Sequence[str]) -> str:
     from ftbench.report.page.document import page
 
-    return page(frame, comparison(frame, axes), _FOOTNOTE)
+    return page(frame, comparison(frame, axes), FOOTNOTE)
 
 
 FORMATS: dict[str, Callable[[pd.DataFrame, Sequence[str]], str]] = {
