@@ -131,8 +131,7 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
 
 
 def _files_of(run: RunDir, with_logs: bool) -> Iterator[str]:
-    """A list of what is known, so that nothing else that lies in the directory leaves the machine; a link is no
-    file."""
+    """Only what is known, so that nothing else in the directory leaves the machine; a link is no file."""
     profile = run.path / "profile"
     tables = sorted(p.name for p in profile.iterdir() if p.suffix in PROFILE) if profile.is_dir() else []
     for name in (*FILES, *(["log.txt"] if with_logs else []), *(f"profile/{table}" for table in tables)):

@@ -15,7 +15,8 @@ from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.optimizations import Optimizations
 
 
-def _name(value: str) -> str:
+def experiment_name(value: str) -> str:
+    """The name of an experiment, which is a folder's too. Raises ValueError for one that cannot be."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
         raise ValueError(
             "may hold letters, digits, dot, dash and underscore, at most 80, and begins with a letter or digit"
@@ -141,7 +142,7 @@ class Launch(Part):
 class Experiment(Part):
     """One spec, resolved."""
 
-    name: Annotated[str, AfterValidator(_name)] = Field(description="the file's stem if left out")
+    name: Annotated[str, AfterValidator(experiment_name)] = Field(description="the file's stem if left out")
     model: Model
     method: Method = Field(default_factory=Lora)
     dataset: Dataset = Field(default_factory=Dataset)

@@ -69,5 +69,9 @@ def _digest(values: Any) -> str:
 
 def slug(spec: Experiment, gpu: str | None = None) -> str:
     """`qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch, fingerprint; safe as a file name."""
-    model = re.sub(r"[^a-z0-9.]+", "-", spec.model.id.rsplit("/", 1)[-1].lower()).strip("-.")[:40] or "model"
-    return f"{model}-{spec.method.name}-b{spec.train.batch_size}-{fingerprint(spec, gpu)}"
+    return f"{model_slug(spec.model.id)}-{spec.method.name}-b{spec.train.batch_size}-{fingerprint(spec, gpu)}"
+
+
+def model_slug(model: str) -> str:
+    """`Qwen/Qwen3-8B` → `qwen3-8b`."""
+    return re.sub(r"[^a-z0-9.]+", "-", model.rsplit("/", 1)[-1].lower()).strip("-.")[:40] or "model"
