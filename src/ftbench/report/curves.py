@@ -23,7 +23,6 @@ SERIES = {
     "loss": "loss",
     "elapsed": "elapsed_time_sec",
 }
-_PLACE = ("step", "progress_ratio")
 _POINT_BYTES = 8  # a step of two bytes and a value of four, in base64
 _FEWEST, _MOST = 16, 2000
 
@@ -51,13 +50,13 @@ def curves(path: Path, points: int) -> dict[str, Any]:
     `wide`) and values as float32 in base64; a series that no step fills is left out. Empty for a run without steps.
     `planned` is how many steps the run was to have. An unfinished last line, a line that cannot be read and an
     evaluation are no points."""
-    columns = read_columns(RunDir(path).steps, (*_PLACE, *SERIES.values()))
+    columns = read_columns(RunDir(path).steps, ("step", *SERIES.values()), ("progress_ratio",))
     steps = columns.get("step")
     if not steps:
         return {}
     wide = max(steps) > 0xFFFF
     found: dict[str, Any] = {
-        "steps": len(steps), "planned": _planned(steps, columns["progress_ratio"]), "wide": wide,
+        "steps": len(steps), "planned": _planned(steps[-1], columns["progress_ratio"][-1]), "wide": wide,
     }  # fmt: skip
     for name, column in SERIES.items():
         values = columns[column]
@@ -70,8 +69,7 @@ def curves(path: Path, points: int) -> dict[str, Any]:
     return found
 
 
-def _planned(steps: Sequence[float], progress: Sequence[float]) -> int | None:
-    step, share = steps[-1], progress[-1]
+def _planned(step: float, share: float) -> int | None:
     return round(step / share) if math.isfinite(share) and share > 0 else None
 
 
@@ -81,16 +79,16 @@ def _pack(kind: str, values: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(values)}{kind}", *values)).decode()
 
 
-def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float]]:
-    """Columns of the training rows of a steps.csv as numbers, NaN where a field is empty or the column absent. Empty
-    for a file that is absent or holds no such row."""
+def read_columns(path: Path, names: Sequence[str], ends: Sequence[str] = ()) -> dict[str, list[float]]:
+    """Columns of the training rows of a steps.csv as numbers, NaN where a field is empty or the column absent; of the
+    columns `ends` the last row's alone. Empty for a file that is absent or holds no such row."""
     try:
         text = path.read_text("utf-8", errors="replace")
     except OSError:
         return {}
     head, *lines = text.split("\n")
     header = head.rstrip("\r").split(",")
-    places = {name: header.index(name) for name in (*names, "phase", "rank") if name in header}
+    places = {name: header.index(name) for name in (*names, *ends, "phase", "rank") if name in header}
     # What follows the last newline is not finished; the columns after the last that is wanted are not cut apart.
     commas, last = len(header) - 1, max(places.values(), default=0) + 1
     if '"' in text:
@@ -101,17 +99,15 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float]]:
         if records and (place := places.get(name)) is not None:
             value = wanted or records[0][place]  # of several processes the first speaks
             records = [record for record in records if record[place] == value]
+    if (place := places.get("step")) is not None:
+        good = [0 < step < 2**32 for step in _numbers([record[place] for record in records])]
+        records = records if all(good) else list(compress(records, good))
     if not records:
         return {}
     fields = list(zip(*records, strict=False))
-    found = {name: _numbers(fields[places[name]]) if name in places else [math.nan] * len(records) for name in names}
-    return _with_steps(found) if "step" in found else found
-
-
-def _with_steps(found: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Without the rows that have no step number."""
-    good = [0 < step < 2**32 for step in found["step"]]
-    return found if all(good) else {name: list(compress(values, good)) for name, values in found.items()}
+    missing = [math.nan] * len(records)
+    found = {name: _numbers(fields[places[name]]) if name in places else missing for name in names}
+    return found | {name: _numbers(fields[places[name]][-1:]) if name in places else [math.nan] for name in ends}
 
 
 def _numbers(texts: Sequence[str]) -> list[float]:

@@ -6,8 +6,9 @@ Keys are those of the spec (`train.batch_size`), and beside them `gpu`, `driver`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -26,10 +27,24 @@ _ENVIRONMENT = ("PYTORCH_", "CUDA_LAUNCH", "NVIDIA_TF32", "TORCHINDUCTOR_", "TOR
 _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_checkpointing", "compiled_graphs")
 
 
-def spec_facts(run: RunDir) -> dict[str, str]:
+def spec_facts(run: RunDir) -> Mapping[str, str]:
     """The resolved spec, flat: what changes the result (spec/identity.py) with the framework. Of a file its name
     counts. A key that an older ftbench did not know has today's default, which is what that version did."""
-    written = read_json(run.spec_json)
+    try:
+        return _facts_of(run.spec_json.read_text("utf-8"))
+    except (OSError, UnicodeError):
+        return {}
+
+
+@lru_cache(maxsize=8192)
+def _facts_of(text: str) -> Mapping[str, str]:
+    """Repeats share a spec, and a report asks for each several times."""
+    try:
+        written = json.loads(text)
+    except ValueError:
+        return {}
+    if not isinstance(written, dict):
+        return {}
     found = {key: _text(key, value) for key, value in _flat(written) if _matters(key)}
     if found.get("launch.mock", "off") == "off":
         found.pop("launch.mock", None)
@@ -62,7 +77,7 @@ def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
-    flat = _section(applied, "model") | {name: applied.get(name) for name in _APPLIED}
+    flat = _section(applied, "model") | {name: applied[name] for name in _APPLIED if name in applied}
     data = _section(applied, "dataset")
     return {
         "dataset.hash": str(data.get("hash") or "")[:12],
