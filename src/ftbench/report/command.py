@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
-from ftbench.report import compare_table, gate, layout, render
+from ftbench.report import compare_table, cost, gate, layout, references, render
 from ftbench.report.answers import NIGHT_H, answers
 from ftbench.report.assemble import Parts, assembled
 from ftbench.report.cells import cells_of, runs_of
@@ -16,6 +16,7 @@ from ftbench.report.collect import collect
 from ftbench.report.compare import compare
 from ftbench.report.decision import decision
 from ftbench.report.document import Section
+from ftbench.spec.prices import Prices, load_prices
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,6 +38,8 @@ class Request:
     hours: float | None = None
     against: Path | None = None
     fail_above: str | None = None
+    prices: Path | None = None
+    references: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +55,24 @@ def report(request: Request) -> Result:
     _check(request)
     frame = collect(request.paths)
     if request.against is not None:
-        found = gate.gate(frame, collect([request.against]), gate.limit_of(request.fail_above or "5%"))
+        found = gate.gate(
+            frame, collect([request.against]), gate.limit_of("5%" if request.fail_above is None else request.fail_above)
+        )
         parts = Parts(frame, (), gate.sections(found), runs=False)
         return Result(assembled(parts, request.format), bool(found.regressed))
-    sections = _sections(request, frame)
+    gpus = {gpu for gpu in frame["gpu"] if isinstance(gpu, str)}
+    prices = None if request.prices is None else load_prices(request.prices, gpus)
+    sections = _sections(request, frame, prices)
     merged = layout.merge_repeats(frame) if request.repeats == "merge" else frame
+    merged = cost.with_costs(merged, prices, request.hours or NIGHT_H)
     shown, axes = layout.with_axes(merged)
     return Result(assembled(Parts(shown, axes, sections, runs=request.compare is None), request.format))
 
 
-def _sections(request: Request, frame: pd.DataFrame) -> list[Section]:
+def _sections(request: Request, frame: pd.DataFrame, prices: Prices | None) -> list[Section]:
     page = request.format == "html"  # has room for every answer, and draws the curves itself
     every = request.answers or request.hours is not None or page
-    if not every and request.compare is None:
+    if not every and request.compare is None and prices is None and not request.references:
         return []
     runs = runs_of(frame)
     cells = cells_of(runs)
@@ -75,7 +83,10 @@ def _sections(request: Request, frame: pd.DataFrame) -> list[Section]:
         found.append(words)
     if every:
         found += answers(cells, request.hours or NIGHT_H, curves=not page)
-    return found
+    asked = [cost.energy(cells) if every or prices else None,
+             cost.money(cells, prices, request.hours or NIGHT_H) if prices else None,
+             references.beside(cells) if request.references else None]  # fmt: skip
+    return found + [section for section in asked if section is not None]
 
 
 def _check(request: Request) -> None:

@@ -20,6 +20,7 @@ _HEADING = {
     "launch.framework": "framework", "data": "data", "model.weights": "weights",
 }  # fmt: skip
 _WORDS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
+_EXACT = 0.0005
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "recipe", "state")
 NOTE = (
     "Changes are against the baseline, with their 95 % interval in brackets; ≈ is not distinguishable, ? is without an "
@@ -180,7 +181,10 @@ def _changed(name: str, text: Callable[[float | None], str], ratio: str) -> Call
     """A figure and its change: `15.8 (-79.6 %)`."""
 
     def both(cell: Cell, pair: Pair | None) -> str:
-        value, changed = text(cell.figure(name)), change(getattr(pair, ratio)) if pair else ""
+        value, found = text(cell.figure(name)), getattr(pair, ratio) if pair else None
+        if found and found.low is not None and found.high - found.low < _EXACT:
+            found = Ratio(found.value)  # repeats agree to the digits shown
+        changed = change(found)
         return f"{value} ({changed.removesuffix(' ?')})" if value and changed else value
 
     return both
