@@ -182,13 +182,19 @@ def test_memory_short_names_the_smaller_and_its_price(tmp_path):
 def test_the_smallest_that_is_the_fastest_has_no_price(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=0.5, seed=2, peak_memory_gb=20.0), spec=method("qlora"))
-    assert "qlora at batch 4 needs the least (20.0 GiB) and is the fastest" in words(tmp_path)
+    assert "qlora at batch 4 is the fastest, and needs 20.0 GiB where the least is 20.0 GiB" in words(tmp_path)
 
 
 def test_nearly_the_same_memory_is_no_saving(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2, peak_memory_gb=76.0), spec=method("qlora"))
-    assert "Memory short" not in words(tmp_path)
+    text = words(tmp_path)
+    assert "Memory short or not: lora at batch 4 is the fastest" in text
+    assert "the price is speed" not in text
+
+
+def test_of_those_that_need_little_the_fastest_is_named():
+    assert "Memory short: lora at batch 1 needs 31.4 GiB" in words(RESULTS / "qwen3-8b-frontier")
 
 
 def test_many_steps_and_few_steps_differ_where_the_faster_starts_slowly(tmp_path):

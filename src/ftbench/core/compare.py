@@ -240,8 +240,9 @@ class Parity:
 
 
 def loss_parity(baseline: Mapping[int, float], candidate: Mapping[int, float], *, coarse: bool) -> Parity:
-    """Finite losses of the steps that both took, by step, on the same tokens in the same order. `coarse`: one side computes
-    with 8-bit floats or 4-bit weights. Within, if at most one step in twenty differs by more than the tolerance."""
+    """Finite losses of the steps that both took, by step, on the same tokens in the same order. `coarse`: one side
+    computes with 8-bit floats or 4-bit weights. Within, if at most one step in twenty differs by more than the
+    tolerance."""
     tolerance = COARSE_TOLERANCE if coarse else LOSS_TOLERANCE
     shares = {
         step: abs(candidate[step] / baseline[step] - 1) for step in baseline.keys() & candidate.keys() if baseline[step]

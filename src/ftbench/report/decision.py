@@ -15,6 +15,7 @@ from ftbench.report.document import Section
 from ftbench.report.facts import OPTIMIZATIONS, value_at
 
 LESS_MEMORY = 0.95  # a recipe that needs more than this share of another's memory is not called smaller
+NEARLY_LEAST = 1.10  # within this of the least memory, the fastest is the one to take
 _MOST_GROUPS = 6
 _NAMED = ("method.", "optimizations.", "applied.", "train.batch_size", "train.gradient_accumulation_steps")
 
@@ -69,11 +70,15 @@ def _memory_short(timed: Sequence[Cell]) -> Iterator[str]:
     known = [cell for cell in timed if cell.figure(PEAK)]
     if len(known) < 2:
         return
-    small = min(known, key=lambda cell: cell.figure(PEAK) or 0.0)
+    least = min(cell.figure(PEAK) or 0.0 for cell in known)
+    small = max((cell for cell in known if (cell.figure(PEAK) or 0.0) <= NEARLY_LEAST * least), key=_rate)
     fast = max(known, key=_rate)
     peaks = [cell.figure(PEAK) or 0.0 for cell in (small, fast)]
     if small is fast:
-        yield f"Memory short or not: {small.name} needs the least ({units.gibibytes(peaks[0])} GiB) and is the fastest."
+        yield (
+            f"Memory short or not: {small.name} is the fastest, and needs {units.gibibytes(peaks[0])} GiB where the "
+            f"least is {units.gibibytes(least)} GiB."
+        )
     elif peaks[0] < LESS_MEMORY * peaks[1]:
         pair = _pair(small, fast)
         yield (
