@@ -20,7 +20,11 @@ STUDY = [
 H100 = (9, 0)
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in CONFIGS.glob("*.yaml") if not path.name.startswith("prices")),
+    ids=lambda path: path.stem,
+)
 def test_every_shipped_spec_loads_and_runs_or_says_why_not(path):
     spec = resolve(load(path), H100)
     refused = refused_here(spec, H100)

@@ -115,15 +115,17 @@ def report(
     strict: Annotated[bool, typer.Option("--strict", help="--compare: only pairs of the same recipe")] = False,
     repeats: Annotated[str, typer.Option(help="each, or merge: one row for the runs of a spec on a GPU")] = "each",
     answers: Annotated[bool, typer.Option("--answers", help="also what a night trains, what fits, what to do")] = False,
-    hours: Annotated[float | None, typer.Option(help="--answers: how long a night is (8)")] = None,
+    hours: Annotated[float | None, typer.Option(help="--answers, --prices: how long a night is (8)")] = None,
     against: Annotated[Path | None, typer.Option(help="earlier runs: exit code 1 if something is worse now")] = None,
     fail_above: Annotated[str | None, typer.Option(help="--against: how much worse is too much (5%)")] = None,
+    prices: Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")] = None,
+    references: Annotated[bool, typer.Option("--references", help="published figures beside the runs")] = False,
 ) -> None:
     """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|model|KEY`."""
     from ftbench.report import command
 
     found = command.report(command.Request(
-        paths, format, compare, baseline, strict, repeats, answers, hours, against, fail_above,
+        paths, format, compare, baseline, strict, repeats, answers, hours, against, fail_above, prices, references,
     ))  # fmt: skip
     _result(found.text, output)
     raise typer.Exit(1 if found.regressed else 0)

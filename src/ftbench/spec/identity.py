@@ -19,9 +19,9 @@ _NO_MATTER: Any = {"name": True, "launch": True, "measure": {"warmup", "save_ada
 
 
 def what_changes_the_result(spec: Experiment) -> dict[str, Any]:
-    """The spec without its name, how it is launched, which steps are called warm-up, how often it is run, who is
-    told of its steps, and where files lie: of a file its name and content count, so that the same spec on two machines is the same experiment and
-    an edited file another. A mock is no result of the spec at all: what it pretends counts."""
+    """The spec without its name, how it is launched, which steps are called warm-up, how often it is run, who is told
+    of its steps, and where files lie: of a file its name and content count, so that the same spec on two machines is
+    the same experiment and an edited file another. A mock is no result of the spec at all: what it pretends counts."""
     values = spec.model_dump(mode="json", exclude=_NO_MATTER)
     if spec.launch.mock != "off":
         values["mock"] = [spec.launch.mock, spec.launch.mock_fits]
