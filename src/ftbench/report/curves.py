@@ -8,7 +8,6 @@ import gc
 import math
 import struct
 from collections.abc import Sequence
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -86,28 +85,57 @@ def read_columns(path: Path, names: Sequence[str], ends: Sequence[str] = ()) -> 
         text = path.read_text("utf-8", errors="replace")
     except OSError:
         return {}
-    head, *lines = text.split("\n")
+    head, _, rest = text.partition("\n")
     header = head.rstrip("\r").split(",")
-    places = {name: header.index(name) for name in (*names, *ends, "phase", "rank") if name in header}
-    # What follows the last newline is not finished; the columns after the last that is wanted are not cut apart.
-    commas, last = len(header) - 1, max(places.values(), default=0) + 1
-    if '"' in text:
-        records = [record for record in csv.reader(lines[:-1]) if len(record) == len(header)]
-    else:
-        records = [line.split(",", last) for line in lines[:-1] if line.count(",") == commas]
-    for name, wanted in (("phase", "train"), ("rank", None)):
-        if records and (place := places.get(name)) is not None:
-            value = wanted or records[0][place]  # of several processes the first speaks
-            records = [record for record in records if record[place] == value]
-    if (place := places.get("step")) is not None:
-        good = [0 < step < 2**32 for step in _numbers([record[place] for record in records])]
-        records = records if all(good) else list(compress(records, good))
-    if not records:
+    whole = rest[: rest.rfind("\n") + 1]  # what follows the last newline is not finished
+    fields = _plain_fields(header, whole) or _checked_fields(header, whole.split("\n")[:-1])
+    if not fields:
         return {}
-    fields = list(zip(*records, strict=False))
-    missing = [math.nan] * len(records)
-    found = {name: _numbers(fields[places[name]]) if name in places else missing for name in names}
-    return found | {name: _numbers(fields[places[name]][-1:]) if name in places else [math.nan] for name in ends}
+    missing = [math.nan] * len(next(iter(fields.values())))
+    found = {name: _numbers(fields[name]) if name in fields else missing for name in names}
+    return found | {name: _numbers(fields[name][-1:]) if name in fields else [math.nan] for name in ends}
+
+
+def _plain_fields(header: Sequence[str], text: str) -> dict[str, Sequence[str]]:
+    """The columns of lines that are all whole training steps of one process, cut apart in one go; else empty."""
+    if '"' in text:
+        return {}
+    stride = len(header) + 1
+    flat = text.replace("\n", ",\n,").split(",")[:-1]  # each line's fields, then its end
+    count = len(flat) // stride
+    if not count or flat[len(header) :: stride].count("\n") != count or len(flat) != count * stride:
+        return {}
+    fields = {name: flat[place::stride] for place, name in enumerate(header)}
+    same = all(fields[name].count(fields[name][0]) == count for name in ("phase", "rank") if name in fields)
+    plain = same and fields.get("phase", ["train"])[0] == "train" and _counted(fields.get("step", ["1"]))
+    return fields if plain else {}
+
+
+def _checked_fields(header: Sequence[str], lines: Sequence[str]) -> dict[str, Sequence[str]]:
+    """The same line by line: what cannot be read, is no training step or has no step number is left out; of several
+    processes the first speaks."""
+    records = [record for line in lines if len(record := _record(line)) == len(header)]
+    for name, wanted in (("phase", "train"), ("rank", None)):
+        if records and name in header:
+            place = header.index(name)
+            value = wanted or records[0][place]
+            records = [record for record in records if record[place] == value]
+    if "step" in header:
+        place = header.index("step")
+        records = [record for record in records if _counted([record[place]])]
+    return dict(zip(header, zip(*records, strict=True), strict=True)) if records else {}
+
+
+def _record(line: str) -> list[str]:
+    """One line's fields: a stray quote spoils no other line."""
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:
+        return []
+
+
+def _counted(steps: Sequence[str]) -> bool:
+    return all(0 < step < 2**32 for step in _numbers(steps))
 
 
 def _numbers(texts: Sequence[str]) -> list[float]:

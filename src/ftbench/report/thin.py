@@ -30,11 +30,11 @@ def thin(values: Sequence[float], points: int) -> list[int]:
             gap = next((i for i, value in enumerate(part) if not math.isfinite(value)), None)
             if gap is not None:
                 kept.add(start + gap)
-            known = [value for value in part if math.isfinite(value)]
+            known: Sequence[float] = [value for value in part if math.isfinite(value)]
             if not known:
                 continue
         else:
-            known = list(part)
+            known = part
         kept.add(start + part.index(min(known)))
         kept.add(start + part.index(max(known)))
     return sorted(kept)

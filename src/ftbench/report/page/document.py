@@ -22,7 +22,7 @@ from ftbench.report.tables import Table
 if TYPE_CHECKING:
     import pandas as pd
 
-_FIRST = ("decision", "comparison")  # what is read before the figures
+_FIRST = ("decision", "comparison", "gate")  # what is read before the figures
 _DRAWN = ("frontier",)  # what the page itself shows better
 CURVE_BYTES = 5_500_000  # of the page; with plotly's 5 MB and the rows of 2,000 runs it stays below 15 MB
 
@@ -37,7 +37,7 @@ def page(frame: pd.DataFrame, table: Table, footnote: str, answers: Sequence[Sec
     longest = max((curve["steps"] for curve in drawn.values()), default=0)
     body = [
         head.head(shown),
-        *(sections.answer(part) for part in answers if part.key in _FIRST),
+        *(sections.answer(part, whole=True) for key in _FIRST for part in answers if part.key == key),
         sections.frontier(shown),
         sections.speed(shown),
         sections.runs(shown),

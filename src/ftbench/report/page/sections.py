@@ -11,7 +11,7 @@ from ftbench.report.page.view import Run, View, clean, secretless
 from ftbench.report.tables import CONTEXT, Table
 
 _MOST_GRIDS = 24
-_FOLDED = 16  # rows of a table that are shown without being asked for
+_FOLDED, _WHOLE = 16, 80  # rows of a table that are shown without being asked for
 TEXT_HEADINGS = (*CONTEXT.values(), "method", "state", "where it fails", "note")
 _SHORT = 24  # a text of more characters may be broken in its cell
 
@@ -223,14 +223,15 @@ def notes(view: View) -> Markup | None:
     return section("notes", "Warnings and reasons", listed)
 
 
-def answer(found: Section) -> Markup | None:
-    """Any other part of the report: its words and its table with the notes; a long table is folded away."""
+def answer(found: Section, whole: bool = False) -> Markup | None:
+    """Any other part of the report: its words and its table with the notes; a long table is folded away, unless it is
+    to be shown whole."""
     words = [element("p", secretless(text)) for text in found.paragraphs]
     shown = table(found.title, found.table) if found.table and found.table.rows else None
     if not words and not shown:
         return None
-    if shown and len(found.table.rows if found.table else ()) > _FOLDED:
-        rows = len(found.table.rows if found.table else ())
+    rows = len(found.table.rows) if found.table else 0
+    if shown and rows > (_WHOLE if whole else _FOLDED):
         shown = element("details", element("summary", f"{rows} rows"), shown, class_="chooser")
     return section(f"answer-{found.key}", found.title, words, shown)
 
@@ -251,7 +252,7 @@ def table(title: str, found: Table) -> Markup:
         for row in found.rows
     ]  # fmt: skip
     context = " · ".join(f"{key} {value}" for key, value in found.context.items())
-    inner = element("table", element("caption", context or title), element("thead", head), element("tbody", rows))
+    inner = element("table", element("caption", context or title, class_=None if context else "unseen"), element("thead", head), element("tbody", rows))
     below = [element("p", note, class_="quiet") for note in found.notes]
     box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=f"{title}, scrolls sideways")
     return join(box, *below)
