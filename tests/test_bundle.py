@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from ftbench import bundle, rundir, summary
+from ftbench import bundle, rundir, summary, unbundle
 from ftbench.core import redact, rows
 from ftbench.errors import SpecError
 from ftbench.rundir import RunDir, StepsWriter
 from ftbench.verify import verify
 
-zstd = bundle.zstd
+zstd = unbundle.zstd
 COMMITTED = Path(__file__).parents[1] / "results" / "h200"
 # Put together here: a key in one piece would be found by those who look for leaked ones.
 KEYS = {
@@ -285,6 +285,10 @@ def test_a_report_reads_a_bundle_beside_a_folder(bundled, tmp_path):
     assert done.returncode == 0, done.stderr
     found = {run["run_id"]: run["step_time_s.median"] for run in json.loads(done.stdout)["runs"]}
     assert found == pytest.approx({"lora-b4-r1": 0.5, "qlora-b4-r1": 0.7, "full-b4-r1": 1.0})
+    paths = {run["path"] for run in json.loads(done.stdout)["runs"]}
+    assert paths == {
+        f"{bundled}:study/lora-b4-r1", f"{bundled}:study/qlora-b4-r1", str(tmp_path / "here" / "study" / "full-b4-r1"),
+    }  # fmt: skip
 
 
 def test_a_report_leaves_no_unpacked_bundle_behind(bundled, tmp_path):
@@ -355,7 +359,7 @@ def giant(size: int) -> bytes:
 
 def test_a_giant_is_refused_by_what_it_says_of_itself(tmp_path):
     manifest = json.dumps({"schema": 1, "files": {}}).encode()
-    for number, size in enumerate((bundle.MAX_FILE + 1, 2**62)):
+    for number, size in enumerate((unbundle.MAX_FILE + 1, 2**62)):
         out = io.BytesIO()
         bundle._add(out, "manifest.json", manifest)
         path = tmp_path / f"{number}.tar.zst"
@@ -365,11 +369,11 @@ def test_a_giant_is_refused_by_what_it_says_of_itself(tmp_path):
 
 def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path, monkeypatch):
     """Small in the archive, large unpacked: many files that together are too much."""
-    monkeypatch.setattr(bundle, "MAX_TOTAL", 2**22)
+    monkeypatch.setattr(unbundle, "MAX_TOTAL", 2**22)
     path = packed(tmp_path / "x.tar.zst", {f"runs/a/{i}/steps.csv": b"\0" * 2**20 for i in range(8)})
     assert path.stat().st_size < 2**15
     with tempfile.TemporaryDirectory() as folder, pytest.raises(SpecError, match="more or larger files"):
-        bundle.unpack(path, Path(folder))
+        unbundle.unpack(path, Path(folder))
 
 
 def test_headers_of_any_length_are_refused_unread(tmp_path):

@@ -15,6 +15,7 @@ from ftbench import bundle, rundir
 from ftbench.errors import SpecError
 from ftbench.importers import COLUMNS, About, import_run
 from ftbench.report.collect import collect
+from ftbench.report.facts import spec_facts
 from ftbench.report.render import render
 from ftbench.rundir import read_json, read_steps
 from ftbench.summary import as_dict, summarise
@@ -62,6 +63,7 @@ def test_what_the_csv_does_not_say_stays_empty(tmp_path):
     assert found["parameters"] == {"total": None, "trainable": None}
     assert found["energy"]["joules"] is None
     assert found["mfu"] is None
+    assert found["optimizations"] == ["unknown"]
     assert found["phases_s"] == found["dataset"] == {}
     (first, second) = found["warnings"]
     assert first.startswith("imported from log.csv (the founding study's seven-column CSV), not recorded by ftbench")
@@ -109,6 +111,14 @@ def test_a_torn_line_is_left_out_and_told(tmp_path):
     _, found = imported(path, tmp_path / "out")
     assert found["steps"]["total"] == 30
     assert any("last line is not finished" in warning for warning in found["warnings"])
+
+
+def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path):
+    run, _ = imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
+    facts = spec_facts(run)
+    assert facts["train.batch_size"] == "4"
+    assert facts["imported.from"] == "the founding study's seven-column CSV"
+    assert not {"train.learning_rate", "model.weights", "model.dtype", "method.alpha"} & facts.keys()
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
@@ -251,7 +261,8 @@ def test_both_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
 def test_the_command_prints_where_the_run_is(trained, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "ftbench", "import", str(trained / "log.csv"), "--name", "old",
-         "--model", "Qwen/Qwen3-8B", "--method", "lora", "--gpu", "cpu", "--batch-size", "2", "--out", str(tmp_path / "out")],
+         "--model", "Qwen/Qwen3-8B", "--method", "lora", "--gpu", "cpu", "--batch-size", "2",
+         "--out", str(tmp_path / "out")],
         capture_output=True, text=True, check=False, env=os.environ,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

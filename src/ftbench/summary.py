@@ -35,7 +35,7 @@ def summarise(run: RunDir) -> RunSummary:
         gpu=(machine.get("gpu") or {}).get("name"),
         batch_size=spec.get("train", {}).get("batch_size", 0),
         gradient_accumulation_steps=spec.get("train", {}).get("gradient_accumulation_steps", 0),
-        optimizations=optimizations_on(spec.get("optimizations", {})),
+        optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})),
         steps={"total": len(train), "warmup": warm, "steady": len(steady)},
         loss=_losses(everything),
         parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftbench import bundle
+from ftbench import unbundle
 from ftbench.core.rows import SCHEMA
 from ftbench.rundir import RunDir, find_runs, read_json
 from ftbench.summary import as_dict, summarise
@@ -34,8 +34,8 @@ def verify(path: Path) -> Verdict:
     """Checks every hash of a bundle, and every summary in it against its steps. Raises SpecError for what is no
     bundle."""
     with tempfile.TemporaryDirectory(prefix="ftbench-verify-") as folder:
-        manifest = bundle.unpack(path, Path(folder))
-        verdict = Verdict(files=len(manifest["found"]), problems=bundle.problems(manifest))
+        manifest = unbundle.unpack(path, Path(folder))
+        verdict = Verdict(files=len(manifest["found"]), problems=unbundle.problems(manifest))
         for run in find_runs(Path(folder) / "runs"):
             verdict.runs += 1
             name = f"{run.path.parent.name}/{run.run_id}"

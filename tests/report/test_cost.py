@@ -91,8 +91,8 @@ def test_break_even_is_where_both_have_cost_the_same():
 
 
 @pytest.mark.parametrize(("value", "text"), [
-    (None, ""), (1_600_000, "1,600,000 JPY"), (1000, "1,000 JPY"), (999.4, "999 JPY"), (999.7, "1,000 JPY"), (10.04, "10.0 JPY"),
-    (3.594, "3.59 JPY"), (0.04121, "0.0412 JPY"),
+    (None, ""), (1_600_000, "1,600,000 JPY"), (1000, "1,000 JPY"), (999.4, "999 JPY"), (999.7, "1,000 JPY"),
+    (10.04, "10.0 JPY"), (3.594, "3.59 JPY"), (0.04121, "0.0412 JPY"),
 ])  # fmt: skip
 def test_money_has_three_digits_and_its_currency(value, text):
     assert units.money(value, "JPY") == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,9 +50,16 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
 
 
 def _unpacked(path: Path) -> Path:
-    from ftbench import bundle
+    from ftbench import unbundle
 
-    return bundle.opened(path)
+    return unbundle.opened(path)
+
+
+def as_asked(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the paths that people know: a run out of a bundle lies in a copy that is gone in a moment."""
+    if "path" not in frame or (unbundle := sys.modules.get("ftbench.unbundle")) is None:  # no bundle was opened
+        return frame
+    return frame.assign(path=[unbundle.shown(str(path)) for path in frame["path"]])
 
 
 def summary_of(run: RunDir) -> dict[str, Any]:

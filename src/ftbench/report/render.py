@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ftbench.core.rows import SCHEMA
 from ftbench.errors import SpecError
+from ftbench.report.collect import as_asked
 from ftbench.report.grid import fold, grid, plain
 from ftbench.report.latex import latex
 from ftbench.report.tables import CONTEXT, Table, comparison
@@ -98,6 +99,7 @@ def _csv(frame: pd.DataFrame, axes: Sequence[str]) -> str:
 
 def csv(frame: pd.DataFrame) -> str:
     """Every scalar column in full. Text that a spreadsheet would take for a formula gets a leading apostrophe."""
+    frame = as_asked(frame)
     keep = [name for name in frame.columns if not frame[name].map(lambda v: isinstance(v, (list, dict))).any()]
     safe = frame[keep].map(
         lambda value: f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
@@ -107,7 +109,7 @@ def csv(frame: pd.DataFrame) -> str:
 
 def _json(frame: pd.DataFrame, axes: Sequence[str]) -> str:
     """One document: `{schema, runs: [...]}`; unknown is null."""
-    records = json.loads(frame.to_json(orient="records", force_ascii=False, double_precision=15))
+    records = json.loads(as_asked(frame).to_json(orient="records", force_ascii=False, double_precision=15))
     return json.dumps({"schema": SCHEMA, "runs": records}, ensure_ascii=False, indent=1) + "\n"
 
 
