@@ -16,7 +16,8 @@ REVERSED = "abc\u202egnp.exe"
 
 
 def made(
-    out: Path, method: str, batch: int, *, gpu: str = "NVIDIA H200", steps: int = 40, speed: float = 0.5, peak: float = 20.0,
+    out: Path, method: str, batch: int, *, gpu: str = "NVIDIA H200", steps: int = 40, speed: float = 0.5,
+    peak: float = 20.0,
     state: str = "ok", reason: str | None = None, model: str = "Qwen/Qwen3-8B", name: str = "study",
 ) -> RunDir:  # fmt: skip
     """The files of one run, written by the code that writes them in a real one."""
@@ -27,13 +28,15 @@ def made(
         "dataset": {"name": "synthetic"}, "measure": {"warmup": 1},
     })  # fmt: skip
     rundir.write_json(run.machine, {
-        "gpu": {"name": gpu, "driver": "580.1"}, "environment": {"SECRET_TOKEN": SECRET}, "versions": {"torch": "2.11.0"},
+        "gpu": {"name": gpu, "driver": "580.1"}, "environment": {"SECRET_TOKEN": SECRET},
+        "versions": {"torch": "2.11.0"},
     })  # fmt: skip
     rundir.write_json(run.applied, {"model": {"class": "Qwen3ForCausalLM", "attention": "sdpa"}, "warnings": []})
     writer = StepsWriter(run.steps)
     writer.append(
         rows.StepRow(
-            step=i, elapsed_time_sec=speed * i, progress_ratio=i / steps, phase="train", rank=0, memory_allocated_gb=peak / 2,
+            step=i, elapsed_time_sec=speed * i, progress_ratio=i / steps, phase="train", rank=0,
+            memory_allocated_gb=peak / 2,
             memory_reserved_gb=peak + 1, peak_memory_gb=peak + (1 if i == steps // 2 else 0), samples=batch,
             step_time_s=speed * (1 + 0.05 * math.sin(i)), real_tokens=1000 * batch, padded_tokens=1200 * batch,
             label_tokens=700 * batch, loss=2.0 - i / steps, energy_j=100.0,

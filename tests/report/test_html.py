@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("plotly", reason="the page is drawn with plotly: pip install 'ftbench[report]'")
 
+from page_runs import HOSTILE, JAPANESE, SECRET, made, study
+
 from ftbench.errors import MissingError
 from ftbench.report.collect import collect
 from ftbench.report.page import cells, document, head
@@ -22,7 +24,6 @@ from ftbench.report.page.markup import Markup, data_block, element, join
 from ftbench.report.page.view import view
 from ftbench.report.render import render
 from ftbench.report.tables import comparison
-from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
 
 class Page(HTMLParser):
@@ -98,6 +99,11 @@ def test_text_of_runs_is_text(text, page):
     assert page.data["runs"][0]["reason"] is not None
     assert any(HOSTILE in run["reason"] for run in page.data["runs"])
     assert any(JAPANESE in word for word in page.words)
+
+
+def test_no_name_turns_the_direction_of_writing(text):
+    assert "\u202e" not in text
+    assert "abcgnp.exe" in text
 
 
 def test_no_secret_and_no_path_of_this_machine_is_on_the_page(text, tmp_path_factory):
@@ -197,7 +203,9 @@ def test_every_format_can_be_written_to_a_file(format, tmp_path, monkeypatch, ca
 
     made(tmp_path / "runs", "lora", 4)
     target = tmp_path / f"report.{format}"
-    monkeypatch.setattr(sys, "argv", ["ftbench", "report", str(tmp_path / "runs"), "--format", format, "-o", str(target)])
+    monkeypatch.setattr(
+        sys, "argv", ["ftbench", "report", str(tmp_path / "runs"), "--format", format, "-o", str(target)]
+    )
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert not end.value.code

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from page_runs import JAPANESE, study
 
 from ftbench.report.collect import collect
 from ftbench.report.latex import escape, latex
 from ftbench.report.render import render
 from ftbench.report.tables import Table
-from page_runs import JAPANESE, study
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _plain_fields(header: Sequence[str], text: str) -> dict[str, Sequence[str]]:
     count = len(flat) // stride
     if not count or flat[len(header) :: stride].count("\n") != count or len(flat) != count * stride:
         return {}
-    fields = {name: flat[place::stride] for place, name in enumerate(header)}
+    fields: dict[str, Sequence[str]] = {name: flat[place::stride] for place, name in enumerate(header)}
     same = all(fields[name].count(fields[name][0]) == count for name in ("phase", "rank") if name in fields)
     plain = same and fields.get("phase", ["train"])[0] == "train" and _counted(fields.get("step", ["1"]))
     return fields if plain else {}

@@ -252,7 +252,12 @@ def table(title: str, found: Table) -> Markup:
         for row in found.rows
     ]  # fmt: skip
     context = " · ".join(f"{key} {value}" for key, value in found.context.items())
-    inner = element("table", element("caption", context or title, class_=None if context else "unseen"), element("thead", head), element("tbody", rows))
+    inner = element(
+        "table",
+        element("caption", context or title, class_=None if context else "unseen"),
+        element("thead", head),
+        element("tbody", rows),
+    )
     below = [element("p", note, class_="quiet") for note in found.notes]
     box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=f"{title}, scrolls sideways")
     return join(box, *below)
