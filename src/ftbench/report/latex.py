@@ -15,7 +15,7 @@ _ESCAPES = {
     "|": r"\textbar{}", '"': r"\char34{}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}",
     "[": "{[}", "]": "{]}", "*": "{*}", "--": "-{}-",
     "…": r"\ldots{}", "·": r"\textperiodcentered{}", "×": r"\texttimes{}", "±": r"\textpm{}", "→": r"\textrightarrow{}",
-    "≈": r"$\approx$", "≤": r"$\leq$", "≥": r"$\geq$", "°": r"\textdegree{}", 
+    "≈": r"$\approx$", "≤": r"$\leq$", "≥": r"$\geq$", "°": r"\textdegree{}",
     "−": r"\textminus{}", "–": r"\textendash{}", "—": r"\textemdash{}", "\u00a0": "~",
 }  # fmt: skip
 _ACTIVE = re.compile("|".join(map(re.escape, _ESCAPES)))
