@@ -21,7 +21,11 @@ STUDY = [
 H100 = (9, 0)
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in CONFIGS.glob("*.yaml") if not path.name.startswith("prices")),
+    ids=lambda path: path.stem,
+)
 def test_every_shipped_spec_loads_and_can_run_on_an_h100(path):
     spec = resolve(load(path), H100)
     assert refused_here(spec, H100) == []

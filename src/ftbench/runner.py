@@ -106,7 +106,7 @@ def carry_out(
             on_tick(follower)
             return watchdog.check()
 
-        variables = trl.environment({**os.environ, **(environment or {})})
+        variables = trl.environment({**os.environ, **(environment or {})}, spec.train.report_to)
         launcher = trl if spec.launch.mock == "off" else mock
         ended = process.run_child(launcher.command(claimed), variables, claimed.log, asked, watch)
         return _close(claimed, ended)

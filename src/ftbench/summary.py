@@ -35,9 +35,9 @@ def summarise(run: RunDir) -> RunSummary:
         gpu=(machine.get("gpu") or {}).get("name"),
         batch_size=spec.get("train", {}).get("batch_size", 0),
         gradient_accumulation_steps=spec.get("train", {}).get("gradient_accumulation_steps", 0),
-        optimizations=optimizations_on(spec.get("optimizations", {})),
+        optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})),
         steps={"total": len(train), "warmup": warm, "steady": len(steady)},
-        loss=_losses(train, everything),
+        loss=_losses(everything),
         parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},
         memory_gb=_memory(everything, train, warm, phases),
         phases_s=_phases(phases, train, warm, state),
@@ -45,14 +45,16 @@ def summarise(run: RunDir) -> RunSummary:
         oom=state.get("oom"),
         warnings=[*applied.get("warnings", []), *warnings],
     )
-    if train:
+    if train and train[0].step == 1:  # an imported log may begin later, or tell of several steps in a row
         summary.first_step_s = train[0].step_time_s
-        summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
+        if not warm or train[warm - 1].step == warm:
+            summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
     if steady:
         _speed(summary, steady)
         _flops(summary, steady, applied)
         _energy(summary, steady, machine)
-    summary.warnings += checks.warnings(everything, train, warm, machine, ended_well=state["state"] == "ok")
+    timed = bool(train) or not everything  # an imported log may hold losses and no times
+    summary.warnings += checks.warnings(everything, train, warm, machine, ended_well=state["state"] == "ok" and timed)
     return summary
 
 
@@ -169,8 +171,8 @@ def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, A
         )
 
 
-def _losses(train: Sequence[StepRow], everything: Sequence[StepRow]) -> dict[str, float | None]:
-    losses = [loss for loss in _known(row.loss for row in train) if math.isfinite(loss)]
+def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
+    losses = [x for x in _known(row.loss for row in everything if row.phase == "train") if math.isfinite(x)]
     evaluated = [x for x in _known(row.loss for row in everything if row.phase == "evaluate") if math.isfinite(x)]
     return {
         "first": losses[0] if losses else None,

@@ -51,6 +51,15 @@ def tflops(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def money(value: float | None, currency: str) -> str:
+    """An amount with three significant digits, whole from a thousand up: `0.0412 USD`, `3.59 USD`, `1,600,000 JPY`."""
+    if value is None:
+        return ""
+    if value >= 999.5:
+        return f"{round(value):,} {currency}"
+    return f"{value:#.3g} {currency}".replace(". ", " ")
+
+
 def percent(value: float | None) -> str:
     """A share of one: `42.3 %`."""
     return "" if value is None else f"{value * 100:.1f} %"

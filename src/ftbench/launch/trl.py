@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 
 from ftbench import owner
@@ -21,15 +21,19 @@ def command(run: RunDir) -> list[str]:
     return [sys.executable, "-P", "-m", "ftbench.worker", str(run.path.resolve())]
 
 
-def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(inherited: Mapping[str, str], report_to: Collection[str] = ()) -> dict[str, str]:
     """The child's environment: one GPU (with several visible, transformers would train on all of them through
-    nn.DataParallel), numbered as the driver numbers them, no telemetry, no logging to a service nobody asked for."""
+    nn.DataParallel), numbered as the driver numbers them, no telemetry, no logging to a service nobody asked for:
+    what the spec's `train.report_to` does not name is off whatever the user's shell says."""
     env = dict(inherited)
+    off = {"wandb": {"WANDB_DISABLED": "true", "WANDB_MODE": "disabled"},
+           "mlflow": {"DISABLE_MLFLOW_INTEGRATION": "TRUE"}}  # fmt: skip
+    for service, switches in off.items():
+        env |= switches if service not in report_to else {}
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     defaults = {
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "WANDB_DISABLED": "true",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         owner.PARENT: str(os.getpid()),
@@ -39,6 +43,11 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
 
 def check_installed(spec: Experiment) -> None:
     """Raises MissingError with the command to type unless what the spec needs can be imported. Imports nothing."""
+    if absent := [name for name in spec.train.report_to if importlib.util.find_spec(name) is None]:
+        raise MissingError(
+            f"train.report_to names {', '.join(absent)}, which this Python ({sys.executable}) does not have: "
+            f"pip install {' '.join(absent)}, or leave it out"
+        )
     needed = [*NEEDED]
     if spec.method.quantised or "bnb" in spec.train.optimizer or "8bit" in spec.train.optimizer:
         needed.append("bitsandbytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,11 +42,24 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
     for path in paths:
         if not path.exists():
             raise SpecError(f"{path}: no such file or directory")
-        runs = find_runs(path)
+        runs = find_runs(_unpacked(path) if path.is_file() else path)
         if not runs:
             raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
         found |= {run.path.resolve(): run for run in runs}
     return list(found.values())
+
+
+def _unpacked(path: Path) -> Path:
+    from ftbench import unbundle
+
+    return unbundle.opened(path)
+
+
+def as_asked(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the paths that people know: a run out of a bundle lies in a copy that is gone in a moment."""
+    if "path" not in frame or (unbundle := sys.modules.get("ftbench.unbundle")) is None:  # no bundle was opened
+        return frame
+    return frame.assign(path=[unbundle.shown(str(path)) for path in frame["path"]])
 
 
 def summary_of(run: RunDir, state: str | None = None) -> dict[str, Any]:

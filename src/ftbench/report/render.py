@@ -2,56 +2,59 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftbench.core.rows import SCHEMA
 from ftbench.errors import SpecError
+from ftbench.report.collect import as_asked
+from ftbench.report.grid import fold, grid, plain
+from ftbench.report.latex import latex
 from ftbench.report.tables import CONTEXT, Table, comparison
 from ftbench.spec.base import nearest
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_FOOTNOTE = (
+FOOTNOTE = (
     "Median step, samples and real (non-padding) tokens of the steady window; GiB of tensors at the peak "
     "(on a CPU: of the process)."
 )
-_TEXT = (*CONTEXT.values(), "method", "state", "where it fails", "note")
+TEXT = (*CONTEXT.values(), "method", "state", "where it fails", "note")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def render(frame: pd.DataFrame, format_name: str, axes: Sequence[str] = ()) -> str:
     """The comparison of the frame's runs as text, with a column for each of `axes`. Raises SpecError for an unknown
     format."""
-    if format_name not in FORMATS:
-        raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
+    known_format(format_name)
     return FORMATS[format_name](frame, axes)
 
 
+def known_format(format_name: str) -> None:
+    """Raises SpecError, naming those that there are, for an unknown format."""
+    if format_name not in FORMATS:
+        raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
+
+
 def _terminal(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    return terminal(comparison(frame, axes), _FOOTNOTE)
+    return terminal(comparison(frame, axes), FOOTNOTE)
 
 
 def terminal(found: Table, footnote: str = "") -> str:
     """A table as wide as the terminal, without colours."""
-    from rich.console import Console
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    table = Grid(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for heading in found.headings:
-        text = heading in _TEXT
-        table.add_column(heading, overflow="fold", no_wrap=not text, justify="left" if text else "right")
-    for row in found.rows:
-        table.add_row(*map(Text, row))
-    out = io.StringIO()
-    console = Console(file=out, width=_width(), highlight=False, color_system=None)
+    folds = [heading in (*TEXT, *found.text) for heading in found.headings]
+    width = _width()
+    lines = [*fold(plain(_title(found.context)), width), *grid(found.headings, found.rows, folds, width)]
     below = [text for text in (footnote, *(f"note: {note}" for note in found.notes)) if text]
-    console.print(Text(_title(found.context)), table, *(["", *map(Text, below)] if below else []), sep="\n")
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    lines += ["", *(line for text in below for line in fold(plain(text), width))] if below else []
+    return "\n".join(lines) + "\n"
+
+
+def folded(text: str) -> str:
+    """A paragraph in lines of the terminal's width."""
+    return "\n".join(fold(plain(text), _width()))
 
 
 def _width() -> int:
@@ -65,33 +68,38 @@ def _title(context: dict[str, str]) -> str:
 
 
 def _markdown(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    return markdown(comparison(frame, axes), _FOOTNOTE)
+    return markdown(comparison(frame, axes), FOOTNOTE)
 
 
 def markdown(found: Table, footnote: str = "") -> str:
     """A table of GitHub's kind."""
-    right = [heading not in _TEXT for heading in found.headings]
+    right = [heading not in (*TEXT, *found.text) for heading in found.headings]
     lines = [
-        _cell(_title(found.context)),
+        cell(_title(found.context)),
         "",
-        "| " + " | ".join(map(_cell, found.headings)) + " |",
+        "| " + " | ".join(map(cell, found.headings)) + " |",
         "|" + "|".join("--:" if is_right else "---" for is_right in right) + "|",
-        *("| " + " | ".join(map(_cell, row)) + " |" for row in found.rows),
+        *("| " + " | ".join(map(cell, row)) + " |" for row in found.rows),
         "",
         footnote,
-        *(f"- {_cell(note)}" for note in found.notes),
+        *(f"- {cell(note)}" for note in found.notes),
     ]
     return "\n".join(lines).strip() + "\n"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text that stays one cell and one line, and is no markup."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("\\", "\\\\").replace("|", "\\|")
 
 
 def _csv(frame: pd.DataFrame, axes: Sequence[str]) -> str:
+    return csv(frame)
+
+
+def csv(frame: pd.DataFrame) -> str:
     """Every scalar column in full. Text that a spreadsheet would take for a formula gets a leading apostrophe."""
+    frame = as_asked(frame)
     keep = [name for name in frame.columns if not any(isinstance(v, (list, dict)) for v in frame[name])]
     texts = frame[keep].select_dtypes(["object", "string"]).columns
     safe = frame[keep].assign(**{name: frame[name].map(_harmless) for name in texts})
@@ -104,8 +112,18 @@ def _harmless(value: Any) -> Any:
 
 def _json(frame: pd.DataFrame, axes: Sequence[str]) -> str:
     """One document: `{schema, runs: [...]}`; unknown is null."""
-    records = json.loads(frame.to_json(orient="records", force_ascii=False, double_precision=15))
+    records = json.loads(as_asked(frame).to_json(orient="records", force_ascii=False, double_precision=15))
     return json.dumps({"schema": SCHEMA, "runs": records}, ensure_ascii=False, indent=1) + "\n"
+
+
+def _latex(frame: pd.DataFrame, axes: Sequence[str]) -> str:
+    return latex(comparison(frame, axes), TEXT, FOOTNOTE)
+
+
+def _html(frame: pd.DataFrame, axes: Sequence[str]) -> str:
+    from ftbench.report.page.document import page
+
+    return page(frame, comparison(frame, axes), FOOTNOTE)
 
 
 FORMATS: dict[str, Callable[[pd.DataFrame, Sequence[str]], str]] = {
@@ -113,4 +131,6 @@ FORMATS: dict[str, Callable[[pd.DataFrame, Sequence[str]], str]] = {
     "md": _markdown,
     "csv": _csv,
     "json": _json,
+    "latex": _latex,
+    "html": _html,
 }

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ftbench.core import units
 from ftbench.report.collect import varying
+from ftbench.report.layout import MOST_AXES, RUNS
+from ftbench.report.layout import headings as headings_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,6 +50,7 @@ class Table:
     headings: list[str]
     rows: list[list[str]]
     notes: list[str]
+    text: tuple[str, ...] = ()  # headings whose columns hold words, beside those every table has
 
 
 def comparison(frame: pd.DataFrame, axes: Sequence[str] = ()) -> Table:
@@ -57,7 +60,7 @@ def comparison(frame: pd.DataFrame, axes: Sequence[str] = ()) -> Table:
         gpu=[gpu if isinstance(gpu, str) else _CPU for gpu in frame["gpu"]],
         model=[str(model).rsplit("/", 1)[-1] for model in frame["model"]],
         optimizations=[", ".join(found).replace("_", " ") or "none" for found in frame["optimizations"]],
-        data=_data(frame),
+        data=data_labels(frame),
     )
     differing = varying(frame, CONTEXT)
     context = {CONTEXT[name]: str(frame[name].iloc[0]) for name in CONTEXT if name in frame and name not in differing}
@@ -66,22 +69,25 @@ def comparison(frame: pd.DataFrame, axes: Sequence[str] = ()) -> Table:
         if column.source in frame and (column.source not in _OPTIONAL or frame[column.source].notna().any())
     ]  # fmt: skip
     axes = [key for key in axes if key not in SHOWN and not key.startswith("optimizations.")]
+    hidden = [f"{len(axes) - MOST_AXES} more keys vary: --format csv shows all"] if len(axes) > MOST_AXES else []
+    axes = axes[:MOST_AXES]
     accumulation = frame["gradient_accumulation_steps"].nunique() > 1
+    runs = [RUNS] if RUNS in frame else []
     headings = [
-        *(CONTEXT[name] for name in differing), "method", "batch", *(key.rpartition(".")[2] for key in axes),
-        *(column.heading for column in figures), "state",
+        *(CONTEXT[name] for name in differing), "method", "batch", *headings_of(axes),
+        *(column.heading for column in figures), *runs, "state",
     ]  # fmt: skip
-    needed = dict.fromkeys(
-        [*differing, "method", "batch_size", "gradient_accumulation_steps", "state", "reason", *axes]
-    )
+    shared = ["method", "batch_size", "gradient_accumulation_steps", "state", "reason"]
+    needed = dict.fromkeys([*differing, *shared, *axes, *runs, *(column.source for column in figures)])
     rows = []
-    for record in frame[[*needed, *(column.source for column in figures)]].to_dict("records"):
+    for record in frame[[*needed]].to_dict("records"):
         batch = str(record["batch_size"]) + (f"x{record['gradient_accumulation_steps']}" if accumulation else "")
         shown = [_shown(record, column) for column in figures]
         places = [str(record[key]) for key in axes]
         named = [str(record[name]) for name in differing]
-        rows.append([*named, record["method"], batch, *places, *shown, _state(record)])
-    return Table(context, headings, rows, _notes(frame))
+        counts = [record[key] for key in runs]
+        rows.append([*named, record["method"], batch, *places, *shown, *counts, state_of(record)])
+    return Table(context, headings, rows, [*hidden, *_notes(frame)])
 
 
 def _shown(record: Mapping[Any, Any], column: Column) -> str:
@@ -92,7 +98,7 @@ def _shown(record: Mapping[Any, Any], column: Column) -> str:
     return column.text(value)
 
 
-def _state(record: Mapping[Any, Any]) -> str:
+def state_of(record: Mapping[Any, Any]) -> str:
     reason = record.get("reason")
     if record["state"] == "ok" or not isinstance(reason, str):
         return str(record["state"])
@@ -102,7 +108,7 @@ def _state(record: Mapping[Any, Any]) -> str:
     return f"{record['state']}: {short}".replace("oom: out of memory", "oom")
 
 
-def _data(frame: pd.DataFrame) -> list[str]:
+def data_labels(frame: pd.DataFrame) -> list[str]:
     """The data set of each row and, where known, the mean length of its samples in tokens: `alpaca ~110`. A run that
     ended before it knew the length has that of the others with the same data set, if they agree."""
     names, means = frame.get("dataset.name"), frame.get("dataset.tokens.mean")
@@ -131,11 +137,11 @@ def _notes(frame: pd.DataFrame) -> list[str]:
             about.setdefault(warning, []).append(record["run_id"])
     everyone = len(frame)
     return [
-        warning if len(runs) == everyone and everyone > 1 else f"{_named(runs)}: {warning}"
+        warning if len(runs) == everyone and everyone > 1 else f"{named(runs)}: {warning}"
         for warning, runs in about.items()
     ]
 
 
-def _named(runs: Sequence[str]) -> str:
+def named(runs: Sequence[str]) -> str:
     more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
     return ", ".join(runs[:_NAMED]) + more

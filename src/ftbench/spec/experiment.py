@@ -15,7 +15,8 @@ from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.optimizations import Optimizations
 
 
-def _name(value: str) -> str:
+def experiment_name(value: str) -> str:
+    """The name of an experiment, which is a folder's too. Raises ValueError for one that cannot be."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
         raise ValueError(
             "may hold letters, digits, dot, dash and underscore, at most 80, and begins with a letter or digit"
@@ -52,6 +53,16 @@ class Model(Part):
         return self
 
 
+SERVICES = ("tensorboard", "mlflow", "wandb", "trackio")  # each is also the name of the package it needs
+
+
+def _services(value: object) -> object:
+    """`tensorboard` for `[tensorboard]`; none, off or nothing for an empty list."""
+    if value is None or value is False or value == "none":
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
 class Train(Part):
     """The recipe. Defaults are the founding study's where it names a value."""
 
@@ -70,6 +81,9 @@ class Train(Part):
         description="of the products (autocast; fp32 is none); auto is bf16 on a GPU that has it, fp32 elsewhere",
     )
     seed: Int = Field(42, ge=0, lt=2**32, description="of adapters and dropout")
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...], BeforeValidator(_services)
+    ] = Field((), description="services that the steps are logged to while they happen; none if left out")
 
 
 def _warmup(value: object) -> object:
@@ -128,7 +142,7 @@ class Launch(Part):
 class Experiment(Part):
     """One spec, resolved."""
 
-    name: Annotated[str, AfterValidator(_name)] = Field(description="the file's stem if left out")
+    name: Annotated[str, AfterValidator(experiment_name)] = Field(description="the file's stem if left out")
     model: Model
     method: Method = Field(default_factory=Lora)
     dataset: Dataset = Field(default_factory=Dataset)

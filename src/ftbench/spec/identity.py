@@ -14,13 +14,14 @@ from ftbench.spec.experiment import Experiment
 _END = 1 << 20  # bytes of each end of a file that are hashed
 
 
-_NO_MATTER: Any = {"name": True, "launch": True, "measure": {"warmup", "save_adapter", "repeats"}}
+_NO_MATTER: Any = {"name": True, "launch": True, "measure": {"warmup", "save_adapter", "repeats"},
+                   "train": {"report_to"}}  # fmt: skip
 
 
 def what_changes_the_result(spec: Experiment) -> dict[str, Any]:
-    """The spec without its name, how it is launched, which steps are called warm-up, how often it is run, and where
-    files lie: of a file its name and content count, so that the same spec on two machines is the same experiment and
-    an edited file another. A mock is no result of the spec at all: what it pretends counts."""
+    """The spec without its name, how it is launched, which steps are called warm-up, how often it is run, who is told
+    of its steps, and where files lie: of a file its name and content count, so that the same spec on two machines is
+    the same experiment and an edited file another. A mock is no result of the spec at all: what it pretends counts."""
     values = spec.model_dump(mode="json", exclude=_NO_MATTER)
     if spec.launch.mock != "off":
         values["mock"] = [spec.launch.mock, spec.launch.mock_fits]
@@ -79,5 +80,9 @@ def slug(spec: Experiment, gpu: str | None = None) -> str:
 
 def named(spec: Experiment, fingerprint: str) -> str:
     """The slug with a fingerprint that is known already."""
-    model = re.sub(r"[^a-z0-9.]+", "-", spec.model.id.rsplit("/", 1)[-1].lower()).strip("-.")[:40] or "model"
-    return f"{model}-{spec.method.name}-b{spec.train.batch_size}-{fingerprint}"
+    return f"{model_slug(spec.model.id)}-{spec.method.name}-b{spec.train.batch_size}-{fingerprint}"
+
+
+def model_slug(model: str) -> str:
+    """`Qwen/Qwen3-8B` → `qwen3-8b`."""
+    return re.sub(r"[^a-z0-9.]+", "-", model.rsplit("/", 1)[-1].lower()).strip("-.")[:40] or "model"

@@ -33,20 +33,23 @@ def _mistake(sentence: str, node: yaml.Node) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, sentence, node.start_mark)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in `path`. Raises SpecError with file and line for anything else."""
-    text = _text(path)
+def read_yaml(
+    path: Path, what: str = "a spec", needs: str = "at least `model:` (see configs/ for examples)"
+) -> dict[str, Any]:
+    """The mapping in `path`, which is to be `what`. Raises SpecError with file and line for anything else."""
+    text = _text(path, what)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None:
-            raise SpecError(f"{path}: the file is empty; a spec needs at least `model:` (see configs/ for examples)")
+            raise SpecError(f"{path}: the file is empty; {what} needs {needs}")
         data = _construct(path, node)
     except yaml.YAMLError as error:
         raise SpecError(f"{path}{_where(error, text)}: {_reason(error)}") from None
     except RecursionError:
         raise SpecError(f"{path}: nested too deeply (more than {MAX_DEPTH} levels)") from None
     if not isinstance(data, dict):
-        raise SpecError(f"{path}: a spec is a mapping of keys (`model: …`), not {_kind(data)}")
+        example = " (`model: …`)" if what == "a spec" else ""
+        raise SpecError(f"{path}: {what} is a mapping of keys{example}, not {_kind(data)}")
     return data
 
 
@@ -88,15 +91,16 @@ def _tree(text: str) -> yaml.Node | None:
     return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, what: str = "a spec") -> str:
+    kind = what.partition(" ")[2]
     try:
         mode, size = (status := path.stat()).st_mode, status.st_size
         if stat.S_ISDIR(mode):
-            raise SpecError(f"{path}: is a directory, not a spec file")
+            raise SpecError(f"{path}: is a directory, not {what.removesuffix(' file')} file")
         if not stat.S_ISREG(mode):  # reading one may wait for ever, or never end
-            raise SpecError(f"{path}: is a pipe or a device; a spec is a file")
+            raise SpecError(f"{path}: is a pipe or a device; {what} is a file")
         if size > MAX_BYTES:
-            raise SpecError(f"{path}: {size:,} bytes is no spec; at most {MAX_BYTES:,} are read")
+            raise SpecError(f"{path}: {size:,} bytes is no {kind}; at most {MAX_BYTES:,} are read")
         with path.open("rb") as file:  # a file under /proc has size 0 and may be long
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
@@ -106,12 +110,12 @@ def _text(path: Path) -> str:
     except ValueError:  # a NUL, or half of a character
         raise SpecError(f"{str(path)!r} cannot be the name of a file") from None
     if len(raw) > MAX_BYTES:
-        raise SpecError(f"{path}: more than {MAX_BYTES:,} bytes is no spec")
+        raise SpecError(f"{path}: more than {MAX_BYTES:,} bytes is no {kind}")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise SpecError(f"{path}:{line}: byte {error.start} is not UTF-8; a spec is a UTF-8 text file") from None
+        raise SpecError(f"{path}:{line}: byte {error.start} is not UTF-8; {what} is UTF-8 text") from None
 
 
 def _neighbours(path: Path) -> str:

@@ -59,9 +59,9 @@ def _import_unsloth() -> None:
 
 def _rescue(run: Any) -> None:
     """Writes the steps that were finished before an error."""
-    if run is not None and run.recorder is not None:
+    if run is not None:
         try:
-            run.recorder.finish()
+            run.finish()
         except Exception as error:  # noqa: BLE001 - the first error is the one to tell
             _log(error)
 

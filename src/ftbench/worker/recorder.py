@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,7 @@ class Recorder(TrainerCallback):
         self._writer, self._device, self._sampler, self._count_graphs = writer, device, sampler, count_graphs
         self.clock, self.memory = meters(device)
         self.batches: deque[BatchCount] = deque()  # filled by the collator, emptied by micro_step
+        self.on_rows: Callable[[list[StepRow]], None] | None = None  # told of rows once they are in steps.csv
         self.position: str | None = None  # where in a step an error would strike
         self.step = 0
         self.grad_norm: Any = None
@@ -259,6 +261,8 @@ class Recorder(TrainerCallback):
             done.append(self._complete(self._pending.popleft()))
         if done:
             self._writer.append(done)
+            if self.on_rows:
+                self.on_rows(done)
 
     def _host_time(self, step: _Pending) -> float:
         """When a step ended on the host's clock: the device's own time since training began."""

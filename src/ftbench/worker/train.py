@@ -18,6 +18,7 @@ from ftbench.worker.device import check_device, device
 from ftbench.worker.meters import meters
 from ftbench.worker.phases import Phases
 from ftbench.worker.recorder import Recorder
+from ftbench.worker.reporter import Reporter
 from ftbench.worker.sampler import Sampler
 from ftbench.worker.tokenizer import build_tokenizer
 
@@ -28,6 +29,7 @@ class Run:
     def __init__(self, spec: Experiment, directory: RunDir, phases: Phases) -> None:
         self.spec, self.directory, self.phases = spec, directory, phases
         self.recorder: Recorder | None = None
+        self.reporter: Reporter | None = None
         self.facts: dict[str, Any] = {}
 
     def position(self) -> tuple[str, int | None]:
@@ -35,6 +37,13 @@ class Run:
         if self.phases.current == "train" and self.recorder and self.recorder.position:
             return self.recorder.position, self.recorder.step or None
         return self.phases.current, None
+
+    def finish(self) -> None:
+        """The last rows into steps.csv and to the services; what a service did not take is a warning."""
+        if self.recorder:
+            self.recorder.finish()
+        if self.reporter and (problems := self.reporter.finish()):
+            self.write_facts(warnings=[*self.facts.get("warnings", []), *problems])
 
     def write_facts(self, **more: Any) -> None:
         self.facts |= more
@@ -68,6 +77,7 @@ def train(run: Run) -> None:
         module.apply(model, spec)
     run.recorder = _recorder(run.directory, spec)
     loop = trainer.build(spec, run.directory, model, tokenizer, data, run.recorder)
+    run.reporter = Reporter.of(loop, run.directory, run.recorder)  # before the recorder: what starts up is not timed
     loop.attach(run.recorder, phases)
     facts = applied.of_model(loop.model, spec)
     warned = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
@@ -83,7 +93,7 @@ def train(run: Run) -> None:
     phases.enter("finish")
     if data.evaluation and spec.measure.eval == "end":
         loop.evaluate()
-    run.recorder.finish()
+    run.finish()
     run.write_facts(dataset=data.description | {"order_hash": run.recorder.order_hash})
     if spec.measure.save_adapter:
         phases.enter("save")

@@ -140,7 +140,9 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         logging_strategy="no",
         logging_nan_inf_filter=False,  # it waits for the device at every micro-batch
         save_strategy="no",
-        report_to="none",
+        report_to=list(train.report_to) or "none",
+        run_name=run.run_id,
+        project="ftbench",
         router_aux_loss_coef=0.0,  # a loss in nats per token; trl would add each micro-batch's balancing loss undivided
         disable_tqdm=True,
         **PRECISION[train.precision],

@@ -1,0 +1,133 @@
+"""What opens for one run: its figures, what was asked for and really ran, the machine. Only named fields reach the
+page: no environment, no path, no log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import units
+from ftbench.report.page.view import Run, number, secretless
+from ftbench.rundir import RunDir, read_json
+
+Pairs = list[tuple[str, str]]
+
+FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("median step", "step_time_s.median", units.seconds),
+    ("fastest tenth of the steps, at most", "step_time_s.p10", units.seconds),
+    ("slowest tenth, at least", "step_time_s.p90", units.seconds),
+    ("first step", "first_step_s", units.seconds),
+    ("until speed is steady", "time_to_steady_s", units.seconds),
+    ("steps", "steps.total", units.count),
+    ("of which steady", "steps.steady", units.count),
+    ("samples per hour", "samples_per_hour", units.rate),
+    ("real tokens/s", "tokens_per_s.real", units.rate),
+    ("positions computed/s, padding included", "tokens_per_s.padded", units.rate),
+    ("tokens with loss/s", "tokens_per_s.label", units.rate),
+    ("GiB allocated at the peak", "memory_gb.allocated_peak", units.gibibytes),
+    ("GiB reserved at the peak", "memory_gb.reserved_peak", units.gibibytes),
+    ("GiB used on the device at the peak", "memory_gb.device_peak", units.gibibytes),
+    ("GiB of the host's memory at the peak", "memory_gb.host_peak", units.gibibytes),
+    ("model TFLOP/s", "model_tflops", lambda value: f"{value:.3g}"),
+    ("MFU", "mfu", units.percent),
+    ("HFU", "hfu", units.percent),
+    ("joules per 1,000 samples, GPU only", "energy.joules_per_1k_samples", units.rate),
+    ("mean watts, GPU only", "energy.mean_watts", units.rate),
+    ("idle watts", "energy.idle_watts", units.rate),
+    ("loss of the first step", "loss.first", lambda value: f"{value:.4f}"),
+    ("loss of the last step", "loss.last", lambda value: f"{value:.4f}"),
+    ("evaluation loss", "loss.eval", lambda value: f"{value:.4f}"),
+    ("parameters", "parameters.total", lambda value: units.parameters(int(value))),
+    ("trained", "parameters.trainable", lambda value: units.parameters(int(value))),
+    ("wall time", "phases_s.total", units.seconds),
+)
+_TRAIN = (
+    "batch_size", "gradient_accumulation_steps", "epochs", "max_steps", "learning_rate", "optimizer", "max_grad_norm",
+    "precision", "scheduler", "seed",
+)  # fmt: skip
+_METHOD = ("name", "rank", "alpha", "dropout", "targets", "double_quant", "quant_type", "compute_dtype")
+
+
+def figures(run: Run) -> list[str]:
+    """The texts of FIGURES, in their order; empty where unknown."""
+    found = [(number(run.record.get(source)), text) for _, source, text in FIGURES]
+    texts = [text(value) if value is not None else "" for value, text in found]
+    if run.interval and texts[0]:
+        low, high = map(units.seconds, run.interval)
+        texts[0] += f" (95 %: {low} to {high})"
+    return texts
+
+
+def facts(run: Run) -> tuple[Pairs, Pairs, Pairs]:
+    """What was asked for, what really ran, and the machine, as labels and texts."""
+    path = folder(run)
+    if path is None:
+        return [], [], []
+    files = RunDir(path)
+    found = asked(read_json(files.spec_json)), applied(read_json(files.applied)), machine(read_json(files.machine))
+    return tuple([(label, secretless(text)) for label, text in pairs] for pairs in found)  # type: ignore[return-value]
+
+
+def folder(run: Run) -> Path | None:
+    """Where the run's files are, if the frame says so."""
+    path = run.record.get("path")
+    return Path(path) if isinstance(path, str) else None
+
+
+def asked(spec: dict[str, Any]) -> Pairs:
+    """Named keys of the resolved spec, and the optimizations that are on."""
+    found = _pairs(_section(spec, "method"), _METHOD, "method")
+    found += _pairs(_section(spec, "train"), _TRAIN, "train")
+    on = {key: value for key, value in _section(spec, "optimizations").items() if value not in (False, "off", None)}
+    return found + _pairs(on, tuple(on), "optimizations")
+
+
+def applied(values: dict[str, Any]) -> Pairs:
+    """What was read back from the live objects."""
+    model, optimizer = _section(values, "model"), _section(values, "optimizer")
+    found = _pairs(model, ("class", "attention", "layers"), "model")
+    found += _counts("weights, GiB", _section(model, "weights_gb_by_dtype"), lambda v: units.gibibytes(number(v)))
+    found += _pairs(optimizer, ("class", "fused"), "optimizer")
+    found += _counts("optimizer state", _section(optimizer, "state"), str)
+    found += _pairs(values, ("product_precision", "autocast", "gradient_checkpointing", "loss", "fp8_layers",
+                             "compiled_graphs"), "")  # fmt: skip
+    kinds = _section(_section(values, "parameters"), "by_kind")
+    trained = {kind: count.get("trainable") for kind, count in kinds.items() if isinstance(count, dict)}
+    return found + _counts("trained", {kind: count for kind, count in trained.items() if count}, _parameters)
+
+
+def machine(values: dict[str, Any]) -> Pairs:
+    """GPU, driver, limits and library versions; neither names nor environment of the host."""
+    gpu, commit = _section(values, "gpu"), _section(values, "ftbench")
+    found = _pairs(gpu, ("name", "driver", "power_limit_w", "sm_clock_max_mhz", "mig"), "GPU")
+    found += _counts("GPU memory", {"GiB": gpu.get("memory_gb")}, lambda v: units.gibibytes(number(v)))
+    found += _pairs(_section(values, "cpu"), ("model", "cores"), "CPU")
+    found += _pairs(commit, ("version", "commit"), "ftbench")
+    wanted = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "unsloth", "liger-kernel")
+    return found + _pairs(_section(values, "versions"), wanted, "")
+
+
+def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _pairs(values: dict[str, Any], names: tuple[str, ...], prefix: str) -> Pairs:
+    known = [(name, values[name]) for name in names if isinstance(values.get(name), (str, int, float, bool, list))]
+    return [(f"{prefix} {name.replace('_', ' ')}".strip(), _text(value)) for name, value in known]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _counts(label: str, values: dict[str, Any], text: Callable[[Any], str]) -> Pairs:
+    listed = [f"{name} {text(value)}" for name, value in values.items() if value is not None]
+    return [(label, "; ".join(listed))] if listed else []
+
+
+def _parameters(value: Any) -> str:
+    return units.parameters(int(value)) if isinstance(value, (int, float)) else ""

@@ -1,0 +1,122 @@
+"""The whole page: head, sections, data, scripts, and a policy that lets nothing in from outside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftbench import __version__
+from ftbench.errors import MissingError
+from ftbench.report import curves
+from ftbench.report.document import Section
+from ftbench.report.page import cells, details, head, sections
+from ftbench.report.page.markup import Markup, data_block, element, join
+from ftbench.report.page.view import View, view
+from ftbench.report.tables import Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_FIRST = ("decision", "comparison", "gate")  # what is read before the figures
+_DRAWN = ("frontier",)  # what the page itself shows better
+CURVE_BYTES = 5_500_000  # of the page; with plotly's 5 MB and the rows of 2,000 runs it stays below 15 MB
+
+
+def page(frame: pd.DataFrame, table: Table, footnote: str, answers: Sequence[Section] = ()) -> str:
+    """One HTML document that needs nothing but itself: the runs of the frame, whose rows are the table's, and the other
+    parts of the report. Raises MissingError where plotly is not installed."""
+    plotly = plotly_script()
+    shown = view(frame, table, footnote)
+    points = curves.points_for(len(shown.runs), CURVE_BYTES)
+    drawn = curves.curves_of([details.folder(run) for run in shown.runs], points)
+    longest = max((curve["steps"] for curve in drawn.values()), default=0)
+    body = [
+        head.head(shown),
+        *(sections.answer(part, whole=True) for key in _FIRST for part in answers if part.key == key),
+        sections.frontier(shown),
+        sections.speed(shown),
+        sections.runs(shown),
+        sections.curves(shown, points if longest > points else None) if drawn else None,
+        *(sections.answer(part) for part in answers if part.key not in (*_FIRST, *_DRAWN)),
+        sections.notes(shown),
+    ]
+    return _document(head.title(shown), body, _data(shown, drawn), plotly)
+
+
+def plotly_script() -> str:
+    """plotly's own bundle, as the installed package brings it."""
+    found = importlib.util.find_spec("plotly")
+    for place in (found.submodule_search_locations or []) if found else []:
+        if (path := Path(place) / "package_data" / "plotly.min.js").is_file():
+            return path.read_text("utf-8")
+    raise MissingError("--format html draws with plotly, which is not installed: pip install 'ftbench[report]'")
+
+
+def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """What the script needs: figures as numbers, texts once."""
+    known: dict[str, int] = {}
+    texts: list[details.Pairs] = []
+
+    def once(pairs: details.Pairs) -> int:
+        key = repr(pairs)
+        if key not in known:
+            known[key] = len(texts)
+            texts.append(pairs)
+        return known[key]
+
+    runs = [
+        {
+            "id": run.run_id, "label": run.label, "workload": run.workload, "gpu": run.gpu, "method": run.method,
+            "batch": run.batch, "state": run.state, "reason": run.reason, "warnings": run.warnings,
+            "values": {key: float(f"{value:.9g}") for key, value in run.values.items()},
+            "figures": details.figures(run), "facts": [once(pairs) for pairs in details.facts(run)],
+        }
+        for run in shown.runs
+    ]  # fmt: skip
+    labels = [label for label, _, _ in details.FIGURES]
+    return {"runs": runs, "labels": labels, "facts": texts, "cells": cells.cells(shown.runs), "curves": drawn}
+
+
+def _asset(name: str) -> str:
+    return resources.files("ftbench.report").joinpath("assets", name).read_text("utf-8")
+
+
+def _document(title: str, body: list[Markup | None], data: dict[str, Any], plotly: str) -> str:
+    scripts = [_script_safe(plotly), _script_safe(_asset("report.js"))]
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
+    )
+    # Only these two scripts run; plotly sets styles on the elements that it makes.
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    top = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        Markup(f"<style>{_asset('report.css')}</style>"),
+    )
+    foot = element("footer", element("p", f"Made by ftbench {__version__} from the files of {len(data['runs'])} runs; "
+                   "needs no connection and sends nothing."), class_="quiet")  # fmt: skip
+    theme = element("button", "Light / dark", type="button", id="theme", class_="theme")
+    without = Markup("<noscript><p class='caution'>Scripts are off: tables and notes are complete, figures, sorting "
+                     "and run details are not shown.</p></noscript>")  # fmt: skip
+    dialog = element("dialog", id="details", aria_labelledby="details-title")
+    inline = [Markup(f"<script>{text}</script>") for text in scripts]
+    inside = join(theme, without, element("main", *body), foot, dialog, data_block("data", data), *inline)
+    return f'<!doctype html>\n<html lang="en">{top}<body>{inside}</body></html>\n'
+
+
+def _script_safe(text: str) -> str:
+    """A script that cannot end its element early, with the line ends that a browser hashes."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")

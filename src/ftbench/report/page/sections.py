@@ -1,0 +1,263 @@
+"""The page's sections: each a function data → markup. What needs a figure holds an empty box that the script fills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ftbench.core import units
+from ftbench.report.document import Section
+from ftbench.report.page.markup import Content, Markup, element, join
+from ftbench.report.page.view import Run, View, clean, secretless
+from ftbench.report.tables import CONTEXT, Table
+
+_MOST_GRIDS = 24
+_FOLDED, _WHOLE = 16, 80  # rows of a table that are shown without being asked for
+TEXT_HEADINGS = (*CONTEXT.values(), "method", "state", "where it fails", "note")
+_SHORT = 24  # a text of more characters may be broken in its cell
+
+
+def section(name: str, heading: str, *content: Content) -> Markup:
+    return element("section", element("h2", heading), *content, id=name, aria_label=heading)
+
+
+# --- the runs --------------------------------------------------------------------------------------------------------
+
+
+def runs(view: View) -> Markup:
+    """The sortable, filterable table: a row a run, with a button that opens its details."""
+    states = list(dict.fromkeys(run.state for run in view.runs))
+    tools = element(
+        "div",
+        element("label", "Filter ", element("input", type="search", id="filter", placeholder="lora, H100, oom …")),
+        element("label", "State ", element("select", element("option", "all", value=""),
+                [element("option", state, value=state) for state in states], id="state")),
+        element("output", f"{len(view.runs)} runs", id="count", aria_live="polite"),
+        class_="tools",
+    )  # fmt: skip
+    heads = [
+        element("th", element("button", heading, type="button"), scope="col", aria_sort="none",
+                class_=None if _is_text(view, i) else "n")
+        for i, heading in enumerate(view.headings)
+    ]  # fmt: skip
+    opener = element("th", "details", scope="col")
+    name = element("th", element("button", "run", type="button"), scope="col", aria_sort="none")
+    table = element(
+        "table",
+        element("caption", "Click a heading to sort. “Show” opens a run's figures, what was applied, its warnings."),
+        element("thead", element("tr", opener, *heads, name)),
+        element("tbody", [_row(view, number, run) for number, run in enumerate(view.runs)]),
+        id="runs",
+    )  # fmt: skip
+    box = element("div", table, class_="scroll", tabindex="0", role="region", aria_label="All runs, scrolls sideways")
+    return section("all-runs", "All runs", tools, box, element("p", view.footnote, class_="quiet"))
+
+
+def _is_text(view: View, column: int) -> bool:
+    return all(run.order[column] is None for run in view.runs)
+
+
+def _row(view: View, number: int, run: Run) -> Markup:
+    button = element("button", "show", type="button", class_="open", aria_label=f"Show {run.run_id}")
+    cells = [element("td", button)]
+    for heading, text, order in zip(view.headings, run.cells, run.order, strict=True):
+        if heading == "state":
+            cells.append(element("td", badge(run.state, text), class_="words"))
+        elif order is None:
+            cells.append(element("td", text, class_="words" if len(text) > _SHORT else None))
+        else:
+            cells.append(element("td", text, class_="n", data_v=f"{order:.9g}"))
+    warned = element("span", "!", title="carries a warning", role="img", aria_label="carries a warning",
+                     class_="mark") if run.warnings else None  # fmt: skip
+    return element("tr", *cells, element("td", warned, run.run_id), data_i=number, data_s=run.state)
+
+
+def badge(state: str, text: str) -> Markup:
+    """A state in words; the colour only repeats it."""
+    kind = "good" if state == "ok" else "bad" if state in ("oom", "error", "timeout") else "weak"
+    return element("span", text, class_=f"badge {kind}")
+
+
+# --- the out-of-memory frontier --------------------------------------------------------------------------------------
+
+
+def frontier(view: View) -> Markup | None:
+    """Method × batch, a grid for each workload, GPU and set of optimizations that was tried at several batches; left
+    out where nothing was."""
+    grids: dict[tuple[str, str, str], list[Run]] = {}
+    for run in view.runs:
+        grids.setdefault((run.workload, run.gpu, run.optimizations), []).append(run)
+    worth = {key: found for key, found in grids.items() if len({run.batch for run in found}) > 1}
+    if not worth:
+        return None
+    shown = [_grid(key, found, view) for key, found in list(worth.items())[:_MOST_GRIDS]]
+    more = f"{len(worth) - _MOST_GRIDS} more grids are left out." if len(worth) > _MOST_GRIDS else None
+    key = "GiB of tensors at the highest peak of the runs that ended well; below it samples per hour (mean of repeats)."
+    return section("frontier", "What fits", *shown, element("p", key, class_="quiet"), more)
+
+
+def _grid(key: tuple[str, str, str], found: Sequence[Run], view: View) -> Markup:
+    batches = sorted({run.batch for run in found})
+    methods = list(dict.fromkeys(run.method for run in found))
+    cells: dict[tuple[str, int], list[Run]] = {}
+    for run in found:
+        cells.setdefault((run.method, run.batch), []).append(run)
+    head = element("tr", element("th", "method", scope="col"), [
+        element("th", f"batch {batch}", scope="col") for batch in batches
+    ])  # fmt: skip
+    rows = [
+        element("tr", element("th", method, scope="row"), [_cell(cells.get((method, batch), [])) for batch in batches])
+        for method in methods
+    ]
+    workload, gpu, optimizations = key
+    parts = [workload, gpu, f"with {optimizations}" if optimizations != "none" else ""]
+    caption = element("caption", " · ".join(filter(None, parts)))
+    table = element("table", caption, element("thead", head), element("tbody", rows), class_="grid")
+    return element("div", table, class_="scroll", tabindex="0", role="region", aria_label="What fits, scrolls sideways")
+
+
+def _cell(runs: Sequence[Run]) -> Markup:
+    if not runs:
+        return element("td", element("span", "not tried", class_="quiet"), class_="none")
+    fine = [run for run in runs if run.state == "ok"]
+    failed = [run for run in runs if run.state != "ok"]
+    count = f" ({len(fine)} of {len(runs)})" if len(runs) > 1 and failed and fine else ""
+    if not fine:
+        states = " / ".join(dict.fromkeys("out of memory" if run.state == "oom" else run.state for run in failed))
+        kind = "oom" if any(run.state == "oom" for run in failed) else "weak"
+        return element("td", element("b", states), element("span", _asked(failed[0])), class_=kind)
+    peak = max((run.values["peak"] for run in fine if "peak" in run.values), default=None)
+    rates = [run.values["samples"] for run in fine if "samples" in run.values]
+    figures = [f"{units.gibibytes(peak)} GiB" if peak is not None else "fits"]
+    speed = f"{units.rate(sum(rates) / len(rates))} /h" if rates else None
+    return element("td", element("b", *figures, count), element("span", speed) if speed else None,
+                   class_="some" if failed else "fits")  # fmt: skip
+
+
+def _asked(run: Run) -> str:
+    phase, step = run.record.get("oom.phase"), run.record.get("oom.step")
+    if isinstance(phase, str) and isinstance(step, (int, float)) and step == step:
+        return f"{phase}, step {step:.0f}"
+    return run.reason[:40] if run.state != "oom" else ""
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def speed(view: View) -> Markup | None:
+    """Boxes for the bars and for speed against memory; left out where no run has a speed."""
+    if not any("samples" in run.values for run in view.runs):
+        return None
+    workloads = view.workloads  # the first is shown first: that of most runs
+    choice = _select("workload", "Workload", [(name, name) for name in workloads]) if len(workloads) > 1 else None
+    metric = _select("metric", "Figure", [
+        ("samples", "samples per hour"), ("step", "median step"), ("tokens", "real tokens per second"),
+        ("peak", "GiB of tensors at the peak"), ("energy", "joules per 1,000 samples (GPU only)"),
+    ])  # fmt: skip
+    return element(
+        "div",
+        section(
+            "pareto", "Speed against memory", element("div", choice, class_="tools"),
+            _box("pareto-figure", "Samples per hour against GiB of tensors at the peak, a point a run"),
+            element("p", "Up and to the left is better. The line joins the runs that no other run beats in both. "
+                    "Runs that failed have no point.", class_="quiet"),
+        ),
+        section(
+            "bars", "Comparison", element("div", metric, class_="tools"),
+            _box("bars-figure", "One bar for each GPU, method and batch"),
+            element("p", "Whiskers are 95 % intervals. Several runs of a cell: their mean, Student's t over the runs. "
+                    "One run: the interval of its median step, and in proportion what follows from the step time. "
+                    "No whisker: too few steps for an interval, or a figure that has none (memory, energy of one run).",
+                    class_="quiet"),
+        ),
+        class_="pair",
+    )  # fmt: skip
+
+
+def curves(view: View, points: int | None) -> Markup:
+    """The box for the curves, and what may be drawn in it."""
+    tools = element(
+        "div",
+        _select("curve", "Curve", [
+            ("memory", "memory: allocated, reserved, peak"), ("step", "step time"), ("loss", "training loss"),
+            ("elapsed", "elapsed time"),
+        ]),
+        _select("along", "along", [("progress", "progress"), ("step", "steps")]),
+        class_="tools",
+    )  # fmt: skip
+    pick = element(
+        "details",
+        element("summary", "Choose runs ", element("span", "", id="picked")),
+        element("label", "Filter ", element("input", type="search", id="pick-filter")),
+        element("div", id="pick", class_="pick", role="group", aria_label="Runs to draw"),
+        class_="chooser",
+    )
+    thinned = (
+        f"Curves of more than {points} steps are thinned to {points} points: of each stretch the lowest and the "
+        "highest value are drawn, the first and the last too, and nothing between is invented."
+        if points else "Every recorded step is drawn."
+    )  # fmt: skip
+    return section(
+        "curves", "Over the run", tools, pick, _box("curves-figure", "The curve chosen above, a line a run"),
+        element("p", f"Memory is GiB: allocated and reserved at the end of each step, peak within it. {thinned}",
+                class_="quiet"),
+    )  # fmt: skip
+
+
+def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> Markup:
+    choices = [element("option", text, value=value) for value, text in options]
+    return element("label", f"{label} ", element("select", choices, id=name))
+
+
+def _box(name: str, label: str) -> Markup:
+    return element("div", id=name, class_="figure", role="img", aria_label=label)
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def notes(view: View) -> Markup | None:
+    """Warnings and reasons, each once with the runs that it is about."""
+    if not view.notes:
+        return None
+    listed = element("ul", [element("li", note) for note in view.notes])
+    return section("notes", "Warnings and reasons", listed)
+
+
+def answer(found: Section, whole: bool = False) -> Markup | None:
+    """Any other part of the report: its words and its table with the notes; a long table is folded away, unless it is
+    to be shown whole."""
+    words = [element("p", secretless(text)) for text in found.paragraphs]
+    shown = table(found.title, found.table) if found.table and found.table.rows else None
+    if not words and not shown:
+        return None
+    rows = len(found.table.rows) if found.table else 0
+    if shown and rows > (_WHOLE if whole else _FOLDED):
+        shown = element("details", element("summary", f"{rows} rows"), shown, class_="chooser")
+    return section(f"answer-{found.key}", found.title, words, shown)
+
+
+def table(title: str, found: Table) -> Markup:
+    """A comparison with its context as caption, and its notes below."""
+    found = clean(found)
+    left = [heading in (*TEXT_HEADINGS, *found.text) for heading in found.headings]
+    head = element("tr", [
+        element("th", text, scope="col", class_=None if is_left else "n")
+        for text, is_left in zip(found.headings, left, strict=True)
+    ])  # fmt: skip
+    rows = [
+        element("tr", [
+            element("td", text, class_=("words" if len(text) > _SHORT else None) if is_left else "n")
+            for text, is_left in zip(row, left, strict=True)
+        ])
+        for row in found.rows
+    ]  # fmt: skip
+    context = " · ".join(f"{key} {value}" for key, value in found.context.items())
+    inner = element(
+        "table",
+        element("caption", context or title, class_=None if context else "unseen"),
+        element("thead", head),
+        element("tbody", rows),
+    )
+    below = [element("p", note, class_="quiet") for note in found.notes]
+    box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=f"{title}, scrolls sideways")
+    return join(box, *below)

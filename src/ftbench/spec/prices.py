@@ -1,0 +1,137 @@
+"""A price file: what an hour of each GPU costs, rented or owned, with date and source; every mistake a sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from ftbench.core.hardware import find_gpu, gpus
+from ftbench.errors import SpecError
+from ftbench.spec.base import Float, Part, nearest
+from ftbench.spec.reading import line_of, read_yaml
+
+
+def _currency(value: str) -> str:
+    if not re.fullmatch(r"[A-Z]{3}", value):
+        raise ValueError("must be the three capital letters of a currency, for example USD")
+    return value
+
+
+Currency = Annotated[str, AfterValidator(_currency)]
+
+
+class Rent(Part):
+    """One GPU by the hour."""
+
+    per_hour: Float = Field(gt=0)
+    currency: Currency
+    date: date
+    source: str = Field(min_length=1)
+
+
+class Owned(Part):
+    """One GPU with its share of the machine, bought. Electricity is counted for the hours in which it trains: the
+    GPU's measured power and `host_idle_watts` for the machine around it."""
+
+    price: Float = Field(gt=0)
+    currency: Currency
+    lifetime_years: Float = Field(gt=0, le=50)
+    utilisation: Float = Field(gt=0, le=1, description="share of all hours in which it trains")
+    electricity_per_kwh: Float | None = Field(None, ge=0)
+    host_idle_watts: Float = Field(0, ge=0)
+    date: date
+    source: str = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Owned:
+        if self.host_idle_watts and self.electricity_per_kwh is None:
+            raise ValueError("`host_idle_watts` needs `electricity_per_kwh`")
+        return self
+
+
+class Price(Part):
+    """What one GPU costs: rented, owned, or both to compare."""
+
+    rent: Rent | None = None
+    owned: Owned | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Price:
+        if self.rent is None and self.owned is None:
+            raise ValueError("needs `rent:`, `owned:` or both")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """The file's prices by canonical GPU name."""
+
+    path: Path
+    by_gpu: dict[str, Price]
+
+    def of(self, gpu: str | None) -> Price | None:
+        """The price of a GPU by the name that its driver reports."""
+        return None if gpu is None else self.by_gpu.get(canonical(gpu))
+
+
+def canonical(name: str) -> str:
+    """The name in the GPU table of a GPU named so there or by its driver; other names stand for themselves."""
+    if any(gpu.name == name for gpu in gpus()):
+        return name
+    found = find_gpu(name)
+    return found.name if found else name
+
+
+def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
+    """The prices in a YAML file. `used` are the GPUs of the runs; a name that is neither among them nor in the GPU
+    table is a mistake. Raises SpecError with one `file:line: key: sentence` for each mistake."""
+    problems: list[str] = []
+    found: dict[str, Price] = {}
+    names: dict[str, str] = {}
+    allowed = {*(gpu.name for gpu in gpus()), *used}
+    for name, values in read_yaml(
+        path, "a price file", "a GPU and what it costs (see configs/prices-example.yaml)"
+    ).items():
+        gpu = canonical(name)
+        if gpu in names:
+            problems.append(_at(path, [name], f"is the same GPU as {names[gpu]!r}: keep one of them"))
+        elif gpu not in allowed:
+            hint = nearest(name, allowed) or "; `ftbench list gpus` shows the names"
+            problems.append(_at(path, [name], f"is no GPU of these runs and none that ftbench knows{hint}"))
+        names[gpu] = name
+        try:
+            found[gpu] = Price.model_validate(values)
+        except ValidationError as error:
+            problems += [_sentence(path, name, problem) for problem in error.errors(include_url=False)]
+    if problems:
+        raise SpecError(*problems)
+    return Prices(path, found)
+
+
+def _at(path: Path, key: Sequence[str], sentence: str) -> str:
+    line = line_of(path, key)
+    return f"{path}{f':{line}' if line else ''}: {'.'.join(key)}: {sentence}"
+
+
+def _sentence(path: Path, name: str, problem: Any) -> str:
+    key = [name, *map(str, problem["loc"])]
+    kind, value = problem["type"], problem["input"]
+    section: Any = {"rent": Rent, "owned": Owned}.get(key[1], Price) if len(key) > 1 else Price
+    if kind == "extra_forbidden":
+        allowed = list((section if len(key) > 2 else Price).model_fields)
+        return _at(path, key, f"no such key{nearest(key[-1], allowed)} (allowed: {', '.join(allowed)})")
+    if kind == "missing":
+        return _at(path, key, "is missing")
+    if kind.startswith("model_"):
+        return _at(path, key, f"needs keys (allowed: {', '.join(section.model_fields)})")
+    if kind == "value_error":
+        text = str(problem["ctx"]["error"])
+        return _at(path, key, text if isinstance(value, dict) else f"{value!r} {text}")
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return _at(path, key, f"{str(value)[:80]!r}: {message.replace('input should be', 'must be')}")

@@ -1,0 +1,301 @@
+"""The founding study's answers, each against the files it comes from."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pandas as pd
+import pytest
+
+from ftbench import cli, rundir
+from ftbench.report.answers import answers, frontier, memory, night, series, trained
+from ftbench.report.cells import cells_of, runs_of
+from ftbench.report.collect import collect
+from ftbench.report.decision import decision
+from ftbench.report.evidence import generations, kernels
+from made_runs import MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
+
+
+def cells(*paths):
+    return cells_of(runs_of(collect(list(paths))))
+
+
+def words(*paths):
+    found = decision(cells(*paths))
+    return " ".join(found.paragraphs) if found else ""
+
+
+@pytest.fixture
+def ftbench(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+# --- a night ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hours", [8.0, 0.5])
+def test_a_night_is_what_is_left_after_the_start(tmp_path, hours):
+    run = make_run(tmp_path, "a", steps(noise=0))
+    (record,) = night(cells(tmp_path), hours).records
+    frame = pd.read_csv(run.steps)
+    phases = {p["name"]: p["end_s"] - p["start_s"] for p in rundir.read_json(run.phases)["phases"]}
+    start = sum(phases[name] for name in ("import", "make_weights", "prepare_data", "load", "setup"))
+    warm = rundir.read_json(run.summary)["steps"]["warmup"]
+    start += frame.step_time_s[:warm].sum()
+    rate = frame.samples[warm:].sum() / frame.step_time_s[warm:].sum()
+    assert record["samples_per_hour"] == pytest.approx(3600 * rate)
+    assert record["start_s"] == pytest.approx(start)
+    assert record["samples"] == pytest.approx(rate * (hours * 3600 - start))
+    assert record["real_tokens"] == pytest.approx(record["samples"] * 2048)
+
+
+def test_a_night_shorter_than_the_start_trains_nothing(tmp_path):
+    make_run(tmp_path, "a")
+    assert night(cells(tmp_path), 0.001).records[0]["samples"] == 0
+
+
+def test_runs_without_a_rate_have_no_night(tmp_path):
+    make_run(tmp_path, "a", steps(1), state=OOM)
+    assert night(cells(tmp_path)) is None
+
+
+# --- memory and time -------------------------------------------------------------------------------------------------
+
+
+def test_curves_are_the_columns_of_the_csv(tmp_path):
+    run = make_run(tmp_path, "a", steps(memory_allocated_gb=lambda step: 10.0 + step))
+    (cell,) = cells(tmp_path)
+    found, frame = series(cell.ok[0], "a"), pd.read_csv(run.steps)
+    for name, column in (("progress", "progress_ratio"), ("elapsed_s", "elapsed_time_sec"),
+                         ("allocated_gb", "memory_allocated_gb"), ("reserved_gb", "memory_reserved_gb"),
+                         ("peak_gb", "peak_memory_gb")):  # fmt: skip
+        assert getattr(found, name) == pytest.approx(frame[column].tolist())
+    (record,) = memory([cell]).records
+    assert record["allocated_gb"] == pytest.approx(frame.memory_allocated_gb.median())
+    assert record["elapsed_100_s"] == pytest.approx(frame.elapsed_time_sec.iloc[-1])
+    half = frame[frame.progress_ratio >= 0.5].elapsed_time_sec.iloc[0]
+    assert record["elapsed_50_s"] == pytest.approx(half)
+
+
+def test_what_nobody_measured_is_empty(tmp_path):
+    make_run(tmp_path, "a", steps(memory_allocated_gb=None, memory_reserved_gb=None, peak_memory_gb=None))
+    (record,) = memory(cells(tmp_path)).records
+    assert (record["allocated_gb"], record["peak_gb"]) == (None, None)
+
+
+# --- what fits -------------------------------------------------------------------------------------------------------
+
+
+def test_the_frontier_of_the_committed_sweep():
+    found = frontier(cells(RESULTS / "qwen3-8b-frontier"))
+    fits = {row[3]: dict(zip(found.table.headings, row, strict=True)) for row in found.table.rows}
+    assert {name: row["fits"] for name, row in fits.items()} == {"full": "6", "lora": "7", "qlora": "6"}
+    assert fits["lora"]["8"] == "oom"
+    assert fits["lora"]["6"] == ""
+    assert fits["lora"]["7"] == "123.6"
+    assert found.table.headings[5:11] == ["1", "2", "4", "6", "7", "8"]
+
+
+def test_a_method_that_never_fits_says_none(tmp_path):
+    make_run(tmp_path, "a", steps(0), state=OOM)
+    assert frontier(cells(tmp_path)).table.rows[0][-1] == "none"
+
+
+def test_one_batch_that_fits_is_no_frontier(tmp_path):
+    make_run(tmp_path, "a")
+    assert frontier(cells(tmp_path)) is None
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+def test_trained_parameters_are_those_of_applied(tmp_path):
+    run = make_run(tmp_path, "a")
+    (record,) = trained(cells(tmp_path)).records
+    kinds = rundir.read_json(run.applied)["parameters"]["by_kind"]
+    assert {kind: record[kind] for kind in kinds} == {kind: line["trainable"] for kind, line in kinds.items()}
+
+
+def test_without_applied_there_is_no_table(tmp_path):
+    make_run(tmp_path, "a").applied.unlink()
+    assert trained(cells(tmp_path)) is None
+
+
+# --- samples and kernels ---------------------------------------------------------------------------------------------
+
+SAMPLES = [
+    {"prompt": "京都は?", "before": "…", "after": "日本の古都です。"},
+    {"prompt": "no answer"},
+    {"before": "x"},
+    3,
+]
+
+
+@pytest.mark.parametrize("document", [SAMPLES, {"samples": SAMPLES}])
+def test_generations_stand_side_by_side(tmp_path, document):
+    make_run(tmp_path, "a").samples.write_text(json.dumps(document))
+    rows = generations(cells(tmp_path)).table.rows
+    assert [row[2:] for row in rows] == [["京都は?", "…", "日本の古都です。"], ["no answer", "", ""]]
+
+
+@pytest.mark.parametrize("text", ["", "{", "3", "[]", '{"samples": 7}', '[{"prompt": 1}]'])
+def test_samples_of_another_form_are_passed_over(tmp_path, text):
+    make_run(tmp_path, "a").samples.write_text(text)
+    assert generations(cells(tmp_path)) is None
+
+
+def test_kernels_are_sorted_with_their_share(tmp_path):
+    folder = make_run(tmp_path, "a").path / "profile"
+    folder.mkdir()
+    found = [{"name": "gemm", "time_us": 3000, "calls": 7}, {"name": "softmax", "time_ms": 9.0}, {"name": 3}, None]
+    (folder / "kernels.json").write_text(json.dumps({"kernels": found}))
+    (folder / "trace.json").write_text("[")
+    rows = kernels(cells(tmp_path)).table.rows
+    assert [row[2:] for row in rows] == [["softmax", "9.0", "75.0 %", ""], ["gemm", "3.0", "25.0 %", "7"]]
+
+
+def test_without_profiles_there_are_no_kernels(tmp_path):
+    make_run(tmp_path, "a")
+    assert kernels(cells(tmp_path)) is None
+
+
+# --- what to do ------------------------------------------------------------------------------------------------------
+
+
+def test_memory_short_names_the_smaller_and_its_price(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=2.0, seed=2, peak_memory_gb=20.0), spec=method("qlora"))
+    text = words(tmp_path)
+    assert re.search(r"Memory short: qlora at batch 4 needs 20\.0 GiB, lora at batch 4 77\.\d GiB", text)
+    assert re.search(r"price is speed, -(49|50)\.\d %", text)
+
+
+def test_the_smallest_that_is_the_fastest_has_no_price(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=0.5, seed=2, peak_memory_gb=20.0), spec=method("qlora"))
+    assert "qlora at batch 4 is the fastest, and needs 20.0 GiB where the least is 20.0 GiB" in words(tmp_path)
+
+
+def test_nearly_the_same_memory_is_no_saving(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=2.0, seed=2, peak_memory_gb=76.0), spec=method("qlora"))
+    text = words(tmp_path)
+    assert "Memory short or not: lora at batch 4 is the fastest" in text
+    assert "the price is speed" not in text
+
+
+def test_of_those_that_need_little_the_fastest_is_named():
+    assert "Memory short: lora at batch 1 needs 31.4 GiB" in words(RESULTS / "qwen3-8b-frontier")
+
+
+def test_many_steps_and_few_steps_differ_where_the_faster_starts_slowly(tmp_path):
+    make_run(tmp_path, "a", steps(seconds=1.0, first=2.0, seed=1))
+    make_run(tmp_path, "b", steps(seconds=0.5, first=50.0, seed=2), spec={"optimizations.compile": True})
+    text = words(tmp_path)
+    assert "Many steps: lora with compile at batch 4 trains" in text
+    ahead = int(re.search(r"Few steps: lora at batch 4 is ahead for the first (\d+) steps", text)[1])
+    assert ahead == pytest.approx((49.5 - 1.0) / (1.0 - 0.5), rel=0.03)
+
+
+def test_a_faster_run_that_also_starts_fast_is_called_so(tmp_path):
+    make_run(tmp_path, "a", steps(first=9.0, seed=1))
+    make_run(tmp_path, "b", steps(seconds=0.5, first=1.0, seed=2), spec={"optimizations.compile": True})
+    assert "also loses the least before it is steady (0.50 s)" in words(tmp_path)
+
+
+def test_inside_the_noise_nobody_wins(tmp_path):
+    for i in range(3):
+        make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.05 * i, seed=i))
+        make_run(tmp_path, f"b{i}", steps(seconds=1.01 + 0.05 * i, first=80.0, seed=i), spec=method("full"))
+    text = words(tmp_path)
+    assert "are not distinguishable in speed" in text
+    assert "is ahead for the first" not in text
+
+
+def test_too_few_steps_are_named_and_promise_no_break_even(tmp_path):
+    make_run(tmp_path, "a", steps(4))
+    make_run(tmp_path, "b", steps(4, 0.5, first=50.0), spec=method("full"))
+    text = words(tmp_path)
+    assert "too few steady steps to know the noise" in text
+    assert "is ahead for the first" not in text
+
+
+def test_what_does_not_learn_the_same_is_told(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=0.5, seed=2, loss=3.5), spec={"optimizations.compile": True})
+    assert "do not learn the same" in words(tmp_path)
+
+
+def test_what_else_differs_is_told(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("full") | {"train.learning_rate": 1.0})
+    assert "also differs: train.learning_rate: 1.0 → 0.0002" in words(tmp_path)
+
+
+def test_two_cards_with_the_same_recipe(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=3.0, seed=2), machine=gpu(MAX_Q, 300, 300))
+    assert re.search(
+        rf"NVIDIA H200 against {MAX_Q}: lora at batch 4 is \+\d+\.\d % .* the same recipe", words(tmp_path)
+    )
+
+
+def test_one_run_decides_nothing(tmp_path):
+    make_run(tmp_path, "a")
+    assert words(tmp_path) == ""
+
+
+def test_only_failures_still_tell_the_limit(tmp_path):
+    make_run(tmp_path, "a", steps(0), state=OOM)
+    assert words(tmp_path).endswith("Out of memory: lora does not fit at batch 4.")
+
+
+def test_the_words_of_the_committed_sweep():
+    text = words(RESULTS / "qwen3-8b-frontier")
+    assert (
+        "full fits up to batch 6 and not 7, lora fits up to batch 7 and not 8, qlora fits up to batch 6 and not 7"
+        in text
+    )
+    assert "Many steps: lora at batch 7 trains 16,461 samples/h" in text
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["table", "md", "json", "latex"])
+def test_all_answers_in_every_format(tmp_path, ftbench, format):
+    make_run(tmp_path, "a", steps(seed=1)).samples.write_text(json.dumps(SAMPLES))
+    make_run(tmp_path, "b", steps(1, seed=2), spec={"train.batch_size": 8}, state=OOM)
+    code, out, err = ftbench("report", tmp_path, "--hours", "12", "--format", format)
+    assert (code, err) == (0, "")
+    for text in ("12 hours", "Which batch fits", "日本の古都です。", "Trained parameters", "progress"):
+        assert text.casefold() in out.casefold()
+    if format == "json":
+        document = json.loads(out)
+        assert document["night"]["records"][0]["hours"] == 12
+        assert len(document["runs"]) == 2
+
+
+def test_a_mock_can_be_reported(tmp_path, ftbench):
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("model: {id: tiny/qwen3, weights: random}\nlaunch: {mock: ok}\n")
+    for name in ("lora", "full"):
+        assert ftbench("run", spec, "--out", tmp_path / "out", "--set", f"method={name}")[0] == 0
+    code, out, err = ftbench("report", tmp_path / "out", "--compare", "method", "--baseline", "full", "--answers")
+    assert (code, err) == (0, "")
+    assert "+100.0 %" in out
+    assert "unchecked" in out
+
+
+def test_every_answer_of_the_committed_runs():
+    keys = [part.key for part in answers(cells(RESULTS))]
+    assert keys == ["night", "frontier", "memory", "trained"]

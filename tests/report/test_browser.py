@@ -1,0 +1,266 @@
+"""The page in a real browser: Chromium of the system, headless and without a network. FTBENCH_SHOTS=DIR keeps the
+pictures for a person to look at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("plotly", reason="the page is drawn with plotly: pip install 'ftbench[report]'")
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+
+from page_runs import HOSTILE, JAPANESE, study  # noqa: E402
+
+from ftbench.report.command import Request, report  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"),
+]
+DESKTOP, PHONE, PAPER = (1280, 900), (360, 740), (794, 1123)
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    path = folder / "report.html"
+    path.write_text(report(Request([study(folder / "runs")], "html")).text, "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def opened(browser, page_file):
+    """Opens the page; at the end it has written nothing to the console and asked for nothing but itself."""
+
+    @contextmanager
+    def open_(size: tuple[int, int] = DESKTOP, scheme: str = "light", **more: Any) -> Iterator[Any]:
+        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, **more)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        said: list[str] = []
+        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url) if request.url != page_file.as_uri() else None)
+        page.goto(page_file.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        yield page
+        assert said == []
+        context.close()
+
+    return open_
+
+
+def draw_all(page: Any) -> None:
+    """Scrolls to each figure, and waits until it is drawn."""
+    for box in page.query_selector_all(".figure"):
+        box.scroll_into_view_if_needed()
+        box.wait_for_selector(".main-svg .xtick", state="attached")
+    page.evaluate("scrollTo(0, 0)")
+
+
+def rows(page: Any, column: str | None = None) -> list[str]:
+    """The visible rows' cells of a column, by its heading; their run where none is named."""
+    heads = [text.strip() for text in page.locator("#runs thead th").all_inner_texts()]
+    place = heads.index(column) if column else len(heads) - 1
+    return page.eval_on_selector_all(
+        "#runs tbody tr:not([hidden])", f"rows => rows.map(row => row.cells[{place}].textContent)"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("name", "size"), [("desktop", DESKTOP), ("phone", PHONE), ("paper", PAPER)])
+def test_it_draws_itself_in_every_size_and_light(opened, name, size, scheme, tmp_path):
+    with opened(size, scheme) as page:
+        draw_all(page)
+        if name == "paper":
+            page.emulate_media(media="print")
+            page.wait_for_timeout(300)
+        folder = Path(os.environ.get("FTBENCH_SHOTS", tmp_path))
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = page.screenshot(path=folder / f"{name}-{scheme}.png", full_page=True)
+        assert len(picture) > 20_000
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "scrolls sideways"
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        dark = scheme == "dark" and name != "paper"
+        assert background == ("rgb(18, 22, 27)" if dark else "rgb(255, 255, 255)")
+
+
+def test_the_wide_table_scrolls_in_its_own_box(opened):
+    with opened(PHONE) as page:
+        assert page.eval_on_selector("#all-runs .scroll", "box => box.scrollWidth > box.clientWidth")
+        assert page.eval_on_selector("#all-runs .scroll", "box => box.tabIndex") == 0
+
+
+def test_filters_work_together_and_say_how_many_are_left(opened):
+    with opened() as page:
+        assert len(rows(page)) == 9
+        page.fill("#filter", "QLORA h100")
+        assert rows(page, "method") == ["qlora"]
+        assert page.inner_text("#count") == "1 of 9 runs"
+        page.fill("#filter", "")
+        page.select_option("#state", "oom")
+        assert rows(page, "method") == ["full"]
+        page.fill("#filter", "nothing has this")
+        assert rows(page) == []
+        page.fill("#filter", JAPANESE)
+        page.select_option("#state", "")
+        assert len(rows(page)) == 1
+
+
+def test_headings_sort_by_mouse_and_keyboard_and_the_unknown_comes_last(opened):
+    with opened() as page:
+        page.locator("#runs").get_by_role("button", name="samples/h", exact=True).click()
+        rising = rows(page, "samples/h")
+        known = [float(text.replace(",", "")) for text in rising if text]
+        assert known == sorted(known)
+        assert rising[-2:] == ["", ""]
+        head = page.locator("#runs").get_by_role("columnheader", name="samples/h")
+        assert head.get_attribute("aria-sort") == "ascending"
+        page.locator("#runs").get_by_role("button", name="samples/h", exact=True).focus()
+        page.keyboard.press("Enter")
+        assert head.get_attribute("aria-sort") == "descending"
+        falling = rows(page, "samples/h")
+        assert [float(text.replace(",", "")) for text in falling if text] == sorted(known, reverse=True)
+        assert falling[-2:] == ["", ""]
+        assert page.locator("[aria-sort=ascending]").count() == 0
+
+
+@pytest.mark.parametrize(
+    ("figure", "mark", "words"),
+    [
+        ("#pareto-figure", ".scatterlayer .trace:last-child .point", ["samples/h", "GiB of tensors"]),
+        ("#bars-figure", ".barlayer .point", ["samples per hour", "95 %", "1 run"]),
+        ("#curves-figure", ".scatterlayer .trace .points path", ["GiB", "step"]),
+    ],
+)
+def test_hovering_shows_a_label(opened, figure, mark, words):
+    with opened() as page:
+        draw_all(page)
+        page.locator(figure).scroll_into_view_if_needed()
+        if figure == "#curves-figure":
+            box = page.locator(f"{figure} .nsewdrag").bounding_box()
+            line = page.locator(f"{figure} .scatterlayer .trace path.js-line").first.bounding_box()
+            page.mouse.move(box["x"] + box["width"] / 2, line["y"] + line["height"] / 2)
+        else:
+            page.locator(f"{figure} {mark}").first.hover(force=True)
+        page.wait_for_selector(f"{figure} .hoverlayer .hovertext")
+        label = page.locator(f"{figure} .hoverlayer .hovertext").first.text_content()
+        assert all(word in label for word in words), label
+
+
+def test_every_curve_and_figure_can_be_chosen(opened):
+    with opened() as page:
+        draw_all(page)
+        for curve in ("step", "loss", "elapsed", "memory"):
+            page.select_option("#curve", curve)
+            assert page.locator("#curves-figure .scatterlayer .trace").count() > 0
+        for metric in ("step", "tokens", "peak", "energy", "samples"):
+            page.select_option("#metric", metric)
+            assert page.locator("#bars-figure .barlayer .point").count() > 0
+        before = page.locator("#curves-figure .scatterlayer .trace").count()
+        page.click("summary:has-text('Choose runs')")
+        page.locator("#pick input:checked").first.uncheck()
+        assert page.locator("#curves-figure .scatterlayer .trace").count() == before - 3  # allocated, reserved, peak
+
+
+def test_a_run_opens_with_what_was_applied_and_closes_with_escape(opened):
+    with opened() as page:
+        page.fill("#filter", "error")
+        page.locator("#runs tbody tr:not([hidden]) .open").first.click()
+        words = page.inner_text("dialog")
+        assert HOSTILE in words
+        assert "Qwen3ForCausalLM" in words
+        assert "580.1" in words
+        page.keyboard.press("Escape")
+        assert not page.is_visible("dialog")
+        assert page.evaluate("window.stolen") is None
+
+
+def test_the_switch_turns_light_into_dark_and_the_figures_with_it(opened):
+    with opened() as page:
+        draw_all(page)
+        paper = "() => getComputedStyle(document.querySelector('#bars-figure .main-svg')).background"
+        light = page.evaluate(paper)
+        page.click("#theme")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 27)"
+        page.wait_for_function(f"before => ({paper})() !== before", arg=light)
+
+
+def test_no_text_is_too_faint(opened):
+    """Contrast of 4.5 to 1 between each text and what is behind it (WCAG AA), in both lights."""
+    script = """() => {
+      const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+      const light = ([r, g, b]) => { const f = (v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+        return 0.2126 * f(r) + 0.7152 * f(g) + 0.0722 * f(b); };
+      const behind = (node) => { for (; node; node = node.parentElement) {
+        const found = parse(getComputedStyle(node).backgroundColor);
+        if (found.length < 4 || found[3] > 0) return found; }
+        return [255, 255, 255]; };
+      const faint = [];
+      for (const node of document.querySelectorAll("main *, footer *, .theme")) {
+        const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+        if (!own || node.closest("svg, dialog, .modebar") || !node.checkVisibility()) continue;
+        const [a, b] = [light(parse(getComputedStyle(node).color)), light(behind(node))];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (ratio < 4.5) faint.push(`${node.tagName}.${node.className}: ${ratio.toFixed(2)}`);
+      }
+      return faint; }"""
+    for scheme in ("light", "dark"):
+        with opened(scheme=scheme) as page:
+            assert page.evaluate(script) == []
+
+
+def test_japanese_is_set_in_glyphs_that_differ(opened):
+    """Where a font has them, different characters have different pictures; boxes for missing glyphs all look alike."""
+    asked = ["fc-list", ":lang=ja", "family"]
+    if not shutil.which("fc-list") or not subprocess.run(asked, capture_output=True, check=False).stdout.strip():
+        pytest.skip("no font with Japanese on this machine: apt-get install fonts-noto-cjk")
+    with opened() as page:
+        assert page.get_by_text(JAPANESE).count() > 0
+        pictures = page.evaluate("""(text) => {
+          const font = getComputedStyle(document.body).fontFamily;
+          return [...text].map((character) => {
+            const canvas = Object.assign(document.createElement("canvas"), { width: 48, height: 48 });
+            const context = canvas.getContext("2d");
+            context.font = `32px ${font}`;
+            context.fillText(character, 4, 38);
+            return context.getImageData(0, 0, 48, 48).data.join();
+          }); }""", "日本語微調整")  # fmt: skip
+        assert len(set(pictures)) == len("日本語微調整")
+
+
+def test_without_scripts_the_tables_are_there(browser, page_file):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(page_file.as_uri())
+    assert "Scripts are off" in page.content()
+    assert page.locator("#runs tbody tr").count() == 9
+    context.close()
+
+
+def test_it_prints_on_paper_with_every_figure(browser, page_file, tmp_path):
+    page = browser.new_page()
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("html[data-ready]")
+    page.emulate_media(media="print")
+    page.wait_for_function("document.querySelectorAll('.figure svg.main-svg').length >= 3")
+    page.pdf(path=tmp_path / "page.pdf", format="A4")
+    assert (tmp_path / "page.pdf").stat().st_size > 20_000
+    assert page.eval_on_selector_all(".figure .main-svg", "all => all.every(svg => svg.clientWidth <= 680)")
+    page.close()

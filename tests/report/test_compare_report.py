@@ -1,0 +1,462 @@
+"""`ftbench report --compare`: pairs, what differs, failed cells; every figure computed again from the CSVs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ftbench import cli, rundir
+from ftbench.errors import SpecError
+from ftbench.report import compare_table, layout
+from ftbench.report.cells import cells_of, runs_of
+from ftbench.report.collect import collect
+from ftbench.report.compare import compare
+from ftbench.rundir import RunDir
+from made_runs import H200, MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
+
+
+def compared(out, axis, baseline=None, **options):
+    return compare(runs_of(collect([out])), axis, baseline, **options)
+
+
+def only(found):
+    (pair,) = found.pairs
+    return pair
+
+
+@pytest.fixture
+def ftbench(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_recipe_on_two_cards(tmp_path):
+    make_run(tmp_path, "a", steps(seconds=1.0, seed=1))
+    make_run(tmp_path, "b", steps(seconds=2.0, first=6.0, seed=2), machine=gpu(MAX_Q, 300, 300))
+    pair = only(compared(tmp_path, "gpu", "H200"))
+    assert pair.iso
+    assert pair.speed.verdict == "lower"
+    assert pair.speed.value == pytest.approx(0.5, rel=0.01)
+    assert pair.parity.verdict == "within"
+    assert pair.break_even.when == "never"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"spec": {"train.learning_rate": 1e-3}}, "train.learning_rate: 0.0002 → 0.001"),
+        ({"machine": {"versions.torch": "2.12.0"}}, "versions.torch: 2.11.0 → 2.12.0"),
+        ({"machine": {"gpu.driver": "575.1"}}, "driver: 580.159.04 → 575.1"),
+        ({"machine": {"gpu.power_limit_w": 500.0}}, "power limit: 700 W of 700 W → 500 W of 700 W"),
+        ({"machine": {"ftbench.commit": "f" * 40}}, "commit: 52c6a3c2ec8b → ffffffffffff"),
+        ({"machine": {"environment.PYTORCH_CUDA_ALLOC_CONF": "x"}},
+         "environment.PYTORCH_CUDA_ALLOC_CONF: unknown → x"),
+        ({"applied": {"dataset.hash": "1" * 64}}, "dataset.hash: 596f31aeda2e → 111111111111"),
+        ({"applied": {"dataset.order_hash": "2" * 64}}, "dataset.order_hash: 8a8be24564bd → 222222222222"),
+        ({"applied": {"model.attention": "eager"}}, "applied.attention: sdpa → eager"),
+    ],
+)  # fmt: skip
+def test_whatever_differs_is_listed_and_strict_drops_the_pair(tmp_path, changes, told):
+    make_run(tmp_path, "a")
+    machine = changes.get("machine", {})
+    make_run(tmp_path, "b", **changes | {"machine": {"gpu.name": MAX_Q} | machine})
+    pair = only(compared(tmp_path, "gpu", "H200"))
+    assert [str(one) for one in pair.differences] == [told]
+    assert not pair.iso
+    assert pair.speed is not None
+    strict = compared(tmp_path, "gpu", "H200", strict=True)
+    assert (strict.pairs, strict.dropped) == ((), 1)
+    assert "1 pair is not the same recipe" in " ".join(compare_table.table(strict).notes)
+
+
+def test_a_card_held_below_its_highest_limit_is_named(tmp_path):
+    make_run(tmp_path, "a")
+    make_run(tmp_path, "b", machine=gpu("NVIDIA RTX PRO 6000", 450, 600))
+    (one,) = only(compared(tmp_path, "gpu", "H200")).differences
+    assert one.key == "power limit"
+
+
+def test_options_that_only_one_method_has_belong_to_the_axis(tmp_path):
+    make_run(tmp_path, "a")
+    make_run(tmp_path, "b", spec=method("qlora"))
+    assert only(compared(tmp_path, "method", "lora")).iso
+    make_run(tmp_path, "c", spec=method("qlora") | {"method.rank": 16})
+    pairs = {p.cell.facts["method.rank"]: p for p in compared(tmp_path, "method", "lora").pairs}
+    assert [one.key for one in pairs["16"].differences] == ["method.rank"]
+
+
+def test_an_older_spec_without_a_key_is_the_same_recipe_as_one_with_its_default(tmp_path):
+    make_run(tmp_path, "a", spec={"dataset.longest_first": ..., "launch": {"framework": "trl"}})
+    make_run(tmp_path, "b", spec={"dataset.longest_first": False}, machine={"gpu.name": MAX_Q})
+    assert only(compared(tmp_path, "gpu", "H200")).iso
+
+
+def test_a_missing_order_of_tokens_is_told_and_parity_cannot_be_checked(tmp_path):
+    for name, card in (("a", H200), ("b", MAX_Q)):
+        make_run(tmp_path, name, machine={"gpu.name": card}, applied={"dataset.order_hash": ...})
+    pair = only(compared(tmp_path, "gpu", "H200"))
+    assert [one.key for one in pair.differences] == ["dataset.order_hash"]
+    assert pair.parity.verdict == "unchecked"
+
+
+def test_what_varies_beside_the_axis_is_matched(tmp_path):
+    for batch in (2, 4):
+        for name in ("lora", "full"):
+            make_run(
+                tmp_path, f"{name}{batch}", steps(seed=(name, batch)), spec=method(name) | {"train.batch_size": batch}
+            )
+    found = compared(tmp_path, "method", "full")
+    assert all(pair.baseline.facts["train.batch_size"] == pair.cell.facts["train.batch_size"] for pair in found.pairs)
+    make_run(tmp_path, "lora8", spec={"train.batch_size": 8})
+    alone = [pair for pair in compared(tmp_path, "method", "full").pairs if pair.baseline is None]
+    assert [pair.reason for pair in alone] == ["no baseline with train.batch_size 8"]
+
+
+def test_nothing_is_paired_across_models_or_data(tmp_path):
+    make_run(tmp_path, "a")
+    make_run(tmp_path, "b", machine={"gpu.name": MAX_Q}, spec={"model.id": "Qwen/Qwen3-32B"})
+    assert only(compared(tmp_path, "gpu", "H200")).baseline is None
+
+
+# --- repeats ---------------------------------------------------------------------------------------------------------
+
+
+def test_repeats_are_one_cell_and_the_interval_is_between_them(tmp_path):
+    for i in range(3):
+        make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.002 * i, seed=i))
+        make_run(tmp_path, f"b{i}", steps(seconds=1.1 + 0.002 * i, seed=i), spec=method("full"))
+    pair = only(compared(tmp_path, "method", "lora"))
+    assert (pair.speed.basis, pair.speed.runs, pair.speed.verdict) == ("runs", (3, 3), "lower")
+
+
+def test_inside_the_noise_it_is_not_distinguishable(tmp_path):
+    for i in range(3):
+        make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.05 * i, seed=i))
+        make_run(tmp_path, f"b{i}", steps(seconds=1.02 + 0.05 * i, seed=i), spec=method("full"))
+    found = compared(tmp_path, "method", "lora")
+    assert only(found).speed.verdict == "not distinguishable"
+    assert only(found).break_even is None
+    assert "≈" in str(compare_table.table(found).rows)
+
+
+def test_one_run_a_side_is_labelled_as_within_the_runs(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
+    found = compared(tmp_path, "method", "lora")
+    assert only(found).speed.basis == "steps"
+    assert "]*" in str(compare_table.table(found).rows)
+
+
+def test_too_few_steps_have_a_ratio_and_no_interval(tmp_path):
+    make_run(tmp_path, "a", steps(5))
+    make_run(tmp_path, "b", steps(5, 2.0), spec=method("full"))
+    found = compared(tmp_path, "method", "lora")
+    assert (only(found).speed.verdict, only(found).break_even) == ("unknown", None)
+    assert " ?" in str(compare_table.table(found).rows)
+
+
+def test_a_failed_repeat_is_counted_and_enters_no_mean(tmp_path):
+    make_run(tmp_path, "a0", steps(seed=1))
+    make_run(tmp_path, "a1", steps(1, seed=1), state=OOM)
+    make_run(tmp_path, "b", steps(seconds=2.0, seed=1), spec=method("full"))
+    found = compared(tmp_path, "method", "full")
+    assert only(found).cell.state.startswith("1 of 2 ok; oom")
+    assert only(found).speed.value == pytest.approx(2, rel=0.01)
+
+
+def test_merged_repeats_are_one_row(tmp_path, ftbench):
+    for i in range(3):
+        make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.1 * i, seed=i), state=OOM if i == 2 else None)
+    frame = collect([tmp_path])
+    merged = layout.merge_repeats(frame)
+    good = frame[frame.state == "ok"]
+    assert list(merged["runs"]) == ["2 of 3"]
+    assert merged["tokens_per_s.real"][0] == pytest.approx(np.exp(np.log(good["tokens_per_s.real"]).mean()))
+    code, out, _ = ftbench("report", tmp_path, "--repeats", "merge")
+    assert (code, out.count("lora")) == (0, 1)
+
+
+# --- failures in place -----------------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_failed_keeps_its_place_and_its_reason(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(1), spec=method("full"), state=OOM)
+    pair = only(compared(tmp_path, "method", "lora"))
+    assert (pair.speed, pair.memory, pair.parity) == (None, None, None)
+    assert "oom" in compare_table.table(compared(tmp_path, "method", "lora")).rows[1][-1]
+    other = only(compared(tmp_path, "method", "full"))
+    assert other.reason == "the baseline did not end well"
+
+
+@pytest.mark.parametrize("missing", ["spec_json", "machine", "applied", "phases", "state", "summary", "steps"])
+def test_any_file_may_be_missing(tmp_path, ftbench, missing):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
+    broken = make_run(tmp_path, "c", spec=method("qlora"))
+    if missing != "state":  # without it a directory is no run
+        getattr(broken, missing).unlink()
+    for name in ("table", "md", "csv", "json", "latex"):
+        code, out, err = ftbench("report", tmp_path, "--compare", "method", "--baseline", "lora", "--format", name)
+        assert (code, err) == (0, "")
+        assert "lora" in out
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', '{"gpu": [], "model": 3, "train": null}'])
+@pytest.mark.parametrize("part", ["spec_json", "machine", "applied", "summary", "samples"])
+def test_files_of_other_versions_do_no_harm(tmp_path, ftbench, part, text):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
+    broken = make_run(tmp_path, "c", spec=method("qlora"))
+    getattr(broken, part).write_text(text)
+    code, _, err = ftbench("report", tmp_path, "--compare", "method", "--answers")
+    assert (code, err) == (0, "")
+
+
+def test_a_killed_run_with_a_torn_line_takes_part(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    killed = make_run(tmp_path, "b", steps(seed=2), spec=method("full"))
+    with killed.steps.open("a") as file:
+        file.write("31,0.5")
+    killed.summary.unlink()
+    assert only(compared(tmp_path, "method", "lora")).speed is not None
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_faster_run_that_does_not_learn_the_same_is_flagged(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=0.5, seed=2, loss=lambda step: 2.2), spec={"optimizations.compile": True})
+    found = compared(tmp_path, "optimization")
+    assert found.baseline == "none"
+    assert only(found).parity.verdict == "outside"
+    assert "does not learn the same" in " ".join(compare_table.table(found).notes)
+
+
+def test_a_loss_that_is_no_number_is_outside(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2, loss=float("nan")), spec={"optimizations.compile": True})
+    parity = only(compared(tmp_path, "optimization")).parity
+    assert (parity.verdict, parity.worst) == ("outside", None)
+    assert "not a number in 30 steps" in parity.reason
+
+
+def test_other_samples_in_a_step_cannot_be_checked(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2, samples=8), spec={"train.batch_size": 8})
+    assert only(compared(tmp_path, "batch")).parity.reason == "other samples in a step"
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--compare", "metod"], "did you mean method?"),
+        (["--compare", "model"], "there is nothing to compare: what varies here is method.name"),
+        (["--compare", "method", "--baseline", "H100"], "--baseline H100: is not among full, lora"),
+        (["--compare", "method", "--baseline", "l"], "fits full, lora: say which"),
+        (["--baseline", "lora"], "belong to a comparison"),
+        (["--strict"], "belong to a comparison"),
+        (["--repeats", "merged"], "--repeats merged: allowed are each, merge"),
+        (["--hours", "-1"], "--hours -1: give a number of hours above 0"),
+        (["--fail-above", "5%"], "--fail-above belongs to --against"),
+        (["--compare", "method", "--format", "jsn"], "did you mean json?"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_sentences(tmp_path, ftbench, arguments, said):
+    make_run(tmp_path, "a")
+    make_run(tmp_path, "b", spec=method("full"))
+    code, out, err = ftbench("report", tmp_path, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "axis", ["gpu", "batch", "framework", "train.learning_rate", "versions.torch", "commit", "driver"]
+)
+def test_any_key_of_the_spec_or_the_machine_is_an_axis(tmp_path, axis):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(
+        tmp_path, "b", steps(seconds=1.5, seed=2),
+        machine={"gpu.name": MAX_Q, "versions.torch": "2.12.0", "ftbench.commit": "e" * 40, "gpu.driver": "1"},
+        spec={"train.batch_size": 8, "launch.framework": "axolotl", "train.learning_rate": 1.0},
+    )  # fmt: skip
+    found = compared(tmp_path, axis)
+    assert len(found.pairs) == 1
+
+
+def test_all_formats_carry_the_comparison(tmp_path, ftbench):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("full"))
+    call = ["report", tmp_path, "--compare", "method", "--baseline", "lora", "--format"]
+    document = json.loads(ftbench(*call, "json")[1])
+    rows = document["comparison"]["records"]
+    assert [row["value"] for row in rows] == ["lora", "full"]
+    assert rows[0]["speed_ratio"] is None
+    assert rows[1]["speed_low"] < rows[1]["speed_ratio"] < rows[1]["speed_high"]
+    assert rows[1]["same_recipe"] is True
+    listed = list(csv.DictReader(io.StringIO(ftbench(*call, "csv")[1])))
+    assert float(listed[1]["speed_ratio"]) == pytest.approx(rows[1]["speed_ratio"])
+    assert listed[0]["speed_ratio"] == ""
+    markdown = ftbench(*call, "md")[1]
+    assert len({line.count("|") for line in markdown.splitlines() if line.startswith("|")}) == 1
+    for text in (markdown, ftbench(*call, "table")[1]):
+        assert "-50." in text or "-49." in text
+        assert "same" in text
+
+
+def test_hostile_names_stay_text(tmp_path, ftbench):
+    make_run(tmp_path, "a", steps(seed=1), machine={"gpu.name": "=cmd()|'</script>"})
+    make_run(tmp_path, "b", steps(seed=2), machine={"gpu.name": "\u202eevil\x1b[31m"})
+    listed = list(csv.DictReader(io.StringIO(ftbench("report", tmp_path, "--compare", "gpu", "--format", "csv")[1])))
+    assert {row["value"][0] for row in listed}.isdisjoint("=+-@")
+    shown = ftbench("report", tmp_path, "--compare", "gpu")[1]
+    assert "\x1b" not in shown
+    assert "</script>" not in ftbench("report", tmp_path, "--compare", "gpu", "--format", "md")[1]
+
+
+# --- the plain table -------------------------------------------------------------------------------------------------
+
+
+def test_the_table_finds_what_varies_by_itself(tmp_path):
+    make_run(tmp_path, "a", spec={"train.seed": 1, "train.learning_rate": 1e-4})
+    make_run(tmp_path, "b", spec={"train.seed": 2, "dataset.seed": 7})
+    _, axes = layout.with_axes(collect([tmp_path]))
+    assert axes == ["spec.dataset.seed", "spec.train.learning_rate", "spec.train.seed"]
+    assert layout.headings(axes) == ["dataset.seed", "learning rate", "train.seed"]
+
+
+def test_runs_that_agree_have_no_axes_and_the_options_of_one_method_are_none(tmp_path):
+    make_run(tmp_path, "a")
+    make_run(tmp_path, "b", spec=method("qlora"))
+    frame, axes = layout.with_axes(collect([tmp_path]))
+    assert axes == []
+    assert not [name for name in frame if name.startswith("spec.")]
+
+
+def test_a_table_with_thousands_of_axes_shows_some_and_says_so(tmp_path, ftbench):
+    for value in (0, 1):
+        make_run(tmp_path, f"r{value}", spec={f"future.key{i}": value for i in range(10_000)})
+    code, out, _ = ftbench("report", tmp_path)
+    assert code == 0
+    assert "9,990 more keys vary" in out or "9990 more keys vary" in out
+    assert len(out.splitlines()[1]) < 400
+
+
+# --- the figures, by another route -----------------------------------------------------------------------------------
+
+
+def by_pandas(run: RunDir) -> dict[str, float]:
+    """A run's figures from its steps.csv alone, with the warm-up that its summary names."""
+    frame = pd.read_csv(run.steps)
+    frame = frame[frame.phase == "train"]
+    steady = frame.iloc[rundir.read_json(run.summary)["steps"]["warmup"] :]
+    window = steady.step_time_s.sum()
+    return {
+        "tokens_per_s.real": steady.real_tokens.sum() / window,
+        "samples_per_hour": steady.samples.sum() / window * 3600,
+        "memory_gb.allocated_peak": frame.peak_memory_gb.max(),
+        "first_step_s": frame.step_time_s.iloc[0],
+        "energy.joules_per_1k_samples": steady.energy_j.sum() / steady.samples.sum() * 1000,
+    }
+
+
+RATIOS = ("tokens_per_s.real", "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples")
+
+
+def check_against_pandas(folder) -> int:
+    found = compared(folder, "method", "lora")
+    records = {record["run_ids"]: record for record in compare_table.records(found)}
+    runs = {run.run_id: by_pandas(run) for run in rundir.find_runs(folder) if rundir.read_state(run)["state"] == "ok"}
+    checked = 0
+    for ids, record in records.items():
+        own = pd.DataFrame([runs[name] for name in ids.split() if name in runs])
+        for name in own.columns:
+            assert record[name] == pytest.approx(np.exp(np.log(own[name]).mean())), (ids, name)
+            checked += 1
+        if record["speed_ratio"] is not None:
+            base = pd.DataFrame([runs[name] for name in record["baseline_run_ids"].split() if name in runs])
+            names = dict(zip(("speed", "memory", "first_step", "energy"), RATIOS, strict=True))
+            for ratio, name in names.items():
+                computed = np.exp(np.log(own[name]).mean() - np.log(base[name]).mean())
+                assert record[f"{ratio}_ratio"] == pytest.approx(computed), (ids, ratio)
+                checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("folder", ["plain", "study", "qwen3-8b-frontier"])
+def test_every_figure_of_the_committed_runs_by_another_route(tmp_path, folder):
+    shutil.copytree(RESULTS / folder, tmp_path / folder)
+    assert check_against_pandas(tmp_path / folder) > 10
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["lora", "qlora", "full"]), st.sampled_from([2, 4]), st.floats(0.01, 50),
+                  st.integers(2, 25), st.integers(0, 99)),
+        min_size=2, max_size=6,
+    )
+)  # fmt: skip
+def test_every_figure_of_made_runs_by_another_route(tmp_path_factory, made):
+    out = tmp_path_factory.mktemp("made")
+    make_run(out, "base", spec={"train.batch_size": 2})
+    make_run(out, "other", spec=method("full") | {"train.batch_size": 2})
+    for number, (name, batch, seconds, count, seed) in enumerate(made):
+        rows = steps(count, seconds, first=3 * seconds, noise=0.1, seed=seed, samples=batch,
+                     real_tokens=lambda step, seed=seed: 1000 + (seed * step) % 700)  # fmt: skip
+        make_run(out, f"r{number}", rows, spec=method(name) | {"train.batch_size": batch})
+    assert check_against_pandas(out / "made") > 10
+
+
+def test_intervals_between_repeats_by_scipys_formula(tmp_path):
+    """Welch on logarithms, written out with numpy."""
+    for i, (a, b) in enumerate([(1.0, 1.3), (1.01, 1.34), (0.98, 1.29)]):
+        make_run(tmp_path, f"a{i}", steps(seconds=a, noise=0, seed=i))
+        make_run(tmp_path, f"b{i}", steps(seconds=b, noise=0, seed=i), spec=method("full"))
+    record = compare_table.records(compared(tmp_path, "method", "lora"))[1]
+    rates = {run.run_id: by_pandas(run)["tokens_per_s.real"] for run in rundir.find_runs(tmp_path)}
+    sides = [np.log([rate for name, rate in rates.items() if name[0] == side]) for side in "ab"]
+    parts = [side.var(ddof=1) / 3 for side in sides]
+    freedom = sum(parts) ** 2 / sum(part**2 / 2 for part in parts)
+    assert 2 <= freedom <= 4
+    width = np.log(record["speed_high"] / record["speed_ratio"]) / np.sqrt(sum(parts))
+    assert 2.776 <= width <= 4.303  # the quantiles for four and for two degrees of freedom
+
+
+def test_cells_are_the_same_in_any_order(tmp_path):
+    for i in range(4):
+        make_run(tmp_path, f"a{i}", steps(seconds=1 + i, seed=i), spec=method("full") if i % 2 else None)
+    runs = runs_of(collect([tmp_path]))
+    forward = compare_table.records(compare(runs, "method", "lora"))
+    backward = compare_table.records(compare(runs[::-1], "method", "lora"))
+    assert forward[1]["speed_ratio"] == pytest.approx(backward[1]["speed_ratio"])
+    assert len(cells_of(runs)) == 2
+
+
+def test_an_unknown_axis_raises(tmp_path):
+    make_run(tmp_path, "a")
+    with pytest.raises(SpecError, match="no run has such a key"):
+        compared(tmp_path, "nothing.at.all")

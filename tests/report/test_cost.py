@@ -1,0 +1,276 @@
+"""Energy and money: the arithmetic by hand, currencies never mixed, and every mistake in a price file with its line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftbench import rundir, summary
+from ftbench.core import cost, rows, units
+from ftbench.errors import SpecError
+from ftbench.rundir import RunDir, StepsWriter
+from ftbench.spec.prices import canonical, load_prices
+
+EXAMPLE = Path(__file__).parents[2] / "configs" / "prices-example.yaml"
+RENT = "rent: {per_hour: 3.6, currency: USD, date: 2026-01-02, source: a shop}"
+OWNED = (
+    "owned: {price: 8766, currency: USD, lifetime_years: 2, utilisation: 0.5, electricity_per_kwh: 0.5, "
+    "host_idle_watts: 100, date: 2026-01-02, source: an invoice}"
+)
+
+
+def price_file(folder: Path, text: str) -> Path:
+    path = folder / "prices.yaml"
+    path.write_text(text)
+    return path
+
+
+def made_run(folder: Path, name: str, gpu: str | None = "NVIDIA H200", watts: float | None = 500.0) -> RunDir:
+    """Twenty steps of half a second with 4 samples and 1,000 real tokens: 8 samples/s, 2,000 tokens/s, 250 J a step."""
+    run = rundir.claim_at(folder / "study" / name)
+    rundir.write_json(run.spec_json, {"name": "study", "method": {"name": "lora"}, "model": {"id": "Qwen/Qwen3-8B"},
+                                      "dataset": {"name": "sample"}, "measure": {"warmup": 1},
+                                      "train": {"batch_size": 4, "gradient_accumulation_steps": 1}})  # fmt: skip
+    rundir.write_json(run.machine, {"gpu": {"name": gpu, "idle_power_w": 80.0} if gpu else None})
+    rundir.write_json(run.applied, {"dataset": {"name": "sample"}})
+    writer = StepsWriter(run.steps)
+    writer.append(
+        rows.StepRow(step=i, elapsed_time_sec=0.5 * i, phase="train", step_time_s=0.5, real_tokens=1000, samples=4,
+                     padded_tokens=1200, label_tokens=700, loss=2.0, peak_memory_gb=10.0, power_w=watts,
+                     energy_j=None if watts is None else watts / 2)
+        for i in range(1, 21)
+    )  # fmt: skip
+    writer.close()
+    rundir.write_json(run.state, {"schema": 1, "state": "ok"})
+    rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+    return run
+
+
+def report(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ftbench", "report", *map(str, arguments)],
+        capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "250"},
+    )  # fmt: skip
+
+
+def document(*arguments: object) -> dict:
+    done = report(*arguments, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_joules_per_token_follow_from_those_per_sample():
+    assert cost.joules_per_1m_tokens(62_500, 8, 2000) == pytest.approx(250_000)  # 62.5 J a sample of 250 tokens
+    assert cost.joules_per_1m_tokens(None, 8, 2000) is None
+    assert cost.joules_per_1m_tokens(62_500, 8, None) is None
+
+
+def test_an_hour_becomes_samples_and_tokens():
+    assert cost.per_1k_samples(3.6, 8) == pytest.approx(0.125)  # 28,800 samples an hour
+    assert cost.per_1m_tokens(3.6, 2000) == pytest.approx(0.5)  # 7.2 M tokens an hour
+    assert cost.per_1k_samples(3.6, None) is None
+    assert cost.per_1m_tokens(3.6, None) is None
+
+
+def test_break_even_is_where_both_have_cost_the_same():
+    hours = cost.break_even_hours(1000, 0.2, 1.2)
+    assert hours * 1.2 == pytest.approx(1000 + hours * 0.2)
+    assert cost.break_even_hours(1000, 1.2, 1.2) is None
+    assert cost.use_hours(2, 0.5) == pytest.approx(8766)
+    assert cost.electricity_per_hour(0.5, 600) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (None, ""), (1_600_000, "1,600,000 JPY"), (1000, "1,000 JPY"), (999.4, "999 JPY"), (999.7, "1,000 JPY"),
+    (10.04, "10.0 JPY"), (3.594, "3.59 JPY"), (0.04121, "0.0412 JPY"),
+])  # fmt: skip
+def test_money_has_three_digits_and_its_currency(value, text):
+    assert units.money(value, "JPY") == text
+
+
+# --- in a report -----------------------------------------------------------------------------------------------------
+
+
+def test_rent_and_purchase_of_a_run(tmp_path):
+    made_run(tmp_path / "runs", "a")
+    found = document(
+        tmp_path / "runs", "--prices", price_file(tmp_path, f"NVIDIA H200:\n  {RENT}\n  {OWNED}\n"), "--hours", 10
+    )
+    rent, owned = found["cost"]["records"]
+    assert (rent["way"], rent["per_hour"], rent["per_night"]) == ("rent", 3.6, 36)
+    assert rent["per_1k_samples"] == pytest.approx(0.125)
+    assert rent["per_1m_real_tokens"] == pytest.approx(0.5)
+    # 8,766 USD over 8,766 hours, and 0.6 kW at 0.5 USD
+    assert owned["per_hour"] == pytest.approx(1.3)
+    assert owned["break_even_hours"] == pytest.approx(8766 / (3.6 - 0.3))
+    (energy,) = found["energy"]["records"]
+    assert energy["joules_per_1k_samples"] == pytest.approx(62_500)
+    assert energy["joules_per_1m_real_tokens"] == pytest.approx(250_000)
+    assert (energy["mean_watts"], energy["idle_watts"]) == pytest.approx((500, 80))
+    (run,) = found["runs"]
+    assert run["cost.rent.per_1k_samples"] == pytest.approx(0.125)
+    assert run["cost.owned.per_hour"] == pytest.approx(1.3)
+    assert run["cost.break_even_hours"] == pytest.approx(8766 / 3.3)
+    assert (run["cost.rent.currency"], run["cost.rent.date"], run["cost.rent.source"]) == (
+        "USD",
+        "2026-01-02",
+        "a shop",
+    )
+    assert run["energy.joules_per_1m_real_tokens"] == pytest.approx(250_000)
+
+
+@pytest.mark.parametrize("name", ["table", "md", "latex", "html"])
+def test_every_format_shows_money_with_its_source_and_energy_as_the_gpu_s_only(tmp_path, name):
+    made_run(tmp_path / "runs", "a")
+    done = report(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}"), "--format", name)
+    assert done.returncode == 0, done.stderr
+    for text in ("0.125 USD", "0.500 USD", "28.8 USD", "a shop", "2026-01-02", "GPU only", "250,000"):
+        assert text.lower() in done.stdout.lower()
+
+
+def test_csv_has_the_columns(tmp_path):
+    made_run(tmp_path / "runs", "a")
+    done = report(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}"), "--format", "csv")
+    (row,) = csv.DictReader(io.StringIO(done.stdout))
+    assert float(row["cost.rent.per_1m_real_tokens"]) == pytest.approx(0.5)
+    assert row["cost.break_even_hours"] == ""
+
+
+def test_two_currencies_are_shown_and_never_compared(tmp_path):
+    made_run(tmp_path / "runs", "a")
+    made_run(tmp_path / "runs", "b", gpu="NVIDIA H100 80GB HBM3")
+    yen = OWNED.replace("USD", "JPY")
+    prices = price_file(tmp_path, f"NVIDIA H200:\n  {RENT}\n  {yen}\nH100 SXM5:\n  {yen}\n")
+    found = document(tmp_path / "runs", "--prices", prices)
+    records = found["cost"]["records"]
+    assert sorted((record["gpu"], record["way"], record["currency"]) for record in records) == [
+        ("NVIDIA H100 80GB HBM3", "owned", "JPY"), ("NVIDIA H200", "owned", "JPY"), ("NVIDIA H200", "rent", "USD"),
+    ]  # fmt: skip
+    assert all(record["break_even_hours"] is None for record in records)
+    assert any(record["buying_pays_after"] == "not compared (USD, JPY)" for record in records)
+    assert any("none is converted" in note for note in found["cost"]["notes"])
+    assert not any("USD" in text and "JPY" in text for text in found["cost"]["text"])
+
+
+def test_the_cheapest_is_told_within_a_currency(tmp_path):
+    made_run(tmp_path / "runs", "a")
+    made_run(tmp_path / "runs", "b", gpu="NVIDIA H100 80GB HBM3")
+    dearer = RENT.replace("3.6", "7.2")
+    found = document(
+        tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}\nH100 SXM5: {{{dearer}}}\n")
+    )
+    (sentence,) = [text for text in found["cost"]["text"] if "cheapest" in text]
+    assert "cheapest with lora at batch 4 on NVIDIA H200 (rent), 0.125 USD" in sentence
+    assert "on NVIDIA H100 80GB HBM3 (rent) they are 0.250 USD" in sentence
+
+
+def test_an_unknown_power_leaves_the_cost_of_owning_empty(tmp_path):
+    made_run(tmp_path / "runs", "a", watts=None)
+    found = document(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM:\n  {RENT}\n  {OWNED}\n"))
+    rent, owned = found["cost"]["records"]
+    assert rent["per_hour"] == 3.6
+    assert owned["per_hour"] is owned["per_1k_samples"] is owned["break_even_hours"] is None
+    assert any("power was not measured" in note for note in found["cost"]["notes"])
+    assert "energy" not in found
+
+
+def test_buying_that_never_pays_says_so(tmp_path):
+    made_run(tmp_path / "runs", "a")
+    cheap = RENT.replace("3.6", "0.3")
+    late = RENT.replace("3.6", "1.0")
+    for rent, said in ((cheap, "never"), (late, "h (beyond its life)")):
+        found = document(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM:\n  {rent}\n  {OWNED}\n"))
+        assert said in found["cost"]["records"][1]["buying_pays_after"]
+
+
+def test_a_gpu_without_a_price_is_named(tmp_path):
+    made_run(tmp_path / "runs", "a")
+    made_run(tmp_path / "runs", "b", gpu="NVIDIA L4")
+    found = document(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}"))
+    assert any(note.startswith("NVIDIA L4: no price in prices.yaml") for note in found["cost"]["notes"])
+    assert [record["gpu"] for record in found["cost"]["records"]] == ["NVIDIA H200"]
+
+
+def test_without_prices_nothing_costs_anything(tmp_path):
+    made_run(tmp_path / "runs", "a")
+    found = document(tmp_path / "runs")
+    assert "cost" not in found
+    assert not any(key.startswith("cost.") for key in found["runs"][0])
+
+
+# --- the price file --------------------------------------------------------------------------------------------------
+
+
+def test_the_example_that_ships_is_right_and_says_what_it_is():
+    prices = load_prices(EXAMPLE)
+    assert prices.of("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition").owned.price == 1_600_000
+    assert prices.of("NVIDIA H100 PCIe").owned.price == 4_700_000
+    for price in prices.by_gpu.values():
+        assert all("example" in terms.source for terms in (price.rent, price.owned) if terms)
+
+
+@pytest.mark.parametrize(("name", "found"), [
+    ("NVIDIA H200", "H200 SXM"), ("H200 SXM", "H200 SXM"), ("H100 SXM5", "H100 SXM5"), ("NVIDIA H200 NVL", "H200 NVL"),
+    ("NVIDIA L40", "NVIDIA L40"), ("NVIDIA GH200 480GB", "NVIDIA GH200 480GB"),
+])  # fmt: skip
+def test_a_gpu_is_named_as_in_the_table_or_by_its_driver(name, found):
+    assert canonical(name) == found
+
+
+def test_a_gpu_that_is_in_no_table_can_be_priced_if_it_was_used(tmp_path):
+    path = price_file(tmp_path, f"NVIDIA L40: {{{RENT}}}")
+    assert load_prices(path, ["NVIDIA L40"]).of("NVIDIA L40").rent.per_hour == 3.6
+    with pytest.raises(SpecError, match="is no GPU of these runs and none that ftbench knows"):
+        load_prices(path)
+
+
+MISTAKES = {
+    "": "the file is empty; a price file needs a GPU",
+    "- a": "a price file is a mapping of keys, not a list",
+    "a: [": "not valid YAML",
+    f"NVIDIA H20O: {{{RENT}}}": "prices.yaml:1: NVIDIA H20O: is no GPU of these runs and none that ftbench knows",
+    f"NVIDIA H200: {{{RENT}}}\nH200 SXM: {{{RENT}}}": "prices.yaml:2: H200 SXM: is the same GPU as 'NVIDIA H200'",
+    "H200 SXM: {}": "prices.yaml:1: H200 SXM: needs `rent:`, `owned:` or both",
+    "H200 SXM: 3": "prices.yaml:1: H200 SXM: needs keys (allowed: rent, owned)",
+    "H200 SXM:\n  rnt: {}": "prices.yaml:2: H200 SXM.rnt: no such key; did you mean rent? (allowed: rent, owned)",
+    "H200 SXM:\n  rent: 3": "prices.yaml:2: H200 SXM.rent: needs keys (allowed: per_hour, currency, date, source)",
+    f"H200 SXM:\n  {RENT.replace('per_hour', 'per_hr')}": "H200 SXM.rent.per_hr: no such key; did you mean per_hour?",
+    f"H200 SXM:\n  {RENT.replace('3.6', '-1')}": "prices.yaml:2: H200 SXM.rent.per_hour: '-1': must be greater than 0",
+    f"H200 SXM:\n  {RENT.replace('3.6', 'much')}": "H200 SXM.rent.per_hour: 'much': must be a valid number",
+    f"H200 SXM:\n  {RENT.replace('3.6', 'on')}": "H200 SXM.rent.per_hour: True must be a number, not on/yes/true",
+    f"H200 SXM:\n  {RENT.replace('USD', '$')}": "H200 SXM.rent.currency: '$' must be the three capital letters",
+    f"H200 SXM:\n  {RENT.replace('2026-01-02', 'now')}": "H200 SXM.rent.date: 'now': must be a valid date",
+    f"H200 SXM:\n  {RENT.replace(', source: a shop', '')}": "prices.yaml:2: H200 SXM.rent.source: is missing",
+    f"H200 SXM:\n  {OWNED.replace('0.5, elec', '1.5, elec')}": "utilisation: '1.5': must be less than or equal",
+    f"H200 SXM:\n  {OWNED.replace('electricity_per_kwh: 0.5, ', '')}": "`host_idle_watts` needs `electricity_per_kwh`",
+    "H200 SXM: !!python/object/apply:os.system [id]": "is a tag; specs hold plain values only",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_the_price_file_is_told_with_its_line(tmp_path, text):
+    path = price_file(tmp_path, text)
+    with pytest.raises(SpecError) as refused:
+        load_prices(path)
+    assert str(path) in str(refused.value)
+    assert MISTAKES[text] in str(refused.value)
+
+
+def test_all_mistakes_are_told_at_once_by_the_command(tmp_path):
+    made_run(tmp_path / "runs", "a")
+    path = price_file(tmp_path, "H200 SXM:\n  rent: {per_hour: 0, currency: usd}\n")
+    done = report(tmp_path / "runs", "--prices", path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 4
+    assert "Traceback" not in done.stderr
+    assert report(tmp_path / "runs", "--prices", tmp_path / "none.yaml").returncode == 2

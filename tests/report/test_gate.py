@@ -1,0 +1,158 @@
+"""`ftbench report NEW --against OLD`: exit code 1 with what regressed, 0 otherwise, 2 for a mistake."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+
+import pytest
+
+from ftbench import cli
+from ftbench.report.collect import collect
+from ftbench.report.gate import gate, limit_of
+from made_runs import H200, MAX_Q, OOM, RESULTS, make_run, method, steps
+
+
+@pytest.fixture
+def ftbench(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def against(tmp_path, ftbench):
+    """Runs the gate of `new` against `old` and gives exit code and output; each is a list of make_run's arguments."""
+
+    def call(old, new, *options):
+        for side, runs in (("old", old), ("new", new)):
+            for number, (rows, more) in enumerate(runs):
+                make_run(tmp_path / side, f"r{number}", rows, **more)
+        code, out, err = ftbench("report", tmp_path / "new", "--against", tmp_path / "old", *options)
+        assert err == ""
+        return code, out
+
+    return call
+
+
+def run(seconds=1.0, seed=0, count=30, state=None, **more):
+    peak = more.pop("peak", 77.0)
+    return steps(count, seconds, seed=seed, peak_memory_gb=peak), {"state": state, **more}
+
+
+def test_the_same_runs_pass(against):
+    code, out = against([run(seed=1)], [run(seed=2)])
+    assert code == 0
+    assert "0 of 1 regressed by more than 5.0 %" in out
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(1.03, 0), (1.08, 1), (0.5, 0)])
+def test_slower_beyond_the_limit_fails(against, seconds, code):
+    found, out = against([run(seed=1)], [run(seconds, seed=2)])
+    assert found == code
+    assert ("slower: -7" in out) is bool(code)
+
+
+def test_the_limit_can_be_set(against):
+    assert against([run(seed=1)], [run(1.08, seed=2)], "--fail-above", "10%")[0] == 0
+
+
+def test_slower_within_the_noise_of_the_repeats_passes(against):
+    old = [run(seconds, seed=i) for i, seconds in enumerate((1.0, 1.2, 0.9))]
+    new = [run(seconds, seed=i) for i, seconds in enumerate((1.1, 1.3, 1.0))]
+    code, out = against(old, new)
+    assert code == 0
+    assert "≈" in out
+
+
+def test_slower_with_an_unknown_noise_fails_and_says_so(against):
+    code, out = against([run(count=4)], [run(1.5, count=4)])
+    assert code == 1
+    assert "the noise is not known" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(("peak", "code"), [(79.0, 0), (82.0, 1), (40.0, 0)])
+def test_more_memory_fails(against, peak, code):
+    found, out = against([run(seed=1)], [run(seed=2, peak=peak)])
+    assert found == code
+    assert ("more memory: 77.0 → 82.0 GiB" in " ".join(out.split())) is bool(code)
+
+
+def test_what_no_longer_fits_has_regressed_and_what_never_did_has_not(against):
+    old = [run(), run(spec=method("full"), state=OOM)]
+    new = [run(state=OOM, count=1), run(spec=method("full"), state=OOM, count=1)]
+    code, out = against(old, new)
+    assert code == 1
+    assert "1 of 2 regressed" in out
+    assert "ended well before, now oom" in " ".join(out.split())
+
+
+def test_rows_without_a_partner_are_named(against):
+    old = [run(), run(spec={"train.batch_size": 8})]
+    new = [run(), run(spec={"train.batch_size": 16})]
+    code, out = against(old, new)
+    text = " ".join(out.split())
+    assert code == 0
+    assert "no earlier partner: r1 (lora at batch 16" in text
+    assert "not run again: r1 (lora at batch 8" in text
+
+
+def test_another_card_is_no_partner(against, tmp_path, ftbench):
+    make_run(tmp_path / "old", "a", machine={"gpu.name": H200})
+    make_run(tmp_path / "new", "a", machine={"gpu.name": MAX_Q})
+    code, out, err = ftbench("report", tmp_path / "new", "--against", tmp_path / "old")
+    assert (code, out) == (2, "")
+    assert "no run has a partner" in err
+
+
+def test_what_changed_since_is_told(against):
+    _, out = against([run(seed=1)], [run(seed=2, machine={"versions.torch": "2.12.0"})])
+    assert "what changed since: versions.torch: 2.11.0 → 2.12.0" in " ".join(out.split())
+
+
+def test_programs_get_the_rows_too(against):
+    code, out = against([run(seed=1)], [run(2.0, seed=2)], "--format", "json")
+    (row,) = json.loads(out)["gate"]["records"]
+    assert (code, row["regressed"]) == (1, True)
+    assert row["speed_ratio"] == pytest.approx(0.5, rel=0.01)
+
+
+def test_csv_has_a_line_a_pair(against):
+    _, out = against([run(seed=1)], [run(seed=2)], "--format", "csv")
+    assert [row["regressed"] for row in csv.DictReader(io.StringIO(out))] == ["False"]
+
+
+@pytest.mark.parametrize(("text", "limit"), [("5%", 0.05), ("5 %", 0.05), ("0.05", 0.05), ("0", 0.0), ("12.5%", 0.125)])
+def test_limits_are_shares(text, limit):
+    assert limit_of(text) == pytest.approx(limit)
+
+
+@pytest.mark.parametrize("text", ["", "five", "-5%", "100%", "5", "nan"])
+def test_other_limits_are_mistakes(tmp_path, ftbench, text):
+    make_run(tmp_path, "a")
+    code, out, err = ftbench("report", tmp_path, "--against", tmp_path, "--fail-above", text)
+    assert (code, out) == (2, "")
+    assert "write a share below 100 %" in err
+
+
+@pytest.mark.parametrize("options", [["--compare", "method"], ["--against", "nowhere"]])
+def test_mistakes_are_sentences(tmp_path, ftbench, options):
+    make_run(tmp_path, "a")
+    code, out, err = ftbench("report", tmp_path, "--against", tmp_path, *options)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+
+
+def test_committed_runs_against_themselves_pass():
+    frame = collect([RESULTS])
+    found = gate(frame, frame, 0.05)
+    assert found.regressed == []
+    assert (found.only_new, found.only_old) == ((), ())
+    assert len(found.rows) > 20

@@ -1,0 +1,232 @@
+"""The HTML page: one file that needs nothing else, says what the files say, and runs nothing that a name contains."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("plotly", reason="the page is drawn with plotly: pip install 'ftbench[report]'")
+
+from page_runs import HOSTILE, JAPANESE, SECRET, made, study
+
+from ftbench.errors import MissingError
+from ftbench.report.collect import collect
+from ftbench.report.page import cells, document, head
+from ftbench.report.page.markup import Markup, data_block, element, join
+from ftbench.report.page.view import view
+from ftbench.report.render import render
+from ftbench.report.tables import comparison
+
+
+class Page(HTMLParser):
+    """The elements of a page: tags with their attributes, and the text of each script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.words: list[str] = []
+        self.cells: list[list[str]] = []
+        self._within: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._within = tag if tag in ("script", "style") else None
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._within = None
+
+    def handle_data(self, data: str) -> None:
+        if self._within == "script":
+            attributes, text = self.scripts[-1]
+            self.scripts[-1] = (attributes, text + data)
+        elif self._within is None:
+            self.words.append(data)
+
+    @property
+    def data(self) -> Any:
+        return next(json.loads(text) for attributes, text in self.scripts if attributes.get("id") == "data")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MY_TOKEN", SECRET)
+        return render(collect([study(tmp_path_factory.mktemp("runs"))]), "html")
+
+
+@pytest.fixture(scope="module")
+def page(text) -> Page:
+    return Page(text)
+
+
+def test_nothing_is_fetched(page):
+    """No element that loads, links or sends; the policy lets nothing through if there were one."""
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "form", "base", "img", "video", "audio"), tag
+        assert "src" not in attributes
+        assert attributes.get("href", "#").startswith("#")
+    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
+    assert "unsafe-eval" not in policy
+    assert "unsafe-inline" not in policy.partition("style-src")[0]
+
+
+def test_only_the_two_scripts_of_ours_and_plotlys_may_run(page):
+    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
+    running = [script for attributes, script in page.scripts if "type" not in attributes]
+    assert len(running) == 2
+    for script in running:
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+
+
+def test_text_of_runs_is_text(text, page):
+    assert HOSTILE not in text
+    assert not any("onerror" in attributes for _, attributes in page.tags)
+    assert any("window.stolen=1" in word for word in page.words)  # shown, as words
+    assert page.data["runs"][0]["reason"] is not None
+    assert any(HOSTILE in run["reason"] for run in page.data["runs"])
+    assert any(JAPANESE in word for word in page.words)
+
+
+def test_no_name_turns_the_direction_of_writing(text):
+    assert "\u202e" not in text
+    assert "abcgnp.exe" in text
+
+
+def test_no_secret_and_no_path_of_this_machine_is_on_the_page(text, tmp_path_factory):
+    assert SECRET not in text
+    assert str(tmp_path_factory.getbasetemp()) not in text
+    assert "SECRET_TOKEN" not in text
+
+
+def test_the_heading_answers(page):
+    words = " ".join(" ".join(page.words).split())
+    assert "Qwen3-8B on NVIDIA H200: lora at batch" in words
+    assert "Fastest that fits" in words
+    assert "Out of memory: full, batch 8" in words
+    assert "2 of 9 runs" in words
+
+
+def test_every_run_has_a_row_that_sorts_by_its_figure(page):
+    rows = [attributes for tag, attributes in page.tags if tag == "tr" and "data-i" in attributes]
+    assert len(rows) == 9
+    assert sorted(row["data-s"] or "" for row in rows) == ["error", *["ok"] * 7, "oom"]
+    heads = [attributes for tag, attributes in page.tags if tag == "th" and "aria-sort" in attributes]
+    assert all(attributes["scope"] == "col" for attributes in heads)
+    values = [float(a["data-v"] or "") for tag, a in page.tags if tag == "td" and "data-v" in a]
+    expected = [run["values"]["samples"] for run in page.data["runs"] if run["values"]]
+    assert all(any(v == pytest.approx(e) for v in values) for e in expected)
+
+
+def test_the_data_are_those_of_the_files(page, tmp_path):
+    runs = {run["id"]: run for run in page.data["runs"]}
+    frame = collect([study(tmp_path)])
+    for record in frame.to_dict("records"):
+        shown = runs[record["run_id"]]["values"]
+        if record["state"] != "ok":
+            assert shown == {}
+            continue
+        assert shown["samples"] == pytest.approx(record["samples_per_hour"])
+        assert shown["peak"] == pytest.approx(record["memory_gb.allocated_peak"])
+        assert shown["step"] == pytest.approx(record["step_time_s.median"])
+
+
+def test_an_interval_is_that_of_the_steps_or_of_the_repeats(tmp_path):
+    run = made(tmp_path, "lora", 4, speed=0.5, peak=20)
+    frame = collect([tmp_path])
+    only = view(frame, comparison(frame), "").runs[0]
+    value, low, high = cells.of_one(only, "samples", only.values["samples"])
+    assert low is not None
+    assert high is not None
+    assert low < value < high
+    assert cells.of_one(only, "peak", 20.0) == (20.0, None, None)
+    mean, low, high = cells.of_repeats([9.0, 10.0, 11.0])
+    assert (mean, low, high) == pytest.approx((10.0, 10 - 4.303 / 3**0.5, 10 + 4.303 / 3**0.5))
+    assert run.run_id == only.run_id
+
+
+def test_runs_of_different_models_are_not_ranked_together(tmp_path):
+    made(tmp_path, "lora", 1, model="Qwen/Qwen3-0.6B", speed=0.01)
+    made(tmp_path, "lora", 4)
+    made(tmp_path, "lora", 8, speed=0.8)
+    frame = collect([tmp_path])
+    shown = view(frame, comparison(frame), "")
+    assert len(shown.workloads) == 2
+    assert shown.workloads[0].startswith("Qwen3-8B")  # that of most runs
+    assert head.title(shown) == "3 fine-tuning runs on NVIDIA H200"
+
+
+def test_runs_that_all_failed_still_make_a_page(tmp_path):
+    made(tmp_path, "full", 8, state="oom", reason="out of memory")
+    page = Page(render(collect([tmp_path]), "html"))
+    assert any("No run ended well" in word for word in page.words)
+
+
+@pytest.mark.parametrize("content", ["<b>", "a & b", '"quoted"', "</td><script>"])
+def test_text_becomes_markup_only_through_an_element(content):
+    made_of = element("td", content, title=content)
+    assert content not in made_of
+    assert Page(made_of).words == [content]
+    assert Page(made_of).tags == [("td", {"title": content})]
+    assert join(Markup("<b>"), content).startswith("<b>")
+
+
+@pytest.mark.parametrize("value", [HOSTILE, "<!--", "\u2028", "]]>", JAPANESE])
+def test_data_cannot_end_their_element(value):
+    block = data_block("data", {"x": value})
+    assert block.count("</script") == 1
+    assert Page(block).data == {"x": value}
+
+
+def test_without_plotly_the_way_out_is_named(monkeypatch):
+    monkeypatch.setattr(document.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingError, match=r"pip install 'ftbench\[report\]'"):
+        document.plotly_script()
+
+
+@pytest.mark.parametrize("format", ["table", "md", "csv", "json", "latex", "html"])
+def test_every_format_can_be_written_to_a_file(format, tmp_path, monkeypatch, capsys):
+    from ftbench import cli
+
+    made(tmp_path / "runs", "lora", 4)
+    target = tmp_path / f"report.{format}"
+    monkeypatch.setattr(
+        sys, "argv", ["ftbench", "report", str(tmp_path / "runs"), "--format", format, "-o", str(target)]
+    )
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert capsys.readouterr().out == ""
+    assert "lora" in target.read_text("utf-8")
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch, capsys):
+    from ftbench import cli
+
+    made(tmp_path / "runs", "lora", 4)
+    monkeypatch.setattr(sys, "argv", ["ftbench", "report", str(tmp_path / "runs"), "-o", str(tmp_path / "no" / "x.md")])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    err = capsys.readouterr().err
+    assert end.value.code == 3
+    assert "cannot be written" in err
+    assert err.count("\n") == 1
+
+
+def test_the_assets_name_no_address():
+    folder = Path(document.__file__).parents[1] / "assets"
+    for path in folder.iterdir():
+        assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|url\(", path.read_text("utf-8")), path.name

@@ -1,0 +1,459 @@
+"""Bundles: the same runs give the same bytes, no secret leaves, a changed figure is found, a hostile archive is refused
+with a sentence and writes nothing outside of its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ftbench import bundle, rundir, summary, unbundle
+from ftbench.core import redact, rows
+from ftbench.errors import SpecError
+from ftbench.rundir import RunDir, StepsWriter
+from ftbench.verify import verify
+
+zstd = unbundle.zstd
+COMMITTED = Path(__file__).parents[1] / "results" / "h200"
+# Put together here: a key in one piece would be found by those who look for leaked ones.
+KEYS = {
+    "HF_TOKEN": "hf_" + "AbCdEfGhIj" * 3, "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567",
+    "MY_PASSWORD": "correct horse battery", "OPENAI_API_KEY": "sk-" + "proj-" + "x1y2" * 8,
+}  # fmt: skip
+
+
+def made_run(folder: Path, name: str = "lora-b4-r1", seconds: float = 0.5) -> RunDir:
+    """A run of twenty steps, written by the code that writes a real one's files."""
+    run = rundir.claim_at(folder / "study" / name)
+    rundir.write_json(run.spec_json, {"name": "study", "method": {"name": "lora"}, "model": {"id": "tiny/qwen3"},
+                                      "train": {"batch_size": 4, "gradient_accumulation_steps": 1}})  # fmt: skip
+    rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200"}})
+    rundir.write_json(run.applied, {"parameters": {"total": 100, "trainable": 10}})
+    run.spec_yaml.write_text("model: tiny/qwen3\n")
+    run.log.write_text("loading\n")
+    (run.path / "adapter").mkdir()
+    (run.path / "adapter" / "adapter_model.safetensors").write_bytes(b"\0" * 100)
+    writer = StepsWriter(run.steps)
+    writer.append(
+        rows.StepRow(step=i, elapsed_time_sec=seconds * i, phase="train", step_time_s=seconds, real_tokens=1000,
+                     padded_tokens=1200, label_tokens=700, samples=4, loss=2.0, energy_j=50.0, power_w=100.0)
+        for i in range(1, 21)
+    )  # fmt: skip
+    writer.close()
+    rundir.write_json(run.state, {"schema": 1, "state": "ok", "ended_at": "2026-01-02T03:04:05Z", "wall_s": 11.0})
+    rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    made_run(tmp_path / "results")
+    made_run(tmp_path / "results", "qlora-b4-r1", seconds=0.7)
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def bundled(runs, tmp_path) -> Path:
+    bundle.make([runs], tmp_path / "x.tar.zst")
+    return tmp_path / "x.tar.zst"
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zstd.open(path, "rb") as packed, tarfile.open(fileobj=io.BytesIO(packed.read())) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
+
+
+def command(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ftbench", *map(str, arguments)],
+        capture_output=True, text=True, check=False, env=os.environ | variables,
+    )  # fmt: skip
+
+
+# --- what is packed --------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_names_every_file_with_its_hash(bundled):
+    files = members(bundled)
+    manifest = json.loads(files.pop("manifest.json"))
+    assert (manifest["schema"], manifest["made_at"]) == (1, "2026-01-02T03:04:05Z")
+    assert manifest["ftbench"]
+    assert {name: entry["sha256"] for name, entry in manifest["files"].items()} == {
+        name: hashlib.sha256(data).hexdigest() for name, data in files.items()
+    }
+    assert sorted({name.split("/")[2] for name in files}) == ["lora-b4-r1", "qlora-b4-r1"]
+    assert {name.split("/", 3)[3] for name in files} == {
+        "applied.json", "machine.json", "spec.json", "spec.yaml", "state.json", "steps.csv", "summary.json"
+    }  # fmt: skip
+
+
+def test_any_tar_can_unpack_it(bundled, tmp_path):
+    """`zstd -dc x.tar.zst | tar x`, without ftbench."""
+    with zstd.open(bundled, "rb") as packed:
+        (tmp_path / "x.tar").write_bytes(packed.read())
+    (tmp_path / "plain").mkdir()
+    subprocess.run(["tar", "xf", str(tmp_path / "x.tar"), "-C", str(tmp_path / "plain")], check=True)
+    assert (tmp_path / "plain" / "runs" / "study" / "lora-b4-r1" / "steps.csv").is_file()
+
+
+def test_the_same_runs_give_the_same_bytes(runs, bundled, tmp_path):
+    shutil.copytree(runs, tmp_path / "elsewhere" / "results")  # other dates, other inodes, another place
+    bundle.make([tmp_path / "elsewhere" / "results"], tmp_path / "again.tar.zst")
+    assert (tmp_path / "again.tar.zst").read_bytes() == bundled.read_bytes()
+    bundle.make([runs / "study" / name for name in ("qlora-b4-r1", "lora-b4-r1")], tmp_path / "third.tar.zst")
+    assert (tmp_path / "third.tar.zst").read_bytes() == bundled.read_bytes()
+
+
+def test_logs_go_with_it_when_asked(runs, tmp_path):
+    bundle.make([runs], tmp_path / "x.tar.zst", with_logs=True)
+    assert members(tmp_path / "x.tar.zst")["runs/study/lora-b4-r1/log.txt"] == b"loading\n"
+
+
+def test_tables_of_a_profile_go_and_links_and_traces_stay(runs, tmp_path):
+    profile = runs / "study" / "lora-b4-r1" / "profile"
+    profile.mkdir()
+    (profile / "kernels.csv").write_text("kernel,ms\n")
+    (profile / "trace.pt.gz").write_bytes(b"\0" * 10)
+    (tmp_path / "private.json").write_text("{}")
+    (profile / "link.json").symlink_to(tmp_path / "private.json")
+    bundle.make([runs], tmp_path / "x.tar.zst")
+    assert [n for n in members(tmp_path / "x.tar.zst") if "/profile/" in n] == [
+        "runs/study/lora-b4-r1/profile/kernels.csv"
+    ]
+
+
+def test_runs_of_the_same_name_from_two_machines_are_both_kept(tmp_path):
+    for machine, seconds in (("a", 0.5), ("b", 0.6)):
+        made_run(tmp_path / machine, seconds=seconds)
+    made = bundle.make([tmp_path / "a", tmp_path / "b"], tmp_path / "x.tar.zst")
+    assert made.runs == 2
+    assert verify(tmp_path / "x.tar.zst").problems == []
+    assert verify(tmp_path / "x.tar.zst").runs == 2
+
+
+def test_a_run_still_going_on_is_left_out_and_named(runs, tmp_path):
+    going = rundir.claim_at(runs / "study" / "going-r1")
+    made = bundle.make([runs], tmp_path / "x.tar.zst")
+    assert (made.runs, made.left_out) == (2, [str(going.path.resolve())])
+    with pytest.raises(SpecError, match="still going on"):
+        bundle.make([going.path], tmp_path / "y.tar.zst")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
+def test_a_place_without_runs_is_a_mistake(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecError, match=name):
+        bundle.make([tmp_path / name], tmp_path / "x.tar.zst")
+    assert not (tmp_path / "x.tar.zst").exists()
+
+
+# --- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_secret_reaches_a_bundle(runs, tmp_path):
+    run = RunDir(runs / "study" / "lora-b4-r1")
+    run.spec_yaml.write_text(
+        f"# HF_TOKEN={KEYS['HF_TOKEN']}\n# api_key: 'my own key 17'\nmodel: tiny/qwen3\n"
+        "dataset: {path: 'https://me:pass%20word@example.com/data'}\n"
+    )
+    run.log.write_text("\n".join(KEYS.values()) + "\nAuthorization: Bearer abcdefghijklmnop0123\n")
+    rundir.write_json(run.state, rundir.read_json(run.state) | {"reason": f"login with {KEYS['WANDB_API_KEY']} failed"})
+    done = command("bundle", runs, "-o", tmp_path / "x.tar.zst", "--with-logs", **KEYS)
+    assert done.returncode == 0, done.stderr
+    everything = b"".join(members(tmp_path / "x.tar.zst").values()).decode()
+    for secret in (*KEYS.values(), "my own key 17", "pass%20word", "abcdefghijklmnop0123"):
+        assert secret not in everything
+    assert "secrets redacted" in done.stdout
+    assert "me:[redacted]@example.com" in everything
+
+
+def test_figures_and_versions_are_no_secrets():
+    for path in sorted(COMMITTED.rglob("*.json")) + sorted(COMMITTED.rglob("*.csv")):
+        text = path.read_text()
+        assert redact.redact(text, {}) == (text, 0)
+
+
+def test_short_values_of_the_environment_are_words():
+    assert redact.redact("no key", {"API_KEY": "no", "TOKENS": "12345678"}) == ("no key", 0)
+
+
+# --- verifying -------------------------------------------------------------------------------------------------------
+
+
+def test_the_committed_runs_verify(tmp_path):
+    bundle.make([COMMITTED], tmp_path / "x.tar.zst")
+    found = verify(tmp_path / "x.tar.zst")
+    assert found.problems == []
+    assert found.runs == len(rundir.find_runs(COMMITTED)) > 20
+    assert found.figures > 100 * found.runs
+
+
+def test_the_command_says_that_all_agrees(bundled):
+    done = command("verify", bundled)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 runs, 14 files" in done.stdout
+    assert "every hash and every figure agrees" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("samples_per_hour", 30_000.0), ("step_time_s.median", 0.499), ("energy.joules", None), ("state", "oom"),
+        ("steps.total", 21), ("first_step_s", 0.5000001), ("step_time_s.ci95", [0.4, 0.6]), ("mfu", 0.5),
+    ],
+)  # fmt: skip
+def test_a_changed_figure_is_named(runs, tmp_path, key, value):
+    run = RunDir(runs / "study" / "lora-b4-r1")
+    written = rundir.read_json(run.summary)
+    *sections, last = key.split(".")
+    part = written
+    for name in sections:
+        part = part[name]
+    part[last] = value
+    rundir.write_json(run.summary, written)
+    bundle.make([runs], tmp_path / "x.tar.zst")
+    done = command("verify", tmp_path / "x.tar.zst")
+    assert done.returncode == 1
+    assert f"study/lora-b4-r1: {key}" in done.stdout
+    assert "in summary.json and" in done.stdout
+    document = json.loads(command("verify", tmp_path / "x.tar.zst", "--json").stdout)
+    assert all("lora-b4-r1: " + key in problem for problem in document["problems"])
+
+
+def test_a_changed_step_is_found_in_the_figures(runs, tmp_path):
+    run = RunDir(runs / "study" / "lora-b4-r1")
+    run.steps.write_text(run.steps.read_text().replace(",0.5,,", ",0.4,,"))
+    bundle.make([runs], tmp_path / "x.tar.zst")
+    assert any("step_time_s.median" in problem for problem in verify(tmp_path / "x.tar.zst").problems)
+
+
+def test_a_warning_that_was_taken_away_is_named(runs, tmp_path):
+    run = RunDir(runs / "study" / "lora-b4-r1")
+    rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200", "ecc_uncorrected": 3}})
+    bundle.make([runs], tmp_path / "x.tar.zst")
+    (problem,) = verify(tmp_path / "x.tar.zst").problems
+    assert "does not say: the GPU has counted 3 uncorrected memory errors" in problem
+
+
+def packed(
+    path: Path, files: dict[str, bytes], infos: list[tarfile.TarInfo] | None = None, hashes: bool = True
+) -> Path:
+    """An archive as anyone may make one."""
+    entries = {
+        name: {"sha256": hashlib.sha256(data).hexdigest() if hashes else "0" * 64} for name, data in files.items()
+    }
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in {"manifest.json": json.dumps({"schema": 1, "files": entries}).encode(), **files}.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+        for info in infos or []:
+            tar.addfile(info)
+    path.write_bytes(zstd.compress(out.getvalue()))
+    return path
+
+
+def test_a_file_that_is_not_the_one_packed_is_found(bundled, tmp_path):
+    files = members(bundled)
+    del files["manifest.json"]
+    other = packed(tmp_path / "y.tar.zst", files, hashes=False)
+    done = command("verify", other)
+    assert done.returncode == 1
+    assert "steps.csv: its SHA-256 is" in done.stdout
+    report = command("report", other)
+    assert (report.returncode, report.stdout) == (2, "")
+    assert "is damaged" in report.stderr
+
+
+# --- reporting -------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_reads_a_bundle_beside_a_folder(bundled, tmp_path):
+    made_run(tmp_path / "here", "full-b4-r1", seconds=1.0)
+    done = command("report", bundled, tmp_path / "here", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    found = {run["run_id"]: run["step_time_s.median"] for run in json.loads(done.stdout)["runs"]}
+    assert found == pytest.approx({"lora-b4-r1": 0.5, "qlora-b4-r1": 0.7, "full-b4-r1": 1.0})
+    paths = {run["path"] for run in json.loads(done.stdout)["runs"]}
+    assert paths == {
+        f"{bundled}:study/lora-b4-r1", f"{bundled}:study/qlora-b4-r1", str(tmp_path / "here" / "study" / "full-b4-r1"),
+    }  # fmt: skip
+
+
+def test_a_report_leaves_no_unpacked_bundle_behind(bundled, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    assert command("report", bundled, TMPDIR=str(tmp_path / "tmp")).returncode == 0
+    assert command("verify", bundled, TMPDIR=str(tmp_path / "tmp")).returncode == 0
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+# --- hostile archives ------------------------------------------------------------------------------------------------
+
+
+def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    return info
+
+
+HOSTILE = {
+    "an absolute path": (entry("/tmp/ftbench-was-here"), "leads out of the folder"),
+    "a way up": (entry("runs/../../../ftbench-was-here"), "leads out of the folder"),
+    "a way up by backslash": (entry("runs\\..\\..\\ftbench-was-here"), "leads out of the folder"),
+    "a symbolic link": (entry("runs/a", tarfile.SYMTYPE, "/etc/passwd"), "is a link, a device or a folder"),
+    "a hard link": (entry("runs/a", tarfile.LNKTYPE, "/etc/passwd"), "is a link, a device or a folder"),
+    "a device": (entry("runs/a", tarfile.CHRTYPE), "is a link, a device or a folder"),
+    "a pipe": (entry("runs/a", tarfile.FIFOTYPE), "is a link, a device or a folder"),
+    "a folder": (entry("runs/a", tarfile.DIRTYPE), "is a link, a device or a folder"),
+    "a second manifest": (entry("manifest.json"), "must be its first file"),
+    "text from right to left": (entry("runs/a\u202egnp.exe"), "characters that cannot be seen"),
+    "a file below a file": (entry("runs/x/y/z"), "cannot be unpacked"),
+}
+
+
+def refused(path: Path, tmp_path: Path) -> str:
+    """Both commands end with 2 and one sentence, and leave nothing anywhere."""
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    sentences = set()
+    for verb in ("verify", "report"):
+        done = command(verb, path, TMPDIR=str(tmp_path / "tmp"))
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert "Traceback" not in done.stderr
+        sentences.add(done.stderr)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not Path("/tmp/ftbench-was-here").exists()
+    (sentence,) = sentences
+    assert sentence.count("\n") == 1
+    return sentence
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_entry_is_refused(tmp_path, kind):
+    info, said = HOSTILE[kind]
+    path = packed(tmp_path / "x.tar.zst", {"runs/x/y": b"{}"}, [info])
+    assert said in refused(path, tmp_path)
+
+
+def test_the_same_name_twice_is_refused(tmp_path):
+    path = packed(tmp_path / "x.tar.zst", {"runs/x": b"{}"}, [entry("runs/x")])
+    assert "stands in it twice" in refused(path, tmp_path)
+
+
+def giant(size: int) -> bytes:
+    info = tarfile.TarInfo("runs/a/b/steps.csv")
+    info.size = size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def test_a_giant_is_refused_by_what_it_says_of_itself(tmp_path):
+    manifest = json.dumps({"schema": 1, "files": {}}).encode()
+    for number, size in enumerate((unbundle.MAX_FILE + 1, 2**62)):
+        out = io.BytesIO()
+        bundle._add(out, "manifest.json", manifest)
+        path = tmp_path / f"{number}.tar.zst"
+        path.write_bytes(zstd.compress(out.getvalue() + giant(size)))
+        assert "more or larger files than runs have" in refused(path, tmp_path)
+
+
+def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path, monkeypatch):
+    """Small in the archive, large unpacked: many files that together are too much."""
+    monkeypatch.setattr(unbundle, "MAX_TOTAL", 2**22)
+    path = packed(tmp_path / "x.tar.zst", {f"runs/a/{i}/steps.csv": b"\0" * 2**20 for i in range(8)})
+    assert path.stat().st_size < 2**15
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(SpecError, match="more or larger files"):
+        unbundle.unpack(path, Path(folder))
+
+
+def test_headers_of_any_length_are_refused_unread(tmp_path):
+    """pax and GNU headers, which a tar may use to name a file of its own choice."""
+    for kind in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE):
+        path = packed(tmp_path / "x.tar.zst", {"runs/x": b"{}"}, [entry("runs/y", kind)])
+        assert "is a link, a device or a folder" in refused(path, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfd" + b"\0" * 100])
+def test_what_is_no_bundle_is_told(tmp_path, content):
+    path = tmp_path / "x.tar.zst"
+    path.write_bytes(content)
+    assert "x.tar.zst: is" in refused(path, tmp_path)
+
+
+def test_what_stands_behind_the_end_is_refused(bundled, tmp_path):
+    with zstd.open(bundled, "rb") as packed_runs:
+        data = packed_runs.read()
+    path = tmp_path / "y.tar.zst"
+    for more in (b"more", b"\0" * 100_000):
+        path.write_bytes(zstd.compress(data + more))
+        assert "behind its end" in refused(path, tmp_path)
+
+
+def test_zstd_of_something_else_is_told(tmp_path):
+    path = tmp_path / "x.tar.zst"
+    path.write_bytes(zstd.compress(b"Lorem ipsum " * 200))
+    assert "no tar of plain files" in refused(path, tmp_path)
+    path.write_bytes(zstd.compress(b"\0" * 1024))
+    assert "is empty" in refused(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "manifest", [b"", b"[]", b"{}", b'{"files": []}', b'{"schema": 2, "files": {}}', b"[" * 10_000]
+)
+def test_a_manifest_that_is_none_is_told(tmp_path, manifest):
+    out = io.BytesIO()
+    bundle._add(out, "manifest.json", manifest)
+    path = tmp_path / "x.tar.zst"
+    path.write_bytes(zstd.compress(out.getvalue() + b"\0" * 1024))
+    with pytest.raises(SpecError, match=r"manifest\.json cannot be read|schema 2"):
+        verify(path)
+
+
+def test_a_bundle_cut_short_anywhere_is_refused(bundled, tmp_path):
+    data = bundled.read_bytes()
+    for length in range(4, len(data), len(data) // 40):
+        path = tmp_path / f"{length}.tar.zst"
+        path.write_bytes(data[:length])
+        with pytest.raises(SpecError, match="cut short or damaged"):
+            verify(path)
+
+
+def test_a_flipped_bit_is_found_unless_it_means_nothing(bundled, tmp_path):
+    """The size of the window, say, may be any that is large enough."""
+    data, meant, harmless = bytearray(bundled.read_bytes()), members(bundled), 0
+    for place in range(4, len(data), len(data) // 60):
+        data[place] ^= 4
+        path = tmp_path / f"{place}.tar.zst"
+        path.write_bytes(data)
+        try:
+            assert verify(path).problems == []
+            assert members(path) == meant
+            harmless += 1
+        except SpecError:
+            pass
+        data[place] ^= 4
+    assert harmless <= 2
+
+
+@pytest.mark.parametrize(
+    "name", ["spec.json", "machine.json", "applied.json", "phases.json", "summary.json", "state.json"]
+)
+def test_files_of_a_run_that_are_other_json_are_told_without_a_traceback(bundled, tmp_path, name):
+    files = members(bundled)
+    del files["manifest.json"]
+    files[f"runs/study/lora-b4-r1/{name}"] = json.dumps(
+        {"method": 3, "gpu": [], "parameters": "x", "phases": [1], "state": "ok", "schema": 1, "dataset": 7}
+    ).encode()
+    done = command("verify", packed(tmp_path / "y.tar.zst", files))
+    assert done.returncode in (0, 1)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,272 @@
+"""Logs that ftbench did not write become runs: what they say is shown, what they do not say stays empty."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ftbench import bundle, rundir
+from ftbench.errors import SpecError
+from ftbench.importers import COLUMNS, About, import_run
+from ftbench.report.collect import collect
+from ftbench.report.facts import spec_facts
+from ftbench.report.render import render
+from ftbench.rundir import read_json, read_steps
+from ftbench.summary import as_dict, summarise
+from ftbench.verify import verify
+
+ABOUT = About("study", "Qwen/Qwen3-8B", "lora", "NVIDIA H200", batch_size=4)
+
+
+def write_csv(path, lines, columns=COLUMNS):
+    """A file as the study's logger writes it: `lines` are of step and elapsed seconds."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        last = lines[-1][0] if lines else 1
+        for step, elapsed in lines:
+            writer.writerow([step, step / last, elapsed, step / last, 15.5, 77.5, 77.3])
+    return path
+
+
+def imported(path, out, **changes):
+    values = {name: getattr(ABOUT, name) for name in ABOUT.__slots__} | changes
+    run = import_run(path, About(**values), out)
+    return run, read_json(run.summary)
+
+
+# --- the study's CSV -------------------------------------------------------------------------------------------------
+
+
+def test_a_line_a_step_gives_step_times_and_rates(tmp_path):
+    lines = [(1, 3.0), *((step, 3.0 + 0.5 * (step - 1)) for step in range(2, 31))]
+    run, found = imported(write_csv(tmp_path / "log.csv", lines), tmp_path / "out")
+    assert found["first_step_s"] == 3.0
+    assert found["time_to_steady_s"] == 3.0
+    assert found["step_time_s"]["median"] == pytest.approx(0.5)
+    assert found["samples_per_hour"] == pytest.approx(4 / 0.5 * 3600)
+    assert found["memory_gb"]["allocated_peak"] == 77.3
+    assert (found["gpu"], found["model"], found["method"]) == ("NVIDIA H200", "Qwen/Qwen3-8B", "lora")
+    assert [row.step for row in read_steps(run.steps)[0]] == list(range(1, 31))
+
+
+def test_what_the_csv_does_not_say_stays_empty(tmp_path):
+    run, found = imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
+    assert found["tokens_per_s"] == {"real": None, "padded": None, "label": None}
+    assert found["loss"] == {"first": None, "last": None, "eval": None}
+    assert found["parameters"] == {"total": None, "trainable": None}
+    assert found["energy"]["joules"] is None
+    assert found["mfu"] is None
+    assert found["optimizations"] == ["unknown"]
+    assert found["phases_s"] == found["dataset"] == {}
+    (first, second) = found["warnings"]
+    assert first.startswith("imported from log.csv (the founding study's seven-column CSV), not recorded by ftbench")
+    assert "full batch" in second
+    assert read_json(run.state)["imported"]["sha256"]
+
+
+def test_a_line_every_ten_steps_is_the_mean_of_ten(tmp_path):
+    lines = [(10, 12.0), *((step, 12.0 + 0.5 * (step - 10)) for step in range(20, 251, 10))]
+    _, found = imported(write_csv(tmp_path / "log.csv", lines), tmp_path / "out")
+    assert found["first_step_s"] is None
+    assert found["time_to_steady_s"] is None
+    assert found["step_time_s"]["median"] == pytest.approx(0.5)
+    assert found["samples_per_hour"] == pytest.approx(4 / 0.5 * 3600)
+    assert any("up to 10 steps and holds their mean" in warning for warning in found["warnings"])
+    assert not any("wall clock" in warning for warning in found["warnings"])
+
+
+def test_the_short_last_step_of_an_epoch_is_no_full_batch(tmp_path):
+    """1,000 samples at batch 32 leave 8 for the last of 32 steps."""
+    path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 65)])
+    run, found = imported(path, tmp_path / "out", batch_size=32, samples=1000)
+    rows, _ = read_steps(run.steps)
+    assert [row.step for row in rows if row.samples != 32] == [32, 64]
+    assert rows[31].samples == 8
+    assert not any("full batch" in warning for warning in found["warnings"])
+
+
+def test_a_line_whose_steps_were_of_two_sizes_is_no_step_time(tmp_path):
+    path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(5, 65, 5)])
+    run, _ = imported(path, tmp_path / "out", batch_size=32, samples=1000)
+    assert [row.step for row in read_steps(run.steps)[0] if row.step_time_s is None] == [35]
+
+
+def test_a_training_that_was_ended_early_says_so(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("step,elapsed_time_sec,progress_ratio\n" + "".join(f"{i},{i},{i / 100}\n" for i in range(1, 41)))
+    _, found = imported(path, tmp_path / "out")
+    assert any("ends at 40% of the planned steps" in warning for warning in found["warnings"])
+
+
+def test_a_torn_line_is_left_out_and_told(tmp_path):
+    path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)])
+    path.write_text(path.read_text() + "31,1.0,15.")
+    _, found = imported(path, tmp_path / "out")
+    assert found["steps"]["total"] == 30
+    assert any("last line is not finished" in warning for warning in found["warnings"])
+
+
+def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path):
+    run, _ = imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
+    facts = spec_facts(run)
+    assert facts["train.batch_size"] == "4"
+    assert facts["imported.from"] == "the founding study's seven-column CSV"
+    assert not {"train.learning_rate", "model.weights", "model.dtype", "method.alpha"} & facts.keys()
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is neither a trainer_state.json nor a CSV with the columns step, epoch"),
+        ("step,loss\n1,2\n", "(elapsed_time_sec is not in its first line)"),
+        ("step,elapsed_time_sec\n", "holds no step"),
+        ("step,elapsed_time_sec\n1,1.0\n2,2.0\n1,0.5\n", "goes back from step 2 to 1: one run a file"),
+        ("step,elapsed_time_sec\n1,5.0\n2,2.0\n", "goes back"),
+        ("step,elapsed_time_sec\n1,nan\n", "without a step or a time"),
+        ("step,elapsed_time_sec\n,1.0\n", "without a step or a time"),
+        ("{", "is not JSON"),
+        ('{"a": ' * 5000, "is not JSON"),
+        ("{}", "has no `log_history`"),
+        ('{"log_history": [1]}', "has no `log_history`"),
+        ('{"log_history": [{"step": 1}]}', "holds no loss"),
+        ('{"log_history": [{"step": 1, "loss": 2.0}]}', "add --batch-size"),
+    ],
+)
+def test_a_file_that_is_no_log_is_told_and_leaves_nothing(tmp_path, text, said):
+    path = tmp_path / "log"
+    path.write_text(text)
+    with pytest.raises(SpecError) as refused:
+        imported(path, tmp_path / "out", batch_size=None)
+    assert str(path) in str(refused.value)
+    assert said in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_csv_needs_the_batch_size(tmp_path):
+    with pytest.raises(SpecError, match="add --batch-size"):
+        imported(write_csv(tmp_path / "log.csv", [(1, 1.0)]), tmp_path / "out", batch_size=None)
+
+
+@pytest.mark.parametrize("changes", [{"name": "../up"}, {"method": "lorra"}, {"model": " "}, {"gpu": "a\nb"}])
+def test_a_description_that_cannot_be_is_refused(tmp_path, changes):
+    with pytest.raises(SpecError, match="import: "):
+        imported(write_csv(tmp_path / "log.csv", [(1, 1.0)]), tmp_path / "out", **changes)
+
+
+def test_the_same_file_is_imported_once(tmp_path):
+    path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)])
+    run, _ = imported(path, tmp_path / "out")
+    with pytest.raises(SpecError, match="is imported already") as refused:
+        imported(path, tmp_path / "out")
+    assert str(run.path) in str(refused.value)
+    imported(path, tmp_path / "out", gpu="NVIDIA H100 80GB HBM3")
+    assert len(rundir.find_runs(tmp_path / "out")) == 2
+
+
+# --- what a real Trainer leaves --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A plain transformers Trainer with a logger like the study's: its trainer_state.json and its CSV."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    folder = tmp_path_factory.mktemp("trainer")
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+
+    class Logger(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            with (folder / "log.csv").open("a", newline="") as file:
+                if state.global_step == 1:
+                    csv.writer(file).writerow(COLUMNS)
+                elapsed, progress = time.perf_counter() - self.begin, state.global_step / state.max_steps
+                csv.writer(file).writerow([state.global_step, state.epoch, elapsed, progress, 0.1, 0.2, 0.15])
+
+    ids = torch.randint(0, 64, (22, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, num_train_epochs=1, logging_steps=2, use_cpu=True,
+        report_to="none", eval_strategy="epoch", save_strategy="no", disable_tqdm=True, per_device_eval_batch_size=2,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        transformers.Qwen3ForCausalLM(config),
+        arguments,
+        train_dataset=data,
+        eval_dataset=data[:4],
+        callbacks=[Logger()],
+    )
+    trainer.train()
+    trainer.save_state()
+    return folder
+
+
+def test_a_trainer_state_gives_losses_and_no_times(trained, tmp_path):
+    run, found = imported(trained / "trainer_state.json", tmp_path, batch_size=None, gpu=None)
+    state = json.loads((trained / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    (evaluated,) = [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]
+    assert found["loss"] == pytest.approx({"first": losses[0], "last": losses[-1], "eval": evaluated})
+    assert found["batch_size"] == 2
+    assert found["step_time_s"] == found["tokens_per_s"] == {}
+    assert found["first_step_s"] is None
+    assert found["phases_s"]["train"] == pytest.approx(state["log_history"][-1]["train_runtime"])
+    assert any("step times, memory, tokens" in warning for warning in found["warnings"])
+    assert any("the Trainer's own rate" in warning for warning in found["warnings"])
+    assert not any("steady steps" in warning for warning in found["warnings"])
+    assert [row.step for row in read_steps(run.steps)[0] if row.phase == "train"] == [2, 4, 6, 8, 10]
+
+
+def test_the_csv_of_a_real_loop_gives_its_step_times(trained, tmp_path):
+    _, found = imported(trained / "log.csv", tmp_path, batch_size=2, samples=22)
+    with (trained / "log.csv").open() as file:
+        elapsed = [float(line["elapsed_time_sec"]) for line in csv.DictReader(file)]
+    assert found["steps"]["total"] == 11
+    assert found["first_step_s"] == pytest.approx(elapsed[0], rel=1e-6)
+    assert (
+        0 < found["step_time_s"]["median"] < max(b - a for a, b in zip([0.0, *elapsed], elapsed, strict=False)) + 1e-9
+    )
+    assert found["samples_per_s"] > 0
+
+
+def test_both_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    imported(trained / "trainer_state.json", tmp_path / "out", batch_size=None, method="full")
+    run, found = imported(trained / "log.csv", tmp_path / "out", dataset="japanese-alpaca", samples=22, batch_size=2)
+    assert json.loads(json.dumps(as_dict(summarise(run)))) == found
+    for name in ("table", "md", "csv", "json"):
+        text = render(collect([tmp_path / "out"]), name)
+        assert "imported from log.csv" in text or name == "csv"
+        assert "japanese-alpaca" in text
+    bundle.make([tmp_path / "out"], tmp_path / "x.tar.zst")
+    assert verify(tmp_path / "x.tar.zst").problems == []
+
+
+def test_the_command_prints_where_the_run_is(trained, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "ftbench", "import", str(trained / "log.csv"), "--name", "old",
+         "--model", "Qwen/Qwen3-8B", "--method", "lora", "--gpu", "cpu", "--batch-size", "2",
+         "--out", str(tmp_path / "out")],
+        capture_output=True, text=True, check=False, env=os.environ,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    (run,) = rundir.find_runs(tmp_path / "out")
+    assert done.stdout == f"{run.path}\n"
+    assert run.run_id.startswith("qwen3-8b-lora-b2-")
+    assert not run.reserve.exists()

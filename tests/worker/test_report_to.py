@@ -1,0 +1,250 @@
+"""`train.report_to`: what was asked for is logged, row by row, and nothing that was not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+
+import pytest
+
+from commands import Command, write_spec
+from ftbench.core.rows import StepRow
+from ftbench.errors import MissingError, SpecError
+from ftbench.launch import trl
+from ftbench.rundir import read_json, read_steps
+from ftbench.spec.experiment import SERVICES, Experiment
+from ftbench.spec.identity import fingerprint
+from ftbench.spec.load import load
+from ftbench.worker import reporter
+from ftbench.worker.reporter import Reporter, logs_of
+
+MODEL = {"id": "tiny/qwen3", "weights": "random"}
+
+
+def spec_with(report_to: object) -> Experiment:
+    return Experiment.model_validate({"name": "a", "model": MODEL, "train": {"report_to": report_to}})
+
+
+def installed(service: str) -> object:
+    there = importlib.util.find_spec(service) is not None
+    return pytest.param(service, marks=pytest.mark.skipif(not there, reason=f"{service} is not installed"))
+
+
+# --- the spec --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("written", "found"), [
+    (None, ()), (False, ()), ("none", ()), ([], ()), ("wandb", ("wandb",)),
+    (["mlflow", "trackio"], ("mlflow", "trackio")),
+])  # fmt: skip
+def test_one_name_is_a_list_of_one_and_nothing_is_the_default(written, found):
+    assert spec_with(written).train.report_to == found
+    assert Experiment.model_validate({"name": "a", "model": MODEL}).train.report_to == ()
+
+
+def test_an_unknown_service_names_the_known_ones(tmp_path):
+    with pytest.raises(SpecError) as refused:
+        load(write_spec(tmp_path, train={"report_to": ["tensorbord"]}))
+    assert "train.report_to: 'tensorbord' is not allowed; did you mean tensorboard?" in str(refused.value)
+    assert all(name in str(refused.value) for name in SERVICES)
+
+
+def test_who_is_told_of_the_steps_does_not_change_the_result():
+    assert fingerprint(spec_with("wandb"), "NVIDIA H200") == fingerprint(spec_with(None), "NVIDIA H200")
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch):
+    monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: None if name == "trackio" else name)
+    with pytest.raises(MissingError) as raised:
+        trl.check_installed(spec_with(["tensorboard", "trackio"]))
+    assert "train.report_to names trackio, which" in str(raised.value)
+    assert "pip install trackio, or leave it out" in str(raised.value)
+
+
+def test_the_environment_switches_no_service_on():
+    shell = {"WANDB_DISABLED": "false", "WANDB_MODE": "online", "DISABLE_MLFLOW_INTEGRATION": "FALSE"}
+    off = trl.environment(shell)
+    assert (off["WANDB_DISABLED"], off["WANDB_MODE"], off["DISABLE_MLFLOW_INTEGRATION"]) == ("true", "disabled", "TRUE")
+    assert trl.environment({}, ["tensorboard"])["WANDB_MODE"] == "disabled"
+
+
+def test_a_service_that_was_asked_for_finds_the_shell_s_own_settings():
+    asked = trl.environment({"WANDB_MODE": "offline"}, ["wandb", "mlflow"])
+    assert asked["WANDB_MODE"] == "offline"
+    assert "WANDB_DISABLED" not in asked
+    assert "DISABLE_MLFLOW_INTEGRATION" not in asked
+
+
+# --- what a row becomes ----------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_logged_with_its_rates_and_without_the_unknown():
+    row = StepRow(step=3, phase="train", rank=0, step_time_s=0.5, real_tokens=100, samples=4, peak_memory_gb=1.5,
+                  data_time_s=0.01, throttle="none")  # fmt: skip
+    assert logs_of(row) == {
+        "step_time_s": 0.5, "real_tokens": 100, "samples": 4, "peak_memory_gb": 1.5, "data_time_s": 0.01,
+        "tokens_per_s": 200.0, "samples_per_s": 8.0,
+    }  # fmt: skip
+
+
+def test_an_evaluation_has_names_of_its_own():
+    assert logs_of(StepRow(step=3, phase="evaluate", loss=2.0)) == {"eval_loss": 2.0}
+
+
+# --- a service that is slow or broken --------------------------------------------------------------------------------
+
+
+class Service(reporter.TrainerCallback):
+    """Remembers what it was told, and in which thread; fails where it is asked to."""
+
+    def __init__(self, fails_in: str = "", slow_s: float = 0.0) -> None:
+        self.told, self.threads, self.fails_in, self.slow_s = [], set(), fails_in, slow_s
+
+    def _hear(self, event, state, **told):
+        self.threads.add(threading.get_ident())
+        time.sleep(self.slow_s)
+        if event == self.fails_in:
+            raise ConnectionError("no route")
+        self.told.append((event, state.global_step, told.get("logs")))
+
+    def on_train_begin(self, args, state, control, **told):
+        self._hear("on_train_begin", state, **told)
+
+    def on_log(self, args, state, control, **told):
+        self._hear("on_log", state, **told)
+
+    def on_train_end(self, args, state, control, **told):
+        self._hear("on_train_end", state, **told)
+
+
+class State:
+    global_step, epoch = 0, 0.0
+
+
+def begun(*services: Service) -> Reporter:
+    found = Reporter(list(services), [f"service {i}" for i in range(len(services))])
+    found.on_train_begin(None, State(), None)
+    return found
+
+
+def test_rows_are_told_in_order_by_one_thread_with_the_step_they_belong_to():
+    service = Service()
+    found = begun(service)
+    found.rows([StepRow(step=1, loss=3.0), StepRow(step=2, loss=2.0)])
+    assert found.finish() == []
+    assert service.told == [("on_train_begin", 0, None), ("on_log", 1, {"loss": 3.0}), ("on_log", 2, {"loss": 2.0}),
+                            ("on_train_end", 0, None)]  # fmt: skip
+    assert len(service.threads) == 1
+    assert threading.get_ident() not in service.threads
+
+
+def test_a_slow_service_keeps_nobody_waiting():
+    service = Service(slow_s=0.1)
+    found = begun(service)
+    begin = time.monotonic()
+    found.rows([StepRow(step=i, loss=1.0) for i in range(1, 6)])
+    assert time.monotonic() - begin < 0.05
+    assert found.finish() == []
+    assert len(service.told) == 7
+
+
+def test_a_service_that_fails_is_a_warning_and_the_others_go_on():
+    broken, fine = Service(fails_in="on_log"), Service()
+    found = begun(broken, fine)
+    found.rows([StepRow(step=7, loss=1.0), StepRow(step=8, loss=1.0)])
+    (problem,) = found.finish()
+    assert problem == "train.report_to: service 0 failed after step 7 (ConnectionError: no route)"
+    assert [step for event, step, _ in fine.told if event == "on_log"] == [7, 8]
+
+
+def test_a_service_that_does_not_start_ends_the_run_before_it_trains():
+    with pytest.raises(MissingError, match=r"service 0 did not start .* leave it out of train\.report_to"):
+        begun(Service(fails_in="on_train_begin"))
+
+
+# --- real ones -------------------------------------------------------------------------------------------------------
+
+TRAINS = {
+    "model": MODEL,
+    "dataset": {"name": "synthetic", "samples": 12, "mean_length": 20, "max_length": 64, "eval_samples": 2},
+}
+
+
+@pytest.fixture
+def trained(tmp_path, cache, monkeypatch):
+    """A run that reports, with the variables of its environment."""
+
+    def run(report_to, **variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        spec = write_spec(tmp_path, **TRAINS, train={"batch_size": 2, "report_to": report_to})
+        with Command(spec, tmp_path / "out", cwd=tmp_path) as command:
+            command.finish()
+        assert command.code == 0, command.stderr
+        assert not [w for w in command.summary()["warnings"] if "report_to" in w]
+        return command.run
+
+    return run
+
+
+@pytest.mark.slow
+def test_every_row_is_in_tensorboard_s_event_file(trained):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = trained("tensorboard")
+    (file,) = (run.path / "tensorboard").glob("events.out.tfevents.*")
+    events = accumulator.EventAccumulator(str(file))
+    events.Reload()
+    rows = [row for row in read_steps(run.steps)[0] if row.phase == "train"]
+    assert len(rows) == 6
+    for name in ("loss", "step_time_s", "data_time_s", "peak_memory_gb", "real_tokens", "grad_norm"):
+        scalars = events.Scalars(f"train/{name}")
+        assert [scalar.step for scalar in scalars] == [row.step for row in rows]
+        assert [scalar.value for scalar in scalars] == pytest.approx([getattr(row, name) for row in rows], rel=1e-6)
+    rates = [scalar.value for scalar in events.Scalars("train/tokens_per_s")]
+    assert rates == pytest.approx([row.real_tokens / row.step_time_s for row in rows], rel=1e-6)
+    (evaluated,) = events.Scalars("eval/loss")
+    assert evaluated.value == pytest.approx(next(r.loss for r in read_steps(run.steps)[0] if r.phase == "evaluate"))
+    assert len(events.Scalars("train/train_runtime")) == 1
+
+
+@pytest.mark.slow
+def test_nothing_is_logged_unless_asked_for(trained, tmp_path):
+    run = trained([], TENSORBOARD_LOGGING_DIR=tmp_path / "tb", WANDB_MODE="online")
+    assert read_json(run.spec_json)["train"]["report_to"] == []
+    assert not (run.path / "tensorboard").exists()
+    assert not (tmp_path / "tb").exists()
+    assert not (tmp_path / "wandb").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", [installed("wandb")])
+def test_wandb_offline(trained, service):
+    run = trained(service, WANDB_MODE="offline")
+    assert list(run.path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", [installed("mlflow")])
+def test_mlflow_in_a_file(trained, tmp_path, service):
+    import mlflow
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    run = trained(service, MLFLOW_TRACKING_URI=uri)
+    client = mlflow.MlflowClient(uri)
+    (found,) = client.search_runs(["0"])
+    values = [metric.value for metric in client.get_metric_history(found.info.run_id, "step_time_s")]
+    assert values == pytest.approx([row.step_time_s for row in read_steps(run.steps)[0] if row.phase == "train"])
+    assert found.info.status == "FINISHED"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", [installed("trackio")])
+def test_trackio_in_a_folder(trained, tmp_path, service):
+    trained(service, TRACKIO_DIR=tmp_path / "trackio", HF_HUB_OFFLINE="1")
+    assert any((tmp_path / "trackio").rglob("ftbench*"))
+
+
+def test_the_run_s_own_record_of_the_spec_is_json(tmp_path):
+    assert json.loads(spec_with("wandb").model_dump_json())["train"]["report_to"] == ["wandb"]
