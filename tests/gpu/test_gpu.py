@@ -34,6 +34,17 @@ METHODS = {
     "eager": ["optimizations.attention=eager"],
     "fused": ["train.optimizer=adamw_torch_fused"],
     "paged-8bit": ["train.optimizer=paged_adamw_8bit"],
+    "unsloth": ["method=unsloth"],
+    "unsloth-lora": ["method={name: unsloth, load_in_4bit: off, use_gradient_checkpointing: off}"],
+    "chunked-loss": ["optimizations.chunked_loss=on"],
+    "liger": ["optimizations.liger=on"],
+    "compile-dynamic": ["optimizations.compile=dynamic", "optimizations.chunked_loss=on"],
+    "selective": ["optimizations.gradient_checkpointing=selective"],
+    "offload": ["optimizations.activation_offload=on"],
+    "padding-free": ["optimizations.padding_free=on"],
+    "varlen": ["optimizations.padding_free=on", "optimizations.attention=varlen"],
+    "flex": ["optimizations.padding_free=on", "optimizations.attention=flex_attention"],
+    "packing": ["optimizations.packing=on", "optimizations.attention=varlen"],
     "gpt-oss": ["model=tiny/gpt-oss", "method.experts=on"],
 }
 LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02}
@@ -81,7 +92,13 @@ def test_it_trains_and_every_figure_is_there(run, name):
     assert not [warning for warning in summary["warnings"] if "wall clock" in warning]
 
 
-@pytest.mark.parametrize("name", ["checkpointing", "compile", "fp8", "fp8-rowwise", "eager", "fused"])
+SAME = (
+    "checkpointing", "compile", "fp8", "fp8-rowwise", "eager", "fused", "chunked-loss", "liger", "compile-dynamic",
+    "selective", "offload", "padding-free", "varlen", "flex",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
 def test_an_optimization_learns_what_plain_lora_learns(run, name):
     plain, other = run()[1]["summary"], run(*METHODS[name])[1]["summary"]
     assert plain["dataset"]["order_hash"] == other["dataset"]["order_hash"]

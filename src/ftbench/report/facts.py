@@ -114,7 +114,9 @@ def _matters(key: str) -> bool:
 def _text(key: str, value: Any) -> str:
     if value is None:
         return "none"
-    return PurePosixPath(str(value)).name if key.endswith(".path") else as_text(value)
+    if key.endswith(".path"):
+        return PurePosixPath(str(value)).name
+    return value if isinstance(value, str) else as_text(value)
 
 
 @cache
