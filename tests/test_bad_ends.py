@@ -114,7 +114,7 @@ def test_a_killed_training_process_is_an_error_that_names_the_signal(tmp_path):
         child.kill()
         command.finish(within=15)
     assert_over(command, 1, "error")
-    assert "signal 9" in command.state()["reason"]
+    assert "SIGKILL" in command.state()["reason"]
     assert_kept(command, at_least=seen)
 
 

@@ -259,7 +259,7 @@ def test_it_prints_on_paper_with_every_figure(browser, page_file, tmp_path):
     page.goto(page_file.as_uri())
     page.wait_for_selector("html[data-ready]")
     page.emulate_media(media="print")
-    page.wait_for_function("document.querySelectorAll('.figure svg.main-svg').length >= 3")
+    page.locator(".figure svg.main-svg").nth(2).wait_for(state="attached")
     page.pdf(path=tmp_path / "page.pdf", format="A4")
     assert (tmp_path / "page.pdf").stat().st_size > 20_000
     assert page.eval_on_selector_all(".figure .main-svg", "all => all.every(svg => svg.clientWidth <= 680)")

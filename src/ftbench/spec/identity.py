@@ -19,16 +19,20 @@ _NO_MATTER: Any = {"name": True, "launch": True, "measure": {"warmup", "save_ada
 
 
 def what_changes_the_result(spec: Experiment) -> dict[str, Any]:
-    """The spec without its name, how it is launched, which steps are called warm-up, how often it is run, who is told
-    of its steps, and where files lie: of a file its name and content count, so that the same spec on two machines is
-    the same experiment and an edited file another. A mock is no result of the spec at all: what it pretends counts."""
-    values = spec.model_dump(mode="json", exclude=_NO_MATTER)
+    """The spec without its name, how it is launched, which steps are called warm-up, how often it is run, and where
+    files lie: of a file its name and content count, so that the same spec on two machines is the same experiment and
+    an edited file another. A mock is no result of the spec at all: what it pretends counts.
+
+    What is as it is by default is left out, so that a key which a later version brings, off by default, leaves the
+    experiments of today what they are."""
+    values = spec.model_dump(mode="json", exclude=_NO_MATTER, exclude_defaults=True)
+    values.setdefault("method", {})["name"] = spec.method.name
+    for part in ("model", "dataset"):
+        if path := values.get(part, {}).get("path"):
+            values[part]["path"] = _content(Path(path))
     if spec.launch.mock != "off":
         values["mock"] = [spec.launch.mock, spec.launch.mock_fits]
-    for part in ("model", "dataset"):
-        if path := values[part].get("path"):
-            values[part]["path"] = _content(Path(path))
-    return values
+    return {key: value for key, value in values.items() if value != {}}
 
 
 def _content(path: Path) -> list[str | int]:
@@ -64,7 +68,7 @@ def identities(spec: Experiment, gpu: str | None = None) -> tuple[str, str]:
     """Fingerprint and family."""
     values = what_changes_the_result(spec)
     whole = _digest([values, gpu])
-    values["train"] |= {"batch_size": None, "gradient_accumulation_steps": None}
+    values["train"] = values.get("train", {}) | {"batch_size": None, "gradient_accumulation_steps": None}
     return whole, _digest([values, gpu])
 
 
