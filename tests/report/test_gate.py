@@ -19,6 +19,7 @@ from made_runs import H200, MAX_Q, OOM, RESULTS, make_run, method, steps
 def ftbench(monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "300")  # no cell is folded
         with pytest.raises(SystemExit) as end:
             cli.main()
         out, err = capsys.readouterr()
