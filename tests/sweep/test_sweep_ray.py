@@ -57,7 +57,7 @@ def test_cells_run_on_every_node_and_come_back_into_the_same_directories(cluster
 
 def test_rays_client_is_another_way_in(cluster, tmp_path):
     spec = write_sweep(tmp_path, {"train.batch_size": [1, 2]})
-    done = sweep(spec, tmp_path / "out", "--on", cluster.client, env=cluster.environment)
+    done = sweep(spec, tmp_path / "out", "--on", cluster.client, env=cluster.environment, within=180)
     assert done.code == 0, done.stderr
     assert Folder(tmp_path / "out").told() == ["ok", "ok"]
 

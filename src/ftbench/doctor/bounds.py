@@ -53,7 +53,8 @@ def parse(text: str) -> Requirement:
     found = _REQUIREMENT.match(text)
     assert found, text
     extra = _EXTRA.search(found[3] or "")
-    return Requirement(found[1], ",".join(_ordered(found[2])), extra[1] if extra else None)
+    name = re.sub(r"[-_.]+", "-", found[1]).lower()  # as metadata spells it (PEP 503)
+    return Requirement(name, ",".join(_ordered(found[2])), extra[1] if extra else None)
 
 
 def _ordered(bounds: str) -> Iterable[str]:

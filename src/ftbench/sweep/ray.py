@@ -33,6 +33,7 @@ from ftbench.sweep.places import Here, Watch, claim
 _POLL_S = 0.5
 _ASK_S = 60.0  # for what a node is asked before the first run
 _CONNECT_S = 5.0
+_RETRY_S = 3.0
 _THREADS = "OMP_NUM_THREADS"
 
 
@@ -83,11 +84,17 @@ def _connect(on: str, stack: ExitStack) -> Any:
     # Ray writes news of lost workers to stdout even so, and stdout carries the result.
     with suppress(AttributeError):
         ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
-    try:
-        ray.init(address=address, namespace="ftbench", log_to_driver=False, logging_level="ERROR",
-                 configure_logging=False)  # fmt: skip
-    except Exception as error:  # noqa: BLE001 - no cluster, another version, Ray's client without its package
-        raise MissingError(f"--on {on}: cannot join the Ray cluster: {_reason(error)}") from None
+    for tries_left in (2, 1, 0):
+        try:
+            ray.init(address=address, namespace="ftbench", log_to_driver=False, logging_level="ERROR",
+                     configure_logging=False)  # fmt: skip
+            break
+        except Exception as error:  # noqa: BLE001 - no cluster, another version, Ray's client without its package
+            # Ray's client server starts a process for each driver, and gives up early on a busy machine.
+            if tries_left and "client server failed" in str(error):
+                time.sleep(_RETRY_S)
+                continue
+            raise MissingError(f"--on {on}: cannot join the Ray cluster: {_reason(error)}") from None
     stack.callback(ray.shutdown)
     return ray
 
