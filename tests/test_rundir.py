@@ -122,7 +122,7 @@ def test_claims_at_the_same_time_get_directories_of_their_own(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(MissingError, match="write elsewhere with --out"):
+    with pytest.raises(MissingError, match="write elsewhere"):
         claim(tmp_path / "file", "exp", "slug")
 
 
@@ -349,7 +349,7 @@ def test_a_full_disk_without_reserve_keeps_the_old_state_and_says_so(small_disk)
     write_json(run.state, {"state": "ok"})
     run.reserve.unlink()
     fill(small_disk)
-    with pytest.raises(MissingError, match="no space left on the disk; free some, or write elsewhere with --out"):
+    with pytest.raises(MissingError, match="no space left on the disk; free some, or write elsewhere"):
         write_json(run.state, {"state": "error", "reason": "x" * 8192})
     assert read_state(run) == {"state": "ok"}
     assert names(run.path) == ["state.json"]

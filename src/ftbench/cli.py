@@ -59,7 +59,7 @@ def sweep(
     method: Annotated[str | None, typer.Option(help="the axis method", metavar="lora,qlora")] = None,
     repeats: Annotated[int | None, typer.Option(help="runs of each cell, interleaved: measure.repeats")] = None,
     until_oom: Annotated[bool, typer.Option("--until-oom", help="find the largest batch that fits")] = False,
-    trial_steps: Annotated[int, typer.Option(min=3, help="--until-oom: optimizer steps of each trial")] = 6,
+    trial_steps: Annotated[int, typer.Option(min=3, help="--until-oom: optimizer steps of each trial")] = 7,
     effective_batch: Annotated[
         int | None, typer.Option(min=1, help="--until-oom: samples a step, held by accumulation")
     ] = None,
@@ -101,7 +101,8 @@ def sweep(
             return
         code, tables = command.run(ready)
         if as_json:
-            print(json.dumps({"folder": str(ready.folder), "runs": tables.records()}, ensure_ascii=False))
+            found = {"folder": str(ready.folder), "frontier": tables.frontier(), "runs": tables.records()}
+            print(json.dumps(found, ensure_ascii=False))
         else:
             print(tables.terminal(), end="")
     raise typer.Exit(code)

@@ -86,7 +86,7 @@ def _check(about: About) -> None:
         known(about.method, METHODS, "method")
     except ValueError as error:
         raise SpecError(f"import: {error}") from None
-    for option, value in (("--model", about.model), ("--gpu", about.gpu or "cpu")):
+    for option, value in (("--model", about.model), ("--gpu", "cpu" if about.gpu is None else about.gpu)):
         if not value.strip() or not value.isprintable():
             raise SpecError(f"import: {option} {value!r}: is no name")
 

@@ -147,8 +147,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def disk_error(path: Path, error: OSError) -> MissingError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere with --out")
-    return MissingError(f"{path}: cannot be written ({error.strerror}); write elsewhere with --out")
+        return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere")
+    return MissingError(f"{path}: cannot be written ({error.strerror}); write elsewhere")
 
 
 class StepsWriter:

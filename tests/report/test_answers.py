@@ -48,7 +48,7 @@ def test_a_night_is_what_is_left_after_the_start(tmp_path, hours):
     (record,) = night(cells(tmp_path), hours).records
     frame = pd.read_csv(run.steps)
     phases = {p["name"]: p["end_s"] - p["start_s"] for p in rundir.read_json(run.phases)["phases"]}
-    start = sum(phases[name] for name in ("import", "make_weights", "prepare_data", "load", "setup"))
+    start = sum(phases[name] for name in ("import", "prepare_data", "load", "setup"))
     warm = rundir.read_json(run.summary)["steps"]["warmup"]
     start += frame.step_time_s[:warm].sum()
     rate = frame.samples[warm:].sum() / frame.step_time_s[warm:].sum()

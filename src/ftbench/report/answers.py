@@ -19,7 +19,7 @@ from ftbench.report.tables import Table
 from ftbench.rundir import read_json
 
 NIGHT_H = 8.0
-_BEFORE = ("import", "make_weights", "prepare_data", "load", "setup")
+_BEFORE = ("import", "prepare_data", "load", "setup")  # weights are made once on a machine
 
 
 def answers(cells: Sequence[Cell], hours: float = NIGHT_H, *, curves: bool = True) -> list[Section]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -46,7 +48,27 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
         if not runs:
             raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
         found |= {run.path.resolve(): run for run in runs}
-    return list(found.values())
+    once: dict[Any, RunDir] = {}
+    for run in found.values():
+        once.setdefault(_content(run), run)
+    return list(once.values())
+
+
+def _content(run: RunDir) -> Any:
+    """What makes a copy of a run the same run: given twice, in a folder and in a bundle, it is no second repeat."""
+    try:
+        steps, state = run.steps.stat(), run.state.read_bytes()
+        return run.run_id, steps.st_size, hashlib.sha256(run.steps.read_bytes()).digest(), read_ended(state)
+    except OSError:
+        return run.path.resolve()
+
+
+def read_ended(state: bytes) -> Any:
+    """When a run ended, which its copies share."""
+    try:
+        return json.loads(state).get("ended_at")
+    except (ValueError, AttributeError):
+        return None
 
 
 def _unpacked(path: Path) -> Path:

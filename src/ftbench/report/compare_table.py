@@ -284,4 +284,10 @@ def _flat_ratio(name: str, ratio: Ratio | None) -> Mapping[str, Any]:
 
 def section(found: Comparison) -> Section:
     """The comparison as a part of a report."""
-    return Section("comparison", f"Compared by {_name(found.axis)}", table(found), (), records(found))
+    return Section(
+        "comparison",
+        f"Compared by {'optimization' if found.axis == OPTIMIZATIONS else _name(found.axis)}",
+        table(found),
+        (),
+        records(found),
+    )

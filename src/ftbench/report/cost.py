@@ -55,6 +55,12 @@ def bills(price: Price, samples: float | None, tokens: float | None, watts: floa
     ]  # fmt: skip
 
 
+def _watts(joules: float | None, samples: float | None, sampled: float | None) -> float | None:
+    """Mean power of training: the counter's joules per 1,000 samples times samples a second. The driver's own reading
+    lags by a second or more, which short runs show; it stands in where there is no counter."""
+    return joules / 1000 * samples if joules and samples else sampled
+
+
 def _running(owned: Owned, watts: float | None) -> float | None:
     """Electricity for an hour of training; None where it is wanted and the GPU's power is not known."""
     if owned.electricity_per_kwh is None:
@@ -103,7 +109,8 @@ def with_costs(frame: pd.DataFrame, prices: Prices | None, hours: float) -> pd.D
 
 
 def _columns(record: Mapping[str, Any], prices: Prices | None, hours: float) -> dict[str, Any]:
-    joules, samples, tokens, watts = (_known(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
+    joules, samples, tokens, sampled = (_known(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
+    watts = _watts(joules, samples, sampled)
     found: dict[str, Any] = {PER_TOKEN: cost.joules_per_1m_tokens(joules, samples, tokens)}
     price = prices.of(gpu_of(record)) if prices else None
     if price is None or record["state"] != "ok":
@@ -134,7 +141,7 @@ def energy(cells: Sequence[Cell]) -> Section | None:
             records.append(who(cell) | {
                 "joules_per_1k_samples": joules,
                 "joules_per_1m_real_tokens": cost.joules_per_1m_tokens(joules, samples, tokens),
-                "mean_watts": cell.figure(WATTS), "idle_watts": cell.figure(IDLE),
+                "mean_watts": _watts(joules, samples, cell.figure(WATTS)), "idle_watts": cell.figure(IDLE),
             })  # fmt: skip
     if not records:
         return None
@@ -167,7 +174,7 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
     price = prices.of(cell.facts["gpu"])
     if price is None or not cell.ok:
         return
-    watts = cell.figure(WATTS)
+    watts = _watts(cell.figure(ENERGY), cell.figure(SAMPLES), cell.figure(WATTS))
     even, text = break_even(price, watts)
     for bill in bills(price, cell.figure(SAMPLES), cell.figure(TOKENS), watts, hours):
         owned = bill.way == "owned"

@@ -133,10 +133,12 @@ def _few_steps(best: Sequence[Cell]) -> Iterator[str]:
         yield f"Few steps: {fast.name} also loses the least before it is steady ({lost})."
         return
     pair = _pair(fast, quick)
-    if pair.break_even is not None and pair.break_even.when == "after" and pair.break_even.steps is not None:
+    if pair.break_even is None or pair.break_even.when != "after" or pair.break_even.steps is None:
+        return
+    if (ahead := round(pair.break_even.steps)) >= 1:
         yield (
-            f"Few steps: {quick.name} is ahead for the first {max(1, round(pair.break_even.steps)):,} steps of the "
-            f"other, whose start costs {units.seconds(own.start_s - other.start_s)} more{_also(pair)}."
+            f"Few steps: {quick.name} is ahead for the first {f'{ahead:,} steps' if ahead > 1 else 'step'} of the "
+            f"other, whose warm-up costs {units.seconds(own.start_s - other.start_s)} more{_also(pair)}."
         )
 
 

@@ -18,7 +18,7 @@ from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.sweep import Cell, cells
 from ftbench.sweep import budget, frontier, view
-from ftbench.sweep.jobs import Job, command
+from ftbench.sweep.jobs import Job, command, short
 from ftbench.sweep.journal import JOURNAL, Journal, locked
 from ftbench.sweep.loop import Sweep
 from ftbench.sweep.places import Place, local_places
@@ -38,7 +38,7 @@ class Request:
     axes: Sequence[str] = ()
     out: Path = Path("results")
     until_oom: bool = False
-    trial_steps: int = 6
+    trial_steps: int = 7
     effective_batch: int | None = None
     time_budget: str | None = None
     retry_failed: bool = False
@@ -109,7 +109,7 @@ def _places(request: Request, spec: Experiment, stack: ExitStack) -> tuple[Seque
 
 
 def _named(values: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in values.items())
+    return " ".join(f"{key}={short(value)}" for key, value in values.items())
 
 
 Resolved = Callable[[Experiment], Experiment]

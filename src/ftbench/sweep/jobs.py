@@ -40,12 +40,15 @@ class Job:
     def what(self) -> str:
         """`method=lora train.batch_size=4`, with the repeat if there is more than one."""
         again = [f"repeat {self.repeat}"] if self.spec.measure.repeats > 1 else []
-        return " ".join([*(f"{key}={_short(value)}" for key, value in self.values.items()), *again]) or self.spec.name
+        return " ".join([*(f"{key}={short(value)}" for key, value in self.values.items()), *again]) or self.spec.name
 
 
-def _short(value: Any) -> str:
-    named = value.get("name", value.get("id")) if isinstance(value, dict) else None
-    text = named or as_text(value)
+def short(value: Any) -> str:
+    """A value of an axis as a row shows it: of a section its name and what else it says."""
+    text = as_text(value)
+    if isinstance(value, dict) and (named := value.get("name", value.get("id"))):
+        more = [f"{key} {as_text(other)}" for key, other in value.items() if key not in ("name", "id")]
+        text = ", ".join([str(named), *more])
     return text if len(text) <= 40 else text[:39] + "…"
 
 

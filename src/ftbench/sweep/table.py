@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ftbench.report import render
 from ftbench.report.collect import frame_of, summary_of
 from ftbench.report.tables import Table
 from ftbench.summary import optimizations_on
-from ftbench.sweep.jobs import Job, Standing
+from ftbench.sweep.jobs import Job, Standing, short
 from ftbench.sweep.plan import Plan, Search
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Tables:
             parts.append("## Largest batch\n\n" + render.markdown(frontier_table(self._plan)))
         if frame is not None:
             parts.append("## Runs\n\n" + render.render(frame, "md", axes))
+        if others := self._others():
+            parts.append(f"{others} further runs lie in this folder: `ftbench report` shows all.\n")
         if self._impossible:
             parts.append("## Cannot work\n\n" + "".join(f"- {what}: {reason}\n" for what, reason in self._impossible))
         return "\n".join(parts)
@@ -64,9 +67,19 @@ class Tables:
             parts.append(render.render(frame_of(self._rows()), "table", self._axes()))
         return "\n".join(parts)
 
+    def frontier(self) -> list[dict[str, Any]]:
+        """What a search has found for each family; empty for a grid."""
+        return self._plan.as_dicts() if isinstance(self._plan, Search) else []
+
     def records(self) -> list[dict[str, Any]]:
         """Each ended or skipped job's summary, with its directory in the sweep's folder."""
         return [{key: value for key, value in record.items() if "." not in key} for record in self._rows()]
+
+    def _others(self) -> int:
+        """Runs in the folder that are not this plan's: of another grid, or of the spec as it was before."""
+        mine = {job.run.run_id for job in self._plan.standings}
+        with os.scandir(self._folder) as entries:
+            return sum(entry.is_dir() and entry.name[0] != "." and entry.name not in mine for entry in entries)
 
     def _left(self) -> int:
         return sum(not found.done for found in self._plan.standings.values())
@@ -100,8 +113,7 @@ class Tables:
 
 
 def _text(job: Job, key: str) -> str:
-    value = job.repeat if key == REPEAT else job.values.get(key, "")
-    return str(value.get("name", value) if isinstance(value, dict) else value)
+    return str(job.repeat) if key == REPEAT else short(job.values.get(key, ""))
 
 
 def _skipped(job: Job, found: Standing, gpu: str | None) -> RunSummary:
@@ -119,7 +131,7 @@ def frontier_table(search: Search) -> Table:
     """A row for each family: the largest batch that fits and the first that does not."""
     keys = dict.fromkeys(key for family in search.families for key in family.values if key != "method")
     headings = [
-        *(key.rpartition(".")[2] for key in keys), "method", "largest batch", "tokens/s", "peak GiB",
+        *(key.rpartition(".")[2] for key in keys), "method", "largest batch", "tokens/s", "reserved GiB",
         "first that fails", "where it fails", "GiB asked for", "knee", "note",
     ]  # fmt: skip
     rows = []
@@ -128,7 +140,7 @@ def frontier_table(search: Search) -> Table:
         oom = failing.oom if failing else None
         asked = (oom or {}).get("bytes_requested")
         rows.append([
-            *(str(family.values.get(key, "")) for key in keys),
+            *(short(family.values.get(key, "")) for key in keys),
             family.spec.method.name,
             str(largest.batch) if largest else "none" if failing else "",
             units.rate(largest.speed) if largest else "",
@@ -141,6 +153,6 @@ def frontier_table(search: Search) -> Table:
         ])  # fmt: skip
     note = (
         "knee: the batch after which no larger one is 5 % faster. A trial begins with the longest samples of the data "
-        "set, so that the peak shows in step 1; peak GiB is the allocator's pool."
+        "set, so that the peak shows in step 1; reserved GiB is the allocator's pool."
     )
     return Table({}, headings, rows, [note])
