@@ -206,7 +206,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_sentence(tmp_path, small_disk)
     assert command.children() == []
     assert rundir.read_state(command.run)["state"] == "error"
     assert "no space left" in command.state()["reason"]
-    assert "--out" in command.state()["reason"]
+    assert "write elsewhere" in command.state()["reason"]
     assert "Traceback" not in command.stdout + command.stderr
     assert len(command.steps()) >= seen
     assert command.summary()["steps"]["total"] == len(command.steps())
