@@ -94,7 +94,8 @@ def train(run: Run) -> None:
     if data.evaluation and spec.measure.eval == "end":
         loop.evaluate()
     run.finish()
-    run.write_facts(dataset=data.description | {"order_hash": run.recorder.order_hash})
+    run.write_facts(dataset=data.description | {"order_hash": run.recorder.order_hash},
+                    gpu_busy_method=run.recorder.busy_method)
     if spec.measure.save_adapter:
         phases.enter("save")
         loop.save_model(str(run.directory.adapter))

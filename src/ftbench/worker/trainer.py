@@ -133,6 +133,7 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         eval_strategy="epoch" if spec.measure.eval == "epoch" else "no",
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
+        accelerator_config={"non_blocking": on_gpu},  # else each copy waits for all that the device has still to do
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
         max_length=None,
