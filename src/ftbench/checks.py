@@ -87,7 +87,7 @@ def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
     limits = [_limit(times), _limit(rates)]
     middle = statistics.median(times)
     waits = statistics.median(row.data_time_s or 0.0 for row in steady)
-    found = [
+    found: list[dict[str, Any]] = [
         {"step": row.step, "step_time_s": time, "times_the_median": time / middle, "with": _signs(row, middle, waits)}
         for row, time, rate in zip(steady, times, rates, strict=True)
         if time > limits[0] and rate > limits[1]

@@ -58,7 +58,8 @@ def summarise(run: RunDir) -> RunSummary:
         summary.outliers = checks.outliers(steady)
     timed = bool(train) or not everything  # an imported log may hold losses and no times
     summary.warnings += checks.warnings(
-        everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed)
+        everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed
+    )
     return summary
 
 
@@ -105,9 +106,7 @@ def _rate(counts: Sequence[int | None], window: float) -> float | None:
     return None if None in counts else total(counts) / window
 
 
-def _flops(
-    summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]
-) -> None:
+def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
     """Model TFLOP/s from real tokens, their share of what the GPU can do at the precision used, and what the run was
     bound by. A share above 100 % is a mistake in a count or in a table: it is named and the field stays empty."""
     rates = _rates(summary, steady, applied)

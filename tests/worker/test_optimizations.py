@@ -4,6 +4,7 @@ tests/gpu."""
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +24,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.data import order
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
-from ftbench.worker.optimizations import attention, chunked_loss
+from ftbench.worker.optimizations import attention, chunked_loss, compile
 from ftbench.worker.random_weights import materialise
 
 
@@ -175,6 +176,16 @@ def test_a_fixed_shape_compiles_one_graph(by_boundaries):
         layer._compiled_call_impl = None
     torch._dynamo.reset()
     assert graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("hits", "misses", "word"), [(0, 0, None), (0, 3, "cold"), (3, 0, "warm"), (2, 1, "partly warm")]
+)
+def test_where_graphs_came_from_is_told(monkeypatch, hits, misses, word):
+    counters = defaultdict(Counter)
+    counters["inductor"] |= Counter(fxgraph_cache_hit=hits, fxgraph_cache_miss=misses)
+    monkeypatch.setattr(torch._dynamo.utils, "counters", counters)
+    assert compile.cache() == word
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200))

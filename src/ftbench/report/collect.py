@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import sys
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftbench.core.rows import FIELDS, SCHEMA, RunSummary
+from ftbench.core.rows import FIELDS, SCHEMA
 from ftbench.errors import SpecError
 from ftbench.rundir import RunDir, find_runs, read_json, read_state
 from ftbench.spec.methods import METHODS
@@ -18,7 +17,6 @@ from ftbench.summary import as_dict, summarise
 
 if TYPE_CHECKING:
     import pandas as pd
-
 
 
 def collect(paths: Sequence[Path]) -> pd.DataFrame:

@@ -102,7 +102,7 @@ class Sampler:
         }
 
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
-        """The busy shares of a step: the mean of the intervals that it lies in, each for the time they have in common."""
+        """The busy shares of a step: the mean of the intervals it lies in, each for the time they share."""
         found: list[tuple[float, Interval]] = []
         for interval in self._intervals[bisect_left(self._ends, begin) :]:
             if interval.begin >= end:

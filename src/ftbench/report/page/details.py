@@ -94,7 +94,7 @@ def applied(values: dict[str, Any]) -> Pairs:
     found += _pairs(optimizer, ("class", "fused"), "optimizer")
     found += _counts("optimizer state", _section(optimizer, "state"), str)
     found += _pairs(values, ("product_precision", "autocast", "gradient_checkpointing", "loss", "fp8_layers",
-                             "compiled_graphs"), "")  # fmt: skip
+                             "compiled_graphs", "compile_cache"), "")  # fmt: skip
     kinds = _section(_section(values, "parameters"), "by_kind")
     trained = {kind: count.get("trainable") for kind, count in kinds.items() if isinstance(count, dict)}
     return found + _counts("trained", {kind: count for kind, count in trained.items() if count}, _parameters)
