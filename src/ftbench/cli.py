@@ -111,7 +111,9 @@ def sweep(
 @app.command()
 def report(
     paths: Annotated[list[Path], typer.Argument(help="run directories, or folders that hold some")],
-    format: Annotated[str, typer.Option("--format", help="table, md, csv, json, latex or html")] = "table",
+    format: Annotated[
+        str | None, typer.Option("--format", help="table, md, csv, json, latex or html; else as the file is named")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write to this file instead of stdout")] = None,
     compare: Annotated[str | None, typer.Option(help="hold runs against each other along this", metavar="AXIS")] = None,
     baseline: Annotated[str | None, typer.Option(help="--compare: the value that the others are held against")] = None,
@@ -125,10 +127,10 @@ def report(
     references: Annotated[bool, typer.Option("--references", help="published figures beside the runs")] = False,
 ) -> None:
     """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|model|KEY`."""
-    from ftbench.report import command
+    from ftbench.report import command, render
 
     found = command.report(command.Request(
-        paths, format, compare, baseline, strict, repeats, answers, hours, against, fail_above, prices, references,
+        paths, format or render.format_of(output), compare, baseline, strict, repeats, answers, hours, against, fail_above, prices, references,
     ))  # fmt: skip
     _result(found.text, output)
     raise typer.Exit(1 if found.regressed else 0)
