@@ -130,7 +130,8 @@ def report(
     from ftbench.report import command, render
 
     found = command.report(command.Request(
-        paths, format or render.format_of(output), compare, baseline, strict, repeats, answers, hours, against, fail_above, prices, references,
+        paths, format or render.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
+        fail_above, prices, references,
     ))  # fmt: skip
     _result(found.text, output)
     raise typer.Exit(1 if found.regressed else 0)
