@@ -124,7 +124,7 @@ def report(
     prices: Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")] = None,
     references: Annotated[bool, typer.Option("--references", help="published figures beside the runs")] = False,
 ) -> None:
-    """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|model|KEY`."""
+    """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|recipe|KEY`."""
     from ftbench.report import command
 
     found = command.report(command.Request(
@@ -215,7 +215,9 @@ def doctor(
 
 
 @app.command("list")
-def list_(what: Annotated[str, typer.Argument(help="methods, optimizations, models, datasets, gpus or keys")]) -> None:
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, optimizations, recipes, models, datasets, gpus or keys")],
+) -> None:
     """Show what can be named in a spec."""
     from ftbench.report.catalogue import catalogue
 

@@ -222,9 +222,14 @@ def test_a_layer_keeps_nothing_on_the_device_and_its_gradients_are_the_same(mode
         if memory is not None:
             for layer in copied.model.layers:
                 layer._gradient_checkpointing_func = memory.around(layer._gradient_checkpointing_func)
-        held: list[tuple[int, ...]] = []
+        held: list[torch.Tensor] = []
+
+        def hold(tensor, held=held):
+            held.append(tensor)
+            return tensor
+
         for _ in range(2):  # a second pass finds nothing left of the first
-            with saved_tensors_hooks(lambda tensor, held=held: (held.append(tuple(tensor.shape)), tensor)[1], lambda x: x):
+            with saved_tensors_hooks(hold, lambda tensor: tensor):
                 copied(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         gradients.append([parameter.grad for parameter in copied.parameters()])
         kept.append(len(held))

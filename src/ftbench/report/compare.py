@@ -16,7 +16,7 @@ from ftbench.core.compare import BreakEven, Difference, Parity, Ratio
 from ftbench.errors import SpecError
 from ftbench.report import steps as steps_csv
 from ftbench.report.cells import ENERGY, FIRST, PEAK, SAMPLES, TOKENS, Cell, Run, cells_of
-from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, SHORT, implied, on_axis, value_at
+from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, RECIPE, SHORT, implied, on_axis, value_at
 from ftbench.report.layout import known
 from ftbench.rundir import RunDir
 from ftbench.spec.base import nearest
@@ -28,6 +28,7 @@ _HARD = (
     "dataset.like",
 )  # fmt: skip
 NO_NUMBER = "the loss is not a number"  # as ftbench.checks says it
+_PLAIN = {OPTIMIZATIONS: (NO_OPTIMIZATION,), RECIPE: ("plain", NO_OPTIMIZATION)}
 _COARSE_METHODS = ("qlora", "unsloth")
 
 
@@ -88,10 +89,10 @@ def axis_key(axis: str, runs: Sequence[Run]) -> str:
     """The fact that `--compare axis` means. Raises SpecError where no run has it, or where all agree on it."""
     key = SHORT.get(axis, axis)
     present = dict.fromkeys(name for run in runs for name in (*run.spec, *run.ran))
-    if key not in (*present, "gpu", OPTIMIZATIONS):
+    if key not in (*present, "gpu", OPTIMIZATIONS, RECIPE):
         names = [*SHORT, *present]
         raise SpecError(
-            f"--compare {axis}: no run has such a key{nearest(axis, names)} (gpu, method, batch, optimization, "
+            f"--compare {axis}: no run has such a key{nearest(axis, names)} (gpu, method, batch, optimization, recipe, "
             "framework, model, or a key of `ftbench list keys`)"
         )
     places = dict.fromkeys(value_at(key, cell.facts) or "unknown" for cell in cells_of(runs, key))
@@ -111,7 +112,7 @@ def in_order(axis: str, places: Iterable[str]) -> list[str]:
             return 0, float(place), place
         except ValueError:
             pass
-        first = methods.index(place) if place in methods else -1 if place == NO_OPTIMIZATION else len(methods)
+        first = methods.index(place) if place in methods else -1 if place in _PLAIN[RECIPE] else len(methods)
         return 1, float(first), place
 
     return sorted(dict.fromkeys(places), key=rank)
@@ -122,8 +123,8 @@ def _baseline(axis: str, cells: Sequence[Cell], asked: str | None) -> str:
     optimization, else that of most cells that ended well, else the first."""
     places = in_order(axis, (value_at(axis, cell.facts) or "unknown" for cell in cells))
     if asked is None:
-        if axis == OPTIMIZATIONS and NO_OPTIMIZATION in places:
-            return NO_OPTIMIZATION
+        if plain := [place for place in _PLAIN.get(axis, ()) if place in places]:
+            return plain[0]
         counts = [sum(bool(cell.ok) for cell in cells if value_at(axis, cell.facts) == place) for place in places]
         return places[counts.index(max(counts))]
     if asked in places:

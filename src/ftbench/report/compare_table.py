@@ -11,15 +11,16 @@ from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.cells import ENERGY, FIRST, PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.compare import Comparison, Pair, in_order
 from ftbench.report.document import Section
-from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, on_axis, value_at
+from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, RECIPE, on_axis, value_at
 from ftbench.report.layout import MOST_AXES, headings, varying_keys
 from ftbench.report.tables import Table, named
 
 _HEADING = {
     "gpu": "GPU", "model.id": "model", "method.name": "method", "train.batch_size": "batch", OPTIMIZATIONS: "with",
-    "launch.framework": "framework", "data": "data", "model.weights": "weights",
+    "launch.framework": "framework", "data": "data", "model.weights": "weights", RECIPE: "trained by",
 }  # fmt: skip
 _WORDS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
+_TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "recipe", "state")
 NOTE = (
@@ -286,7 +287,7 @@ def section(found: Comparison) -> Section:
     """The comparison as a part of a report."""
     return Section(
         "comparison",
-        f"Compared by {'optimization' if found.axis == OPTIMIZATIONS else _name(found.axis)}",
+        f"Compared by {_TITLES.get(found.axis) or _name(found.axis)}",
         table(found),
         (),
         records(found),
