@@ -252,6 +252,34 @@ def test_a_faster_run_that_does_not_learn_the_same_is_flagged(tmp_path):
     assert "does not learn the same" in " ".join(compare_table.table(found).notes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "factor", "verdict"),
+    [
+        ({"optimizations.gradient_checkpointing": True}, 1.004, "outside"),
+        ({"optimizations.compile": True}, 1.004, "within"),
+        ({"optimizations.compile": True}, 1.02, "outside"),
+        ({"optimizations.fp8": "tensorwise", "optimizations.compile": True}, 1.02, "within"),
+        ({"optimizations.chunked_loss": True, "train.optimizer": "adamw_bnb_8bit"}, 1.02, "within"),
+    ],
+)
+def test_each_optimization_has_a_tolerance_of_its_own(tmp_path, changes, factor, verdict):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2, loss=lambda step: factor * (2.0 + 1.0 / step)), spec=changes)
+    parity = only(compared(tmp_path, "optimization")).parity
+    assert (parity.verdict, parity.change) == (verdict, pytest.approx(factor - 1))
+
+
+def test_samples_in_another_order_are_held_to_the_mean_loss(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1, loss=2.0))
+    other = {"dataset.order_hash": "packed", "dataset.hash": "packed"}
+    packed = steps(count=10, seed=2, loss=2.02, samples=12, label_tokens=3 * 8188)
+    make_run(tmp_path, "b", packed, spec={"optimizations.packing": True}, applied=other)
+    found = compared(tmp_path, "optimization")
+    assert compare_table.parity_text(only(found).parity) == "mean within 5 % (1 %)"
+    make_run(tmp_path, "c", packed, spec={"dataset.seed": 7, "optimizations.packing": True}, applied=other)
+    assert [pair.parity.verdict for pair in compared(tmp_path, "optimization").pairs] == ["within", "unchecked"]
+
+
 def test_a_loss_that_is_no_number_is_outside(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2, loss=float("nan")), spec={"optimizations.compile": True})

@@ -11,6 +11,7 @@ from ftbench.spec.datasets import DATASETS, FORMATS, LIKE
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.parity import TOLERANCES
 
 ROOT = Path(ftbench.__file__).parent
 
@@ -58,6 +59,10 @@ def test_an_optimization_is_off_unless_asked_for_and_explained(name):
     field = Optimizations.model_fields[name]
     assert field.default in (False, "off", "auto")
     assert field.description
+
+
+def test_every_optimization_says_how_closely_its_loss_must_follow():
+    assert {f"optimizations.{name}" for name in Optimizations.model_fields} <= set(TOLERANCES)
 
 
 @pytest.mark.parametrize("name", DATASETS)

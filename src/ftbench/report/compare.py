@@ -5,7 +5,7 @@ The records here belong to no renderer: report/compare_table.py makes a table an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from ftbench.report.layout import known
 from ftbench.rundir import RunDir
 from ftbench.spec.base import nearest
 from ftbench.spec.methods import METHODS
+from ftbench.spec.parity import tolerance
 
 # Nothing is paired across these, unless they are what is compared.
 _HARD = (
@@ -29,7 +30,6 @@ _HARD = (
 )  # fmt: skip
 NO_NUMBER = "the loss is not a number"  # as ftbench.checks says it
 _PLAIN = {OPTIMIZATIONS: (NO_OPTIMIZATION,), RECIPE: ("plain", NO_OPTIMIZATION)}
-_COARSE_METHODS = ("qlora", "unsloth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,17 +264,21 @@ def _parity(baseline: Cell, cell: Cell) -> Parity:
     """Whether both learn the same, from the first run of each that ended well."""
     if "dataset.order_hash" not in baseline.facts or "dataset.order_hash" not in cell.facts:
         return Parity("unchecked", "the order of the tokens is not known")
-    if not _same_tokens(baseline, cell):
-        return Parity("unchecked", "other tokens, or another order")
     first, second = baseline.ok[0], cell.ok[0]
-    if not _same_samples(first, second):
+    allowed = tolerance(baseline.facts, cell.facts)
+    reordered = allowed.another_order and _same_samples_asked_for(baseline, cell)
+    if not reordered and not _same_tokens(baseline, cell):
+        return Parity("unchecked", "other tokens, or another order")
+    if not reordered and not _same_samples(first, second):
         return Parity("unchecked", "other samples in a step")
     broken = [text for text in second.record["warnings"] if text.startswith(NO_NUMBER)]
     if broken and not any(text.startswith(NO_NUMBER) for text in first.record["warnings"]):
         return Parity("outside", broken[0])
-    coarse = any(_coarse(side.facts) for side in (baseline, cell))
-    return core.loss_parity(steps_of(first).losses(), steps_of(second).losses(), coarse=coarse)
+    if reordered:
+        return core.mean_parity(steps_of(first).weighted(), steps_of(second).weighted(), allowed.share)
+    return core.loss_parity(steps_of(first).losses(), steps_of(second).losses(), allowed.share)
 
 
-def _coarse(facts: Mapping[str, str]) -> bool:
-    return facts.get("method.name") in _COARSE_METHODS or facts.get("optimizations.fp8", "off") != "off"
+def _same_samples_asked_for(baseline: Cell, cell: Cell) -> bool:
+    keys = {key for side in (baseline, cell) for key in side.facts if key.startswith(("dataset.", "model."))}
+    return all(baseline.facts.get(key) == cell.facts.get(key) for key in keys - {"dataset.hash", "dataset.order_hash"})

@@ -137,13 +137,16 @@ def break_even_text(found: BreakEven | None) -> str:
 
 
 def parity_text(found: Parity | None) -> str:
-    """`within 1 % (0.21 %)` with the worst step's difference, `OUTSIDE 1 % (7.5 %)`, or `unchecked`."""
+    """`within 1 % (0.21 %)` with the worst step's difference, `OUTSIDE 1 % (7.5 %)`, `mean within 5 % (0.4 %)` for
+    samples in another order, or `unchecked`."""
     if found is None or found.verdict == "unchecked":
         return found.verdict if found else ""
     told = "OUTSIDE" if found.verdict == "outside" else found.verdict
     if found.worst is None:
         return told
-    return f"{told} {(found.tolerance or 0) * 100:g} % ({(found.worst or 0) * 100:.2g} %)"
+    return (
+        f"{'mean ' if found.step is None else ''}{told} {(found.tolerance or 0) * 100:g} % ({found.worst * 100:.2g} %)"
+    )
 
 
 def _lists(found: Comparison) -> dict[str, int]:
@@ -222,7 +225,8 @@ def _notes(found: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -
         yield f"loss unchecked: {', '.join(reasons)}"
     for pair in found.pairs:
         if pair.parity and pair.parity.verdict == "outside":
-            worst = f"the loss differs by {units.percent(pair.parity.worst)} in step {pair.parity.step}"
+            where = "over the same samples" if pair.parity.step is None else f"in step {pair.parity.step}"
+            worst = f"the loss differs by {units.percent(pair.parity.worst)} {where}"
             yield f"{pair.cell.name} does not learn the same: {pair.parity.reason or worst}"
     few = [run.run_id for cell in cells for run in cell.ok if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]
     if few:

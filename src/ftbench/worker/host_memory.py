@@ -78,7 +78,8 @@ class HostMemory:
             current = torch.cuda.current_stream(kept.device)
             current.wait_event(kept.fetched)
             tensor.record_stream(current)
-            if (before := kept.before and kept.before()) is not None and before.back is None:
+            before = kept.before() if kept.before is not None else None
+            if before is not None and before.back is None:
                 self._fetch(before)
         return tensor
 
