@@ -48,7 +48,7 @@ def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
 
 def read_layers(path: Path, sets: Sequence[str]) -> list[Layer]:
     """The files of the `extends:` chain from the base up, then each `--set`."""
-    return [*_chain(path, ()), *(_set_layer(text) for text in sets)]
+    return [*_chain(path, ()), *(set_layer(text) for text in sets)]
 
 
 def merged(layers: Iterable[Layer], path: Path) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, 
     return found
 
 
-def _set_layer(text: str) -> Layer:
+def set_layer(text: str) -> Layer:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

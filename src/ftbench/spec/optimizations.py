@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from ftbench.spec.base import Part, Switch
+
+OFF = (False, "off", "auto")
 
 
 def _or(*words: str) -> Any:
@@ -77,3 +80,17 @@ class Optimizations(Part):
     @classmethod
     def _off(cls, value: object) -> object:
         return "off" if value is False else value  # YAML reads a bare off as false
+
+
+def choices(key: str) -> list[Any]:
+    """What an optimization can be set to, but for off, auto and a number."""
+    return [value for value in _values(Optimizations.model_fields[key].annotation) if value not in OFF]
+
+
+def _values(annotation: Any) -> list[Any]:
+    """What a type of an option admits, but for false: a switch, words, or both."""
+    if annotation is bool:
+        return [True]
+    if typing.get_origin(annotation) is Literal:
+        return list(typing.get_args(annotation))
+    return [value for part in typing.get_args(annotation) for value in _values(part)]
