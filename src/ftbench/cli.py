@@ -30,6 +30,10 @@ Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train an
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Out = Annotated[Path, typer.Option("--out", help="where runs are kept")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Budget = Annotated[str | None, typer.Option("--time-budget", help="start nothing that would end later", metavar="8h")]
+Retry = Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")]
+Force = Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")]
 
 
 @app.command()
@@ -64,12 +68,12 @@ def sweep(
     effective_batch: Annotated[
         int | None, typer.Option(min=1, help="--until-oom: samples a step, held by accumulation")
     ] = None,
-    time_budget: Annotated[str | None, typer.Option(help="start nothing that would end later", metavar="8h")] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")] = False,
-    force: Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")] = False,
+    time_budget: Budget = None,
+    retry_failed: Retry = False,
+    force: Force = False,
     gpus: Annotated[str | None, typer.Option(help="use several GPUs of this machine at once", metavar="0,1")] = None,
     on: Annotated[str | None, typer.Option(help="a Ray cluster: ray, or ray://host:port", metavar="ray")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")] = False,
+    dry_run: DryRun = False,
     status: Annotated[Path | None, typer.Option(help="where the sweep in this folder stands", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
@@ -118,10 +122,10 @@ def ablate(
     only: Annotated[str | None, typer.Option(help="these optimizations or rungs alone", metavar="A,B")] = None,
     objective: Annotated[str, typer.Option(help="what the best combination is best for: speed or memory")] = "speed",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best combination as a spec")] = None,
-    time_budget: Annotated[str | None, typer.Option(help="start nothing that would end later", metavar="8h")] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")] = False,
-    force: Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")] = False,
+    time_budget: Budget = None,
+    retry_failed: Retry = False,
+    force: Force = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Run the plain recipe, then one optimization at a time, then what helped together: what each brings."""
