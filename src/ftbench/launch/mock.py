@@ -17,7 +17,6 @@ from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
 from ftbench.owner import die_with_parent
 from ftbench.rundir import SCHEMA, SUPERSEDED, RunDir, StepsWriter, read_json, write_json
-from ftbench.spec.optimizations import OFF
 
 GPU = "mock (no GPU)"
 STEPS = 10  # where the spec does not say
@@ -80,7 +79,7 @@ def _steps(run: RunDir, spec: dict[str, Any], steps: int) -> None:
 
 def on(spec: dict[str, Any], name: str) -> bool:
     """Whether an optimization of a resolved spec is on."""
-    return spec["optimizations"].get(name) not in (*OFF, None)
+    return spec["optimizations"].get(name) not in (False, "off", "auto", None)
 
 
 def _earlier(run: RunDir) -> list[Path]:
