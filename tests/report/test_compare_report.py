@@ -21,6 +21,8 @@ from ftbench.report.cells import cells_of, runs_of
 from ftbench.report.collect import collect
 from ftbench.report.compare import compare
 from ftbench.rundir import RunDir
+from ftbench.spec.load import recipe
+from ftbench.spec.recipes import FOLDER
 from made_runs import H200, MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
 
 
@@ -267,6 +269,23 @@ def test_each_optimization_has_a_tolerance_of_its_own(tmp_path, changes, factor,
     make_run(tmp_path, "b", steps(seed=2, loss=lambda step: factor * (2.0 + 1.0 / step)), spec=changes)
     parity = only(compared(tmp_path, "optimization")).parity
     assert (parity.verdict, parity.change) == (verdict, pytest.approx(factor - 1))
+
+
+def test_recipes_are_told_by_their_keys_and_held_against_the_plain_one(tmp_path):
+    def keys(name):
+        found = recipe(name, FOLDER)
+        return {f"{part}.{key}": value for part in found for key, value in found[part].items()}
+
+    make_run(tmp_path, "a", steps(seed=1), spec=keys("plain"))
+    make_run(tmp_path, "b", steps(seconds=0.5, seed=2), spec=keys("fastest") | {"optimizations.fp8": "off"})
+    make_run(tmp_path, "c", steps(seed=3), spec=keys("plain") | {"optimizations.liger": True})
+    small = method("qlora")["method"] | {"upcast": False}
+    make_run(tmp_path, "d", steps(seed=4), spec={"method": small} | keys("smallest"))
+    found = compared(tmp_path, "recipe")
+    assert found.baseline == "plain"
+    assert sorted(found.place(cell) for cell in found.cells) == ["fastest", "liger", "plain", "smallest"]
+    assert all(pair.speed and pair.iso for pair in found.pairs), [pair.differences for pair in found.pairs]
+    assert compare_table.section(found).title == "Compared by recipe"
 
 
 def test_samples_in_another_order_are_held_to_the_mean_loss(tmp_path):

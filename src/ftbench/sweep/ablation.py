@@ -102,7 +102,9 @@ class Ablation(Tables):
         plan = self.plan
         if not plan.cell({}) or not (plain := plan.cell({})) or not plain.ok:
             return [f"The plain recipe has no figures ({plan.state({})}), so nothing can be held against it."]
-        pending = "" if not self._left() else " so far"
+        pending = " so far" if self._left() else ""
+        if pending and not plan.climbs:
+            return [f"{self._left()} runs are still to come before anything is put together."]
         if not plan.best:
             return [f"Nothing was found{pending} that is better than the plain recipe for {plan.start.objective}."]
         pair = plan.pair(plan.best, {})

@@ -64,6 +64,7 @@ class Ladder(Grid):
         tried = [changes for name, changes in every if name not in self.refused]
         jobs = [self._job(changes, repeat) for repeat in range(1, self.repeats + 1) for changes in tried]
         super().__init__(jobs, {}, options)
+        self._skip_repeats()
 
     @property
     def repeats(self) -> int:
