@@ -17,6 +17,7 @@ from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
     from ftbench.rundir import RunDir
+    from ftbench.sweep.command import Planned
 
 app = typer.Typer(
     add_completion=False,
@@ -29,6 +30,10 @@ Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train an
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Out = Annotated[Path, typer.Option("--out", help="where runs are kept")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Budget = Annotated[str | None, typer.Option("--time-budget", help="start nothing that would end later", metavar="8h")]
+Retry = Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")]
+Force = Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")]
 
 
 @app.command()
@@ -63,12 +68,12 @@ def sweep(
     effective_batch: Annotated[
         int | None, typer.Option(min=1, help="--until-oom: samples a step, held by accumulation")
     ] = None,
-    time_budget: Annotated[str | None, typer.Option(help="start nothing that would end later", metavar="8h")] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")] = False,
-    force: Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")] = False,
+    time_budget: Budget = None,
+    retry_failed: Retry = False,
+    force: Force = False,
     gpus: Annotated[str | None, typer.Option(help="use several GPUs of this machine at once", metavar="0,1")] = None,
     on: Annotated[str | None, typer.Option(help="a Ray cluster: ray, or ray://host:port", metavar="ray")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")] = False,
+    dry_run: DryRun = False,
     status: Annotated[Path | None, typer.Option(help="where the sweep in this folder stands", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
@@ -96,8 +101,7 @@ def sweep(
     with contextlib.ExitStack() as stack:
         ready = command.prepare(request, stack)
         if dry_run:
-            lines = command.dry_run(ready)
-            print(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else command.as_text(lines))
+            _planned(command.dry_run(ready), as_json)
             return
         code, tables = command.run(ready)
         if as_json:
@@ -105,6 +109,43 @@ def sweep(
             print(json.dumps(found, ensure_ascii=False))
         else:
             print(tables.terminal(), end="")
+    raise typer.Exit(code)
+
+
+@app.command()
+def ablate(
+    spec: Spec,
+    sets: Sets = None,
+    out: Out = Path("results"),
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each run: train.max_steps")] = None,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="runs of each rung, interleaved")] = 3,
+    only: Annotated[str | None, typer.Option(help="these optimizations or rungs alone", metavar="A,B")] = None,
+    objective: Annotated[str, typer.Option(help="what the best combination is best for: speed or memory")] = "speed",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best combination as a spec")] = None,
+    time_budget: Budget = None,
+    retry_failed: Retry = False,
+    force: Force = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Run the plain recipe, then one optimization at a time, then what helped together: what each brings."""
+    from ftbench.sweep import ablate as ladder
+    from ftbench.sweep import command
+
+    names = [name.strip() for name in only.split(",")] if only is not None else []
+    request = ladder.Request(
+        spec, sets or [], out, steps, repeats, names, objective, time_budget, retry_failed, force
+    )  # fmt: skip
+    if output is not None:
+        ladder.check_output(request, output)
+    ready = ladder.prepare(request)
+    if dry_run:
+        _planned(command.dry_run(ready), as_json)
+        return
+    code, found = ladder.run(ready)
+    print(json.dumps(found.document(), ensure_ascii=False) if as_json else found.terminal(), end="\n" * as_json)
+    if output is not None:
+        ladder.write_best(request, found, output)
     raise typer.Exit(code)
 
 
@@ -126,7 +167,7 @@ def report(
     prices: Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")] = None,
     references: Annotated[bool, typer.Option("--references", help="published figures beside the runs")] = False,
 ) -> None:
-    """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|model|KEY`."""
+    """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|recipe|KEY`."""
     from ftbench.report import command, render
 
     found = command.report(command.Request(
@@ -218,11 +259,19 @@ def doctor(
 
 
 @app.command("list")
-def list_(what: Annotated[str, typer.Argument(help="methods, optimizations, models, datasets, gpus or keys")]) -> None:
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, optimizations, recipes, models, datasets, gpus or keys")],
+) -> None:
     """Show what can be named in a spec."""
     from ftbench.report.catalogue import catalogue
 
     print(catalogue(what), end="")
+
+
+def _planned(lines: list[Planned], as_json: bool) -> None:
+    from ftbench.sweep.command import as_text
+
+    print(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else as_text(lines))
 
 
 def _result(text: str, output: Path | None) -> None:

@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core.compare import (
-    COARSE_TOLERANCE,
-    LOSS_TOLERANCE,
     Pace,
     Ratio,
     break_even,
     differences,
     geometric_mean,
     loss_parity,
+    mean_parity,
     median_error,
     ratio_of_runs,
     ratio_of_steps,
@@ -207,23 +206,57 @@ def losses(factor=1.0, count=40):
 
 
 @pytest.mark.parametrize(
-    ("factor", "coarse", "verdict"),
-    [(1.005, False, "within"), (1.02, False, "outside"), (1.02, True, "within"), (1.2, True, "outside")],
+    ("factor", "tolerance", "verdict"),
+    [(1.005, 0.01, "within"), (1.02, 0.01, "outside"), (1.02, 0.05, "within"), (0.998, 0.001, "outside")],
 )
-def test_losses_are_held_to_a_tolerance(factor, coarse, verdict):
-    found = loss_parity(losses(), losses(factor), coarse=coarse)
-    assert (found.verdict, found.tolerance) == (verdict, COARSE_TOLERANCE if coarse else LOSS_TOLERANCE)
-    assert found.worst == pytest.approx(factor - 1)
+def test_losses_are_held_to_a_tolerance(factor, tolerance, verdict):
+    found = loss_parity(losses(), losses(factor), tolerance)
+    assert (found.verdict, found.tolerance) == (verdict, tolerance)
+    assert found.worst == pytest.approx(abs(factor - 1))
+    assert found.change == pytest.approx(factor - 1)
 
 
 def test_one_step_in_twenty_may_be_outside():
     other = losses()
     other[7] *= 1.5
-    found = loss_parity(losses(), other, coarse=False)
+    found = loss_parity(losses(), other, 0.01)
     assert (found.verdict, found.step) == ("within", 7)
     other |= {8: 9.0, 9: 9.0}
-    assert loss_parity(losses(), other, coarse=False).verdict == "outside"
+    assert loss_parity(losses(), other, 0.01).verdict == "outside"
 
 
 def test_without_a_step_of_both_nothing_is_checked():
-    assert loss_parity(losses(), {}, coarse=False).verdict == "unchecked"
+    assert loss_parity(losses(), {}, 0.01).verdict == "unchecked"
+
+
+SAMPLES = [(count, 4.0 + place % 3) for place, count in enumerate([3, 9, 30, 12, 6, 6])]  # label tokens, loss of each
+
+
+def in_steps(order, size):
+    """(samples, label tokens, mean loss a label token) of the samples in this order, `size` a step."""
+    found = []
+    for at in range(0, len(order), size):
+        part = [SAMPLES[place] for place in order[at : at + size]]
+        labels = sum(count for count, _ in part)
+        found.append((float(len(part)), float(labels), sum(count * loss for count, loss in part) / labels))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_the_mean_over_the_same_samples_does_not_ask_for_their_order(size):
+    found = mean_parity(in_steps(range(6), 2), in_steps([4, 0, 5, 2, 1, 3], size), 0.001)
+    assert (found.verdict, found.step) == ("within", None)
+    assert found.change == pytest.approx(0, abs=1e-9)
+
+
+def test_a_mean_covers_as_many_samples_as_both_have_seen_in_whole_steps():
+    longer = [*in_steps(range(6), 2), (2.0, 10.0, 99.0)]
+    assert mean_parity(longer, in_steps(range(6), 3), 0.001).verdict == "within"
+    halved = [(samples, labels, loss * 0.9) for samples, labels, loss in in_steps(range(6), 6)]
+    found = mean_parity(longer, halved, 0.05)
+    assert (found.verdict, found.change) == ("outside", pytest.approx(-0.1))
+
+
+@pytest.mark.parametrize("other", [[], [(100.0, 5.0, 1.0)]])
+def test_without_a_whole_step_of_both_no_mean_is_compared(other):
+    assert mean_parity(in_steps(range(6), 2), other, 0.05).verdict == "unchecked"

@@ -41,6 +41,12 @@ METHODS = {
     "compile-dynamic": ["optimizations.compile=dynamic", "optimizations.chunked_loss=on"],
     "selective": ["optimizations.gradient_checkpointing=selective"],
     "offload": ["optimizations.activation_offload=on"],
+    "checkpoint-offload": ["optimizations.gradient_checkpointing=offload"],
+    "qlora-16-bit": ["method={name: qlora, upcast: off}", "optimizations.gradient_checkpointing=on"],
+    "small-chunks": ["optimizations.chunked_loss=256"],
+    "recipe-fastest": ["recipe=fastest"],
+    "recipe-fastest-fp8": ["recipe=fastest-fp8"],
+    "recipe-smallest": ["recipe=smallest"],
     "padding-free": ["optimizations.padding_free=on"],
     "varlen": ["optimizations.padding_free=on", "optimizations.attention=varlen"],
     "flex": ["optimizations.padding_free=on", "optimizations.attention=flex_attention"],
@@ -94,7 +100,7 @@ def test_it_trains_and_every_figure_is_there(run, name):
 
 SAME = (
     "checkpointing", "compile", "fp8", "fp8-rowwise", "eager", "fused", "chunked-loss", "liger", "compile-dynamic",
-    "selective", "offload", "padding-free", "varlen", "flex",
+    "selective", "offload", "padding-free", "varlen", "flex", "checkpoint-offload", "small-chunks",
 )  # fmt: skip
 
 
@@ -112,6 +118,45 @@ def test_checkpointing_saves_memory_and_compile_saves_time(run):
         < plain["memory_gb"]["allocated_peak"]
     )
     assert run(*METHODS["compile"])[1]["summary"]["step_time_s"]["median"] < plain["step_time_s"]["median"]
+
+
+def test_checkpoints_in_host_memory_leave_the_gpu_and_change_nothing(run):
+    on, away = run(*METHODS["checkpointing"])[1], run(*METHODS["checkpoint-offload"])[1]
+    assert away["summary"]["loss"]["last"] == pytest.approx(on["summary"]["loss"]["last"], rel=1e-4)
+    moved = json.loads(Path(away["run_dir"], "applied.json").read_text())["checkpoints_moved_gb"]
+    one = 4 * 512 * 1024 * 2 / 2**30  # a layer's input: batch x length x width of Qwen3-0.6B in bfloat16
+    assert moved == pytest.approx(28 * one, rel=0.01)  # in the first step, after which it is read
+    saved = on["summary"]["memory_gb"]["allocated_peak"] - away["summary"]["memory_gb"]["allocated_peak"]
+    assert saved > 0.5 * 28 * one
+    assert away["summary"]["step_time_s"]["median"] < 1.3 * on["summary"]["step_time_s"]["median"]
+
+
+def test_what_is_not_quantised_may_stay_in_16_bits_and_needs_less(run):
+    peaks = [run(*METHODS[name])[1]["summary"]["memory_gb"]["allocated_peak"]
+             for name in ("qlora-checkpointing", "qlora-16-bit", "recipe-smallest")]  # fmt: skip
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_smallest_needs_no_more_than_unsloths_qlora_at_the_same_batch(run):
+    shape = ["model=Qwen/Qwen3-8B", "dataset.samples=24", "dataset.length=2048", "dataset.max_length=2048"]
+    code, document = run(*shape, "recipe=smallest")
+    assert code == 0, document["summary"]["reason"]
+    assert document["summary"]["memory_gb"]["allocated_peak"] <= 7.6  # unsloth 4 bit, b4 x 2,048, on an H200
+
+
+def test_an_ablation_finds_that_compiling_pays(tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC)
+    asked = ["--only", "compile,chunked_loss", "--repeats", "2", "--steps", "20", "--out", str(tmp_path), "--json"]
+    command = [sys.executable, "-m", "ftbench", "ablate", str(path), *asked]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    found = json.loads(ended.stdout)
+    assert ended.returncode == 0
+    rungs = {rung["name"]: rung for rung in found["rungs"]}
+    assert rungs["compile"]["speed_verdict"] == "higher"
+    assert rungs["compile"]["break_even_steps"] > 1
+    assert {rung["loss_parity"] for rung in rungs.values()} == {"within"}
+    assert found["best"]["changes"]["optimizations.compile"]
 
 
 def test_out_of_memory_is_a_result(run):

@@ -21,6 +21,8 @@ from ftbench.report.cells import cells_of, runs_of
 from ftbench.report.collect import collect
 from ftbench.report.compare import compare
 from ftbench.rundir import RunDir
+from ftbench.spec.load import recipe
+from ftbench.spec.recipes import FOLDER
 from made_runs import H200, MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
 
 
@@ -250,6 +252,51 @@ def test_a_faster_run_that_does_not_learn_the_same_is_flagged(tmp_path):
     assert found.baseline == "none"
     assert only(found).parity.verdict == "outside"
     assert "does not learn the same" in " ".join(compare_table.table(found).notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor", "verdict"),
+    [
+        ({"optimizations.gradient_checkpointing": True}, 1.004, "outside"),
+        ({"optimizations.compile": True}, 1.004, "within"),
+        ({"optimizations.compile": True}, 1.02, "outside"),
+        ({"optimizations.fp8": "tensorwise", "optimizations.compile": True}, 1.02, "within"),
+        ({"optimizations.chunked_loss": True, "train.optimizer": "adamw_bnb_8bit"}, 1.02, "within"),
+    ],
+)
+def test_each_optimization_has_a_tolerance_of_its_own(tmp_path, changes, factor, verdict):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2, loss=lambda step: factor * (2.0 + 1.0 / step)), spec=changes)
+    parity = only(compared(tmp_path, "optimization")).parity
+    assert (parity.verdict, parity.change) == (verdict, pytest.approx(factor - 1))
+
+
+def test_recipes_are_told_by_their_keys_and_held_against_the_plain_one(tmp_path):
+    def keys(name):
+        found = recipe(name, FOLDER)
+        return {f"{part}.{key}": value for part in found for key, value in found[part].items()}
+
+    make_run(tmp_path, "a", steps(seed=1), spec=keys("plain"))
+    make_run(tmp_path, "b", steps(seconds=0.5, seed=2), spec=keys("fastest") | {"optimizations.fp8": "off"})
+    make_run(tmp_path, "c", steps(seed=3), spec=keys("plain") | {"optimizations.liger": True})
+    small = method("qlora")["method"] | {"upcast": False}
+    make_run(tmp_path, "d", steps(seed=4), spec={"method": small} | keys("smallest"))
+    found = compared(tmp_path, "recipe")
+    assert found.baseline == "plain"
+    assert sorted(found.place(cell) for cell in found.cells) == ["fastest", "liger", "plain", "smallest"]
+    assert all(pair.speed and pair.iso for pair in found.pairs), [pair.differences for pair in found.pairs]
+    assert compare_table.section(found).title == "Compared by recipe"
+
+
+def test_samples_in_another_order_are_held_to_the_mean_loss(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1, loss=2.0))
+    other = {"dataset.order_hash": "packed", "dataset.hash": "packed"}
+    packed = steps(count=10, seed=2, loss=2.02, samples=12, label_tokens=3 * 8188)
+    make_run(tmp_path, "b", packed, spec={"optimizations.packing": True}, applied=other)
+    found = compared(tmp_path, "optimization")
+    assert compare_table.parity_text(only(found).parity) == "mean within 5 % (1 %)"
+    make_run(tmp_path, "c", packed, spec={"dataset.seed": 7, "optimizations.packing": True}, applied=other)
+    assert [pair.parity.verdict for pair in compared(tmp_path, "optimization").pairs] == ["within", "unchecked"]
 
 
 def test_a_loss_that_is_no_number_is_outside(tmp_path):

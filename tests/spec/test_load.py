@@ -212,7 +212,7 @@ def test_another_model_drops_the_revision_and_path_of_the_old(files):
     ("text", "parts"),
     [
         ("train: {bath_size: 3}", ["train.bath_size: ", "did you mean batch_size?", "allowed: batch_size, "]),
-        ("trian: {seed: 3}", ["trian: ", "did you mean train?", "allowed: extends, sweep, name, model"]),
+        ("trian: {seed: 3}", ["trian: ", "did you mean train?", "allowed: extends, recipe, sweep, name, model"]),
         ("method: {name: qlora, rnak: 3}", ["method.rnak: ", "did you mean rank?", "double_quant"]),
         ("method: qlorra", ["method: 'qlorra'", "did you mean qlora?", "allowed: full, lora, qlora, unsloth"]),
         ("train: {optimizer: adam_torch}", ["train.optimizer: 'adam_torch'", "did you mean adamw_torch?", "sgd"]),

@@ -1,6 +1,7 @@
 """Each half in `spec/` has its other half in `worker/`. Files are looked for by path: nothing heavy is imported."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from ftbench.spec.datasets import DATASETS, FORMATS, LIKE
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.parity import TOLERANCES
 
 ROOT = Path(ftbench.__file__).parent
 
@@ -58,6 +60,21 @@ def test_an_optimization_is_off_unless_asked_for_and_explained(name):
     field = Optimizations.model_fields[name]
     assert field.default in (False, "off", "auto")
     assert field.description
+
+
+def test_every_optimization_says_how_closely_its_loss_must_follow():
+    assert {f"optimizations.{name}" for name in Optimizations.model_fields} <= set(TOLERANCES)
+
+
+@pytest.mark.parametrize("name", Optimizations.model_fields)
+def test_the_documentation_has_a_row_for_each_optimization_with_its_tolerance(name):
+    page = ROOT.parents[1] / "docs" / "optimizations.md"
+    rows = [line for line in page.read_text("utf-8").splitlines() if re.match(rf"\| `{name}[:`]", line)]
+    allowed = TOLERANCES[f"optimizations.{name}"]
+    told = f"{allowed.share * 100:g} %{' of the mean' if allowed.another_order else ''}"
+    assert rows
+    assert {row.split("|")[-2].strip() for row in rows} == {told}
+    assert "docs/optimizations.md" in (ROOT.parents[1] / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", DATASETS)

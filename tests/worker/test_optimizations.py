@@ -3,6 +3,7 @@ tests/gpu."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
@@ -24,6 +26,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.data import order
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
+from ftbench.worker.host_memory import HostMemory
 from ftbench.worker.optimizations import attention, chunked_loss, compile
 from ftbench.worker.random_weights import materialise
 
@@ -211,15 +214,14 @@ def test_length_grouping_pads_less_and_loses_nothing():
     assert padding(grouped) < padding(made) / 3
 
 
-def test_the_chunked_loss_is_the_plain_one_and_so_is_its_gradient(monkeypatch):
-    monkeypatch.setattr(chunked_loss, "CHUNK", 5)
+def test_the_chunked_loss_is_the_plain_one_and_so_is_its_gradient():
     torch.manual_seed(0)
     hidden = torch.randn(3, 9, 16, requires_grad=True)
     head = torch.nn.Linear(16, 50, bias=False)
     labels = torch.randint(0, 50, (3, 9))
     labels[:, :3] = IGNORE
     positions = torch.nonzero(labels.reshape(-1) != IGNORE).squeeze(1)
-    ours = chunked_loss.chunked_loss(hidden, labels, positions, head)
+    ours = chunked_loss.chunked_loss(hidden, labels, positions, head, 5)
     ours.backward()
     gradient, hidden.grad = hidden.grad.clone(), None
     plain = F.cross_entropy(
@@ -238,6 +240,8 @@ def plain(tmp_path_factory, cache):
 
 SAME = {
     "chunked_loss": {"chunked_loss": True},
+    "chunked_loss of few tokens": {"chunked_loss": 16},
+    "checkpoints in host memory": {"gradient_checkpointing": "offload"},
     "padding_free": {"padding_free": True},
     "padding_free with the chunked loss": {"padding_free": True, "chunked_loss": True},
     "fixed_shape": {"fixed_shape": True},
@@ -264,6 +268,10 @@ def test_what_an_optimization_did_stands_in_the_files(train_here):
     assert read_json(packed.applied)["loss"] == "chunked (ftbench)"
     fixed = train_here(optimizations={"fixed_shape": True})
     assert len({step.padded_tokens for step in steps(fixed)}) == 1
+    away = train_here(optimizations={"gradient_checkpointing": "offload"})
+    width, layers = 64, read_json(away.applied)["model"]["layers"]
+    first = steps(away)[0].padded_tokens * width * 4 / 2**30  # the layers' inputs are 32-bit on a CPU
+    assert read_json(away.applied)["checkpoints_moved_gb"] == pytest.approx(layers * first)
     half = read_json(train_here(optimizations={"gradient_checkpointing": "selective"}).applied)
     assert half["gradient_checkpointing"] == 0.5
 
@@ -274,7 +282,9 @@ IMPOSSIBLE = [
     ({"fixed_shape": True, "padding_free": True}, "choose one"),
     ({"length_grouping": True, "packing": True}, "length_grouping"),
     ({"activation_offload": True, "gradient_checkpointing": True}, "choose one"),
-    ({"gradient_checkpointing": "some"}, "must be on, off or selective"),
+    ({"gradient_checkpointing": "some"}, "must be on, off, selective or offload"),
+    ({"chunked_loss": 3}, "label tokens of a chunk"),
+    ({"chunked_loss": "big"}, "label tokens of a chunk"),
     ({"compile": "sometimes"}, "must be on, off or dynamic"),
 ]
 
@@ -283,6 +293,38 @@ IMPOSSIBLE = [
 def test_what_cannot_go_together_is_refused_with_a_way_out(optimizations, said):
     with pytest.raises(ValueError, match=said):
         spec_of(optimizations=optimizations)
+
+
+def test_checkpoints_in_host_memory_save_nothing_where_there_is_no_other():
+    (told,) = refused_here(spec_of(optimizations={"gradient_checkpointing": "offload"}), None)
+    assert told.endswith("set it to on")
+
+
+def test_a_layer_keeps_nothing_on_the_device_and_its_gradients_are_the_same(model):
+    ids = torch.tensor([sample(24, 5).ids])
+    gradients, kept = [], []
+    for memory in (None, HostMemory()):
+        copied = copy.deepcopy(model).train()
+        copied.gradient_checkpointing_enable({"use_reentrant": False})
+        if memory is not None:
+            for layer in copied.model.layers:
+                layer._gradient_checkpointing_func = memory.around(layer._gradient_checkpointing_func)
+        held: list[torch.Tensor] = []
+
+        def hold(tensor, held=held):
+            held.append(tensor)
+            return tensor
+
+        for _ in range(2):  # a second pass finds nothing left of the first
+            with saved_tensors_hooks(hold, lambda tensor: tensor):
+                copied(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([parameter.grad for parameter in copied.parameters()])
+        kept.append(len(held))
+    layers = len(model.model.layers)
+    assert (memory.moved, memory.fetched) == (2 * layers, 2 * layers)
+    assert kept[0] - kept[1] == 2 * layers  # what the layers saved the outer hooks did not see
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["liger", "activation_offload"])

@@ -221,34 +221,62 @@ def break_even(baseline: Pace, candidate: Pace) -> BreakEven:
 
 # --- the same learning -----------------------------------------------------------------------------------------------
 
-# Of the baseline's loss, a step. Three runs of one spec on an H200 differ by 0.013 % in their worst step, LoRA and
-# QLoRA of an 8B model by 1.9 % (results/h200): an order of magnitude, and half of one, above what is seen.
-LOSS_TOLERANCE, COARSE_TOLERANCE = 0.01, 0.05
 _OUTSIDE = 0.05  # share of the steps that may lie outside
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
     """Whether the candidate learns what the baseline does: `within`, `outside` or `unchecked` with the `reason`.
-    `worst` is the largest share by which a step's loss differs, in step `step`; `tolerance` the share allowed."""
+    `worst` is the largest share by which a step's loss differs, in step `step`; of samples in another order (`step` is
+    None) the share by which the mean loss does. `tolerance` is the share allowed, `change` that of the mean loss of
+    what was compared, with its sign."""
 
     verdict: str
     reason: str = ""
     worst: float | None = None
     step: int | None = None
     tolerance: float | None = None
+    change: float | None = None
 
 
-def loss_parity(baseline: Mapping[int, float], candidate: Mapping[int, float], *, coarse: bool) -> Parity:
-    """Finite losses of the steps that both took, by step, on the same tokens in the same order. `coarse`: one side
-    computes with 8-bit floats or 4-bit weights. Within, if at most one step in twenty differs by more than the
-    tolerance."""
-    tolerance = COARSE_TOLERANCE if coarse else LOSS_TOLERANCE
-    shares = {
-        step: abs(candidate[step] / baseline[step] - 1) for step in baseline.keys() & candidate.keys() if baseline[step]
-    }
-    if not shares:
+def loss_parity(baseline: Mapping[int, float], candidate: Mapping[int, float], tolerance: float) -> Parity:
+    """Finite losses of the steps that both took, by step, on the same tokens in the same order. Within, if at most one
+    step in twenty differs by more than the tolerance."""
+    common = sorted(step for step in baseline.keys() & candidate.keys() if baseline[step])
+    if not common:
         return Parity("unchecked", "no step of both has a loss")
+    shares = {step: abs(candidate[step] / baseline[step] - 1) for step in common}
     step, worst = max(shares.items(), key=lambda pair: (pair[1], -pair[0]))
     outside = sum(share > tolerance for share in shares.values()) > _OUTSIDE * len(shares)
-    return Parity("outside" if outside else "within", "", worst, step, tolerance)
+    change = sum(candidate[s] for s in common) / sum(baseline[s] for s in common) - 1
+    return Parity("outside" if outside else "within", "", worst, step, tolerance, change)
+
+
+Weighted = tuple[float, float, float]  # samples of a step, its label tokens, its loss a label token
+
+
+def mean_parity(baseline: Sequence[Weighted], candidate: Sequence[Weighted], tolerance: float) -> Parity:
+    """For the same samples in another order: the mean loss a label token over as many samples as both have seen, in
+    whole steps."""
+    seen = min(sum(samples for samples, _, _ in side) for side in (baseline, candidate))
+    counts = [_whole_steps(side, seen) for side in (baseline, candidate)]
+    counts = [_whole_steps(side, min(found for _, found in counts)) for side in (baseline, candidate)]
+    means = []
+    for side, (steps, _) in zip((baseline, candidate), counts, strict=True):
+        labels = sum(count for _, count, _ in side[:steps])
+        means.append(sum(count * loss for _, count, loss in side[:steps]) / labels if labels else 0.0)
+    if not all(means):
+        return Parity("unchecked", "no whole step of both has a loss")
+    change = means[1] / means[0] - 1
+    verdict = "outside" if abs(change) > tolerance else "within"
+    return Parity(verdict, "", abs(change), None, tolerance, change)
+
+
+def _whole_steps(side: Sequence[Weighted], limit: float) -> tuple[int, float]:
+    """How many steps, from the first, have seen at most `limit` samples, and how many those saw."""
+    seen = 0.0
+    for step, (samples, _, _) in enumerate(side):
+        if seen + samples > limit:
+            return step, seen
+        seen += samples
+    return len(side), seen

@@ -6,7 +6,6 @@ to the libraries (kernels of attention, compilers, CUDA builds) is known here.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +17,11 @@ from ftbench.launch import trl
 from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
-from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.optimizations import OFF, Optimizations, choices
 
 METHOD, OPTIMIZATION = "methods", "optimizations"
 Answer = tuple[Verdict, str]
 HOPPER = (9, 0)
-FLASH_PACKAGES = {
-    "flash_attention_2": ("flash_attn", "flash-attn"),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-}
 
 
 def check(facts: Facts) -> list[Finding]:
@@ -41,20 +36,6 @@ def check(facts: Facts) -> list[Finding]:
     ]
 
 
-def choices(key: str) -> list[Any]:
-    """What an optimization can be set to, but for off and auto."""
-    return [value for value in _values(Optimizations.model_fields[key].annotation) if value not in ("off", "auto")]
-
-
-def _values(annotation: Any) -> list[Any]:
-    """What a type of an option admits, but for false: a switch, words, or both."""
-    if annotation is bool:
-        return [True]
-    if typing.get_origin(annotation) is typing.Literal:
-        return list(typing.get_args(annotation))
-    return [value for part in typing.get_args(annotation) for value in _values(part)]
-
-
 def label(key: str, value: Any) -> str:
     """`compile`, `fp8 rowwise`, `flash_attention_2`."""
     return key if value is True else str(value) if key == "attention" else f"{key} {value}"
@@ -62,8 +43,8 @@ def label(key: str, value: Any) -> str:
 
 def used_by(spec: Experiment) -> list[tuple[str, str]]:
     """Area and name of the findings that a spec depends on."""
-    chosen = spec.optimizations.model_dump().items()
-    on = [label(key, value) for key, value in chosen if value in choices(key)]
+    chosen = [(key, value) for key, value in spec.optimizations.model_dump().items() if value not in OFF]
+    on = [label(key, value if value in choices(key) else True) for key, value in chosen]
     return [(METHOD, spec.method.name), *((OPTIMIZATION, name) for name in on)]
 
 
@@ -103,7 +84,7 @@ def _refused(facts: Facts, **sections: Any) -> Answer | None:
 
 
 def _attention(facts: Facts, value: str) -> Answer:
-    if value in FLASH_PACKAGES:
+    if value in trl.FLASH:
         return _flash(facts, value)
     if value == "flex_attention" and not facts.has("triton"):
         return "n/a", "needs triton, which is not installed: pip install triton, or use sdpa"
@@ -111,7 +92,7 @@ def _attention(facts: Facts, value: str) -> Answer:
 
 
 def _flash(facts: Facts, value: str) -> Answer:
-    module, package = FLASH_PACKAGES[value]
+    module, package = trl.FLASH[value]
     have = facts.capability or (0, 0)
     this = f"this GPU has {have[0]}.{have[1]}"
     if have < (8, 0):

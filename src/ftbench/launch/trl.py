@@ -65,6 +65,20 @@ def check_installed(spec: Experiment) -> None:
         )
 
 
+FLASH = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+}
+
+
+def lacks_kernels(attention: str) -> str | None:
+    """What there is to install before an attention implementation can be used; None for one that torch brings."""
+    module, package = FLASH.get(attention, ("", ""))
+    if not module or _installed(module) or _installed("kernels"):
+        return None
+    return f"{package} is not installed: pip install it, or pip install kernels"
+
+
 @cache
 def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None

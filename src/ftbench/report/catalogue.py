@@ -13,6 +13,7 @@ from ftbench.spec.datasets import DATASETS
 from ftbench.spec.load import spec_keys
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.recipes import recipes
 
 
 def catalogue(what: str) -> str:
@@ -33,6 +34,10 @@ def _methods() -> list[tuple[str, ...]]:
 
 def _optimizations() -> list[tuple[str, ...]]:
     return [(name, field.description or "") for name, field in Optimizations.model_fields.items()]
+
+
+def _recipes() -> list[tuple[str, ...]]:
+    return list(recipes().items())
 
 
 def _models() -> list[tuple[str, ...]]:
@@ -68,6 +73,7 @@ def _keys() -> list[tuple[str, ...]]:
 LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
     "methods": _methods,
     "optimizations": _optimizations,
+    "recipes": _recipes,
     "models": _models,
     "datasets": _datasets,
     "gpus": _gpus,

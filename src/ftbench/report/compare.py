@@ -5,7 +5,7 @@ The records here belong to no renderer: report/compare_table.py makes a table an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -16,11 +16,12 @@ from ftbench.core.compare import BreakEven, Difference, Parity, Ratio
 from ftbench.errors import SpecError
 from ftbench.report import steps as steps_csv
 from ftbench.report.cells import ENERGY, FIRST, PEAK, SAMPLES, TOKENS, Cell, Run, cells_of
-from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, SHORT, implied, on_axis, value_at
+from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, RECIPE, SHORT, implied, on_axis, value_at
 from ftbench.report.layout import known
 from ftbench.rundir import RunDir
 from ftbench.spec.base import nearest
 from ftbench.spec.methods import METHODS
+from ftbench.spec.parity import tolerance
 
 # Nothing is paired across these, unless they are what is compared.
 _HARD = (
@@ -28,7 +29,7 @@ _HARD = (
     "dataset.like",
 )  # fmt: skip
 NO_NUMBER = "the loss is not a number"  # as ftbench.checks says it
-_COARSE_METHODS = ("qlora", "unsloth")
+_PLAIN = {OPTIMIZATIONS: (NO_OPTIMIZATION,), RECIPE: ("plain", NO_OPTIMIZATION)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,10 @@ def axis_key(axis: str, runs: Sequence[Run]) -> str:
     """The fact that `--compare axis` means. Raises SpecError where no run has it, or where all agree on it."""
     key = SHORT.get(axis, axis)
     present = dict.fromkeys(name for run in runs for name in (*run.spec, *run.ran))
-    if key not in (*present, "gpu", OPTIMIZATIONS):
+    if key not in (*present, "gpu", OPTIMIZATIONS, RECIPE):
         names = [*SHORT, *present]
         raise SpecError(
-            f"--compare {axis}: no run has such a key{nearest(axis, names)} (gpu, method, batch, optimization, "
+            f"--compare {axis}: no run has such a key{nearest(axis, names)} (gpu, method, batch, optimization, recipe, "
             "framework, model, or a key of `ftbench list keys`)"
         )
     places = dict.fromkeys(value_at(key, cell.facts) or "unknown" for cell in cells_of(runs, key))
@@ -111,7 +112,7 @@ def in_order(axis: str, places: Iterable[str]) -> list[str]:
             return 0, float(place), place
         except ValueError:
             pass
-        first = methods.index(place) if place in methods else -1 if place == NO_OPTIMIZATION else len(methods)
+        first = methods.index(place) if place in methods else -1 if place in _PLAIN[RECIPE] else len(methods)
         return 1, float(first), place
 
     return sorted(dict.fromkeys(places), key=rank)
@@ -122,8 +123,8 @@ def _baseline(axis: str, cells: Sequence[Cell], asked: str | None) -> str:
     optimization, else that of most cells that ended well, else the first."""
     places = in_order(axis, (value_at(axis, cell.facts) or "unknown" for cell in cells))
     if asked is None:
-        if axis == OPTIMIZATIONS and NO_OPTIMIZATION in places:
-            return NO_OPTIMIZATION
+        if plain := [place for place in _PLAIN.get(axis, ()) if place in places]:
+            return plain[0]
         counts = [sum(bool(cell.ok) for cell in cells if value_at(axis, cell.facts) == place) for place in places]
         return places[counts.index(max(counts))]
     if asked in places:
@@ -263,17 +264,21 @@ def _parity(baseline: Cell, cell: Cell) -> Parity:
     """Whether both learn the same, from the first run of each that ended well."""
     if "dataset.order_hash" not in baseline.facts or "dataset.order_hash" not in cell.facts:
         return Parity("unchecked", "the order of the tokens is not known")
-    if not _same_tokens(baseline, cell):
-        return Parity("unchecked", "other tokens, or another order")
     first, second = baseline.ok[0], cell.ok[0]
-    if not _same_samples(first, second):
+    allowed = tolerance(baseline.facts, cell.facts)
+    reordered = allowed.another_order and _same_samples_asked_for(baseline, cell)
+    if not reordered and not _same_tokens(baseline, cell):
+        return Parity("unchecked", "other tokens, or another order")
+    if not reordered and not _same_samples(first, second):
         return Parity("unchecked", "other samples in a step")
     broken = [text for text in second.record["warnings"] if text.startswith(NO_NUMBER)]
     if broken and not any(text.startswith(NO_NUMBER) for text in first.record["warnings"]):
         return Parity("outside", broken[0])
-    coarse = any(_coarse(side.facts) for side in (baseline, cell))
-    return core.loss_parity(steps_of(first).losses(), steps_of(second).losses(), coarse=coarse)
+    if reordered:
+        return core.mean_parity(steps_of(first).weighted(), steps_of(second).weighted(), allowed.share)
+    return core.loss_parity(steps_of(first).losses(), steps_of(second).losses(), allowed.share)
 
 
-def _coarse(facts: Mapping[str, str]) -> bool:
-    return facts.get("method.name") in _COARSE_METHODS or facts.get("optimizations.fp8", "off") != "off"
+def _same_samples_asked_for(baseline: Cell, cell: Cell) -> bool:
+    keys = {key for side in (baseline, cell) for key in side.facts if key.startswith(("dataset.", "model."))}
+    return all(baseline.facts.get(key) == cell.facts.get(key) for key in keys - {"dataset.hash", "dataset.order_hash"})

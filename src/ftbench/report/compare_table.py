@@ -11,15 +11,16 @@ from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.cells import ENERGY, FIRST, PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.compare import Comparison, Pair, in_order
 from ftbench.report.document import Section
-from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, on_axis, value_at
+from ftbench.report.facts import NO_OPTIMIZATION, OPTIMIZATIONS, RECIPE, on_axis, value_at
 from ftbench.report.layout import MOST_AXES, headings, varying_keys
 from ftbench.report.tables import Table, named
 
 _HEADING = {
     "gpu": "GPU", "model.id": "model", "method.name": "method", "train.batch_size": "batch", OPTIMIZATIONS: "with",
-    "launch.framework": "framework", "data": "data", "model.weights": "weights",
+    "launch.framework": "framework", "data": "data", "model.weights": "weights", RECIPE: "trained by",
 }  # fmt: skip
 _WORDS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
+_TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "recipe", "state")
 NOTE = (
@@ -136,13 +137,16 @@ def break_even_text(found: BreakEven | None) -> str:
 
 
 def parity_text(found: Parity | None) -> str:
-    """`within 1 % (0.21 %)` with the worst step's difference, `OUTSIDE 1 % (7.5 %)`, or `unchecked`."""
+    """`within 1 % (0.21 %)` with the worst step's difference, `OUTSIDE 1 % (7.5 %)`, `mean within 5 % (0.4 %)` for
+    samples in another order, or `unchecked`."""
     if found is None or found.verdict == "unchecked":
         return found.verdict if found else ""
     told = "OUTSIDE" if found.verdict == "outside" else found.verdict
     if found.worst is None:
         return told
-    return f"{told} {(found.tolerance or 0) * 100:g} % ({(found.worst or 0) * 100:.2g} %)"
+    return (
+        f"{'mean ' if found.step is None else ''}{told} {(found.tolerance or 0) * 100:g} % ({found.worst * 100:.2g} %)"
+    )
 
 
 def _lists(found: Comparison) -> dict[str, int]:
@@ -221,7 +225,8 @@ def _notes(found: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -
         yield f"loss unchecked: {', '.join(reasons)}"
     for pair in found.pairs:
         if pair.parity and pair.parity.verdict == "outside":
-            worst = f"the loss differs by {units.percent(pair.parity.worst)} in step {pair.parity.step}"
+            where = "over the same samples" if pair.parity.step is None else f"in step {pair.parity.step}"
+            worst = f"the loss differs by {units.percent(pair.parity.worst)} {where}"
             yield f"{pair.cell.name} does not learn the same: {pair.parity.reason or worst}"
     few = [run.run_id for cell in cells for run in cell.ok if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]
     if few:
@@ -286,7 +291,7 @@ def section(found: Comparison) -> Section:
     """The comparison as a part of a report."""
     return Section(
         "comparison",
-        f"Compared by {'optimization' if found.axis == OPTIMIZATIONS else _name(found.axis)}",
+        f"Compared by {_TITLES.get(found.axis) or _name(found.axis)}",
         table(found),
         (),
         records(found),

@@ -146,7 +146,8 @@ def _other_learning(best: Sequence[Cell]) -> Iterator[str]:
     for cell in best[1:]:
         parity = _pair(best[0], cell).parity
         if parity is not None and parity.verdict == "outside":
-            worst = "" if parity.worst is None else f" (by {units.percent(parity.worst)} in step {parity.step})"
+            where = "over the same samples" if parity.step is None else f"in step {parity.step}"
+            worst = "" if parity.worst is None else f" (by {units.percent(parity.worst)} {where})"
             yield f"{best[0].name} and {cell.name} do not learn the same: their losses differ{worst}."
 
 

@@ -16,7 +16,9 @@ from pydantic_core import PydanticUndefined
 
 from ftbench.rundir import RunDir, read_json
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
+from ftbench.spec.recipes import FOLDER, recipes
 from ftbench.spec.sweep import as_text
 
 CPU = "none (CPU)"
@@ -142,14 +144,17 @@ def _within(key: str, written: Mapping[str, Any]) -> bool:
 SHORT = {
     "gpu": "gpu", "model": "model.id", "method": "method.name", "batch": "train.batch_size",
     "batch_size": "train.batch_size", "framework": "launch.framework", "dataset": "dataset.name",
-    "weights": "model.weights", "optimization": "optimizations", "optimizations": "optimizations",
+    "weights": "model.weights", "optimization": "optimizations", "optimizations": "optimizations", "recipe": "recipe",
 }  # fmt: skip
-OPTIMIZATIONS = "optimizations"
+OPTIMIZATIONS, RECIPE = "optimizations", "recipe"
 NO_OPTIMIZATION = "none"
 
 
 def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
-    """The place of a run on an axis; for `optimizations` all that are on, in words."""
+    """The place of a run on an axis; for `optimizations` all that are on, in words; for `recipe` the shipped one whose
+    keys the run has, however it came to them, else the words and the optimizer."""
+    if axis == RECIPE:
+        return _recipe(facts)
     if axis != OPTIMIZATIONS:
         return facts.get(axis)
     on = [
@@ -160,12 +165,29 @@ def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
     return " + ".join(on) or NO_OPTIMIZATION
 
 
+def _recipe(facts: Mapping[str, str]) -> str:
+    for name, keys in _recipes().items():
+        if all(facts.get(key) == text for key, text in keys.items()):
+            return name
+    optimizer = facts.get("train.optimizer", "adamw_torch")
+    told = [value_at(OPTIMIZATIONS, facts), *([optimizer] if optimizer != "adamw_torch" else [])]
+    return " + ".join(part for part in told if part and part != NO_OPTIMIZATION) or NO_OPTIMIZATION
+
+
+@cache
+def _recipes() -> dict[str, dict[str, str]]:
+    """The keys of each shipped recipe, as a run's facts have them."""
+    return {name: {key: _text(key, value) for key, value in _flat(recipe(name, FOLDER))} for name in recipes()}
+
+
 def on_axis(axis: str, key: str) -> bool:
     """Whether a fact is part of the axis itself."""
-    return key == axis or (axis == OPTIMIZATIONS and key.startswith("optimizations."))
+    if axis == RECIPE and any(key in keys for keys in _recipes().values()):
+        return True
+    return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
 
 
-_RAN_BY = ("method.", "model.", "optimizations", "train.precision", "train.optimizer", "launch.framework")
+_RAN_BY = ("method.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer", "launch.framework")
 
 
 def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
@@ -173,7 +195,7 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
     one method has; the model's revision; and another GPU's power limit, where both are at their highest."""
     if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
         return True
-    if axis == "method.name" and key.startswith("method."):
+    if axis in ("method.name", RECIPE) and key.startswith("method."):
         return key not in baseline or key not in candidate
     if axis == "gpu" and key == "power limit":
         return _highest(baseline.get(key)) and _highest(candidate.get(key))

@@ -97,6 +97,8 @@ def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[s
     if spec.optimizations.fp8 != "off" and (capability is None or not supports_fp8(capability)):
         have = "this machine has no GPU" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
         found.append(f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off")
+    if spec.optimizations.gradient_checkpointing == "offload" and capability is None:
+        found.append("optimizations.gradient_checkpointing offload needs a GPU whose memory it saves: set it to on")
     here = [name for name in ("activation_offload", "liger") if getattr(spec.optimizations, name) and not capability]
     found += [f"optimizations.{name} needs a GPU: set it to off" for name in here]
     if spec.optimizations.attention.startswith(("flash", "flex", "varlen")) and capability is None:

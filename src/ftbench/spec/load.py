@@ -1,10 +1,11 @@
-"""A spec file → Experiment: `extends:` first, then the file, then `--set`; every mistake told at once."""
+"""A spec file → Experiment: `extends:` first, then `recipe:`, the file, and `--set`; every mistake told at once."""
 
 from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ftbench.errors import SpecError
+from ftbench.spec import recipes
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
@@ -46,7 +48,7 @@ def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
 
 def read_layers(path: Path, sets: Sequence[str]) -> list[Layer]:
     """The files of the `extends:` chain from the base up, then each `--set`."""
-    return [*_chain(path, ()), *(_set_layer(text) for text in sets)]
+    return [*_chain(path, ()), *(set_layer(text) for text in sets)]
 
 
 def merged(layers: Iterable[Layer], path: Path) -> dict[str, Any]:
@@ -79,19 +81,49 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[Layer]:
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
         raise SpecError(f"{path}:{line_of(path, ['extends'])}: extends: is the path of one file, not {base!r}")
-    layer = Layer(str(path), expand(data, path.parent), path)
-    return [*(_chain(path.parent / base, (*seen, absolute)) if base else ()), layer]
+    with _told_at(path, "extends"):
+        base_file = recipes.found_at(base, path.parent) if base else None
+    below = _chain(base_file, (*seen, absolute)) if base_file else []
+    if "recipe" in data:
+        with _told_at(path, "recipe"):
+            keys = recipe(data.pop("recipe"), path.parent, (*seen, absolute))
+        below.append(Layer(f"{path}:{line_of(path, ['recipe'])}: recipe", keys))
+    return [*below, Layer(str(path), expand(data, path.parent), path)]
 
 
-def _set_layer(text: str) -> Layer:
+@contextmanager
+def _told_at(path: Path, key: str) -> Iterator[None]:
+    """Mistakes with the place of the key that led to them."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError(*(f"{path}:{line_of(path, [key])}: {problem}" for problem in error.problems)) from None
+
+
+def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The keys of a recipe, a shipped one or a file in `folder`. Raises SpecError for one that is not there, or that
+    says what a recipe does not."""
+    path, found = recipes.named(name, folder), dict[str, Any]()
+    for layer in _chain(path, seen):
+        found = merge(found, layer.data)
+    if others := [key for key in found if key not in recipes.SECTIONS]:
+        raise SpecError(
+            f"{path}: recipe: holds {', '.join(recipes.SECTIONS)}, and not {', '.join(others)}: use `extends:` for that"
+        )
+    return found
+
+
+def set_layer(text: str) -> Layer:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise SpecError(f"--set {text}: write it as key.sub=value, for example train.batch_size=8")
     if parts == ["extends"]:
-        raise SpecError(f"--set {text}: `extends` stands in a file; name that file instead")
+        raise SpecError(f"--set {text}: `extends` stands in a file; name that file instead, or say recipe=fastest")
     if parts[0] == "sweep":
         raise SpecError(f"--set {text}: axes of a sweep go with `ftbench sweep --axis key=value,value`")
+    if parts == ["recipe"]:
+        return Layer(f"--set {text}", recipe(parse_value(value), Path()))
     return Layer(f"--set {text}", expand(nested(parts, parse_value(value)), Path()))
 
 
@@ -203,7 +235,7 @@ def _shown(value: Any) -> str:
 
 def _allowed_keys(section: tuple[str, ...], loc: tuple[int | str, ...]) -> list[str]:
     if not section:
-        return ["extends", "sweep", *Experiment.model_fields]
+        return ["extends", "recipe", "sweep", *Experiment.model_fields]
     if section[0] == "method":
         return list(METHODS[str(loc[1])].model_fields)
     model = Experiment.model_fields[section[0]].annotation

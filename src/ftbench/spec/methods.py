@@ -61,6 +61,11 @@ class Qlora(_Adapters):
     name: Literal["qlora"] = "qlora"
     quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type of the frozen weights")
     double_quant: Switch = Field(True, description="quantise the block constants too")
+    upcast: Switch = Field(
+        True,
+        description="cast what is not quantised (embedding, norms, output head) to float32, as peft does; off keeps it "
+        "in model.dtype, for less memory",
+    )
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="type that weights are dequantised to for a product; auto as for model.dtype"
     )

@@ -25,12 +25,15 @@ from ftbench.spec.load import (
     merged,
     nested,
     read_layers,
+    recipe,
     spec_keys,
     validated,
 )
 from ftbench.spec.reading import line_of, parse_value
+from ftbench.spec.recipes import FOLDER, named
 
 MAX_CELLS = 100_000
+RECIPE = "recipe"
 _NO_AXES = ("name", "extends", "sweep")
 
 
@@ -166,15 +169,24 @@ def _expanded(key: str, value: Any, folder: Path) -> Any:
 
 def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
     parts = key.split(".")
+    where = origin if origin.startswith("--") else f"{origin}: sweep.axes"
+    if key == RECIPE:
+        told = tuple(_file_or_name(value, folder) for value in values)
+        return Axis(key, told, tuple(Layer(where, recipe(value, folder)) for value in told))
     if not all(parts) or parts[0] in _NO_AXES or parts[0] not in Experiment.model_fields:
         sections = [name for name in Experiment.model_fields if name not in _NO_AXES]
         raise SpecError(
             f"{origin}: {key!r} is no axis{nearest(parts[0], sections)} (an axis is a key of the spec: "
-            f"{', '.join(sections)}, or train.batch_size; `ftbench list keys` shows all)"
+            f"{', '.join(sections)}, or train.batch_size; `ftbench list keys` shows all; or recipe)"
         )
-    where = origin if origin.startswith("--") else f"{origin}: sweep.axes"
     layers = tuple(Layer(where, expand(nested(parts, value), folder)) for value in values)
     return Axis(key, tuple(_expanded(key, value, folder) for value in values), layers)
+
+
+def _file_or_name(value: Any, folder: Path) -> Any:
+    """A shipped recipe's name; of another its whole path."""
+    path = named(value, folder).absolute()
+    return path.stem if path.parent == FOLDER else str(path)
 
 
 def _of_command_line(text: str) -> Axis:
@@ -198,7 +210,7 @@ def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequenc
 
 
 def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> None:
-    keys = [*SHORT_FORMS, *(key for key, _, _ in spec_keys())] if patterns else []
+    keys = [RECIPE, *SHORT_FORMS, *(key for key, _, _ in spec_keys())] if patterns else []
     for key in {key for pattern in patterns for key in pattern}:
         if key not in keys:
             raise SpecError(
@@ -241,6 +253,7 @@ def _matches(cell: Cell, base: dict[str, Any], chosen: Sequence[tuple[Axis, int]
         for axis, index in chosen:
             values = merge(values, axis.layers[index].data)
         values = merge(_defaults(values), values)
+    values |= {RECIPE: cell.values.get(RECIPE)}
     return all(_agrees(found, wanted) for key, wanted in pattern.items() for found in [_at(values, key.split("."))])
 
 

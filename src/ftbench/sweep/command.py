@@ -49,7 +49,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A plan that can be started. `impossible` are the cells that can be on no machine, with the reason."""
+    """A plan that can be started. `impossible` are the cells that can be on no machine, with the reason; `tables` makes
+    what is written after each run."""
 
     request: Request
     folder: Path
@@ -58,6 +59,7 @@ class Ready:
     places: Sequence[Place]
     gpu: str | None
     impossible: Sequence[tuple[str, str]]
+    tables: Callable[..., Tables] = Tables
 
 
 def prepare(request: Request, stack: ExitStack) -> Ready:
@@ -150,7 +152,7 @@ def run(ready: Ready) -> tuple[int, Tables]:
     deadline = None if limit is None else time.monotonic() + limit
     with locked(ready.folder), view.View() as shown:
         journal = Journal(ready.folder / JOURNAL)
-        tables = Tables(ready.folder, ready.plan, ready.gpu, ready.impossible)
+        tables = ready.tables(ready.folder, ready.plan, ready.gpu, ready.impossible)
         about = {"spec": ready.request.spec.name, "gpu": ready.gpu, "until_oom": ready.request.until_oom}
         shown.event(f"{ready.folder}: {view.counted(ready.plan.standings.values(), None) or 'searching'}")
         for what, reason in ready.impossible:

@@ -58,16 +58,23 @@ class Grid:
         self._options = options
         self._limits: dict[str, int] = {}
         self._kills: Counter[Job] = Counter()
-        found = list(jobs)
-        for each in found:
+        self._waiting: deque[Job] = deque()
+        self.add(jobs, refused)
+
+    def add(self, jobs: Iterable[Job], refused: dict[Job, str]) -> None:
+        """More jobs, behind those that wait; one that the plan has already is not run again."""
+        for each in jobs:
+            if each in self.standings:
+                continue
             if each in refused:
                 self.standings[each] = Standing("skipped", refused[each])
-            else:
-                now = standing(each.run)
-                again = options.force and now.state != "running"
-                self.standings[each] = PENDING if again else on_resume(now, options.retry_failed)
-                self._note(each)
-        self._waiting = deque(each for each in found if self.standings[each] == PENDING)
+                continue
+            now = standing(each.run)
+            again = self._options.force and now.state != "running"
+            self.standings[each] = PENDING if again else on_resume(now, self._options.retry_failed)
+            self._note(each)
+            if self.standings[each] == PENDING:
+                self._waiting.append(each)
         self._prune()
 
     def next(self, fits: Callable[[Job], bool]) -> Job | None:

@@ -43,6 +43,6 @@ def as_text(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     left = sum(not standing.done for standing in standings)
     if not found["alive"] and left:
-        lines.append(f"  not running since {found['at']}: the same `ftbench sweep` command goes on where it stopped")
+        lines.append(f"  not running since {found['at']}: the same command goes on where it stopped")
     lines.append(f"  table    {Path(found['folder']) / 'summary.md'}")
     return "\n".join(lines)

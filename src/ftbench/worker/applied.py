@@ -59,6 +59,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
         "product_precision": _product_precision(spec, precision, trainer.model),
         "autocast": precision,
         "gradient_checkpointing": gradient_checkpointing.share(trainer.model),
+        **gradient_checkpointing.offloaded(trainer.model),
         "loss": _loss(trainer, spec),
         "optimizer": {
             "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",

@@ -83,8 +83,8 @@ def train(run: Run) -> None:
     warned = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
     run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warned)
     _demand(run, method.proof(loop.model, spec))
-    if spec.optimizations.gradient_checkpointing == "selective":
-        loop.add_callback(optimizations.load("gradient_checkpointing").Selective())
+    if (changes := optimizations.load("gradient_checkpointing").callback(spec)) is not None:
+        loop.add_callback(changes)
     loop.add_callback(_AfterFirstStep(run, loop))
 
     phases.enter("train")

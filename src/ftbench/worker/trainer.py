@@ -108,7 +108,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         eval_dataset=_dataset(data.evaluation) if data.evaluation else None,
         data_collator=collator,
     )
-    loop.without_trls_metrics = spec.optimizations.chunked_loss or spec.optimizations.liger
+    loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
     return loop
 
 

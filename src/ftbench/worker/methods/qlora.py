@@ -26,11 +26,14 @@ def load(spec: Experiment, source: str) -> Any:
 
 def adapt(model: Any, spec: Experiment) -> Any:
     """The quantised model with adapters. peft's preparation casts all that is not quantised to float32; the fused
-    experts of a mixture of experts are not, and would double, so such a model is only frozen."""
-    if any("experts" in name and parameter.ndim == 3 for name, parameter in model.named_parameters()):
+    experts of a mixture of experts are not, and would double, so such a model is only frozen, and so is one that is
+    to stay as it is."""
+    method: Any = spec.method
+    experts = any("experts" in name and parameter.ndim == 3 for name, parameter in model.named_parameters())
+    if experts or not method.upcast:
         model.requires_grad_(False)
     else:
-        checkpointing = spec.optimizations.gradient_checkpointing
+        checkpointing = bool(spec.optimizations.gradient_checkpointing)
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
     return lora.adapt(model, spec)
 
@@ -44,6 +47,9 @@ def proof(model: Any, spec: Experiment) -> list[str]:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear4bit)]
     if not layers:
         return [*found, "method qlora: no layer holds 4-bit weights"]
+    embedding = model.get_input_embeddings().weight.dtype
+    if not method.upcast and embedding != getattr(torch, spec.model.dtype):
+        found.append(f"method qlora: upcast is off and the embedding is {embedding}")
     for name, layer in layers:
         state = layer.weight.quant_state
         if state is None:

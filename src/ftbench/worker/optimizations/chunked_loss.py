@@ -26,7 +26,8 @@ POSITIONS = "label_positions"  # the batch's key: where in the flattened labels 
 def apply(model: Any, spec: Experiment) -> None:
     """Gives the base model a forward pass that ends in the loss. Raises SpecError for a model whose logits are more
     than a product with the head."""
-    if not spec.optimizations.chunked_loss:
+    asked = spec.optimizations.chunked_loss
+    if asked is False:
         return
     base = _base(model)
     text = base.config.get_text_config()
@@ -34,14 +35,14 @@ def apply(model: Any, spec: Experiment) -> None:
         raise SpecError(
             f"optimizations.chunked_loss does not know how {type(base).__name__} scales its logits: leave it off"
         )
-    base.forward = MethodType(_forward(base.forward), base)
+    base.forward = MethodType(_forward(base.forward, CHUNK if asked is True else asked), base)
 
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _forward(original: Any) -> Any:
+def _forward(original: Any, chunk: int) -> Any:
     def chunked_forward(
         self: Any, input_ids: Any = None, labels: Any = None, label_positions: Any = None, **kwargs: Any
     ) -> Any:
@@ -50,23 +51,24 @@ def _forward(original: Any) -> Any:
         count = kwargs.pop("num_items_in_batch", None)
         kwargs.pop("use_cache", None)
         hidden = self.base_model(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
-        total = chunked_loss(hidden, labels, label_positions, self.get_output_embeddings())
+        total = chunked_loss(hidden, labels, label_positions, self.get_output_embeddings(), chunk)
         return CausalLMOutputWithPast(loss=total / (max(len(label_positions), 1) if count is None else count))
 
     return chunked_forward
 
 
-def chunked_loss(hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, head: Any) -> torch.Tensor:
+def chunked_loss(
+    hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, head: Any, chunk: int = CHUNK
+) -> torch.Tensor:
     """Sum of the cross entropies, in nats. `hidden` is batch x length x width; `positions` are where labels stand in
-    the flattened `labels`, each predicted from the position before it."""
+    the flattened `labels`, each predicted from the position before it; `chunk` of them are computed at a time."""
     states = hidden.reshape(-1, hidden.shape[-1])[positions - 1]
     targets = labels.reshape(-1)[positions]
     total = (
         hidden.new_zeros((), dtype=torch.float32) + states[:0].sum().float()
     )  # a batch without labels has a gradient
-    for start in range(0, len(positions), CHUNK):
-        chunk = slice(start, start + CHUNK)
-        total = total + checkpoint(_chunk, states[chunk], targets[chunk], head.weight, head.bias, use_reentrant=False)
+    for part, wanted in zip(states.split(chunk), targets.split(chunk), strict=True):
+        total = total + checkpoint(_chunk, part, wanted, head.weight, head.bias, use_reentrant=False)
     return total
 
 

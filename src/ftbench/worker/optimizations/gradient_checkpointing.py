@@ -1,5 +1,5 @@
-"""Gradient checkpointing: the trainer turns it on in every layer that supports it (SFTConfig); `selective` turns it off
-again in every second one."""
+"""Gradient checkpointing: the trainer turns it on in every layer that supports it (SFTConfig). `selective` turns it off
+again in every second one; `offload` moves what the layers keep to host memory (`worker/host_memory.py`)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,58 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.host_memory import HostMemory
 from ftbench.worker.optimizations.compile import decoder_layers
+
+_KEEPS = "ftbench_host_memory"  # where a model has the memory that its layers' inputs are moved to
 
 
 def apply(model: Any, spec: Experiment) -> None:
     return None
 
 
+def callback(spec: Experiment) -> TrainerCallback | None:
+    """What changes the layers once the trainer has switched all of them on, as training begins."""
+    kinds = {"selective": Selective, "offload": Offload}
+    kind = kinds.get(str(spec.optimizations.gradient_checkpointing))
+    return None if kind is None else kind()
+
+
 class Selective(TrainerCallback):
-    """Every second layer keeps its activations. The trainer switches all layers on as training begins, after which
-    this is called."""
+    """Every second layer keeps its activations."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         for layer in decoder_layers(model)[1::2]:
             for module in layer.modules():
                 if hasattr(module, "gradient_checkpointing"):
                     module.gradient_checkpointing = False
+
+
+class Offload(TrainerCallback):
+    """The input that a checkpointed layer keeps waits in host memory."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        offload(model)
+
+
+def offload(model: Any) -> HostMemory:
+    """Makes every checkpointed layer keep its input in host memory, and returns that memory."""
+    memory = HostMemory()
+    layers = decoder_layers(model)
+    for layer in layers:
+        for module in layer.modules():
+            if _is_on(module):
+                module._gradient_checkpointing_func = memory.around(module._gradient_checkpointing_func)
+    setattr(layers[0], _KEEPS, memory)
+    return memory
+
+
+def offloaded(model: Any) -> dict[str, float]:
+    """For applied.json: GiB that the layers have moved to the host so far; empty where nothing is to be moved."""
+    memory = getattr(decoder_layers(model)[0], _KEEPS, None)
+    return {} if memory is None else {"checkpoints_moved_gb": memory.moved_bytes / GIB}
 
 
 def share(model: Any) -> float:
@@ -47,6 +82,17 @@ def proof(model: Any, spec: Experiment) -> list[str]:
     if spec.method.name == "unsloth":  # marks the model, not its layers
         found = float(any(_is_on(module) for module in model.modules()))
     wanted = -(-layers // 2) / layers if asked == "selective" else float(bool(asked))
-    if found == wanted:
-        return []
-    return [f"optimizations.gradient_checkpointing is {asked} and {found:.0%} of the layers do it"]
+    if found != wanted:
+        return [f"optimizations.gradient_checkpointing is {asked} and {found:.0%} of the layers do it"]
+    return _proof_of_offload(model, layers) if asked == "offload" else []
+
+
+def _proof_of_offload(model: Any, layers: int) -> list[str]:
+    memory = getattr(decoder_layers(model)[0], _KEEPS, None)
+    moved, back = (memory.moved, memory.fetched) if memory else (0, 0)
+    if moved < layers or back < layers:
+        return [
+            f"optimizations.gradient_checkpointing is offload and of {layers} layers {moved} moved their input to the "
+            f"host and {back} took it back"
+        ]
+    return []

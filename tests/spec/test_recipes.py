@@ -1,0 +1,125 @@
+"""The recipes that ship: each is whole, works on the methods it is for, and is found from any directory."""
+
+import pytest
+from typer.testing import CliRunner
+
+from ftbench.cli import app
+from ftbench.errors import SpecError
+from ftbench.spec.combinations import impossible, refused_here
+from ftbench.spec.experiment import resolve
+from ftbench.spec.load import load
+from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.recipes import recipes
+from ftbench.spec.sweep import cells
+
+H200 = (9, 0)
+MODEL = "model: {id: Qwen/Qwen3-8B, weights: random}\n"
+IS_FOR = {
+    "plain": ("lora", "qlora", "full", "unsloth"),
+    "fastest": ("lora", "qlora", "full"),
+    "fastest-fp8": ("lora",),
+    "smallest": ("qlora", "lora"),
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def file(text, name="spec.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+        return path
+
+    return file
+
+
+def test_every_recipe_is_for_some_method():
+    assert set(IS_FOR) == set(recipes())
+    assert all(recipes().values())
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name in IS_FOR for method in IS_FOR[name]])
+def test_a_recipe_works_on_each_method_it_is_for(write, name, method):
+    spec = resolve(load(write(f"extends: recipes/{name}.yaml\n{MODEL}method: {method}\n")), H200)
+    assert spec.method.name == method
+    assert impossible(spec) == []
+    assert refused_here(spec, H200) == []
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_states_every_optimization_so_that_it_is_the_same_wherever_it_is_laid(write, name):
+    loud = {"gradient_checkpointing": True, "length_grouping": True, "attention": "eager", "compile": "dynamic"}
+    lines = "".join(f"  {key}: {str(value).lower()}\n" for key, value in loud.items())
+    there = load(write(f"{MODEL}optimizations:\n{lines}train: {{optimizer: sgd}}\n"), [f"recipe={name}"])
+    alone = load(write(f"extends: recipes/{name}.yaml\n{MODEL}", "alone.yaml"))
+    assert there.optimizations == alone.optimizations
+    assert there.train.optimizer == alone.train.optimizer != "sgd"
+
+
+def test_plain_is_no_optimization_at_all(write):
+    spec = load(write(f"extends: recipes/plain.yaml\n{MODEL}"))
+    assert spec.optimizations == Optimizations()
+
+
+def test_fastest_fp8_is_fastest_and_fp8(write):
+    one, other = (load(write(MODEL), [f"recipe={name}"]) for name in ("fastest", "fastest-fp8"))
+    assert other.optimizations == one.optimizations.model_copy(update={"fp8": "tensorwise"})
+
+
+def test_a_file_beside_the_spec_comes_before_a_shipped_one(write):
+    write("optimizations: {compile: dynamic}\n", "deep/recipes/fastest.yaml")
+    spec = load(write(f"extends: recipes/fastest.yaml\n{MODEL}", "deep/spec.yaml"))
+    assert (spec.optimizations.compile, spec.optimizations.packing) == ("dynamic", False)
+
+
+def test_a_recipe_lies_between_what_a_file_extends_and_the_file(write):
+    write("train: {batch_size: 2, optimizer: sgd}\noptimizations: {liger: on}\n", "base.yaml")
+    spec = load(write(f"extends: base.yaml\nrecipe: fastest\n{MODEL}optimizations: {{compile: off}}\n"))
+    assert (spec.train.batch_size, spec.train.optimizer) == (2, "adamw_torch_fused")
+    assert (spec.optimizations.liger, spec.optimizations.packing, spec.optimizations.compile) == (False, True, False)
+
+
+def test_what_comes_behind_a_recipe_wins_over_it(write):
+    spec = load(write(MODEL), ["recipe=fastest", "optimizations.compile=off"])
+    assert (spec.optimizations.packing, spec.optimizations.compile) == (True, False)
+
+
+def test_recipes_are_an_axis_and_the_name_is_the_place_on_it(write):
+    axes = "{recipe: [plain, recipes/fastest.yaml, own.yaml], method: [lora, unsloth]}"
+    path = write(f"{MODEL}sweep: {{axes: {axes}}}\n")
+    write("optimizations: {compile: on}\n", "own.yaml")
+    found = cells(path, ())
+    assert [cell.values["recipe"] for cell in found[::2]] == ["plain", "fastest", str(path.parent / "own.yaml")]
+    for cell in found:
+        if cell.spec:
+            assert load(path, cell.sets) == cell.spec
+    assert "with method unsloth" in found[3].refused
+    write(path.read_text().replace("sweep: {", "sweep: {exclude: [{recipe: fastest, method: unsloth}], "))
+    assert len(cells(path, ())) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "sets", "said"),
+    [
+        ("extends: recipes/fastes.yaml\n", (), "extends: recipes/fastes.yaml: no such file"),
+        ("recipe: fastes\n", (), "did you mean fastest?"),
+        ("recipe: [fastest]\n", (), "is the name of one recipe"),
+        ("recipe: other.yaml\n", (), "not model: use `extends:` for that"),
+        ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, smallest"),
+        ("", ("recipe=",), "is the name of one recipe"),
+        ("", ("recipe=.",), "is a directory"),
+    ],
+)
+def test_a_recipe_that_is_none_is_told_with_those_that_there_are(write, text, sets, said):
+    write(MODEL, "other.yaml")
+    path = write(text + MODEL)
+    with pytest.raises(SpecError) as caught:
+        load(path, sets)
+    assert said in str(caught.value)
+    if text:
+        assert str(caught.value).startswith(f"{path}:1: ")
+
+
+def test_the_list_of_recipes_is_a_line_each():
+    lines = CliRunner().invoke(app, ["list", "recipes"]).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(recipes())

@@ -1,0 +1,335 @@
+"""`ftbench ablate`: what is run in which order, what is put together, and what is said about it. The logic with runs
+that are written as a worker would, the command with mock runs and once for real."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ftbench import rundir
+from ftbench.core.rows import StepRow
+from ftbench.errors import SpecError
+from ftbench.rundir import StepsWriter, claim_at, write_json
+from ftbench.spec import ladder
+from ftbench.spec.combinations import impossible
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import load
+from ftbench.sweep import ablate
+from ftbench.sweep.ablation import Ablation
+from ftbench.sweep.ladder import Ladder, Start
+from ftbench.sweep.plan import Options
+from sweeps import ENVIRONMENT, Folder, sweep, write_sweep
+
+GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
+STEP_S = {"compile": 0.7, "chunked_loss": 0.9, "packing": 0.5, "padding_free": 0.8, "gradient_checkpointing": 1.3,
+          "fp8": 0.8, "liger": 1.0, "fixed_shape": 1.1, "attention": 0.9}  # fmt: skip
+PEAK = {"gradient_checkpointing": 0.5, "chunked_loss": 0.9, "liger": 0.8}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(rundir.os, "fsync", lambda file: None)
+
+
+def spec(repeats=2, **sections):
+    values = {"name": "exp", "model": {"id": "tiny/qwen3", "weights": "random"}, "train": {"precision": "bf16"},
+              "measure": {"repeats": repeats}}  # fmt: skip
+    return ladder.plain(Experiment.model_validate(values | sections))
+
+
+def on(each):
+    found = {name: value for name, value in each.spec.optimizations.model_dump().items()
+             if value not in (False, "off", "auto")}  # fmt: skip
+    return found | ({"fused": True} if each.spec.train.optimizer != "adamw_torch" else {})
+
+
+def leave(each, loss=lambda step: 2.0, state="ok", step_s=STEP_S):
+    """The directory of a run whose speed and peak follow from what is on; repeats differ by a thousandth."""
+    run = claim_at(each.run.path)
+    write_json(run.spec_json, each.spec.model_dump(mode="json"))
+    write_json(run.machine, {"gpu": GPU})
+    order = "packed" if each.spec.optimizations.packing else "as they come"
+    write_json(run.applied, {"dataset": {"hash": order, "order_hash": order}})
+    if state == "ok":
+        seconds = math.prod(step_s.get(name, 1.0) for name in on(each)) * (1 + 0.001 * each.repeat)
+        peak = 40 * math.prod(PEAK.get(name, 1.0) for name in on(each))
+        writer = StepsWriter(run.steps)
+        writer.append([
+            StepRow(step=i, phase="train", elapsed_time_sec=i * seconds, real_tokens=400, label_tokens=400, samples=4,
+                    step_time_s=seconds + (5.0 if i == 1 and "compile" in on(each) else 0.0), loss=loss(i),
+                    peak_memory_gb=peak, peak_reserved_gb=peak)
+            for i in range(1, 21)
+        ])  # fmt: skip
+        writer.close()
+    reason = {} if state == "ok" else {"reason": "the kernel broke"}
+    write_json(run.state, {"schema": 1, "state": state, "wall_s": 60.0, **reason})
+
+
+@pytest.fixture
+def climb(tmp_path):
+    """Runs the ladder of some optimizations to its end; returns it and what was started, by the names of its rungs."""
+
+    def run(*only, outcome=lambda each: {}, objective="speed", repeats=2, **sections):
+        plan = made(tmp_path, *only, objective=objective, repeats=repeats, **sections)
+        started = []
+        while (each := plan.next(lambda each: True)) is not None:
+            started.append(f"{each.values['rung']} {each.repeat}")
+            leave(each, **outcome(each))
+            plan.ended(each)
+        return plan, started
+
+    return run
+
+
+def made(folder, *only, objective="speed", repeats=2, **sections):
+    start = Start(
+        spec(repeats, **sections), ladder.rungs("adamw_torch", only), objective,
+        lambda found: "; ".join(impossible(found)) or None,
+    )  # fmt: skip
+    return Ladder(start, Options(folder / "exp", GPU["name"], ("recipe=plain",)))
+
+
+def table(plan, folder):
+    folder.mkdir(exist_ok=True)
+    return Ablation(folder, plan, GPU["name"], list(plan.refused.items()))
+
+
+# --- what is run, and in which order ---------------------------------------------------------------------------------
+
+
+def test_every_rung_runs_once_before_any_runs_twice_and_combinations_come_last(climb):
+    _, started = climb("compile", "chunked_loss")
+    alone = ("plain", "chunked loss", "compile", "compile dynamic")
+    assert started[:8] == [f"{name} {repeat}" for repeat in (1, 2) for name in alone]
+    assert started[8:] == ["compile + chunked loss 1", "compile + chunked loss 2"]  # dynamic says no more than on
+
+
+def test_what_helps_is_put_together_the_most_helpful_first_and_the_rest_left_out(climb):
+    plan, _ = climb("packing", "chunked_loss", "fp8", "liger", "gradient_checkpointing")
+    assert ladder.words(plan.best) == "packing + compile + fp8 tensorwise + chunked loss"
+    kept = [climb.name for climb in plan.climbs if climb.kept]
+    assert kept == [
+        "packing", "packing + compile + fp8 tensorwise", "packing + compile + fp8 tensorwise + chunked loss",
+    ]  # fmt: skip
+    tried = {climb.rung.key for climb in plan.climbs}
+    assert "liger" not in tried  # nothing that can be told from noise
+    assert "gradient_checkpointing" not in tried  # slower
+
+
+def test_the_smallest_is_asked_for_by_its_own_word(climb):
+    plan, _ = climb("packing", "chunked_loss", "liger", "gradient_checkpointing selective", objective="memory")
+    assert ladder.words(plan.best) == "gradient checkpointing selective + liger + chunked loss"
+
+
+def test_one_run_of_each_is_enough_for_a_peak_and_for_a_speed_whose_steps_tell_it(climb):
+    plan, started = climb("chunked_loss", "liger", repeats=1)
+    assert started == ["plain 1", "chunked loss 1", "liger 1"]
+    assert ladder.words(plan.best) == "chunked loss"
+    assert plan.pair(plan.best, {}).speed.basis == "steps"
+
+
+def test_what_cannot_go_on_top_of_what_was_kept_is_told_and_not_run(climb):
+    plan, started = climb("packing", "padding_free")
+    (told,) = [climb for climb in plan.climbs if climb.rung.key == "padding_free"]
+    assert "set padding_free to off" in told.reason
+    assert not [name for name in started if "packing + padding" in name]
+
+
+def test_what_helps_only_on_top_of_something_that_was_kept_later_gets_a_second_try(climb):
+    def outcome(each):
+        both = on(each).keys() >= {"packing", "chunked_loss", "compile"}
+        bad = {"packing", "compile"} <= on(each).keys() and not both
+        return {"step_s": STEP_S | ({"compile": 1.5} if bad else {})}
+
+    plan, _ = climb("packing", "compile", "chunked_loss", outcome=outcome)
+    assert [climb.kept for climb in plan.climbs if climb.rung.name == "compile"] == [False, True]
+    assert set(plan.best) == {f"optimizations.{name}" for name in ("packing", "chunked_loss", "compile")}
+
+
+def test_a_companion_alone_is_taken_where_the_rung_adds_nothing_to_it(climb):
+    plan, _ = climb("fixed_shape")
+    assert ladder.words(plan.best) == "compile"
+
+
+def test_a_failing_optimization_is_a_row_with_its_reason_and_is_not_tried_again(climb, tmp_path):
+    plan, started = climb(
+        "liger", "chunked_loss", "fp8", outcome=lambda each: {"state": "error"} if "chunked_loss" in on(each) else {}
+    )
+    assert [name for name in started if name.startswith("chunked")] == ["chunked loss 1"]
+    assert ladder.words(plan.best) == "compile + fp8 tensorwise"
+    text = table(plan, tmp_path / "exp").markdown()
+    assert "error: the kernel broke" in text
+    again = made(tmp_path, "liger", "chunked_loss", "fp8")
+    assert again.next(lambda each: pytest.fail(f"{each.what} is run again")) is None
+
+
+def test_what_does_not_learn_the_same_is_flagged_and_not_taken(climb, tmp_path):
+    def outcome(each):
+        return {"loss": lambda step: 2.1} if "chunked_loss" in on(each) else {}
+
+    plan, _ = climb("liger", "chunked_loss", "fp8", outcome=outcome)
+    assert "optimizations.chunked_loss" not in plan.best
+    found = table(plan, tmp_path / "exp")
+    assert "OUTSIDE 1 % (5 %)" in found.markdown()
+    assert "chunked loss does not learn what the plain recipe does" in " ".join(found.rungs().notes)
+    (record,) = [one for one in found.document()["rungs"] if one["name"] == "chunked loss"]
+    assert (record["loss_parity"], record["loss_tolerance"]) == ("outside", 0.01)
+
+
+def test_without_figures_of_the_plain_recipe_nothing_is_put_together(climb, tmp_path):
+    plan, _ = climb("chunked_loss", outcome=lambda each: {"state": "oom"} if not on(each) else {})
+    assert (plan.best, plan.climbs) == ({}, [])
+    assert "the kernel broke" in table(plan, tmp_path / "exp").verdict("{}")[0]
+
+
+def test_resumed_it_starts_nothing_again_and_finds_the_same(climb, tmp_path):
+    first, _ = climb("packing", "chunked_loss", "compile")
+    again = made(tmp_path, "packing", "chunked_loss", "compile")
+    assert again.next(lambda each: pytest.fail(f"{each.what} is run again")) is None
+    assert (again.best, again.climbs) == (first.best, first.climbs)
+
+
+def test_no_combination_before_every_rung_has_run(tmp_path):
+    plan = made(tmp_path, "chunked_loss")
+    first = plan.next(lambda each: True)
+    leave(first)
+    plan.ended(first)
+    assert plan.next(lambda each: False) is None  # there is no time for more
+    assert plan.climbs == []
+    assert "3 runs are still to come before anything is put together" in table(plan, tmp_path / "exp").markdown()
+
+
+def test_a_rung_that_cannot_work_is_told_and_not_run(climb, tmp_path):
+    plan, started = climb("fp8", "chunked_loss", method={"name": "qlora"})
+    assert not [name for name in started if "fp8" in name]
+    assert "use lora" in plan.refused["compile + fp8 tensorwise"]
+    assert "- compile + fp8 tensorwise: optimizations.fp8 needs" in table(plan, tmp_path / "exp").markdown()
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_each_row_says_what_the_optimization_brought(climb, tmp_path):
+    plan, _ = climb("compile", "liger")
+    rows = {row[0]: dict(zip(found.headings, row, strict=True)) for found in [table(plan, tmp_path / "exp").rungs()]
+            for row in found.rows}  # fmt: skip
+    assert rows["compile"]["Δ speed"].startswith("+42.9 % [")
+    assert rows["compile"]["first step (Δ)"] == "5.70 s (+4.70 s)"
+    assert rows["compile"]["break-even"] == "after step 17"
+    assert rows["liger"]["Δ speed"].startswith("≈ +0.0 %")
+    assert rows["liger"]["peak GiB (Δ)"] == "32.0 (-8.00, -20.0 %)"
+    assert rows["liger"]["Δ loss"] == "+0 %, within 1 % (0 %)"
+
+
+def test_the_best_is_a_spec_that_gives_the_run_it_was(climb, tmp_path):
+    plan, _ = climb("packing", "chunked_loss", "optimizer", optimizations={"liger": True})
+    source, best = tmp_path / "spec.yaml", tmp_path / "deep" / "best.yaml"
+    best.parent.mkdir()
+    source.write_text("name: exp\nmodel: {id: tiny/qwen3, weights: random}\noptimizations: {liger: on}\n")
+    request = ablate.Request(source, ["train.precision=bf16"])
+    ablate.write_best(request, table(plan, tmp_path / "exp"), best)
+    wanted = ladder.changed(plan.start.spec, plan.best)
+    found = load(best, ["name=exp"])
+    assert (found.optimizations, found.train, found.model) == (wanted.optimizations, wanted.train, wanted.model)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments, within=90):
+    done = subprocess.run(
+        [sys.executable, "-m", "ftbench", "ablate", *map(str, arguments)], env=os.environ | ENVIRONMENT,
+        capture_output=True, text=True, timeout=within,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def test_the_command_runs_resumes_tells_and_writes_the_best(tmp_path):
+    path, out, best = write_sweep(tmp_path), tmp_path / "out", tmp_path / "best.yaml"
+    asked = (path, "--out", out, "--only", "liger,chunked_loss,fp8", "--repeats", 1, "--steps", 8, "-o", best)
+    planned = command(*asked, "--dry-run", "--json")
+    assert [line["state"] for line in json.loads(planned.stdout)] == ["pending"] * 4 + ["impossible"] * 2
+    assert not list(out.glob("*/*/state.json"))
+    done = command(*asked, "--json")
+    assert done.returncode == 0, done.stderr
+    found, folder = json.loads(done.stdout), Folder(out)
+    assert found["best"]["changes"] == {
+        "optimizations.compile": True, "optimizations.liger": True, "optimizations.chunked_loss": True,
+    }  # fmt: skip
+    assert (found["plain"]["runs_ok"], found["left"], len(found["rungs"])) == (1, 0, 5)
+    assert load(best).optimizations.liger
+    assert "Best for speed: compile + liger + chunked loss" in (folder.path / "ablation.md").read_text()
+    runs = folder.content()
+    text = command(*asked[:-2])
+    assert (text.returncode, folder.content()) == (0, runs)
+    assert "optimizations: {compile: on, liger: on, chunked_loss: on}" in text.stdout
+    told = sweep(None, out, "--status", str(folder.path))
+    assert told.code == 0
+    assert f"{len(runs)} ok" in told.stdout
+
+
+def test_an_optimization_that_crashes_does_not_stop_the_rest(tmp_path):
+    path, out = write_sweep(tmp_path, launch={"mock": "flaky"}), tmp_path / "out"
+    done = command(path, "--out", out, "--only", "liger", "--repeats", 2)
+    assert done.returncode == 1
+    assert sorted(Folder(out).told()) == ["error", "error"]  # repeat 2 of neither is tried
+    assert "The plain recipe has no figures (error" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "complie"], "did you mean compile?"),
+        (["--only", ""], "--only : is no optimization"),
+        (["--objective", "cheap"], "'cheap' is no objective; allowed: speed, memory"),
+        (["--repeats", "0"], "--repeats"),
+        (["--steps", "0"], "--steps"),
+        (["--steps", "many"], "--steps"),
+        (["--time-budget", "soon"], "write it as 8h"),
+        (["-o", "."], "-o .: is a directory"),
+        (["-o", "nowhere/best.yaml"], "its folder does not exist"),
+        (["-o", "SPEC"], "is the spec itself"),
+        (["--set", "optimizations.compile=sometimes"], "must be on, off or dynamic"),
+        (["--set", "method=unslot"], "did you mean unsloth?"),
+    ],
+)
+def test_a_mistake_is_a_sentence_before_anything_is_run(tmp_path, arguments, said):
+    path = write_sweep(tmp_path)
+    done = command(path, "--out", tmp_path / "out", *(str(path) if a == "SPEC" else a for a in arguments))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_a_spec_that_is_none_is_a_sentence(tmp_path, name):
+    done = command(tmp_path / name)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ftbench: ")
+
+
+def test_check_output_takes_a_new_file(tmp_path):
+    path = write_sweep(tmp_path)
+    ablate.check_output(ablate.Request(path), tmp_path / "best.yaml")
+    with pytest.raises(SpecError):
+        ablate.check_output(ablate.Request(path), path)
+
+
+@pytest.mark.slow
+def test_a_real_ablation_on_the_cpu(tmp_path, cache):
+    path = write_sweep(tmp_path, launch={"mock": "off"})
+    done = command(path, "--out", tmp_path / "out", "--only", "chunked_loss", "--repeats", 1, "--steps", 8, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (rung,) = found["rungs"]
+    assert (rung["loss_parity"], rung["loss_tolerance"], rung["runs_ok"]) == ("within", 0.01, 1)
+    assert rung["speed_low"] < rung["speed_ratio"] < rung["speed_high"]
+    assert found["plain"]["tokens_per_s"] > 0
+    orders = {run["dataset"]["order_hash"] for run in found["runs"]}
+    assert len(orders) == 1
