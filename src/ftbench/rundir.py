@@ -58,6 +58,7 @@ _FILES = {
     "log": "log.txt",
     "samples": "samples.json",
     "adapter": "adapter",
+    "profile": "profile",
     "reserve": ".reserve",
 }
 
