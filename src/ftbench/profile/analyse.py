@@ -9,18 +9,17 @@ from typing import Any
 from ftbench.profile.gaps import longest
 from ftbench.profile.groups import GROUPS, OTHER
 from ftbench.profile.trace import Trace
-from ftbench.profile.work import Phases, Work, complement, union, work_of
+from ftbench.profile.work import Phases, Work, complement, union
 
 SCHEMA = 1
 _MOST_KERNELS, _MOST_OPERATORS, _MOST_GAPS = 300, 60, 10
 
 
-def analyse(trace: Trace, step_before_s: float | None = None) -> dict[str, Any]:
-    """The document. All totals are of the whole window, `steps` long; shares of kernels and groups are of the time that
+def analyse(trace: Trace, work: Sequence[Work], step_before_s: float | None = None) -> dict[str, Any]:
+    """The document; `work` is that of the trace (`work_of`). All totals are of the whole window, `steps` long; shares of kernels and groups are of the time that
     kernels took. `step_before_s` is the median step before the profiler ran, in seconds: profiling makes launches
     slower, so `busy_share_unprofiled` holds the GPU's time against that."""
     phases = Phases(trace.phases)
-    work = work_of(trace, phases)
     begin, end = trace.window
     busy = union(((each.begin, each.end) for each in work), begin, end)
     gaps = complement(busy, begin, end)

@@ -59,6 +59,7 @@ class Trace:
     spans, by begin; `gpu` is the name of the first GPU in the file."""
 
     gpu: str | None = None
+    origin: float = 0.0  # when the first step begins on the file's clock
     kernels: list[Kernel] = field(default_factory=list)
     threads: dict[Any, list[Span]] = field(default_factory=dict)
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -172,7 +173,7 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
 def _settle(trace: Trace) -> None:
     """Times from the first step on, everything in order, each span with the one around it."""
     trace.steps.sort()
-    origin = trace.steps[0][0]
+    origin = trace.origin = trace.steps[0][0]
     trace.steps = [(begin - origin, end - origin) for begin, end in trace.steps]
     trace.phases = sorted((begin - origin, end - origin, name) for begin, end, name in trace.phases)
     for kernel in trace.kernels:

@@ -51,8 +51,9 @@ class Phases:
                 yield name, length
 
 
-def work_of(trace: Trace, phases: Phases) -> list[Work]:
+def work_of(trace: Trace) -> list[Work]:
     """What the device did, in the order of its beginning: kernels and copies, or on a CPU the operators themselves."""
+    phases = Phases(trace.phases)
     loss = _loss_sequences(trace, phases)
     return list(_on_gpu(trace, phases, loss) if trace.kernels else _on_cpu(trace, phases, loss))
 

@@ -11,6 +11,9 @@ from functools import wraps
 from typing import Any
 
 import torch
+from trl.trainer import sft_trainer
+
+from ftbench.worker.optimizations import chunked_loss
 
 PREFIX = "ftbench."
 
@@ -61,5 +64,8 @@ def mark(loop: Any, ranges: Ranges) -> None:
     loop.accelerator.backward = ranges.around(loop.accelerator.backward, "backward", "data")
     loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, "clip", "data")
     base = loop.model.get_base_model() if hasattr(loop.model, "get_base_model") else loop.model
-    if isinstance(getattr(type(base), "loss_function", None), property):  # transformers' own; others name their kernels
+    if isinstance(getattr(type(base), "loss_function", None), property):  # transformers' own
         base.loss_function = ranges.around(base.loss_function, "loss", "forward")
+    for module, name in ((chunked_loss, "chunked_loss"), (sft_trainer, "_chunked_cross_entropy_loss")):
+        if hasattr(module, name):  # trl's has another name in other versions; the names of its kernels tell it too
+            setattr(module, name, ranges.around(getattr(module, name), "loss", "forward"))
