@@ -11,9 +11,9 @@ _MOST = 72
 def short(name: str) -> str:
     """`vectorized_elementwise_kernel (CUDAFunctor_add)` for the two hundred characters of PyTorch's own; names of other
     kinds stay, cut in the middle where they are long."""
-    text = name.removeprefix("void ")
+    text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     if "<" not in text:
-        return _cut(text.partition("(")[0] if text.startswith(("at::", "cub::")) or "(" in text[1:] else text)
+        return _cut(text if text.startswith("Mem") else text.partition("(")[0])
     head = text.partition("<")[0].split("(")[0].rsplit("::", 1)[-1]
     inner = [found for found in dict.fromkeys(_FUNCTOR.findall(text.partition("<")[2])) if found not in head]
     if head in ("Kernel", "Kernel2", "device_kernel", "kernel"):  # CUTLASS: the template says it all

@@ -38,7 +38,7 @@ def finish(run: RunDir) -> None:
     try:
         rundir.write_json(run.profile / KERNELS, document)
         rundir.write_json(run.profile / TIMELINE, picture, indent=None)
-        rundir.write_text(run.profile / PICTURE, timeline.svg(picture))
+        rundir.write_text(run.profile / PICTURE, timeline.svg(picture, run.run_id))
         raw.unlink()
     except OSError as error:
         raise rundir.disk_error(run.profile, error) from None

@@ -62,8 +62,8 @@ def _lane(work: Iterable[Work], group: str, begin: float, end: float) -> list[li
     return [[round(first * size, 4), round(last * size, 4), tenths / 10] for first, last, tenths in lane]
 
 
-def svg(picture: dict[str, Any]) -> str:
-    """A self-contained SVG; every text in it is escaped."""
+def svg(picture: dict[str, Any], name: str) -> str:
+    """A self-contained SVG that says whose it is; every text in it is escaped."""
     total = picture["ms"] or 1.0
     lanes = list(picture["groups"])
     height = _TOP + _LANE * (len(lanes) + 2) + 22
@@ -76,7 +76,7 @@ def svg(picture: dict[str, Any]) -> str:
             f'height="{_LANE - 4}" fill="{colour}" fill-opacity="{strength:.2f}"><title>{_text(title)}</title></rect>'
         )
 
-    parts = [_label(f"{picture['device']}, step {picture['step']} of those profiled", 4, 14)]
+    parts = [_label(f"{name}: one step on the {picture['device']}, {picture['ms']:.1f} ms with the profiler", 4, 14)]
     for lane, group in enumerate(lanes):
         parts.append(_label(group, 4, _baseline(lane)))
         parts += [

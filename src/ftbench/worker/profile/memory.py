@@ -20,7 +20,7 @@ from ftbench.worker.profile.ranges import PREFIX, Ranges
 SCHEMA = 1
 MEMORY, OOM = "memory.json", "oom.json"
 _MOST_EVENTS = 400_000
-_OURS = ("/ftbench/", "/transformers/", "/peft/", "/trl/", "/unsloth", "/bitsandbytes/", "/liger_kernel/")
+_KNOWN = ("ftbench", "transformers", "peft", "trl", "unsloth", "unsloth_zoo", "bitsandbytes", "liger_kernel")
 
 
 class Memory:
@@ -161,6 +161,8 @@ def frame_of(frames: Sequence[tuple[str, int, str]]) -> str:
     """The innermost frame of the libraries that people know their way in; `frames` (file, line, function), innermost
     first."""
     for file, line, name in frames:
-        if any(part in file for part in _OURS) and "/worker/profile/" not in file:
-            return f"{'/'.join(Path(file).parts[-3:])}:{line} {name}"
+        parts = Path(file).parts
+        package = next((place for place in reversed(range(len(parts))) if parts[place] in _KNOWN), None)
+        if package is not None and parts[-3:-1] != ("worker", "profile"):
+            return f"{'/'.join(parts[package:])}:{line} {name}"
     return ""
