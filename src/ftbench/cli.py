@@ -38,7 +38,7 @@ def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json
     from ftbench.report.card import card
 
     result = _trained(spec, sets or [], out)
-    print(json.dumps(_as_document(result), ensure_ascii=False) if as_json else card(result.summary, result.run))
+    print(json.dumps(result.document(), ensure_ascii=False) if as_json else card(result.summary, result.run))
     raise typer.Exit(result.exit_code)
 
 
@@ -56,16 +56,15 @@ def profile(
 ) -> None:
     """Record what a few steady steps do: kernels by group, idle gaps and their cause, memory by what it is for."""
     from ftbench.profile import command
+    from ftbench.report.card import card
 
     if diff is not None:
         print(command.compared(diff, spec, as_json))
         return
     result = _trained(*command.request(spec, sets or [], steps, nsys), out)
     if as_json:
-        print(json.dumps(_as_document(result) | {"profile": command.document(result.run)}, ensure_ascii=False))
+        print(json.dumps(result.document() | {"profile": command.document(result.run)}, ensure_ascii=False))
     else:
-        from ftbench.report.card import card
-
         print(command.shown(result.run) or card(result.summary, result.run))
     raise typer.Exit(result.exit_code)
 
@@ -250,12 +249,6 @@ def _trained(spec: Path, sets: list[str], out: Path) -> Result:
     result = runner.run(spec, sets, out, live.start, live.tick)
     live.stop()
     return result
-
-
-def _as_document(result: Result) -> dict[str, object]:
-    from ftbench.summary import as_dict
-
-    return {"run_dir": str(result.run.path), "state": result.summary.state, "summary": as_dict(result.summary)}
 
 
 def _result(text: str, output: Path | None) -> None:

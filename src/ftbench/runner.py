@@ -36,6 +36,12 @@ class Result:
     summary: RunSummary
     exit_code: int
 
+    def document(self) -> dict[str, Any]:
+        """What `--json` prints of it."""
+        return {
+            "run_dir": str(self.run.path), "state": self.summary.state, "summary": summary.as_dict(self.summary),
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Order:

@@ -65,7 +65,7 @@ def summarise(run: RunDir) -> RunSummary:
 
 def profiled(spec: dict[str, Any]) -> bool:
     """Whether a resolved spec asks for a profile: such a run's times are no measurement."""
-    return spec.get("measure", {}).get("profile", "off") != "off"
+    return bool(spec.get("measure", {}).get("profile", "off") != "off")
 
 
 def as_dict(summary: RunSummary) -> dict[str, Any]:

@@ -14,7 +14,9 @@ ADD = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
     "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)"
 )
-FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::bfloat16_t>>"
+FLASH = (
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::bfloat16_t>>"
+)
 SOFTMAX = (
     "void at::native::(anonymous namespace)::cunn_SoftMaxForwardGmem<4, float, float, float, "
     "at::native::(anonymous namespace)::LogSoftMaxForwardEpilogue, long>(float*, float const*, long)"
@@ -50,7 +52,9 @@ class GpuTrace:
         """A call at `at` on a thread, and the kernel that it begins."""
         self._next += 1
         args = {"External id": self._next, "correlation": self._next}
-        self.add("cuda_driver" if call.startswith("cu") and call[2].isupper() else "cuda_runtime", call, at, 2, tid, **args)
+        self.add(
+            "cuda_driver" if call.startswith("cu") and call[2].isupper() else "cuda_runtime", call, at, 2, tid, **args
+        )
         self.add(cat, name, begin, length, STREAM, device=0, stream=STREAM, grid=[1, 1, 1], **args)
         for ph, pid, thread, ts in (("s", MAIN, tid, at), ("f", 0, STREAM, begin)):
             self.events.append({"ph": ph, "id": self._next, "pid": pid, "tid": thread, "ts": ORIGIN + ts,

@@ -1,14 +1,14 @@
 import xml.etree.ElementTree as ET
 
 import pytest
+from gpu_traces import ADD, GEMM, training
+from test_trace import RECORDED
 
 from ftbench.profile import timeline
 from ftbench.profile.analyse import analyse
 from ftbench.profile.gaps import PYTHON
 from ftbench.profile.trace import read
 from ftbench.profile.work import complement, union, work_of
-from gpu_traces import ADD, GEMM, training
-from test_trace import RECORDED
 
 
 @pytest.fixture
@@ -75,7 +75,12 @@ def test_phases_have_the_work_that_was_launched_in_them(document):
 
 def test_operators_have_the_time_of_their_kernels(document):
     (mm,) = [each for each in document["operators"] if each["name"] == "aten::mm"]
-    assert mm == {"name": "aten::mm", "calls": 2, "cpu_ms": pytest.approx(0.04, abs=1e-4), "device_ms": pytest.approx(0.6, abs=1e-4)}
+    assert mm == {
+        "name": "aten::mm",
+        "calls": 2,
+        "cpu_ms": pytest.approx(0.04, abs=1e-4),
+        "device_ms": pytest.approx(0.6, abs=1e-4),
+    }
 
 
 def test_work_that_nobody_launched_within_the_trace_counts_all_the_same(tmp_path):
@@ -121,7 +126,9 @@ def test_every_call_is_counted_once(recorded):
 def test_the_picture_shows_one_step(recorded):
     picture = timeline.reduce(recorded, work_of(recorded))
     assert picture["ms"] == pytest.approx(recorded.window[1])
-    assert all(0 <= begin < end <= picture["ms"] * 1.001 for lane in picture["groups"].values() for begin, end, _ in lane)
+    assert all(
+        0 <= begin < end <= picture["ms"] * 1.001 for lane in picture["groups"].values() for begin, end, _ in lane
+    )
     shown = sum((end - begin) * share for lane in picture["groups"].values() for begin, end, share in lane)
     assert shown == pytest.approx(analyse(recorded, work_of(recorded))["busy_ms"], rel=0.1)
     root = ET.fromstring(timeline.svg(picture, "a run"))

@@ -17,14 +17,14 @@ NAMES = {
         "void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, float, 128, 16, 4, 4, false>(...)",
         # CUTLASS, in torch's float8 products too
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_nn_align8>(...)",
-        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<...",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUni<",
         # Inductor's templates, bitsandbytes' product with 4-bit weights, Triton's for experts
         "triton_tem_fused_addmm_mm_3",
         "void kgemm_4bit_inference_naive<__nv_bfloat16, 128, 16>(int, int, int, ...)",
         "_matmul_ogs_NNT_bf16xbf16xmxfp4_128x256x128x1",
     ],
     "attention": [
-        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4, false, false, cutlass::bfloat16_t>>",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4, false, false, bf16_t>>",
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128, 64, 128, 8>>",
         "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<128, 64, 128, 8>>",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
@@ -36,9 +36,9 @@ NAMES = {
         "triton_tem_fused_flex_attention_backward_5",
     ],
     "norm/elementwise": [
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul> >",
-        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::...",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, char*>",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float>",
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy_vectorized<...>",
         "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long, long, long, bool)",
         "triton_poi_fused_mul_silu_4",
@@ -48,7 +48,7 @@ NAMES = {
         "_rms_norm_forward_kernel", "_swiglu_backward_kernel", "_triton_rope",
     ],
     "quantise/dequantise": [
-        "void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*, unsigned char*, float*, __nv_bfloat16*, int, int)",
+        "void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*, unsigned char*, float*, __nv_bfloat16*, int)",
         "void kQuantizeBlockwise<float, 256, 2, 0, 0>(float*, float*, float*, unsigned char*, float*, int, int)",
         "triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_4",
         "triton_red_fused_abs_amax_7",

@@ -3,10 +3,10 @@ import json
 from pathlib import Path
 
 import pytest
+from gpu_traces import ADD, GEMM, training
 
 from ftbench.profile import store, trace
 from ftbench.profile.trace import TraceError, read
-from gpu_traces import ADD, GEMM, training
 
 # One step of tiny/qwen3 with LoRA on a CPU, recorded by `ftbench profile --steps 1` with torch 2.13.
 RECORDED = Path(__file__).parent / "traces" / "tiny-qwen3-lora-cpu.json.gz"
@@ -77,7 +77,9 @@ def test_a_trace_cut_short_anywhere_is_said_to_be(path):
 
 def test_names_that_are_no_unicode_do_no_harm(path):
     path.write_bytes(path.read_bytes().replace(b"CUDAFunctor_add", b"\xff\xfe\x01"))
-    assert len(read(path).kernels) == len(training().events and [e for e in training().events if e["cat"] in trace._ON_GPU])
+    assert len(read(path).kernels) == len(
+        training().events and [e for e in training().events if e["cat"] in trace._ON_GPU]
+    )
 
 
 def test_one_that_is_too_large_is_not_read(path, monkeypatch):

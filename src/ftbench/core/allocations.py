@@ -1,8 +1,8 @@
 """A history of allocations → memory by what it is for over one step, and what is alive where it is highest.
 
-Categories: `weights` (of the model, with what quantised ones need to be read), `adapters`, `gradients`, `optimizer` (its
-state), `activations` (made in a forward pass and alive when its backward pass begins), `temporary` (all else that is
-made within the step), `other` (held before the step and by none of these: batches, workspaces, caches).
+Categories: `weights` (of the model, with what quantised ones need to be read), `adapters`, `gradients`, `optimizer`
+(its state), `activations` (made in a forward pass and alive when its backward pass begins), `temporary` (all else that
+is made within the step), `other` (held before the step and by none of these: batches, workspaces, caches).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ftbench.core import phases as parts
 from ftbench.core.units import GIB
 
 CATEGORIES = ("weights", "adapters", "gradients", "optimizer", "activations", "temporary", "other")
-_FORWARD = ("forward", "loss", "metrics")
+_FORWARD = (parts.FORWARD, parts.LOSS, parts.METRICS)
 _POINTS, _MOST_ALIVE = 240, 40
 
 
@@ -96,7 +97,7 @@ def _blocks(history: History) -> list[_Block]:
 
 def _categorise(blocks: Sequence[_Block], history: History) -> None:
     times = [event.time for event in history.events]
-    backward = [bisect_left(times, time) for time, name in history.marks if name == "backward"]
+    backward = [bisect_left(times, time) for time, name in history.marks if name == parts.BACKWARD]
     update = bisect_left(times, history.gradients_at)
     phases, last = _Phases(history.marks), len(times)
     for block in blocks:
@@ -110,7 +111,7 @@ def _categorise(blocks: Sequence[_Block], history: History) -> None:
         elif (
             phases.at(times[block.begin]) in _FORWARD
             and next_backward < len(backward)
-            and block.end > backward[next_backward]
+            and block.end >= backward[next_backward]
         ):
             block.category = "activations"
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ftbench.core.phases import BACKWARD
 from ftbench.profile.gaps import longest
 from ftbench.profile.groups import GROUPS, OTHER
 from ftbench.profile.trace import Trace
@@ -16,9 +17,9 @@ _MOST_KERNELS, _MOST_OPERATORS, _MOST_GAPS = 300, 60, 10
 
 
 def analyse(trace: Trace, work: Sequence[Work], step_before_s: float | None = None) -> dict[str, Any]:
-    """The document; `work` is that of the trace (`work_of`). All totals are of the whole window, `steps` long; shares of kernels and groups are of the time that
-    kernels took. `step_before_s` is the median step before the profiler ran, in seconds: profiling makes launches
-    slower, so `busy_share_unprofiled` holds the GPU's time against that."""
+    """The document; `work` is that of the trace (`work_of`). All totals are of the whole window, `steps` long; shares
+    of kernels and groups are of the time that kernels took. `step_before_s` is the median step before the profiler ran,
+    in seconds: profiling makes launches slower, so `busy_share_unprofiled` holds the GPU's time against that."""
     phases = Phases(trace.phases)
     begin, end = trace.window
     busy = union(((each.begin, each.end) for each in work), begin, end)
@@ -38,7 +39,7 @@ def analyse(trace: Trace, work: Sequence[Work], step_before_s: float | None = No
         "busy_share": busy_ms / (end - begin),
         "busy_share_unprofiled": min(1.0, busy_ms / steps / before_ms) if before_ms and trace.kernels else None,
         "covered_share": 1 - sum(group["share"] for group in groups if group["group"] == OTHER) if total else None,
-        "backward_share": _share(work, "backward", total),
+        "backward_share": _share(work, BACKWARD, total),
         "groups": groups,
         "kernels": _kernels(work, total),
         "operators": _operators(trace, work),
@@ -93,9 +94,7 @@ def _operators(trace: Trace, work: Iterable[Work]) -> list[dict[str, Any]]:
                 cpu[span.name] += span.end - span.begin
                 calls[span.name] += 1
     order = sorted(cpu, key=lambda name: (-device[name], -cpu[name]))[:_MOST_OPERATORS]
-    return [
-        {"name": name, "calls": calls[name], "cpu_ms": cpu[name], "device_ms": device[name]} for name in order
-    ]
+    return [{"name": name, "calls": calls[name], "cpu_ms": cpu[name], "device_ms": device[name]} for name in order]
 
 
 def _phases(

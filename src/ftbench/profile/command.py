@@ -20,7 +20,7 @@ def request(spec: Path | None, sets: Sequence[str], steps: int | None, nsys: boo
     if spec is None:
         raise SpecError("profile: name a spec file, or two profiled runs with --diff A B")
     count = [f"measure.profile_steps={steps}"] if steps is not None else []
-    return spec, [*sets, f"measure.profile={'nsys' if nsys else 'on'}", *count]
+    return spec, [f"measure.profile={'nsys' if nsys else 'on'}", *count, *sets]
 
 
 def shown(run: RunDir) -> str:

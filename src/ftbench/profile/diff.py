@@ -75,7 +75,9 @@ def _alone(this: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
     mine: dict[str, dict[str, Any]] = {}
     for kernel in this["kernels"]:
         if kernel["name"] not in known:
-            entry = mine.setdefault(kernel["name"], {"name": kernel["name"], "group": kernel.get("group"), "ms": 0.0, "calls": 0.0})
+            entry = mine.setdefault(
+                kernel["name"], {"name": kernel["name"], "group": kernel.get("group"), "ms": 0.0, "calls": 0.0}
+            )
             entry["ms"] += kernel["time_ms"] / this["steps"]
             entry["calls"] += (kernel["calls"] or 0) / this["steps"]
     return sorted(mine.values(), key=lambda entry: -entry["ms"])[:_MOST_ALONE]
@@ -86,13 +88,21 @@ def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
     lines = [f"A  {names[0]}: {_about(a)}", f"B  {names[1]}: {_about(b)}"]
     if not found["same_gpu"]:
         lines.append(f"note: not the same GPU: {a['gpu'] or 'none (CPU)'} against {b['gpu'] or 'none (CPU)'}")
-    lines += ["", f"{'ms a step':<22}{'A':>10}{'B':>10}{'B - A':>11}{'B / A':>8}{'of all':>9}{'calls A':>10}{'calls B':>10}"]
-    lines += [_line(row["group"], row, row["share_of_difference"], row["a_calls"], row["b_calls"]) for row in found["groups"]]
+    lines += [
+        "",
+        f"{'ms a step':<22}{'A':>10}{'B':>10}{'B - A':>11}{'B / A':>8}{'of all':>9}{'calls A':>10}{'calls B':>10}",
+    ]
+    lines += [
+        _line(row["group"], row, row["share_of_difference"], row["a_calls"], row["b_calls"]) for row in found["groups"]
+    ]
     lines += [_line(name, found[key]) for name, key in (("all kernels", "kernels"), ("idle", "idle"), ("step", "step"))]
     for side, key in (("A", "only_a"), ("B", "only_b")):
         if found[key]:
             lines += ["", f"only in {side}: ms and calls a step"]
-            lines += [f"{each['ms']:>10.3f}{each['calls']:>9,.0f}  {short(each['name'])} ({each['group']})" for each in found[key]]
+            lines += [
+                f"{each['ms']:>10.3f}{each['calls']:>9,.0f}  {short(each['name'])} ({each['group']})"
+                for each in found[key]
+            ]
     return "\n".join(lines)
 
 
@@ -108,12 +118,15 @@ def _about(side: dict[str, Any]) -> str:
 
 
 def _line(
-    name: str, pair: dict[str, Any], share: float | None = None, a_calls: float | None = None, b_calls: float | None = None
+    name: str,
+    pair: dict[str, Any],
+    share: float | None = None,
+    a_calls: float | None = None,
+    b_calls: float | None = None,
 ) -> str:
     a, b = (f"{pair[key]:.3f}" if pair[key] is not None else "" for key in ("a_ms", "b_ms"))
     ratio = f"{pair['ratio']:.2f}" if pair["ratio"] is not None else ""
     part = f"{share * 100:.0f} %" if share is not None else ""
     calls = [f"{count:,.0f}" if count is not None else "" for count in (a_calls, b_calls)]
-    return (
-        f"{name:<22}{a:>10}{b:>10}{pair['difference_ms']:>+11.3f}{ratio:>8}{part:>9}{calls[0]:>10}{calls[1]:>10}".rstrip()
-    )
+    figures = f"{a:>10}{b:>10}{pair['difference_ms']:>+11.3f}{ratio:>8}{part:>9}{calls[0]:>10}{calls[1]:>10}"
+    return f"{name:<22}{figures}".rstrip()

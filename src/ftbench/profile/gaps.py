@@ -35,7 +35,7 @@ def _outermost(spans: list[Span]) -> list[Span]:
     waits explains more than the operator that waits."""
     return [
         span for span in spans
-        if span.kind == "call" and _waits(span) or span.kind == "op" and not _within_operator(span)
+        if (span.kind == "call" and _waits(span)) or (span.kind == "op" and not _within_operator(span))
     ]  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """What a kernel does, told by its name, and where the name says too little by who launched it.
 
 The names are those that the libraries give their kernels: cuBLAS (`nvjet_*`, `sm80_xmma_gemm_*`, `ampere_*gemm*`),
-CUTLASS, cuDNN, PyTorch's own (`at::native::…`), Inductor's (`triton_poi_*` pointwise, `triton_red_*` and `triton_per_*`
-reductions, `triton_tem_*` templates), flash-attention, xformers (`fmha_cutlass*`), bitsandbytes (`kDequantizeBlockwise`),
-Liger, unsloth, NCCL.
+CUTLASS, cuDNN, PyTorch's own (`at::native::…`), Inductor's (`triton_poi_*` pointwise, `triton_red_*` and
+`triton_per_*` reductions, `triton_tem_*` templates), flash-attention, xformers (`fmha_cutlass*`), bitsandbytes
+(`kDequantizeBlockwise`), Liger, unsloth, NCCL.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+
+from ftbench.core import phases
 
 MATMUL, ATTENTION, NORM, QUANTISE = "matmul", "attention", "norm/elementwise", "quantise/dequantise"
 OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER = "optimizer", "loss", "communication", "memory copy", "other"
@@ -67,7 +69,7 @@ _OPERATORS: tuple[tuple[str, str], ...] = (
     (COPY, r"^Mem(cpy|set)\b|pin_memory"),
     (NORM, r"^aten::|^triton_|^prims::|^liger|Backward\d*$|AccumulateGrad"),
 )  # fmt: skip
-_BY_PHASE = {"optimizer": OPTIMIZER, "clip": OPTIMIZER, "loss": LOSS, "metrics": LOSS}
+_BY_PHASE = {phases.OPTIMIZER: OPTIMIZER, phases.CLIP: OPTIMIZER, phases.LOSS: LOSS, phases.METRICS: LOSS}
 _CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # whose plain kernels are part of them
 
 

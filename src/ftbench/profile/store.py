@@ -17,17 +17,15 @@ from ftbench.profile.trace import Trace, events, read
 from ftbench.profile.work import work_of
 from ftbench.rundir import RunDir
 
-RAW, PACKED, WINDOW = "trace.json", "trace.json.gz", "window.json"
-KERNELS, TIMELINE, PICTURE, MEMORY, OOM, NSYS = (
-    "kernels.json", "timeline.json", "timeline.svg", "memory.json", "oom.json", "nsys.nsys-rep",
-)  # fmt: skip
+KERNELS, TIMELINE, PICTURE = "kernels.json", "timeline.json", "timeline.svg"
+PACKED, NSYS = "trace.json.gz", "nsys.nsys-rep"
 MOST_TRACE_BYTES = 128 * 2**20  # of JSON; a browser opens no more, and it packs into a tenth
 
 
 def finish(run: RunDir) -> None:
     """Reads the trace that the worker left, writes kernels.json, timeline.json and timeline.svg, and packs it. Raises
     TraceError where it cannot be read. Does nothing where there is none."""
-    raw = run.profile / RAW
+    raw = run.profile / rundir.TRACE
     if not raw.is_file():
         return
     trace = read(raw)
@@ -46,7 +44,7 @@ def finish(run: RunDir) -> None:
 
 def step_before(run: RunDir) -> float | None:
     """The median of the steps just before the profiler started, in seconds."""
-    first, last = (rundir.read_json(run.profile / WINDOW).get("timed") or [0, -1])[:2]
+    first, last = (rundir.read_json(run.profile / rundir.WINDOW).get("timed") or [0, -1])[:2]
     rows, _ = rundir.read_steps(run.steps)
     times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]
     known = [time for time in times if time is not None]
@@ -106,7 +104,13 @@ def folder_of(path: Path) -> Path:
 def load(folder: Path) -> dict[str, Any]:
     """kernels.json. Raises SpecError where it is not what `ftbench profile` writes."""
     document = rundir.read_json(folder / KERNELS)
-    needed = {"groups": list, "kernels": list, "steps": int, "window_ms": (int, float), "busy_share": (int, float)}
+    needed: dict[str, Any] = {
+        "groups": list,
+        "kernels": list,
+        "steps": int,
+        "window_ms": (int, float),
+        "busy_share": (int, float),
+    }
     if any(not isinstance(document.get(key), kind) for key, kind in needed.items()) or document["steps"] < 1:
         raise SpecError(f"{folder / KERNELS}: is no profile that this ftbench can read; profile again")
     return document

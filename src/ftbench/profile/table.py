@@ -7,8 +7,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.profile.names import short
-from ftbench.profile.store import MEMORY
-from ftbench.rundir import read_json
+from ftbench.rundir import MEMORY, read_json
 
 _KERNELS, _GAPS, _ALIVE, _OPERATORS = 15, 5, 8, 8
 
@@ -90,6 +89,10 @@ def _memory(folder: Path) -> list[str]:
 
 def _below(document: dict[str, Any], folder: Path) -> list[str]:
     trace = document.get("trace") or {}
-    cut = "" if trace.get("complete", True) else f"; it holds the first {trace['kept_ms']:.0f} ms of {document['window_ms']:.0f}"
+    cut = (
+        ""
+        if trace.get("complete", True)
+        else f"; it holds the first {trace['kept_ms']:.0f} ms of {document['window_ms']:.0f}"
+    )
     return ["", f"trace     {folder / trace['file']}{cut}" if trace else "trace     none",
             "          open it in ui.perfetto.dev; timeline.svg beside it shows one step"]  # fmt: skip

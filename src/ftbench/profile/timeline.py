@@ -91,11 +91,15 @@ def svg(picture: dict[str, Any], name: str) -> str:
         _label(n, _LEFT + b * scale + 3, _baseline(below + 1), "#ffffff") for b, e, n in picture["phases"]
         if (e - b) * scale > 7 * len(n) + 6
     ]  # fmt: skip
-    parts += [_label(f"{share * total:.4g} ms", _LEFT + share * total * scale, height - 6, anchor=anchor)
-              for share, anchor in ((0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (1, "end"))]  # fmt: skip
+    ticks = ((0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (1, "end"))
+    parts += [
+        _label(f"{share * total:.4g} ms", _LEFT + share * total * scale, height - 6, anchor=anchor)
+        for share, anchor in ticks
+    ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="100%" role="img" '
-        f'font-family="sans-serif" font-size="11"><title>{_text(_summary(picture, lanes))}</title>{"".join(parts)}</svg>\n'
+        f'font-family="sans-serif" font-size="11"><title>{_text(_summary(picture, lanes))}</title>'
+        f"{''.join(parts)}</svg>\n"
     )
 
 

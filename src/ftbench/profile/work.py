@@ -6,11 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ftbench.core.phases import LOSS, OTHER
 from ftbench.profile.groups import group_of_kernel, group_of_operator
 from ftbench.profile.trace import Span, Trace
-
-LOSS_PHASES = ("loss",)
-UNKNOWN_PHASE = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Phases:
         index = bisect_right(self._begins, time) - 1
         if index >= 0 and time <= self._phases[index][1]:
             return self._phases[index][2]
-        return UNKNOWN_PHASE
+        return OTHER
 
     def within(self, begin: float, end: float) -> Iterator[tuple[str, float]]:
         """The phases of a stretch and how long each lasts in it."""
@@ -67,7 +65,7 @@ def _on_gpu(trace: Trace, phases: Phases, loss: set[int]) -> Iterator[Work]:
         call = calls.get(kernel.correlation)
         around = list(_around(call))
         operators = [span.name for span in around if span.kind == "op"]
-        phase = phases.at(call.begin) if call else UNKNOWN_PHASE
+        phase = phases.at(call.begin) if call else OTHER
         group = group_of_kernel(
             kernel.name, (span.name for span in around), phase, any(_of_loss(span, loss) for span in around)
         )
@@ -122,7 +120,7 @@ def _loss_sequences(trace: Trace, phases: Phases) -> set[int]:
     """The numbers that join the loss's operators with their backward passes."""
     return {
         span.sequence for spans in trace.threads.values() for span in spans
-        if span.sequence is not None and not span.backward and phases.at(span.begin) in LOSS_PHASES
+        if span.sequence is not None and not span.backward and phases.at(span.begin) == LOSS
     }  # fmt: skip
 
 

@@ -92,11 +92,13 @@ def _of_profile(spec: Experiment) -> list[str]:
         return []
     found, needed = [], spec.measure.steps_to_profile
     if spec.launch.mock != "off":
-        found.append("measure.profile: launch.mock trains nothing, so there is nothing to profile: set one of them to off")
+        found.append(
+            "measure.profile: launch.mock trains nothing, so there is nothing to profile: set one of them to off"
+        )
     if spec.train.max_steps is not None and spec.train.max_steps < needed:
         found.append(
-            f"measure.profile {spec.measure.profile} needs {needed} steps to profile {spec.measure.profile_steps} of them "
-            f"and train.max_steps is {spec.train.max_steps}: raise it, or leave it out"
+            f"measure.profile {spec.measure.profile} needs {needed} steps to profile {spec.measure.profile_steps} of "
+            f"them and train.max_steps is {spec.train.max_steps}: raise it, or leave it out"
         )
     if spec.measure.eval == "epoch":
         found.append("measure.eval: epoch has no place in a run that is profiled: set it to off or end")

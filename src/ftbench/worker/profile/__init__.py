@@ -1,1 +1,1 @@
-"""What a run whose `measure.profile` is not off records beside its steps: a trace of a few of them, and their memory."""
+"""What a run whose `measure.profile` is not off records: a trace of a few steps, and what their memory is for."""

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ftbench.core.phases import DATA, OPTIMIZER
 from ftbench.errors import SpecError
-from ftbench.rundir import RunDir, write_json
+from ftbench.rundir import TRACE, WINDOW, RunDir, write_json
 from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
 from ftbench.worker.profile.memory import Memory
 from ftbench.worker.profile.ranges import Ranges, mark
 
 SCHEMA = 1
-TRACE, WINDOW = "trace.json", "window.json"
 _TIMED = 3
 _LATEST = 20  # a run that compiles for ever is profiled all the same
 
@@ -54,10 +54,10 @@ class Profiler(TrainerCallback):
             )
         if self._memory:
             self._memory.watch()
-        self._ranges.enter("data")
+        self._ranges.enter(DATA)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._ranges.enter("optimizer")
+        self._ranges.enter(OPTIMIZER)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ranges.leave()
@@ -68,12 +68,12 @@ class Profiler(TrainerCallback):
             if self._is_steady(step, state.max_steps):
                 self._begin(step)
         elif step < self._first + self._count:
-            self._next(step)
+            self._next(step, self._first)
         else:
             if self._memory:
                 self._memory.finish()
             control.should_training_stop = True
-        self._ranges.enter("data")
+        self._ranges.enter(DATA)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -104,10 +104,10 @@ class Profiler(TrainerCallback):
         )
         self._profiler.start()
 
-    def _next(self, step: int) -> None:
+    def _next(self, step: int, first: int) -> None:
         """After the step that warms the profiler up, and after each profiled one. The device is waited for where the
         profiled steps begin and end, so that their work is in the trace and no other's."""
-        begins, ends = step == self._first - 1, step == self._first + self._count - 1
+        begins, ends = step == first - 1, step == first + self._count - 1
         if begins or ends:
             self._clock.wait()
         if self._nsys:

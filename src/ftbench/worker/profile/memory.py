@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from ftbench.core.allocations import Event, History, by_category
+from ftbench.core.phases import OPTIMIZER, PREFIX
 from ftbench.core.units import GIB
-from ftbench.rundir import write_json
+from ftbench.rundir import MEMORY, OOM_MEMORY, write_json
 from ftbench.worker.outcome import of_exception
 from ftbench.worker.profile.owners import gradients, owned
-from ftbench.worker.profile.ranges import PREFIX, Ranges
+from ftbench.worker.profile.ranges import Ranges
 
 SCHEMA = 1
-MEMORY, OOM = "memory.json", "oom.json"
 _MOST_EVENTS = 400_000
 _KNOWN = ("ftbench", "transformers", "peft", "trl", "unsloth", "unsloth_zoo", "bitsandbytes", "liger_kernel")
 
@@ -68,7 +68,7 @@ class Memory:
         if self._on_gpu and of_exception(error, "", None)["state"] == "oom":
             self._gradients |= gradients(self._loop)
             history, allocated = self._on_cuda()
-            self._write(OOM, history, allocated, self._ran_out)
+            self._write(OOM_MEMORY, history, allocated, self._ran_out)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class Memory:
         if not self._recording:
             return
         self._marks.append((time.time_ns() / 1e3, phase))
-        if phase == "optimizer":
+        if phase == OPTIMIZER:
             self._gradients, self._gradients_at = gradients(self._loop), self._marks[-1][0]
 
     def _write(self, name: str, history: History, allocated: int | None, at: int | None = None) -> None:
@@ -105,7 +105,7 @@ class Memory:
         self._profiler = None
         events, self._marks = from_trace(json.loads(path.read_text("utf-8", errors="replace"))["traceEvents"])
         path.unlink()
-        self._gradients_at = next((at for at, phase in self._marks if phase == "optimizer"), 0.0)
+        self._gradients_at = next((at for at, phase in self._marks if phase == OPTIMIZER), 0.0)
         return self._history(events, [(address, size) for address, (_, size) in owned(self._loop).items()]), None
 
     def _history(self, events: Sequence[Event], alive: Sequence[tuple[int, int]]) -> History:

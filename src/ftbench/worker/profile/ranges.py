@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from trl.trainer import sft_trainer
 
+from ftbench.core.phases import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, PREFIX
 from ftbench.worker.optimizations import chunked_loss
-
-PREFIX = "ftbench."
 
 
 class Ranges:
@@ -59,13 +58,13 @@ class Ranges:
 
 def mark(loop: Any, ranges: Ranges) -> None:
     """Puts ranges around the parts of this trainer's step, on its own objects: no other run is touched."""
-    loop.model.register_forward_pre_hook(lambda *_: ranges.enter("forward"))
-    loop.model.register_forward_hook(lambda *_: ranges.enter("metrics"))
-    loop.accelerator.backward = ranges.around(loop.accelerator.backward, "backward", "data")
-    loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, "clip", "data")
+    loop.model.register_forward_pre_hook(lambda *_: ranges.enter(FORWARD))
+    loop.model.register_forward_hook(lambda *_: ranges.enter(METRICS))
+    loop.accelerator.backward = ranges.around(loop.accelerator.backward, BACKWARD, DATA)
+    loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, CLIP, DATA)
     base = loop.model.get_base_model() if hasattr(loop.model, "get_base_model") else loop.model
     if isinstance(getattr(type(base), "loss_function", None), property):  # transformers' own
-        base.loss_function = ranges.around(base.loss_function, "loss", "forward")
+        base.loss_function = ranges.around(base.loss_function, LOSS, FORWARD)
     for module, name in ((chunked_loss, "chunked_loss"), (sft_trainer, "_chunked_cross_entropy_loss")):
         if hasattr(module, name):  # trl's has another name in other versions; the names of its kernels tell it too
-            setattr(module, name, ranges.around(getattr(module, name), "loss", "forward"))
+            setattr(module, name, ranges.around(getattr(module, name), LOSS, FORWARD))
