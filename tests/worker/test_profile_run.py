@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="training libraries are not installed")
 
 from commands import TINY, Command, Left, write_spec
 from ftbench import bundle, rundir
+from ftbench.errors import SpecError
 from ftbench.launch import nsys
 from ftbench.profile.trace import read
 from ftbench.report import command as report
@@ -124,6 +125,11 @@ def test_a_report_shows_groups_and_no_rate(recorded):
     text = report.report(report.Request([recorded.run.path], answers=True)).text
     assert "WHERE THE TIME OF A STEP GOES" in text
     assert "SAMPLES AN HOUR" not in text
+
+
+def test_profiles_have_no_speed_to_compare(recorded):
+    with pytest.raises(SpecError, match="ftbench profile --diff A B"):
+        report.report(report.Request([recorded.run.path], compare="method"))
 
 
 def test_the_page_shows_the_picture_also_out_of_a_bundle(recorded, tmp_path):

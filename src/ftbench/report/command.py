@@ -90,6 +90,8 @@ def _of_measured(
 ) -> list[Section | None]:
     cells = cells_of(runs)
     found: list[Section | None] = []
+    if request.compare is not None and not runs:
+        raise SpecError("--compare: all of these runs were profiled, so none has a speed: `ftbench profile --diff A B`")
     if request.compare is not None:
         found.append(compare_table.section(compare(runs, request.compare, request.baseline, strict=request.strict)))
     found.append(decision(cells))
