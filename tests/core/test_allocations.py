@@ -84,6 +84,13 @@ def test_another_moment_can_be_asked_for():
     assert mib(found["peak"]) == {"weights": 100, "adapters": 4, "optimizer": 8, "gradients": 4, "activations": 30}
 
 
+def test_what_a_forward_pass_holds_as_memory_runs_out_are_activations():
+    events = [Event(10, 21, 5 * MIB), Event(11, 22, 9 * MIB), Event(12, 22, -9 * MIB), Event(20, 21, -5 * MIB)]
+    found = by_category(history(events=events, marks=[(5, "forward")], gradients=()), at=2)
+    assert mib(found["peak"]) == {"weights": 100, "adapters": 4, "optimizer": 8, "activations": 5}
+    assert [each["category"] for each in found["alive"]][1:3] == ["optimizer", "activations"]
+
+
 def test_each_forward_pass_keeps_what_its_own_backward_pass_needs():
     events = [Event(10, 21, 5 * MIB), Event(50, 21, -5 * MIB), Event(110, 22, 6 * MIB), Event(120, 22, -6 * MIB)]
     marks = [(5, "forward"), (30, "backward"), (105, "forward"), (130, "backward")]

@@ -4,7 +4,8 @@ import pytest
 from gpu_traces import ADD, GEMM, training
 from test_trace import RECORDED
 
-from ftbench.profile import timeline
+from ftbench.core.allocations import CATEGORIES
+from ftbench.profile import memory, timeline
 from ftbench.profile.analyse import analyse
 from ftbench.profile.gaps import PYTHON
 from ftbench.profile.trace import read
@@ -141,6 +142,16 @@ def test_whatever_is_written_in_it_is_no_markup(recorded):
     picture |= {"phases": [[0.0, 1.0, bad]], "groups": {bad: [[0, 1, 0.5]]}, "device": bad}
     root = ET.fromstring(timeline.svg(picture, bad))
     assert {element.tag.rpartition("}")[2] for element in root.iter()} == {"svg", "title", "text", "rect"}
+
+
+def test_memory_is_drawn_and_what_is_written_in_it_is_no_markup():
+    kinds = dict.fromkeys(CATEGORIES, 0.0)
+    points = [{"at_ms": at, "total_gb": 1.0 + at, **kinds, "weights": 1.0, "activations": at} for at in (0.0, 2.0, 0.5)]
+    document = {"timeline": points, "peak": points[1]}
+    root = ET.fromstring(memory.svg(document, "</svg><script>alert(1)</script>"))
+    assert [each.get("fill") for each in root.iter() if each.tag.endswith("polygon")] == [
+        memory.COLOURS["weights"], memory.COLOURS["activations"]
+    ]  # fmt: skip
 
 
 # --- intervals -------------------------------------------------------------------------------------------------------

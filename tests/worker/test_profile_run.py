@@ -95,8 +95,11 @@ def test_memory_is_told_by_what_it_is_for(recorded):
 
 def test_the_picture_is_an_svg_and_the_trace_is_packed(recorded):
     files = {path.name for path in recorded.run.profile.iterdir()}
-    assert files == {"kernels.json", "memory.json", "timeline.json", "timeline.svg", "trace.json.gz", "window.json"}
-    assert ET.parse(recorded.run.profile / "timeline.svg").getroot().tag.endswith("svg")
+    assert files == {
+        "kernels.json", "memory.json", "memory.svg", "timeline.json", "timeline.svg", "trace.json.gz", "window.json"
+    }  # fmt: skip
+    for name in ("timeline.svg", "memory.svg"):
+        assert ET.parse(recorded.run.profile / name).getroot().tag.endswith("svg")
 
 
 def test_no_speed_is_taken_from_it(recorded):
@@ -137,6 +140,7 @@ def test_the_page_shows_the_picture_also_out_of_a_bundle(recorded, tmp_path):
     bundle.make([recorded.run.path], tmp_path / "x.tar.zst")
     page = report.report(report.Request([tmp_path / "x.tar.zst"], "html")).text
     assert f"{recorded.run.run_id}: one step on the CPU" in page
+    assert f"{recorded.run.run_id}: memory of one step" in page
     assert "<svg xmlns=" in page
 
 

@@ -60,7 +60,7 @@ def by_category(history: History, at: int | None = None) -> dict[str, Any]:
     `peak` with what is alive there (GiB, by category and the line that made it), `start` and `end`. `at` is the index
     of the event to describe instead of the highest moment."""
     blocks = _blocks(history)
-    _categorise(blocks, history)
+    _categorise(blocks, history, at)
     points = _points(blocks, len(history.events))
     origin = history.events[0].time if history.events else 0.0
     index = max(range(len(points)), key=lambda i: sum(points[i])) if at is None else at + 1
@@ -95,7 +95,7 @@ def _blocks(history: History) -> list[_Block]:
     return found + [_Block(address, size, -1, last, "") for address, size in history.alive if address not in taken]
 
 
-def _categorise(blocks: Sequence[_Block], history: History) -> None:
+def _categorise(blocks: Sequence[_Block], history: History, at: int | None) -> None:
     times = [event.time for event in history.events]
     backward = [bisect_left(times, time) for time, name in history.marks if name == parts.BACKWARD]
     update = bisect_left(times, history.gradients_at)
@@ -108,12 +108,10 @@ def _categorise(blocks: Sequence[_Block], history: History) -> None:
             block.category = "gradients"
         elif block.begin < 0:
             block.category = history.owners.get(block.address, "other")
-        elif (
-            phases.at(times[block.begin]) in _FORWARD
-            and next_backward < len(backward)
-            and block.end >= backward[next_backward]
-        ):
-            block.category = "activations"
+        elif phases.at(times[block.begin]) in _FORWARD:
+            # A forward pass that ran out of memory has no backward pass: what it held then, it held for that.
+            needed = backward[next_backward] if next_backward < len(backward) else last if at is None else at + 1
+            block.category = "activations" if block.end >= needed > block.begin else "temporary"
 
 
 class _Phases:

@@ -11,13 +11,13 @@ from typing import Any
 
 from ftbench import rundir
 from ftbench.errors import SpecError
-from ftbench.profile import timeline
+from ftbench.profile import memory, timeline
 from ftbench.profile.analyse import analyse
 from ftbench.profile.trace import Trace, events, read
 from ftbench.profile.work import work_of
 from ftbench.rundir import RunDir
 
-KERNELS, TIMELINE, PICTURE = "kernels.json", "timeline.json", "timeline.svg"
+KERNELS, TIMELINE, PICTURE, HELD = "kernels.json", "timeline.json", "timeline.svg", "memory.svg"
 PACKED, NSYS = "trace.json.gz", "nsys.nsys-rep"
 MOST_TRACE_BYTES = 128 * 2**20  # of JSON; a browser opens no more, and it packs into a tenth
 
@@ -37,6 +37,8 @@ def finish(run: RunDir) -> None:
         rundir.write_json(run.profile / KERNELS, document)
         rundir.write_json(run.profile / TIMELINE, picture, indent=None)
         rundir.write_text(run.profile / PICTURE, timeline.svg(picture, run.run_id))
+        if (held := rundir.read_json(run.profile / rundir.MEMORY)).get("timeline"):
+            rundir.write_text(run.profile / HELD, memory.svg(held, run.run_id))
         raw.unlink()
     except OSError as error:
         raise rundir.disk_error(run.profile, error) from None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ftbench.profile.drawing import LEFT, WIDE, drawing, escape, label, ticks
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.trace import Trace
 from ftbench.profile.work import Work, complement, union
@@ -13,7 +13,7 @@ from ftbench.profile.work import Work, complement, union
 SCHEMA = 1
 BINS = 600  # stretches of the step that a lane tells apart
 _LEAST_GAP = 0.004  # share of the step below which an idle stretch is not drawn
-_WIDTH, _LEFT, _LANE, _TOP = 960, 150, 18, 26
+_LANE, _TOP = 18, 26
 # Told apart by lightness too, and on both light and dark paper.
 COLOURS = dict(zip(GROUPS, ("#3b6fb6", "#d9822b", "#6aa84f", "#9b59b6", "#b5446e", "#c0392b", "#17a2a2", "#8d8d8d",
                             "#5d5d5d"), strict=True))  # fmt: skip
@@ -67,53 +67,37 @@ def svg(picture: dict[str, Any], name: str) -> str:
     total = picture["ms"] or 1.0
     lanes = list(picture["groups"])
     height = _TOP + _LANE * (len(lanes) + 2) + 22
-    scale = (_WIDTH - _LEFT - 10) / total
+    scale = WIDE / total
 
     def box(begin: float, end: float, lane: int, colour: str, strength: float, title: str) -> str:
         width = max(0.4, (end - begin) * scale)
         return (
-            f'<rect x="{_LEFT + begin * scale:.1f}" y="{_TOP + lane * _LANE + 2}" width="{width:.1f}" '
-            f'height="{_LANE - 4}" fill="{colour}" fill-opacity="{strength:.2f}"><title>{_text(title)}</title></rect>'
+            f'<rect x="{LEFT + begin * scale:.1f}" y="{_TOP + lane * _LANE + 2}" width="{width:.1f}" '
+            f'height="{_LANE - 4}" fill="{colour}" fill-opacity="{strength:.2f}"><title>{escape(title)}</title></rect>'
         )
 
-    parts = [_label(f"{name}: one step on the {picture['device']}, {picture['ms']:.1f} ms with the profiler", 4, 14)]
+    parts = [label(f"{name}: one step on the {picture['device']}, {picture['ms']:.1f} ms with the profiler", 4, 14)]
     for lane, group in enumerate(lanes):
-        parts.append(_label(group, 4, _baseline(lane)))
+        parts.append(label(group, 4, _baseline(lane)))
         parts += [
             box(b, e, lane, COLOURS.get(group, "#5d5d5d"), 0.25 + 0.75 * s, f"{group}, {b:.2f} to {e:.2f} ms")
             for b, e, s in picture["groups"][group]
         ]
     below = len(lanes)
-    parts += [_label("nothing", 4, _baseline(below)), _label("training thread", 4, _baseline(below + 1))]
+    parts += [label("nothing", 4, _baseline(below)), label("training thread", 4, _baseline(below + 1))]
     parts += [box(b, e, below, _IDLE, 1.0, f"idle for {e - b:.2f} ms") for b, e in picture["idle"]]
     parts += [box(b, e, below + 1, _PHASE, 1.0, f"{n}, {e - b:.2f} ms") for b, e, n in picture["phases"]]
     parts += [
-        _label(n, _LEFT + b * scale + 3, _baseline(below + 1), "#ffffff") for b, e, n in picture["phases"]
+        label(n, LEFT + b * scale + 3, _baseline(below + 1), "#ffffff") for b, e, n in picture["phases"]
         if (e - b) * scale > 7 * len(n) + 6
     ]  # fmt: skip
-    ticks = ((0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (1, "end"))
-    parts += [
-        _label(f"{share * total:.4g} ms", _LEFT + share * total * scale, height - 6, anchor=anchor)
-        for share, anchor in ticks
-    ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="100%" role="img" '
-        f'font-family="sans-serif" font-size="11"><title>{_text(_summary(picture, lanes))}</title>'
-        f"{''.join(parts)}</svg>\n"
-    )
+    parts += ticks(total, "ms", height - 6)
+    return drawing(height, _summary(picture, lanes), parts)
 
 
 def _baseline(lane: int) -> int:
     return _TOP + lane * _LANE + 13
 
 
-def _label(text: str, x: float, y: float, colour: str = "currentColor", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y}" fill="{colour}" text-anchor="{anchor}">{_text(text)}</text>'
-
-
 def _summary(picture: dict[str, Any], lanes: Sequence[str]) -> str:
     return f"One step of {picture['ms']:.1f} ms on the {picture['device']}: {', '.join(lanes)}, and when nothing ran"
-
-
-def _text(text: str) -> str:
-    return html.escape(str(text))

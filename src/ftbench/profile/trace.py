@@ -18,7 +18,7 @@ from typing import IO, Any
 from ftbench.core.phases import PREFIX
 from ftbench.errors import FtbenchError
 
-MOST_BYTES = 2 * 2**30
+MOST_BYTES = 2**30
 _CHUNK = 1 << 20
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -105,7 +105,9 @@ def events(path: Path, into: Trace | None = None) -> Iterator[dict[str, Any]]:
 
 def _open(path: Path) -> IO[str]:
     if path.stat().st_size > MOST_BYTES:
-        raise TraceError(f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps: --steps 1")
+        raise TraceError(
+            f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps (--steps 1), or accumulate less"
+        )
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8", errors="replace")
     return path.open(encoding="utf-8", errors="replace")

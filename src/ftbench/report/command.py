@@ -81,6 +81,7 @@ def _sections(request: Request, frame: pd.DataFrame, prices: Prices | None) -> l
         found += _of_measured(request, measured, prices, every, page)
     found.append(profiles.groups(profiled))
     if every:
+        found.append(profiles.memory(profiled))
         found.append(profiles.kernels([*cells_of(measured), *profiled]))
     return [section for section in found if section is not None]
 

@@ -1,5 +1,5 @@
-"""What profiled runs recorded: kernels by group, the kernels that take most, a picture of a step. Files of another form
-are passed over: these may be written by tools of several versions, and come out of anyone's bundle."""
+"""What profiled runs recorded: kernels by group, the kernels that take most, memory, pictures of a step. Files of
+another form are passed over: these may be written by tools of several versions, and come out of a bundle."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.allocations import CATEGORIES
+from ftbench.profile import memory as held
 from ftbench.profile import timeline
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.names import short
@@ -15,6 +17,7 @@ from ftbench.report.cells import HEADINGS, Cell, Run, first_of, shown, who
 from ftbench.report.document import Section
 from ftbench.report.evidence import read_document
 from ftbench.report.tables import Table
+from ftbench.rundir import MEMORY
 
 _MOST_KERNELS = 10
 _NOTE = "Profiling slows launches, so busy is the GPU's time in the profiled steps over the steps just before them."
@@ -63,6 +66,42 @@ def _picture(run: Run) -> str | None:
     try:
         return timeline.svg(picture, run.run_id)
     except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def memory(cells: Sequence[Cell]) -> Section | None:
+    """GiB at the highest moment of a step by what they are for, a row a profile, with a picture of the step each."""
+    records = [who(cell) | found for cell in cells if (found := first_of(cell, _memory)) is not None]
+    if not records:
+        return None
+    present = [kind for kind in CATEGORIES if any(record["peak"].get(kind) for record in records)]
+    rows = [
+        [*shown(r), units.gibibytes(r["peak"]["total_gb"]), str(r["peak"]["phase"]),
+         *(units.gibibytes(r["peak"].get(kind)) for kind in present)]
+        for r in records
+    ]  # fmt: skip
+    headings = [*HEADINGS, "GiB", "in", *present]
+    pictures = [found for cell in cells if (found := first_of(cell, _held)) is not None]
+    words = ("GiB of tensors at the highest moment of one step. Activations are kept for the backward pass.",)
+    table = Table({}, headings, rows, [], (*HEADINGS, "in"))
+    return Section("memory_by_category", "What memory is for", table, words, records, pictures)
+
+
+def _memory(run: Run) -> dict[str, Any] | None:
+    document = read_document(run.dir.profile / MEMORY)
+    try:
+        peak = document["peak"]
+        kinds = {kind: float(peak[kind]) for kind in ("total_gb", *CATEGORIES)}
+        return {"peak": {"phase": str(peak["phase"]), **kinds}}
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _held(run: Run) -> str | None:
+    document = read_document(run.dir.profile / MEMORY)
+    try:
+        return held.svg(document, run.run_id)
+    except (KeyError, TypeError, ValueError, IndexError):
         return None
 
 
