@@ -17,6 +17,7 @@ from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
     from ftbench.rundir import RunDir
+    from ftbench.runner import Result
     from ftbench.sweep.command import Planned
 
 app = typer.Typer(
@@ -39,18 +40,37 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs and their
 @app.command()
 def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json = False) -> None:
     """Train once, record every step, print the card."""
-    from ftbench import runner
     from ftbench.report.card import card
-    from ftbench.summary import as_dict
 
-    live = _Progress()
-    result = runner.run(spec, sets or [], out, live.start, live.tick)
-    live.stop()
+    result = _trained(spec, sets or [], out)
+    print(json.dumps(result.document(), ensure_ascii=False) if as_json else card(result.summary, result.run))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def profile(
+    spec: Annotated[Path | None, typer.Argument(help="YAML file; its run is made for the profile alone")] = None,
+    sets: Sets = None,
+    out: Out = Path("results"),
+    steps: Annotated[int | None, typer.Option(min=1, max=20, help="how many steps (measure.profile_steps)")] = None,
+    nsys: Annotated[bool, typer.Option("--nsys", help="record with Nsight Systems instead")] = False,
+    diff: Annotated[
+        tuple[Path, Path] | None, typer.Option("--diff", help="two profiled runs: where their time differs")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Record what a few steady steps do: kernels by group, idle gaps and their cause, memory by what it is for."""
+    from ftbench.profile import command
+    from ftbench.report.card import card
+
+    if diff is not None:
+        print(command.compared(diff, spec, as_json))
+        return
+    result = _trained(*command.request(spec, sets or [], steps, nsys), out)
     if as_json:
-        print(json.dumps({"run_dir": str(result.run.path), "state": result.summary.state,
-                          "summary": as_dict(result.summary)}, ensure_ascii=False))  # fmt: skip
+        print(json.dumps(result.document() | {"profile": command.document(result.run)}, ensure_ascii=False))
     else:
-        print(card(result.summary, result.run))
+        print(command.shown(result.run) or card(result.summary, result.run))
     raise typer.Exit(result.exit_code)
 
 
@@ -272,6 +292,15 @@ def _planned(lines: list[Planned], as_json: bool) -> None:
     from ftbench.sweep.command import as_text
 
     print(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else as_text(lines))
+
+
+def _trained(spec: Path, sets: list[str], out: Path) -> Result:
+    from ftbench import runner
+
+    live = _Progress()
+    result = runner.run(spec, sets, out, live.start, live.tick)
+    live.stop()
+    return result
 
 
 def _result(text: str, output: Path | None) -> None:

@@ -27,6 +27,8 @@ SUPERSEDED = ".superseded"
 STATES = ("running", "ok", "oom", "timeout", "error", "interrupted")
 # Signals by which somebody else ends a process; a process that crashes gets others.
 CUT_SHORT = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# What a worker leaves in profile/ for whoever reads it.
+TRACE, WINDOW, MEMORY, OOM_MEMORY = "trace.json", "window.json", "memory.json", "oom.json"
 _RESERVE_BYTES = 64 * 1024  # set aside so that a full disk still takes the last state
 
 
@@ -58,6 +60,7 @@ _FILES = {
     "log": "log.txt",
     "samples": "samples.json",
     "adapter": "adapter",
+    "profile": "profile",
     "reserve": ".reserve",
 }
 

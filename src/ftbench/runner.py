@@ -14,8 +14,10 @@ from ftbench import ceilings, machine, rundir, summary
 from ftbench.core import oom
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
-from ftbench.launch import mock, process, trl
+from ftbench.launch import mock, nsys, process, trl
 from ftbench.launch.follow import Follower, Watchdog
+from ftbench.profile import store
+from ftbench.profile.trace import TraceError
 from ftbench.rundir import RunDir
 from ftbench.spec import identity
 from ftbench.spec.combinations import impossible, refused_here
@@ -33,6 +35,12 @@ class Result:
     run: RunDir
     summary: RunSummary
     exit_code: int
+
+    def document(self) -> dict[str, Any]:
+        """What `--json` prints of it."""
+        return {
+            "run_dir": str(self.run.path), "state": self.summary.state, "summary": summary.as_dict(self.summary),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,10 @@ def carry_out(
 
         variables = trl.environment({**os.environ, **(environment or {})}, spec.train.report_to)
         launcher = trl if spec.launch.mock == "off" else mock
-        ended = process.run_child(launcher.command(claimed), variables, claimed.log, asked, watch)
+        command = launcher.command(claimed)
+        if spec.measure.profile == "nsys":
+            command = nsys.around(command, claimed)
+        ended = process.run_child(command, variables, claimed.log, asked, watch)
         return _close(claimed, ended)
     except OSError as error:  # a full disk, a machine without room for another process
         raise MissingError(
@@ -166,6 +177,7 @@ def _close(run: RunDir, ended: process.Exit) -> Result:
     """Writes state and summary; raises MissingError where the disk takes neither."""
     state = _final_state(run, ended)
     try:
+        state |= _profile(run)
         rundir.write_json(run.state, state)
         found = summary.summarise(run)
         rundir.write_json(run.summary, summary.as_dict(found))
@@ -173,6 +185,15 @@ def _close(run: RunDir, ended: process.Exit) -> Result:
         raise MissingError(f"{error}\nthe steps that were finished are in {run.steps}") from None
     run.reserve.unlink(missing_ok=True)
     return Result(run, found, _exit_code(state))
+
+
+def _profile(run: RunDir) -> dict[str, Any]:
+    """Makes the profile out of what the worker recorded; what the state becomes where that cannot be read."""
+    try:
+        store.finish(run)
+    except TraceError as error:
+        return {"state": "error", "reason": str(error)}
+    return {}
 
 
 def tidy(run: RunDir) -> None:

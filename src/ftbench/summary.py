@@ -15,6 +15,8 @@ from ftbench.core.rows import RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.rundir import RunDir, read_json, read_state, read_steps
 
+PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
+
 
 def summarise(run: RunDir) -> RunSummary:
     """The summary of a run from its files; what a run that ended early cannot tell stays empty."""
@@ -46,6 +48,9 @@ def summarise(run: RunDir) -> RunSummary:
         oom=state.get("oom"),
         warnings=[*applied.get("warnings", []), *warnings],
     )
+    if profiled(spec):  # the profiler slows steps and launches
+        summary.warnings += [PROFILED, *checks.warnings(everything, [], 0, machine, ended_well=False)]
+        return summary
     if train and train[0].step == 1:  # an imported log may begin later, or tell of several steps in a row
         summary.first_step_s = train[0].step_time_s
         if not warm or train[warm - 1].step == warm:
@@ -61,6 +66,11 @@ def summarise(run: RunDir) -> RunSummary:
         everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed
     )
     return summary
+
+
+def profiled(spec: dict[str, Any]) -> bool:
+    """Whether a resolved spec asks for a profile: such a run's times are no measurement."""
+    return bool(spec.get("measure", {}).get("profile", "off") != "off")
 
 
 def as_dict(summary: RunSummary) -> dict[str, Any]:

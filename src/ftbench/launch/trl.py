@@ -10,6 +10,7 @@ from functools import cache
 
 from ftbench import owner
 from ftbench.errors import MissingError
+from ftbench.launch import nsys
 from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
 
@@ -48,6 +49,8 @@ def check_installed(spec: Experiment) -> None:
             f"train.report_to names {', '.join(absent)}, which this Python ({sys.executable}) does not have: "
             f"pip install {' '.join(absent)}, or leave it out"
         )
+    if spec.measure.profile == "nsys":
+        nsys.check_installed()
     needed = [*NEEDED]
     if spec.method.quantised or "bnb" in spec.train.optimizer or "8bit" in spec.train.optimizer:
         needed.append("bitsandbytes")

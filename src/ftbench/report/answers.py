@@ -1,6 +1,6 @@
 """The questions of the founding study, answered from any runs: how much is trained in a night, how memory goes, which
-batch fits, what is trained, what the model says before and after, where the time goes. Each answer is a section, left
-out where no run can tell."""
+batch fits, what is trained, what the model says before and after. Each answer is a section, left out where no run can
+tell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BEFORE = ("import", "prepare_data", "load", "setup")  # weights are made once o
 def answers(cells: Sequence[Cell], hours: float = NIGHT_H, *, curves: bool = True) -> list[Section]:
     """Every answer that these cells can give; `curves` with memory and time over progress, which reads every step."""
     parts = [night(cells, hours), frontier(cells), memory(cells) if curves else None, trained(cells)]
-    parts += [evidence.generations(cells), evidence.kernels(cells)]
+    parts += [evidence.generations(cells)]
     return [part for part in parts if part is not None]
 
 

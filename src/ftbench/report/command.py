@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
-from ftbench.report import compare_table, cost, gate, layout, references, render
+from ftbench.report import compare_table, cost, gate, layout, profiles, references, render
 from ftbench.report.answers import NIGHT_H, answers
 from ftbench.report.assemble import Parts, assembled
-from ftbench.report.cells import cells_of, runs_of
+from ftbench.report.cells import Run, cells_of, runs_of
 from ftbench.report.collect import collect
 from ftbench.report.compare import compare
 from ftbench.report.decision import decision
 from ftbench.report.document import Section
 from ftbench.spec.prices import Prices, load_prices
+from ftbench.summary import PROFILED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,21 +73,37 @@ def report(request: Request) -> Result:
 def _sections(request: Request, frame: pd.DataFrame, prices: Prices | None) -> list[Section]:
     page = request.format == "html"  # has room for every answer, and draws the curves itself
     every = request.answers or request.hours is not None or page
-    if not every and request.compare is None and prices is None and not request.references:
-        return []
-    runs = runs_of(frame)
+    recorded = frame["warnings"].map(lambda warnings: PROFILED in warnings)  # no speed is taken from these
+    profiled = cells_of(runs_of(frame[recorded]))
+    found: list[Section | None] = []
+    if every or request.compare is not None or prices is not None or request.references:
+        measured = runs_of(frame[~recorded])
+        found += _of_measured(request, measured, prices, every, page)
+    found.append(profiles.groups(profiled))
+    if every:
+        found.append(profiles.memory(profiled))
+        found.append(profiles.kernels([*cells_of(measured), *profiled]))
+    return [section for section in found if section is not None]
+
+
+def _of_measured(
+    request: Request, runs: Sequence[Run], prices: Prices | None, every: bool, page: bool
+) -> list[Section | None]:
     cells = cells_of(runs)
-    found: list[Section] = []
+    found: list[Section | None] = []
+    if request.compare is not None and not runs:
+        raise SpecError("--compare: all of these runs were profiled, so none has a speed: `ftbench profile --diff A B`")
     if request.compare is not None:
         found.append(compare_table.section(compare(runs, request.compare, request.baseline, strict=request.strict)))
-    if (words := decision(cells)) is not None:
-        found.append(words)
+    found.append(decision(cells))
     if every:
         found += answers(cells, request.hours or NIGHT_H, curves=not page)
-    asked = [cost.energy(cells) if every or prices else None,
-             cost.money(cells, prices, request.hours or NIGHT_H) if prices else None,
-             references.beside(cells) if request.references else None]  # fmt: skip
-    return found + [section for section in asked if section is not None]
+    return [
+        *found,
+        cost.energy(cells) if every or prices else None,
+        cost.money(cells, prices, request.hours or NIGHT_H) if prices else None,
+        references.beside(cells) if request.references else None,
+    ]
 
 
 def _check(request: Request) -> None:

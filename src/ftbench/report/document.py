@@ -12,10 +12,12 @@ from ftbench.report.tables import Table
 @dataclass(frozen=True, slots=True)
 class Section:
     """One part of a report. `key` names it for programs; `records` is what the table shows, in full and as plain
-    numbers (unknown is None); a section may have words only."""
+    numbers (unknown is None); a section may have words only. `pictures` are SVG elements, their text escaped, for a
+    page."""
 
     key: str
     title: str
     table: Table | None = None
     paragraphs: Sequence[str] = ()
     records: Sequence[dict[str, Any]] = ()
+    pictures: Sequence[str] = ()

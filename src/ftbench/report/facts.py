@@ -23,7 +23,8 @@ from ftbench.spec.sweep import as_text
 
 CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "mock", "mock_fits", "gpus", "strategy")
-_NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats"}
+_NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
+              "measure.profile_steps"}  # fmt: skip
 _NOT_RUN = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")
 _ENVIRONMENT = ("PYTORCH_", "CUDA_LAUNCH", "NVIDIA_TF32", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32", "OMP_NUM_THREADS")
 _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_checkpointing", "compiled_graphs")

@@ -39,6 +39,7 @@ def impossible(spec: Experiment) -> list[str]:
         found.append("method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices")
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         found.append("measure.eval: epoch needs dataset.eval_samples")
+    found += _of_profile(spec)
     return found
 
 
@@ -86,6 +87,24 @@ def _of_optimizations(spec: Experiment) -> list[str]:
     return found
 
 
+def _of_profile(spec: Experiment) -> list[str]:
+    if spec.measure.profile == "off":
+        return []
+    found, needed = [], spec.measure.steps_to_profile
+    if spec.launch.mock != "off":
+        found.append(
+            "measure.profile: launch.mock trains nothing, so there is nothing to profile: set one of them to off"
+        )
+    if spec.train.max_steps is not None and spec.train.max_steps < needed:
+        found.append(
+            f"measure.profile {spec.measure.profile} needs {needed} steps to profile {spec.measure.profile_steps} of "
+            f"them and train.max_steps is {spec.train.max_steps}: raise it, or leave it out"
+        )
+    if spec.measure.eval == "epoch":
+        found.append("measure.eval: epoch has no place in a run that is profiled: set it to off or end")
+    return found
+
+
 def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
     """What cannot work on a machine whose GPU has this compute capability; None is a machine without a GPU."""
     found = []
@@ -105,6 +124,8 @@ def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[s
         found.append(f"optimizations.attention {spec.optimizations.attention} needs a GPU: set it to sdpa")
     if spec.train.optimizer.startswith("paged") and capability is None:
         found.append(f"train.optimizer {spec.train.optimizer} needs a GPU to page from: set it to adamw_torch")
+    if spec.measure.profile == "nsys" and capability is None:
+        found.append("measure.profile nsys is for a GPU, and this machine has none: set it to on")
     if spec.train.precision == "fp16" and capability is None:
         found.append(
             "train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32"

@@ -92,6 +92,9 @@ def _warmup(value: object) -> object:
     return value
 
 
+STEPS_BEFORE_PROFILE = 6  # at the least: the first ones load kernels and compile, the last three are timed
+
+
 class Measure(Part):
     """What is measured besides the training itself."""
 
@@ -102,13 +105,25 @@ class Measure(Part):
     eval: Literal["off", "end", "epoch"] = Field("end", description="when to evaluate, if dataset.eval_samples is set")
     allow_fallback: Switch = Field(False, description="measure even where a library did not do what was asked for")
     save_adapter: Switch = Field(False, description="keep the trained adapters in the run's directory")
+    profile: Literal["off", "on", "nsys"] = Field(
+        "off", description="record what a few steps do, in a run that is never used for speed; nsys: Nsight Systems"
+    )
+    profile_steps: Int = Field(3, ge=1, le=20, description="steps that are profiled, once speed is steady")
 
     @model_validator(mode="before")
     @classmethod
-    def _off(cls, values: object) -> object:
-        if isinstance(values, dict) and values.get("eval") is False:  # YAML reads a bare off as false
-            return values | {"eval": "off"}
-        return values
+    def _switches(cls, values: object) -> object:
+        """YAML reads a bare off as false, and a bare on as true."""
+        if not isinstance(values, dict):
+            return values
+        off = {key: "off" for key in ("eval", "profile") if values.get(key) is False}
+        return values | off | ({"profile": "on"} if values.get("profile") is True else {})
+
+    @property
+    def steps_to_profile(self) -> int:
+        """How many steps a run takes whose last ones are profiled: until it is steady, one that the profiler itself
+        warms up in, those that count, and one in which memory is recorded."""
+        return STEPS_BEFORE_PROFILE + 1 + self.profile_steps + 1
 
 
 def _patience(value: object) -> object:

@@ -39,7 +39,7 @@ def main(path: str) -> int:
         _log(error)
         where, step = run.position() if run else (phases.current, None)
         outcome = of_exception(error, where, step)
-        _rescue(run)
+        _rescue(run, error)
     write_json(directory.state, read_json(directory.state) | {"schema": SCHEMA} | outcome)
     phases.close()
     return 0 if outcome["state"] == "ok" else int(outcome.get("exit_code", 1))
@@ -57,13 +57,15 @@ def _import_unsloth() -> None:
     import unsloth  # noqa: F401
 
 
-def _rescue(run: Any) -> None:
-    """Writes the steps that were finished before an error."""
-    if run is not None:
+def _rescue(run: Any, error: BaseException) -> None:
+    """Writes the steps that were finished before an error, and what shows its reason."""
+    if run is None:
+        return
+    for save in (run.finish, lambda: run.failed(error)):
         try:
-            run.finish()
-        except Exception as error:  # noqa: BLE001 - the first error is the one to tell
-            _log(error)
+            save()
+        except Exception as another:  # noqa: BLE001 - the first error is the one to tell
+            _log(another)
 
 
 def _log(error: BaseException) -> None:

@@ -30,6 +30,7 @@ class Run:
         self.spec, self.directory, self.phases = spec, directory, phases
         self.recorder: Recorder | None = None
         self.reporter: Reporter | None = None
+        self.profiler: Any = None
         self.facts: dict[str, Any] = {}
 
     def position(self) -> tuple[str, int | None]:
@@ -44,6 +45,11 @@ class Run:
             self.recorder.finish()
         if self.reporter and (problems := self.reporter.finish()):
             self.write_facts(warnings=[*self.facts.get("warnings", []), *problems])
+
+    def failed(self, error: BaseException) -> None:
+        """Keeps what shows why, while the objects of the failed step are still there."""
+        if self.profiler:
+            self.profiler.failed(error)
 
     def write_facts(self, **more: Any) -> None:
         self.facts |= more
@@ -86,12 +92,17 @@ def train(run: Run) -> None:
     if (changes := optimizations.load("gradient_checkpointing").callback(spec)) is not None:
         loop.add_callback(changes)
     loop.add_callback(_AfterFirstStep(run, loop))
+    if spec.measure.profile != "off":
+        from ftbench.worker.profile.callback import Profiler
+
+        run.profiler = Profiler(spec, run.directory, loop, run.recorder.clock)
+        loop.add_callback(run.profiler)
 
     phases.enter("train")
     loop.train()
 
     phases.enter("finish")
-    if data.evaluation and spec.measure.eval == "end":
+    if data.evaluation and spec.measure.eval == "end" and run.profiler is None:
         loop.evaluate()
     run.finish()
     run.write_facts(

@@ -33,7 +33,7 @@ def page(frame: pd.DataFrame, table: Table, footnote: str, answers: Sequence[Sec
     plotly = plotly_script()
     shown = view(frame, table, footnote)
     points = curves.points_for(len(shown.runs), CURVE_BYTES)
-    drawn = curves.curves_of([details.folder(run) for run in shown.runs], points)
+    drawn = curves.curves_of([None if run.profiled else details.folder(run) for run in shown.runs], points)
     longest = max((curve["steps"] for curve in drawn.values()), default=0)
     body = [
         head.head(shown),

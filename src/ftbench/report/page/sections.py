@@ -233,7 +233,8 @@ def answer(found: Section, whole: bool = False) -> Markup | None:
     rows = len(found.table.rows) if found.table else 0
     if shown and rows > (_WHOLE if whole else _FOLDED):
         shown = element("details", element("summary", f"{rows} rows"), shown, class_="chooser")
-    return section(f"answer-{found.key}", found.title, words, shown)
+    pictures = [element("div", Markup(picture), class_="picture") for picture in found.pictures]
+    return section(f"answer-{found.key}", found.title, words, shown, pictures)
 
 
 def table(title: str, found: Table) -> Markup:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftbench.core.redact import redact
 from ftbench.report.tables import CONTEXT, FIGURES, Table
+from ftbench.summary import PROFILED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,6 +53,11 @@ class Run:
     cells: tuple[str, ...]
     order: tuple[float | None, ...]
     record: Mapping[str, Any]
+
+    @property
+    def profiled(self) -> bool:
+        """Whether its steps were recorded, so that their times are no measurement."""
+        return PROFILED in self.warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ def _state_first(table: Table) -> Table:
 def _run(record: dict[str, Any], table: Table, row: Sequence[str], label: str) -> Run:
     shown = dict(zip(table.headings, row, strict=True))
     context = {name: table.context.get(heading, shown.get(heading, "")) for name, heading in CONTEXT.items()}
-    ok = record["state"] == "ok"
+    ok = record["state"] == "ok" and PROFILED not in record["warnings"]
     found = {name: number(record.get(source)) for name, source in NUMBERS.items()}
     interval = record.get("step_time_s.ci95")
     reason = record.get("reason")

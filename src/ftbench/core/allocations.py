@@ -1,0 +1,168 @@
+"""A history of allocations → memory by what it is for over one step, and what is alive where it is highest.
+
+Categories: `weights` (of the model, with what quantised ones need to be read), `adapters`, `gradients`, `optimizer`
+(its state), `activations` (made in a forward pass and alive when its backward pass begins), `temporary` (all else that
+is made within the step), `other` (held before the step and by none of these: batches, workspaces, caches).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftbench.core import phases as parts
+from ftbench.core.units import GIB
+
+CATEGORIES = ("weights", "adapters", "gradients", "optimizer", "activations", "temporary", "other")
+_FORWARD = (parts.FORWARD, parts.LOSS, parts.METRICS)
+_POINTS, _MOST_ALIVE = 240, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of the history: `size` bytes at `address` taken, or given back where it is negative; `time` in µs."""
+
+    time: float
+    address: int
+    size: int
+    frame: str = ""
+
+
+@dataclass(slots=True)
+class _Block:
+    address: int
+    size: int
+    begin: int  # index of an event; -1 is before the first
+    end: int  # len(events) is after the last
+    frame: str
+    category: str = "temporary"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """`events` in their order; `alive` are address and size of what is allocated after the last of them; `marks` are
+    (µs, phase) as each part of the step began; `owners` says of addresses that stay what they are; `gradients` are the
+    addresses that held them when the optimizer began, at `gradients_at` µs."""
+
+    events: Sequence[Event]
+    alive: Sequence[tuple[int, int]]
+    marks: Sequence[tuple[float, str]]
+    owners: Mapping[int, str]
+    gradients: Collection[int] = ()
+    gradients_at: float = 0.0
+
+
+def by_category(history: History, at: int | None = None) -> dict[str, Any]:
+    """The document: `timeline` (ms, phase, GiB by category; of each of some 240 stretches the moment with most),
+    `peak` with what is alive there (GiB, by category and the line that made it), `start` and `end`. `at` is the index
+    of the event to describe instead of the highest moment."""
+    blocks = _blocks(history)
+    _categorise(blocks, history, at)
+    points = _points(blocks, len(history.events))
+    origin = history.events[0].time if history.events else 0.0
+    index = max(range(len(points)), key=lambda i: sum(points[i])) if at is None else at + 1
+    times = [origin, *(event.time for event in history.events)]
+    phases = _Phases(history.marks)
+
+    def shown(i: int) -> dict[str, Any]:
+        return {"at_ms": (times[i] - origin) / 1e3, "phase": phases.at(times[i]), **_gib(points[i])}
+
+    return {
+        "categories": list(CATEGORIES),
+        "start": _gib(points[0]),
+        "end": _gib(points[-1]),
+        "peak": shown(index),
+        "alive": _alive(blocks, index - 1, phases, times),
+        "timeline": [shown(i) for i in _chosen(points, times)],
+    }
+
+
+def _blocks(history: History) -> list[_Block]:
+    last = len(history.events)
+    found: list[_Block] = []
+    taken: dict[int, _Block] = {}
+    for index, event in enumerate(history.events):
+        if event.size >= 0:
+            taken[event.address] = _Block(event.address, event.size, index, last, event.frame)
+            found.append(taken[event.address])
+        elif (block := taken.pop(event.address, None)) is not None:
+            block.end = index
+        else:
+            found.append(_Block(event.address, -event.size, -1, index, ""))
+    return found + [_Block(address, size, -1, last, "") for address, size in history.alive if address not in taken]
+
+
+def _categorise(blocks: Sequence[_Block], history: History, at: int | None) -> None:
+    times = [event.time for event in history.events]
+    backward = [bisect_left(times, time) for time, name in history.marks if name == parts.BACKWARD]
+    update = bisect_left(times, history.gradients_at)
+    phases, last = _Phases(history.marks), len(times)
+    for block in blocks:
+        next_backward = bisect_right(backward, block.begin)
+        if block.end == last and block.address in history.owners:
+            block.category = history.owners[block.address]
+        elif block.address in history.gradients and block.begin < update <= block.end:
+            block.category = "gradients"
+        elif block.begin < 0:
+            block.category = history.owners.get(block.address, "other")
+        elif phases.at(times[block.begin]) in _FORWARD:
+            # A forward pass that ran out of memory has no backward pass: what it held then, it held for that.
+            needed = backward[next_backward] if next_backward < len(backward) else last if at is None else at + 1
+            block.category = "activations" if block.end >= needed > block.begin else "temporary"
+
+
+class _Phases:
+    def __init__(self, marks: Sequence[tuple[float, str]]) -> None:
+        self._times, self._names = [time for time, _ in marks], [name for _, name in marks]
+
+    def at(self, time: float) -> str | None:
+        index = bisect_right(self._times, time) - 1
+        return self._names[index] if index >= 0 else None
+
+
+def _points(blocks: Sequence[_Block], count: int) -> list[list[int]]:
+    """Bytes by category before the first event and after each."""
+    change: dict[int, list[int]] = defaultdict(lambda: [0] * len(CATEGORIES))
+    for block in blocks:
+        place = CATEGORIES.index(block.category)
+        change[block.begin][place] += block.size
+        change[block.end][place] -= block.size
+    points, now = [], [0] * len(CATEGORIES)
+    for index in range(-1, count):
+        now = [a + b for a, b in zip(now, change[index], strict=True)] if index in change else now
+        points.append(now)
+    return points
+
+
+def _chosen(points: Sequence[Sequence[int]], times: Sequence[float]) -> list[int]:
+    """The first, the last, and the highest of each stretch of time."""
+    span = (times[-1] - times[0]) or 1.0
+    highest: dict[int, int] = {}
+    for index, time in enumerate(times):
+        stretch = int((time - times[0]) / span * _POINTS)
+        if stretch not in highest or sum(points[index]) > sum(points[highest[stretch]]):
+            highest[stretch] = index
+    return sorted({0, *highest.values(), len(points) - 1})
+
+
+def _alive(blocks: Sequence[_Block], at: int, phases: _Phases, times: Sequence[float]) -> list[dict[str, Any]]:
+    """What is held just after the event `at`, by category and maker, the largest first."""
+    sizes: dict[tuple[str, str, str | None], list[int]] = defaultdict(list)
+    for block in blocks:
+        if block.begin <= at < block.end:
+            phase = phases.at(times[block.begin + 1]) if block.begin >= 0 else None
+            sizes[block.category, block.frame, phase].append(block.size)
+    order = sorted(sizes, key=lambda key: -sum(sizes[key]))[:_MOST_ALIVE]
+    return [
+        {"category": category, "made_by": frame or None, "phase": phase, "gb": sum(sizes[category, frame, phase]) / GIB,
+         "tensors": len(sizes[category, frame, phase]), "largest_gb": max(sizes[category, frame, phase]) / GIB}
+        for category, frame, phase in order
+    ]  # fmt: skip
+
+
+def _gib(point: Sequence[int]) -> dict[str, float]:
+    parts = {name: size / GIB for name, size in zip(CATEGORIES, point, strict=True)}
+    return {"total_gb": sum(parts.values()), **parts}

@@ -1,0 +1,30 @@
+"""The worker within Nsight Systems (`measure.profile: nsys`): it records while the worker asks it to."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+from ftbench import owner
+from ftbench.errors import MissingError
+from ftbench.rundir import RunDir
+
+
+def around(command: Sequence[str], run: RunDir) -> list[str]:
+    """The command that runs `command` under nsys, which leaves profile/nsys.nsys-rep. The worker is nsys's child then,
+    and is not to look for ftbench as its parent."""
+    return [
+        "nsys", "profile", "--output", str(run.profile.resolve() / "nsys"), "--force-overwrite", "true",
+        "--trace", "cuda,nvtx,cublas,cudnn", "--sample", "none", "--cpuctxsw", "none",
+        "--capture-range", "cudaProfilerApi", "--capture-range-end", "stop",
+        "env", f"--unset={owner.PARENT}", *command,
+    ]  # fmt: skip
+
+
+def check_installed() -> None:
+    """Raises MissingError where nsys is not on the PATH."""
+    if shutil.which("nsys") is None:
+        raise MissingError(
+            "measure.profile nsys needs Nsight Systems and `nsys` is not on the PATH: install the package "
+            "nsight-systems-cli of NVIDIA's CUDA repository, or profile without --nsys"
+        )

@@ -1,0 +1,120 @@
+"""A trace → the document of profile/kernels.json: kernels by group, operators, phases, idle gaps. Times in ms."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ftbench.core.phases import BACKWARD
+from ftbench.profile.gaps import longest
+from ftbench.profile.groups import GROUPS, OTHER
+from ftbench.profile.trace import Trace
+from ftbench.profile.work import Phases, Work, complement, union
+
+SCHEMA = 1
+_MOST_KERNELS, _MOST_OPERATORS, _MOST_GAPS = 300, 60, 10
+
+
+def analyse(trace: Trace, work: Sequence[Work], step_before_s: float | None = None) -> dict[str, Any]:
+    """The document; `work` is that of the trace (`work_of`). All totals are of the whole window, `steps` long; shares
+    of kernels and groups are of the time that kernels took. `step_before_s` is the median step before the profiler ran,
+    in seconds: profiling makes launches slower, so `busy_share_unprofiled` holds the GPU's time against that."""
+    phases = Phases(trace.phases)
+    begin, end = trace.window
+    busy = union(((each.begin, each.end) for each in work), begin, end)
+    gaps = complement(busy, begin, end)
+    busy_ms, total = sum(stop - start for start, stop in busy), sum(each.end - each.begin for each in work)
+    steps = len(trace.steps)
+    before_ms = None if step_before_s is None else step_before_s * 1e3
+    groups = _groups(work, total)
+    return {
+        "schema": SCHEMA,
+        "device": "cuda" if trace.kernels else "cpu",
+        "gpu": trace.gpu,
+        "steps": steps,
+        "window_ms": end - begin,
+        "step_ms": {"profiled": (end - begin) / steps, "before": before_ms},
+        "busy_ms": busy_ms,
+        "busy_share": busy_ms / (end - begin),
+        "busy_share_unprofiled": min(1.0, busy_ms / steps / before_ms) if before_ms and trace.kernels else None,
+        "covered_share": 1 - sum(group["share"] for group in groups if group["group"] == OTHER) if total else None,
+        "backward_share": _share(work, BACKWARD, total),
+        "groups": groups,
+        "kernels": _kernels(work, total),
+        "operators": _operators(trace, work),
+        "phases": _phases(trace, phases, work, gaps),
+        "gaps": longest(trace, phases, gaps, _MOST_GAPS),
+        "idle": {"ms": sum(stop - start for start, stop in gaps), "gaps": len(gaps)},
+    }
+
+
+def _groups(work: Iterable[Work], total: float) -> list[dict[str, Any]]:
+    times: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for each in work:
+        times[each.group] += each.end - each.begin
+        calls[each.group] += each.call
+    return [
+        {"group": group, "time_ms": times[group], "share": times[group] / total, "calls": calls[group]}
+        for group in sorted(times, key=lambda group: (-times[group], GROUPS.index(group)))
+        if total
+    ]
+
+
+def _kernels(work: Iterable[Work], total: float) -> list[dict[str, Any]]:
+    """By name and group, as one name may serve several; the longest first, what is left in one line."""
+    times: dict[tuple[str, str], float] = defaultdict(float)
+    calls: dict[tuple[str, str], int] = defaultdict(int)
+    for each in work:
+        times[each.name, each.group] += each.end - each.begin
+        calls[each.name, each.group] += each.call
+    order = sorted(times, key=lambda key: -times[key])
+    rows = [(name, group, times[name, group], calls[name, group]) for name, group in order[:_MOST_KERNELS]]
+    if rest := order[_MOST_KERNELS:]:
+        rows.append((f"{len(rest)} others", OTHER, sum(times[key] for key in rest), sum(calls[key] for key in rest)))
+    return [
+        {"name": name, "group": group, "time_ms": time, "calls": count, "share": time / total,
+         "mean_us": time * 1e3 / count if count else None}
+        for name, group, time, count in rows if total
+    ]  # fmt: skip
+
+
+def _operators(trace: Trace, work: Iterable[Work]) -> list[dict[str, Any]]:
+    """By name: how often, how long with all that it called, how long its own kernels took; the longest on the device
+    first, then on the CPU."""
+    device: dict[str, float] = defaultdict(float)
+    for each in work:
+        device[each.operator] += each.end - each.begin
+    cpu: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for spans in trace.threads.values():
+        for span in spans:
+            if span.kind == "op":
+                cpu[span.name] += span.end - span.begin
+                calls[span.name] += 1
+    order = sorted(cpu, key=lambda name: (-device[name], -cpu[name]))[:_MOST_OPERATORS]
+    return [{"name": name, "calls": calls[name], "cpu_ms": cpu[name], "device_ms": device[name]} for name in order]
+
+
+def _phases(
+    trace: Trace, phases: Phases, work: Iterable[Work], gaps: Iterable[tuple[float, float]]
+) -> list[dict[str, Any]]:
+    """For each part of a step: how long the training thread was in it, how long the work took that was launched in it,
+    and how long the device was idle meanwhile."""
+    cpu: dict[str, float] = defaultdict(float)
+    device: dict[str, float] = defaultdict(float)
+    idle: dict[str, float] = defaultdict(float)
+    for begin, end, name in trace.phases:
+        cpu[name] += end - begin
+    for each in work:
+        device[each.phase] += each.end - each.begin
+    for begin, end in gaps:
+        for name, length in phases.within(begin, end):
+            idle[name] += length
+    names = dict.fromkeys([*cpu, *device])
+    return [{"phase": name, "cpu_ms": cpu[name], "device_ms": device[name], "idle_ms": idle[name]} for name in names]
+
+
+def _share(work: Sequence[Work], phase: str, total: float) -> float | None:
+    return sum(each.end - each.begin for each in work if each.phase == phase) / total if total else None

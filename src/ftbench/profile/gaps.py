@@ -1,0 +1,69 @@
+"""What the CPU did while the device had nothing to do."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from typing import Any
+
+from ftbench.profile.trace import Span, Trace
+from ftbench.profile.work import Phases, complement, union
+
+_MOST_CAUSES = 3
+PYTHON = "Python between operators"
+
+
+def longest(trace: Trace, phases: Phases, gaps: list[tuple[float, float]], most: int) -> list[dict[str, Any]]:
+    """The longest gaps, each with the phase that it mostly lies in and what ran on the CPU meanwhile, by time: waits of
+    the driver's library and outermost operators of any thread, and Python where none of them ran."""
+    outermost = [_outermost(spans) for spans in trace.threads.values()]
+    found = []
+    for begin, end in sorted(gaps, key=lambda gap: gap[0] - gap[1])[:most]:
+        within = dict[str, float]()
+        for name, length in phases.within(begin, end):
+            within[name] = within.get(name, 0.0) + length
+        found.append({
+            "begin_ms": begin, "ms": end - begin,
+            "phase": max(within, key=lambda name: within[name]) if within else None,
+            "meanwhile": _meanwhile(outermost, begin, end),
+        })  # fmt: skip
+    return found
+
+
+def _outermost(spans: list[Span]) -> list[Span]:
+    """Operators that no other called, and calls of the driver's library: those within an operator too, for one that
+    waits explains more than the operator that waits."""
+    return [
+        span for span in spans
+        if (span.kind == "call" and _waits(span)) or (span.kind == "op" and not _within_operator(span))
+    ]  # fmt: skip
+
+
+def _waits(span: Span) -> bool:
+    return "ynchronize" in span.name or "Malloc" in span.name or "Free" in span.name
+
+
+def _within_operator(span: Span) -> bool:
+    around = span.parent
+    while around is not None and around.kind != "op":
+        around = around.parent
+    return around is not None
+
+
+def _meanwhile(threads: list[list[Span]], begin: float, end: float) -> list[dict[str, Any]]:
+    times: dict[str, float] = defaultdict(float)
+    ran: list[tuple[float, float]] = []
+    for spans in threads:
+        # Spans are sorted by their begin and the outermost do not overlap, but for the calls within them.
+        for index in range(max(0, bisect_left(spans, begin, key=lambda span: span.begin) - 2), len(spans)):
+            span = spans[index]
+            if span.begin >= end:
+                break
+            if (length := min(span.end, end) - max(span.begin, begin)) > 0:
+                times[span.name] += length
+                ran.append((span.begin, span.end))
+    python = sum(stop - start for start, stop in complement(union(ran, begin, end), begin, end))
+    if python > 0:
+        times[PYTHON] = python
+    order = sorted(times, key=lambda name: -times[name])[:_MOST_CAUSES]
+    return [{"name": name, "ms": times[name]} for name in order]

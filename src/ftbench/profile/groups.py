@@ -1,0 +1,116 @@
+"""What a kernel does, told by its name, and where the name says too little by who launched it.
+
+The names are those that the libraries give their kernels: cuBLAS (`nvjet_*`, `sm80_xmma_gemm_*`, `ampere_*gemm*`),
+CUTLASS, cuDNN, PyTorch's own (`at::native::…`), Inductor's (`triton_poi_*` pointwise, `triton_red_*` and
+`triton_per_*` reductions, `triton_tem_*` templates), flash-attention, xformers (`fmha_cutlass*`), bitsandbytes
+(`kDequantizeBlockwise`), Liger, unsloth, NCCL.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from ftbench.core import phases
+
+MATMUL, ATTENTION, NORM, QUANTISE = "matmul", "attention", "norm/elementwise", "quantise/dequantise"
+OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER = "optimizer", "loss", "communication", "memory copy", "other"
+GROUPS = (MATMUL, ATTENTION, NORM, QUANTISE, OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER)
+
+# What no context changes, in this order: attention before matmul, because its kernels are built from CUTLASS too.
+_SURE: tuple[tuple[str, str], ...] = (
+    (COMMUNICATION, r"nccl|all_?reduce_kernel|one_shot_all|two_shot_all|symm_mem"),
+    (COPY, r"^Mem(cpy|set)\b"),
+    (
+        ATTENTION,
+        r"flash_(fwd|bwd)|flash_?attn|FlashAttn|fmha|sdpa|mem_eff|attention|_attn_(fwd|bwd)|AttentionKernel|"
+        r"AttentionBackwardKernel|softmax_dropout|varlen_(fwd|bwd)",
+    ),
+    (
+        QUANTISE,
+        r"k(Deq|Q)uantize(Blockwise)?\b|(de)?quantize_(blockwise|4bit|nf4)|kgetColRowStats|kInt8VectorQuant|"
+        r"per_?token_(group_)?quant|fp8_quant|cast_to_fp8|scale_transpose|"
+        r"triton_\w*_fused\w*(_scaled_mm|float8|fp8|_abs_\w*max|_to_copy\w*_clamp)",
+    ),
+    (
+        OPTIMIZER,
+        r"multi_tensor_apply|kOptimizer|kPreconditionOptimizer|kPercentileClipping|\badam|FusedAdam|fused_adam|"
+        r"foreach|triton_\w*(_foreach|adam)",
+    ),
+    (
+        LOSS,
+        r"cross_?entropy|nll_?loss|LogSoftMax|log_softmax|liger_fused_linear|element_mul_kernel|entropy_from_logits",
+    ),
+    (
+        MATMUL,
+        r"nvjet|gemm|gemv|cutlass|xmma|splitKreduce|cublas|wgmma|matmul|_mm_|_mm\b|_bmm|_addmm|grouped_mm|mmt?_kernel|"
+        r"\bmarlin|conv(olve|2d|1d)|dot_kernel|triton_tem_fused",
+    ),
+)  # fmt: skip
+# Kernels that any part of a step may launch: what they belong to is told by their caller.
+_PLAIN = (
+    r"elementwise|vectorized|unrolled|reduce|softmax|SoftMax|norm|rms|rope|rotary|silu|gelu|swiglu|geglu|_fg_kernel|"
+    r"DWf_DW|dropout|copy|cat|Cat|fill|Fill|index|gather|scatter|embedding|where|mask|cumsum|scan|sort|topk|arange|"
+    r"triton_(poi|red|per|for)|transpose|tril|triu|distribution|masked|compare|elementwise|exact_(forward|backward)"
+)
+# What an operator is where it launches a kernel without a telling name, and on a machine that has no kernels.
+_OPERATORS: tuple[tuple[str, str], ...] = (
+    (COMMUNICATION, r"^(c10d|nccl|gloo)\b|all_reduce|reduce_scatter|all_gather"),
+    (ATTENTION, r"scaled_dot_product|flash_attn|flex_attention|varlen_attn|_efficient_attention"),
+    (QUANTISE, r"bitsandbytes::|dequantize|quantize_|torchao::|_scaled_cast|choose_qparams"),
+    (OPTIMIZER, r"_foreach_|_fused_adam|Optimizer\.step"),
+    (LOSS, r"cross_?entropy|nll_loss|log_?softmax|LogSoftmax|NllLoss|CrossEntropy|fused_ce_loss|LMLoss"),
+    (
+        MATMUL,
+        r"^aten::(_?scaled_)?(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|einsum|_?grouped_mm|_scaled_mm|"
+        r"mkldnn_linear|_mkl_linear|addbmm)$|mkldnn_|onednn|_weight_int4pack_mm|gemm",
+    ),
+    (COPY, r"^Mem(cpy|set)\b|pin_memory"),
+    (NORM, r"^aten::|^triton_|^prims::|^liger|Backward\d*$|AccumulateGrad"),
+)  # fmt: skip
+_BY_PHASE = {phases.OPTIMIZER: OPTIMIZER, phases.CLIP: OPTIMIZER, phases.LOSS: LOSS, phases.METRICS: LOSS}
+_CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # whose plain kernels are part of them
+
+
+def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
+    """The group of a GPU kernel. `operators` are those that were running when it was launched, innermost first;
+    `phase` is the part of the step; `in_loss` says that it computes the loss or a gradient of it."""
+    sure = _first(_SURE, name)
+    if sure is not None:
+        return sure
+    callers = [found for operator in operators if (found := _first(_OPERATORS, operator)) is not None]
+    if (part := _part(callers, phase, in_loss)) is not None:
+        return part
+    if _search(_PLAIN, name):
+        return NORM
+    return next(iter(callers), OTHER)
+
+
+def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
+    """The group of an operator's own time on a CPU; `operators` are those around it, innermost first."""
+    own = _first(_OPERATORS, name)
+    if own not in (None, NORM):
+        return str(own)
+    callers = [found for operator in operators if (found := _first(_OPERATORS, operator)) is not None]
+    if (part := _part(callers, phase, in_loss)) is not None:
+        return part
+    return own or OTHER
+
+
+def _part(callers: list[str], phase: str | None, in_loss: bool) -> str | None:
+    if phase in _BY_PHASE:
+        return _BY_PHASE[phase]
+    if in_loss:
+        return LOSS
+    return next((caller for caller in callers if caller in _CALLERS), None)
+
+
+@lru_cache(maxsize=65536)
+def _first(rules: tuple[tuple[str, str], ...], name: str) -> str | None:
+    return next((group for group, pattern in rules if _search(pattern, name)), None)
+
+
+@lru_cache(maxsize=65536)
+def _search(pattern: str, name: str) -> bool:
+    return re.search(pattern, name) is not None

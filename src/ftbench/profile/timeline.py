@@ -1,0 +1,103 @@
+"""One profiled step as a picture: what the device did by group, what the training thread was in, where nothing ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ftbench.profile.drawing import LEFT, WIDE, drawing, escape, label, ticks
+from ftbench.profile.groups import GROUPS
+from ftbench.profile.trace import Trace
+from ftbench.profile.work import Work, complement, union
+
+SCHEMA = 1
+BINS = 600  # stretches of the step that a lane tells apart
+_LEAST_GAP = 0.004  # share of the step below which an idle stretch is not drawn
+_LANE, _TOP = 18, 26
+# Told apart by lightness too, and on both light and dark paper.
+COLOURS = dict(zip(GROUPS, ("#3b6fb6", "#d9822b", "#6aa84f", "#9b59b6", "#b5446e", "#c0392b", "#17a2a2", "#8d8d8d",
+                            "#5d5d5d"), strict=True))  # fmt: skip
+_PHASE, _IDLE = "#8aa0b8", "#e0b000"
+
+
+def reduce(trace: Trace, work: Iterable[Work]) -> dict[str, Any]:
+    """The step in the middle: for each group stretches in which it ran, [begin, end, share of the stretch]; phases and
+    idle stretches as [begin, end, name]; all in ms from the step's beginning."""
+    middle = len(trace.steps) // 2
+    begin = trace.steps[middle][0]
+    end = trace.steps[middle][1] if middle + 1 < len(trace.steps) else trace.window[1]
+    work = [each for each in work if each.end > begin and each.begin < end]
+    busy = union(((each.begin, each.end) for each in work), begin, end)
+    gaps = [gap for gap in complement(busy, begin, end) if gap[1] - gap[0] >= _LEAST_GAP * (end - begin)]
+    present = [group for group in GROUPS if any(each.group == group for each in work)]
+    return {
+        "schema": SCHEMA,
+        "device": "GPU" if trace.kernels else "CPU",
+        "step": middle + 1,
+        "ms": end - begin,
+        "groups": {group: _lane(work, group, begin, end) for group in present},
+        "phases": [
+            [max(start, begin) - begin, min(stop, end) - begin, name] for start, stop, name in trace.phases
+            if stop > begin and start < end
+        ],
+        "idle": [[start - begin, stop - begin] for start, stop in gaps],
+    }  # fmt: skip
+
+
+def _lane(work: Iterable[Work], group: str, begin: float, end: float) -> list[list[float]]:
+    """A share for each bin, neighbours of about the same share joined."""
+    size = (end - begin) / BINS
+    filled = [0.0] * BINS
+    for start, stop in union(((each.begin, each.end) for each in work if each.group == group), begin, end):
+        for place in range(int((start - begin) / size), min(BINS - 1, int((stop - begin) / size)) + 1):
+            low, high = begin + place * size, begin + (place + 1) * size
+            filled[place] += max(0.0, min(stop, high) - max(start, low)) / size
+    lane: list[list[float]] = []
+    for place, share in enumerate(filled):
+        tenths = min(10, round(share * 10))
+        if tenths and lane and lane[-1][1] == place and lane[-1][2] == tenths:
+            lane[-1][1] = place + 1
+        elif tenths:
+            lane.append([place, place + 1, tenths])
+    return [[round(first * size, 4), round(last * size, 4), tenths / 10] for first, last, tenths in lane]
+
+
+def svg(picture: dict[str, Any], name: str) -> str:
+    """A self-contained SVG that says whose it is; every text in it is escaped."""
+    total = picture["ms"] or 1.0
+    lanes = list(picture["groups"])
+    height = _TOP + _LANE * (len(lanes) + 2) + 22
+    scale = WIDE / total
+
+    def box(begin: float, end: float, lane: int, colour: str, strength: float, title: str) -> str:
+        width = max(0.4, (end - begin) * scale)
+        return (
+            f'<rect x="{LEFT + begin * scale:.1f}" y="{_TOP + lane * _LANE + 2}" width="{width:.1f}" '
+            f'height="{_LANE - 4}" fill="{colour}" fill-opacity="{strength:.2f}"><title>{escape(title)}</title></rect>'
+        )
+
+    parts = [label(f"{name}: one step on the {picture['device']}, {picture['ms']:.1f} ms with the profiler", 4, 14)]
+    for lane, group in enumerate(lanes):
+        parts.append(label(group, 4, _baseline(lane)))
+        parts += [
+            box(b, e, lane, COLOURS.get(group, "#5d5d5d"), 0.25 + 0.75 * s, f"{group}, {b:.2f} to {e:.2f} ms")
+            for b, e, s in picture["groups"][group]
+        ]
+    below = len(lanes)
+    parts += [label("nothing", 4, _baseline(below)), label("training thread", 4, _baseline(below + 1))]
+    parts += [box(b, e, below, _IDLE, 1.0, f"idle for {e - b:.2f} ms") for b, e in picture["idle"]]
+    parts += [box(b, e, below + 1, _PHASE, 1.0, f"{n}, {e - b:.2f} ms") for b, e, n in picture["phases"]]
+    parts += [
+        label(n, LEFT + b * scale + 3, _baseline(below + 1), "#ffffff") for b, e, n in picture["phases"]
+        if (e - b) * scale > 7 * len(n) + 6
+    ]  # fmt: skip
+    parts += ticks(total, "ms", height - 6)
+    return drawing(height, _summary(picture, lanes), parts)
+
+
+def _baseline(lane: int) -> int:
+    return _TOP + lane * _LANE + 13
+
+
+def _summary(picture: dict[str, Any], lanes: Sequence[str]) -> str:
+    return f"One step of {picture['ms']:.1f} ms on the {picture['device']}: {', '.join(lanes)}, and when nothing ran"

@@ -1,0 +1,203 @@
+"""PyTorch's trace file (Chrome's trace-event format as Kineto writes it) → what happened, in milliseconds.
+
+The file is read event by event, so that one of hundreds of MB takes no more memory than what is kept of it. Times are
+milliseconds since the first profiled step; spans of a thread nest.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from ftbench.core.phases import PREFIX
+from ftbench.errors import FtbenchError
+
+MOST_BYTES = 2**30
+_CHUNK = 1 << 20
+_STEP = re.compile(r"ProfilerStep#(\d+)$")
+_ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_CALLS = {"cuda_runtime", "cuda_driver"}
+
+
+class TraceError(FtbenchError):
+    """A trace that cannot be read; the message names the file."""
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that a CPU thread did: an operator, a range that somebody named, or a call into the driver's library
+    (`kind` op, range or call). `sequence` joins an operator with its backward pass."""
+
+    name: str
+    begin: float
+    end: float
+    kind: str
+    sequence: int | None = None
+    backward: bool = False
+    correlation: int | None = None
+    parent: Span | None = None
+
+
+@dataclass(slots=True)
+class Kernel:
+    """Something that the GPU did."""
+
+    name: str
+    begin: float
+    end: float
+    correlation: int
+
+
+@dataclass(slots=True)
+class Trace:
+    """`steps` and `phases` are (begin, end) and (begin, end, name) in the order of time; `threads` maps a thread to its
+    spans, by begin; `gpu` is the name of the first GPU in the file."""
+
+    gpu: str | None = None
+    origin: float = 0.0  # when the first step begins on the file's clock
+    kernels: list[Kernel] = field(default_factory=list)
+    threads: dict[Any, list[Span]] = field(default_factory=dict)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    phases: list[tuple[float, float, str]] = field(default_factory=list)
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """From the beginning of the first step to the end of the last, and of what the GPU did for it."""
+        return self.steps[0][0], max([self.steps[-1][1], *(kernel.end for kernel in self.kernels)])
+
+
+def read(path: Path) -> Trace:
+    """The trace in a .json or .json.gz file. Raises TraceError for what is none, or holds no profiled step."""
+    found = Trace()
+    collecting = gc.isenabled()
+    gc.disable()  # a million objects without a cycle among them: looking for one takes a third of the time
+    try:
+        for event in events(path, found):
+            if event.get("ph") == "X":
+                _keep(found, event)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(f"{path}: cannot be read as a trace ({error}); profile again") from None
+    finally:
+        if collecting:
+            gc.enable()
+    if not found.steps:
+        raise TraceError(f"{path}: holds no profiled step; profile again")
+    _settle(found)
+    return found
+
+
+def events(path: Path, into: Trace | None = None) -> Iterator[dict[str, Any]]:
+    """The trace's events, one by one; the GPU's name goes `into` a trace."""
+    with _open(path) as file:
+        reader = _Reader(file, path)
+        head = reader.until('"traceEvents"')
+        if into is not None and (gpu := re.search(r'"deviceProperties":\s*\[\s*\{.*?"name":\s*"([^"]*)"', head, re.S)):
+            into.gpu = gpu[1]
+        reader.until("[")
+        yield from reader.objects()
+
+
+def _open(path: Path) -> IO[str]:
+    if path.stat().st_size > MOST_BYTES:
+        raise TraceError(
+            f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps (--steps 1), or accumulate less"
+        )
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
+    return path.open(encoding="utf-8", errors="replace")
+
+
+class _Reader:
+    """Objects of a JSON array out of a stream, without the rest of it in memory."""
+
+    def __init__(self, file: IO[str], path: Path) -> None:
+        self._file, self._path = file, path
+        self._text, self._place = "", 0
+        self._decode = json.JSONDecoder(strict=False).raw_decode
+
+    def until(self, mark: str) -> str:
+        """What stands before a mark; reads on behind it."""
+        while (at := self._text.find(mark, self._place)) < 0:
+            if not self._more():
+                raise ValueError(f"no {mark}")
+        before, self._place = self._text[self._place : at], at + len(mark)
+        return before
+
+    def objects(self) -> Iterator[dict[str, Any]]:
+        while True:
+            self._skip()
+            if self._text[self._place] == "]":
+                return
+            try:
+                value, self._place = self._decode(self._text, self._place)
+            except ValueError:
+                if not self._more():
+                    raise ValueError("it is cut short") from None
+                continue
+            if isinstance(value, dict):
+                yield value
+
+    def _skip(self) -> None:
+        while True:
+            while self._place < len(self._text) and self._text[self._place] in " \t\r\n,":
+                self._place += 1
+            if self._place < len(self._text):
+                return
+            if not self._more():
+                raise ValueError("it is cut short")
+
+    def _more(self) -> bool:
+        chunk = self._file.read(_CHUNK)
+        self._text, self._place = self._text[self._place :] + chunk, 0
+        return bool(chunk)
+
+
+def _keep(trace: Trace, event: dict[str, Any]) -> None:
+    kind, name = event.get("cat"), event.get("name", "")
+    begin = float(event["ts"]) / 1e3
+    end = begin + float(event.get("dur", 0.0)) / 1e3
+    details = event.get("args", {})
+    if kind in _ON_GPU:
+        trace.kernels.append(Kernel(name, begin, end, int(details.get("correlation", 0))))
+    elif kind == "user_annotation" and _STEP.match(name):
+        trace.steps.append((begin, end))
+    elif kind == "user_annotation" and name.startswith(PREFIX):
+        trace.phases.append((begin, end, name.removeprefix(PREFIX)))
+    elif kind == "cpu_op" or kind == "user_annotation":
+        span = Span(name, begin, end, "op" if kind == "cpu_op" else "range", details.get("Sequence number"),
+                    bool(details.get("Fwd thread id")))  # fmt: skip
+        trace.threads.setdefault(event.get("tid"), []).append(span)
+    elif kind in _CALLS:
+        call = Span(name, begin, end, "call", correlation=int(details.get("correlation", 0)))
+        trace.threads.setdefault(event.get("tid"), []).append(call)
+
+
+def _settle(trace: Trace) -> None:
+    """Times from the first step on, everything in order, each span with the one around it."""
+    trace.steps.sort()
+    origin = trace.origin = trace.steps[0][0]
+    trace.steps = [(begin - origin, end - origin) for begin, end in trace.steps]
+    trace.phases = sorted((begin - origin, end - origin, name) for begin, end, name in trace.phases)
+    for kernel in trace.kernels:
+        kernel.begin, kernel.end = kernel.begin - origin, kernel.end - origin
+    trace.kernels = sorted((k for k in trace.kernels if k.end > 0), key=lambda kernel: kernel.begin)
+    for spans in trace.threads.values():
+        for span in spans:
+            span.begin, span.end = span.begin - origin, span.end - origin
+        spans.sort(key=lambda span: (span.begin, -span.end))
+        _nest(spans)
+
+
+def _nest(spans: list[Span]) -> None:
+    stack: list[Span] = []
+    for span in spans:
+        while stack and stack[-1].end <= span.begin:
+            stack.pop()
+        span.parent = stack[-1] if stack else None
+        stack.append(span)

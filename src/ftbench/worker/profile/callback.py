@@ -1,0 +1,127 @@
+"""The callback that profiles a few steady steps and then ends the training.
+
+    steps  1 2 3 │ 4 5 6 │ 7       │ 8 9 10    │ 11
+           load  │ timed │ profiler│ profiled  │ memory
+           kernels│      │ warms up│           │
+
+Memory is recorded in the first and in the last part: its stacks slow a step down, and so does the profiler; the timed
+steps are those of an ordinary run. Where layers are compiled the first part lasts until three steps compiled nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ftbench.core.phases import DATA, OPTIMIZER
+from ftbench.errors import SpecError
+from ftbench.rundir import TRACE, WINDOW, RunDir, write_json
+from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
+from ftbench.worker.profile.memory import Memory
+from ftbench.worker.profile.ranges import Ranges, mark
+
+SCHEMA = 1
+_TIMED = 3
+_LATEST = 20  # a run that compiles for ever is profiled all the same
+
+
+class Profiler(TrainerCallback):
+    """Profiles `measure.profile_steps` steps once speed is steady. To be added after the recorder."""
+
+    def __init__(self, spec: Experiment, run: RunDir, loop: Any, clock: Any) -> None:
+        self._folder, self._clock = run.profile, clock
+        self._count, self._nsys = spec.measure.profile_steps, spec.measure.profile == "nsys"
+        self._needed = spec.measure.steps_to_profile
+        self._ranges = Ranges(self._nsys)
+        self._memory = Memory(run.profile, loop, self._ranges) if not self._nsys else None
+        self._on_gpu = next(loop.model.parameters()).device.type == "cuda"
+        self._profiler: Any = None
+        self._first: int | None = None  # of the profiled steps
+        self._compiled = (0, 0)  # graphs so far, and the step that compiled the last of them
+        self._folder.mkdir(exist_ok=True)
+        mark(loop, self._ranges)
+
+    # --- hooks of the trainer ----------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.max_steps < self._needed:
+            raise SpecError(
+                f"measure.profile needs {self._needed} steps to profile {self._count} of them and this run has "
+                f"{state.max_steps}: set train.max_steps={self._needed}, or give it more samples"
+            )
+        if self._memory:
+            self._memory.watch()
+        self._ranges.enter(DATA)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ranges.enter(OPTIMIZER)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ranges.leave()
+        step = state.global_step
+        if self._first is None:
+            if step == STEPS_BEFORE_PROFILE - _TIMED and self._memory:
+                self._memory.pause()
+            if self._is_steady(step, state.max_steps):
+                self._begin(step)
+        elif step < self._first + self._count:
+            self._next(step, self._first)
+        else:
+            if self._memory:
+                self._memory.finish()
+            control.should_training_stop = True
+        self._ranges.enter(DATA)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _is_steady(self, step: int, most: int) -> bool:
+        graphs = int(sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"]) if (
+            "torch._dynamo.utils" in sys.modules) else 0  # fmt: skip
+        if graphs != self._compiled[0]:
+            self._compiled = (graphs, step)
+        if step < STEPS_BEFORE_PROFILE:
+            return False
+        last_chance = most - (self._needed - STEPS_BEFORE_PROFILE)
+        return step - self._compiled[1] >= _TIMED or step >= min(_LATEST, last_chance)
+
+    def _begin(self, step: int) -> None:
+        self._first = step + 2
+        write_json(self._folder / WINDOW, {
+            "schema": SCHEMA, "timed": [step - _TIMED + 1, step], "profiled": [step + 2, step + 1 + self._count],
+        })  # fmt: skip
+        if self._nsys:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._count, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self._folder / TRACE)),
+        )
+        self._profiler.start()
+
+    def _next(self, step: int, first: int) -> None:
+        """After the step that warms the profiler up, and after each profiled one. The device is waited for where the
+        profiled steps begin and end, so that their work is in the trace and no other's."""
+        begins, ends = step == first - 1, step == first + self._count - 1
+        if begins or ends:
+            self._clock.wait()
+        if self._nsys:
+            if begins or ends:
+                (torch.cuda.profiler.start if begins else torch.cuda.profiler.stop)()
+        else:
+            self._profiler.step()
+        if ends and self._profiler:
+            self._profiler.stop()
+            self._profiler = None
+        if ends and self._memory:
+            self._memory.start()
+
+    def failed(self, error: BaseException) -> None:
+        """Keeps what memory held when the device ran out of it."""
+        if self._memory:
+            self._memory.failed(error)

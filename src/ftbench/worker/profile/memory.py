@@ -1,0 +1,168 @@
+"""What memory is for over one step: the allocator's own history on a GPU, the profiler's on a CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftbench.core.allocations import Event, History, by_category
+from ftbench.core.phases import OPTIMIZER, PREFIX
+from ftbench.core.units import GIB
+from ftbench.rundir import MEMORY, OOM_MEMORY, write_json
+from ftbench.worker.outcome import of_exception
+from ftbench.worker.profile.owners import gradients, owned
+from ftbench.worker.profile.ranges import Ranges
+
+SCHEMA = 1
+_MOST_EVENTS = 400_000
+_KNOWN = ("ftbench", "transformers", "peft", "trl", "unsloth", "unsloth_zoo", "bitsandbytes", "liger_kernel")
+
+
+class Memory:
+    """Records from `start` to `pause` or `finish`; the latter writes memory.json."""
+
+    def __init__(self, folder: Path, loop: Any, ranges: Ranges) -> None:
+        self._folder, self._loop = folder, loop
+        self._on_gpu = next(loop.model.parameters()).device.type == "cuda"
+        self._recording = False
+        self._marks: list[tuple[float, str]] = []
+        self._gradients: set[int] = set()
+        self._gradients_at = 0.0
+        self._profiler: Any = None
+        self._ran_out: int | None = None
+        ranges.told.append(self._hear)
+
+    def watch(self) -> None:
+        """Records for the case that a GPU runs out of memory; the first steps are where that happens."""
+        if self._on_gpu:
+            self.start()
+
+    def start(self) -> None:
+        self._recording, self._marks = True, []
+        if self._on_gpu:
+            torch.cuda.memory._record_memory_history(
+                "all", context="alloc", stacks="python", max_entries=_MOST_EVENTS, clear_history=True
+            )
+        else:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            self._profiler = torch.profiler.profile(activities=activities, profile_memory=True, with_stack=True)
+            self._profiler.start()
+
+    def pause(self) -> None:
+        self._recording = False
+        if self._on_gpu:
+            torch.cuda.memory._record_memory_history(None)
+
+    def finish(self) -> None:
+        history, allocated = self._on_cuda() if self._on_gpu else self._on_cpu()
+        self.pause()
+        self._write(MEMORY, history, allocated)
+
+    def failed(self, error: BaseException) -> None:
+        """Writes oom.json where a GPU ran out of memory: what was alive at that moment."""
+        if self._on_gpu and of_exception(error, "", None)["state"] == "oom":
+            self._gradients |= gradients(self._loop)
+            history, allocated = self._on_cuda()
+            self._write(OOM_MEMORY, history, allocated, self._ran_out)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _hear(self, phase: str) -> None:
+        if not self._recording:
+            return
+        self._marks.append((time.time_ns() / 1e3, phase))
+        if phase == OPTIMIZER:
+            self._gradients, self._gradients_at = gradients(self._loop), self._marks[-1][0]
+
+    def _write(self, name: str, history: History, allocated: int | None, at: int | None = None) -> None:
+        write_json(self._folder / name, {
+            "schema": SCHEMA, "device": "cuda" if self._on_gpu else "cpu",
+            "allocated_gb": None if allocated is None else allocated / GIB,
+            "complete": len(history.events) < _MOST_EVENTS, **by_category(history, at),
+        })  # fmt: skip
+
+    def _on_cuda(self) -> tuple[History, int]:
+        allocated = torch.cuda.memory_allocated()
+        snapshot = torch.cuda.memory._snapshot()
+        device = torch.cuda.current_device()
+        entries = snapshot["device_traces"][device] if snapshot["device_traces"] else []
+        events, self._ran_out = from_entries(entries)
+        alive = [
+            (block["address"], block["size"]) for segment in snapshot["segments"] if segment["device"] == device
+            for block in segment["blocks"] if block["state"] == "active_allocated"
+        ]  # fmt: skip
+        return self._history(events, alive), allocated
+
+    def _on_cpu(self) -> tuple[History, None]:
+        self._profiler.stop()
+        path = self._folder / ".memory.json"
+        self._profiler.export_chrome_trace(str(path))
+        self._profiler = None
+        events, self._marks = from_trace(json.loads(path.read_text("utf-8", errors="replace"))["traceEvents"])
+        path.unlink()
+        self._gradients_at = next((at for at, phase in self._marks if phase == OPTIMIZER), 0.0)
+        return self._history(events, [(address, size) for address, (_, size) in owned(self._loop).items()]), None
+
+    def _history(self, events: Sequence[Event], alive: Sequence[tuple[int, int]]) -> History:
+        owners = {address: kind for address, (kind, _) in owned(self._loop).items()}
+        return History(events, alive, self._marks, owners, self._gradients, self._gradients_at)
+
+
+def from_entries(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], int | None]:
+    """The allocator's trace (torch.cuda.memory._snapshot) as events, and the index of the last one before memory ran
+    out. A block counts as given back when it is asked back: that is when `memory_allocated` falls."""
+    events: list[Event] = []
+    ran_out = None
+    for entry in entries:
+        action, size = entry["action"], entry["size"]
+        if action == "oom":
+            ran_out = len(events) - 1
+        elif action in ("alloc", "free_requested"):
+            events.append(Event(
+                entry["time_us"], entry["addr"], size if action == "alloc" else -size,
+                frame_of([(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ())]),
+            ))  # fmt: skip
+    return events, ran_out
+
+
+def from_trace(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], list[tuple[float, str]]]:
+    """The same from the profiler's trace of a CPU (recorded with memory and stacks), and where the phases began."""
+    memory = [entry for entry in entries if entry.get("name") == "[memory]" and entry["args"]["Device Type"] == 0]
+    calls = [entry for entry in entries if entry.get("cat") == "python_function"]
+    marks = sorted(
+        (entry["ts"], entry["name"].removeprefix(PREFIX)) for entry in entries
+        if entry.get("cat") == "user_annotation" and entry["name"].startswith(PREFIX)
+    )  # fmt: skip
+    events = []
+    stack: list[dict[str, Any]] = []
+    for entry in sorted([*calls, *memory], key=lambda entry: (entry["ts"], -entry.get("dur", 0.0))):
+        stack = [call for call in stack if call["ts"] + call["dur"] > entry["ts"] or call["tid"] != entry["tid"]]
+        if entry["name"] == "[memory]":
+            here = [_parsed(call["name"]) for call in reversed(stack) if call["tid"] == entry["tid"]]
+            events.append(Event(entry["ts"], entry["args"]["Addr"], entry["args"]["Bytes"], frame_of(here)))
+        else:
+            stack.append(entry)
+    return events, marks
+
+
+def _parsed(call: str) -> tuple[str, int, str]:
+    """`a/b.py(12): f` as file, line and function."""
+    place, _, name = call.partition(": ")
+    file, _, line = place.rstrip(")").rpartition("(")
+    return f"/{file}", int(line) if line.isdigit() else 0, name
+
+
+def frame_of(frames: Sequence[tuple[str, int, str]]) -> str:
+    """The innermost frame of the libraries that people know their way in; `frames` (file, line, function), innermost
+    first."""
+    for file, line, name in frames:
+        parts = Path(file).parts
+        package = next((place for place in reversed(range(len(parts))) if parts[place] in _KNOWN), None)
+        if package is not None and parts[-3:-1] != ("worker", "profile"):
+            return f"{'/'.join(parts[package:])}:{line} {name}"
+    return ""

@@ -1,0 +1,70 @@
+"""Names for the parts of a step, in the trace and for Nsight Systems: contiguous, on the training thread.
+
+data → forward ⇄ loss → metrics → backward, for each micro-batch, then clip → optimizer. `metrics` is what the trainer
+computes from the logits beside the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from trl.trainer import sft_trainer
+
+from ftbench.core.phases import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, PREFIX
+from ftbench.worker.optimizations import chunked_loss
+
+
+class Ranges:
+    """One range at a time. Where no profiler listens it costs a microsecond or two."""
+
+    def __init__(self, nvtx: bool) -> None:
+        self._nvtx = nvtx
+        self._open: Any = None
+        self.told: list[Callable[[str], None]] = []  # hear of every part as it begins
+
+    def enter(self, name: str) -> None:
+        """Ends the current range and begins another."""
+        self.leave()
+        for tell in self.told:
+            tell(name)
+        if self._nvtx:
+            torch.cuda.nvtx.range_push(PREFIX + name)
+            self._open = torch.cuda.nvtx.range_pop
+        else:
+            opened = torch.profiler.record_function(PREFIX + name)
+            opened.__enter__()
+            self._open = lambda: opened.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        if self._open is not None:
+            self._open()
+            self._open = None
+
+    def around(self, function: Callable[..., Any], name: str, then: str) -> Callable[..., Any]:
+        """The function within the range `name`, with `then` after it."""
+
+        @wraps(function)
+        def ranged(*args: Any, **kwargs: Any) -> Any:
+            self.enter(name)
+            result = function(*args, **kwargs)
+            self.enter(then)
+            return result
+
+        return ranged
+
+
+def mark(loop: Any, ranges: Ranges) -> None:
+    """Puts ranges around the parts of this trainer's step, on its own objects: no other run is touched."""
+    loop.model.register_forward_pre_hook(lambda *_: ranges.enter(FORWARD))
+    loop.model.register_forward_hook(lambda *_: ranges.enter(METRICS))
+    loop.accelerator.backward = ranges.around(loop.accelerator.backward, BACKWARD, DATA)
+    loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, CLIP, DATA)
+    base = loop.model.get_base_model() if hasattr(loop.model, "get_base_model") else loop.model
+    if isinstance(getattr(type(base), "loss_function", None), property):  # transformers' own
+        base.loss_function = ranges.around(base.loss_function, LOSS, FORWARD)
+    for module, name in ((chunked_loss, "chunked_loss"), (sft_trainer, "_chunked_cross_entropy_loss")):
+        if hasattr(module, name):  # trl's has another name in other versions; the names of its kernels tell it too
+            setattr(module, name, ranges.around(getattr(module, name), LOSS, FORWARD))

@@ -1,0 +1,165 @@
+"""On a GPU: profiles of real training. `pytest tests/gpu/test_profile.py`, about three minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftbench import rundir
+from ftbench.profile.trace import read
+from ftbench.rundir import RunDir
+
+torch = pytest.importorskip("torch", reason="training libraries are not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+    pytest.mark.timeout(300),
+]
+SPEC = """
+model: {id: Qwen/Qwen3-0.6B, weights: random}
+dataset: {name: synthetic, samples: 96, length: 512, max_length: 512}
+train: {batch_size: 4}
+"""
+KINDS = {
+    "lora": [],
+    "full": ["method=full"],
+    "qlora": ["method=qlora"],
+    "unsloth": ["method={name: unsloth, load_in_4bit: off, use_gradient_checkpointing: off}"],
+    "compiled": ["optimizations.compile=on", "optimizations.chunked_loss=on"],
+    "fp8": ["optimizations.compile=on", "optimizations.chunked_loss=on", "optimizations.fp8=tensorwise"],
+    "liger": ["optimizations.liger=on"],
+    "checkpointing": ["optimizations.gradient_checkpointing=on", "train.gradient_accumulation_steps=2"],
+}
+
+
+def ftbench(command: str, folder: Path, *sets: str) -> tuple[int, dict]:
+    spec = folder / "spec.yaml"
+    spec.write_text(SPEC)
+    changes = [part for text in sets for part in ("--set", text)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "ftbench", command, str(spec), "--json", "--out", str(folder / "out"), *changes],
+        stdout=subprocess.PIPE, text=True, env=os.environ,
+    )  # fmt: skip
+    return ended.returncode, json.loads(ended.stdout)
+
+
+@pytest.fixture(scope="session")
+def profiled(tmp_path_factory):
+    """The profile of a kind of training, made once: its run and the printed document."""
+    done: dict[str, tuple[RunDir, dict]] = {}
+
+    def once(kind: str) -> tuple[RunDir, dict]:
+        if kind not in done:
+            more = [*KINDS[kind], *(["dataset.samples=192"] if kind == "checkpointing" else [])]
+            code, document = ftbench("profile", tmp_path_factory.mktemp(kind), *more)
+            assert code == 0, document["summary"]["reason"]
+            done[kind] = RunDir(Path(document["run_dir"])), document["profile"]
+        return done[kind]
+
+    return once
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nearly_all_of_the_gpus_time_has_a_group(profiled, kind):
+    _, document = profiled(kind)
+    others = [kernel["name"] for kernel in document["kernels"] if kernel["group"] == "other"]
+    assert document["device"] == "cuda"
+    assert document["covered_share"] >= 0.95, others[:10]
+    shares = {group["group"]: group["share"] for group in document["groups"]}
+    assert shares["matmul"] > 0.1
+    assert shares["attention"] > 0.005
+    assert shares["loss"] > 0.005
+    assert shares["optimizer"] > 0
+    assert ("quantise/dequantise" in shares) == (kind in ("qlora", "fp8"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_gpu_did_was_launched_in_a_phase(profiled, kind):
+    run, document = profiled(kind)
+    phases = {phase["phase"]: phase["device_ms"] for phase in document["phases"]}
+    total = sum(phases.values())
+    assert phases.get("other", 0.0) < 0.02 * total
+    assert phases["backward"] > phases["optimizer"]
+    assert sum(end - begin for begin, end, _ in read(run.profile / "trace.json.gz").phases) == pytest.approx(
+        document["window_ms"], rel=0.05
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gpu_is_busy_for_no_longer_than_a_step_takes(profiled, kind):
+    _, document = profiled(kind)
+    assert 0 < document["busy_share"] <= 1
+    assert document["busy_share"] <= document["busy_share_unprofiled"] * 1.05 <= 1.05
+    assert document["gpu"] == torch.cuda.get_device_name()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_adds_up(profiled, kind):
+    run, _ = profiled(kind)
+    found = rundir.read_json(run.profile / "memory.json")
+    parts = found["categories"]
+    assert found["complete"]
+    assert found["end"]["total_gb"] == pytest.approx(found["allocated_gb"], rel=0.02)
+    assert sum(found["end"][name] for name in parts) == pytest.approx(found["allocated_gb"], rel=0.02)
+    parameters = rundir.read_json(run.applied)["parameters"]
+    if kind in ("lora", "compiled", "checkpointing"):
+        assert found["peak"]["weights"] * 2**30 == pytest.approx(
+            (parameters["total"] - parameters["trainable"]) * 2, rel=0.05
+        )
+    if kind == "full":
+        assert found["peak"]["optimizer"] > 1.5 * found["peak"]["weights"]
+        gradients = max(point["gradients"] for point in found["timeline"])
+        assert gradients == pytest.approx(found["peak"]["weights"], rel=0.1)
+    assert max(point["activations"] for point in found["timeline"]) > 0.1
+    assert any((each["made_by"] or "").endswith("forward") for each in found["alive"])
+
+
+def memory_of(profiled, kind):
+    return rundir.read_json(profiled(kind)[0].profile / "memory.json")
+
+
+def test_checkpointing_is_seen_in_the_activations(profiled):
+    plain, checkpointed = (memory_of(profiled, kind) for kind in ("lora", "checkpointing"))
+    assert checkpointed["peak"]["activations"] < plain["peak"]["activations"] / 2
+
+
+def test_the_peak_of_the_recorded_step_is_that_of_the_run(profiled):
+    run, _ = profiled("lora")
+    steps = [row for row in rundir.read_steps(run.steps)[0] if row.phase == "train"]
+    found = rundir.read_json(run.profile / "memory.json")
+    assert found["peak"]["total_gb"] == pytest.approx(steps[-1].peak_memory_gb, rel=0.02)
+
+
+def test_the_time_before_the_profiler_is_that_of_an_ordinary_run(profiled, tmp_path):
+    _, document = profiled("lora")
+    code, plain = ftbench("run", tmp_path)
+    assert code == 0
+    assert document["step_ms"]["before"] == pytest.approx(plain["summary"]["step_time_s"]["median"] * 1e3, rel=0.15)
+
+
+def test_two_profiles_are_compared(profiled):
+    (plain, _), (fast, _) = profiled("lora"), profiled("compiled")
+    ended = subprocess.run(
+        [sys.executable, "-m", "ftbench", "profile", "--diff", str(plain.path), str(fast.path), "--json"],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    found = json.loads(ended.stdout)
+    assert found["same_gpu"]
+    rows = {row["group"]: row for row in found["groups"]}
+    assert rows["norm/elementwise"]["b_calls"] < rows["norm/elementwise"]["a_calls"]
+    assert any(kernel["name"].startswith("triton_") for kernel in found["only_b"])
+
+
+def test_out_of_memory_leaves_what_memory_held(tmp_path):
+    code, document = ftbench("profile", tmp_path, "train.batch_size=4096", "dataset.samples=4096", "train.max_steps=11")
+    assert code == 1
+    assert document["summary"]["state"] == "oom"
+    found = rundir.read_json(RunDir(Path(document["run_dir"])).profile / "oom.json")
+    assert found["peak"]["weights"] > 0.5
+    assert found["peak"]["total_gb"] > 0.5 * torch.cuda.get_device_properties(0).total_memory / 2**30
+    assert found["alive"][0]["made_by"]

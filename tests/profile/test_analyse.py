@@ -1,0 +1,164 @@
+import xml.etree.ElementTree as ET
+
+import pytest
+from gpu_traces import ADD, GEMM, training
+from test_trace import RECORDED
+
+from ftbench.core.allocations import CATEGORIES
+from ftbench.profile import memory, timeline
+from ftbench.profile.analyse import analyse
+from ftbench.profile.gaps import PYTHON
+from ftbench.profile.trace import read
+from ftbench.profile.work import complement, union, work_of
+
+
+@pytest.fixture
+def document(tmp_path):
+    """Two steps of 1 ms; in each the GPU copies for 10 µs and works from 130 to 550 µs and from 820 to 830."""
+    found = read(training().write(tmp_path / "trace.json"))
+    return analyse(found, work_of(found), 0.8e-3)
+
+
+def times(document):
+    return {group["group"]: group["time_ms"] for group in document["groups"]}
+
+
+def test_kernels_are_grouped_by_name_and_by_who_launched_them(document):
+    assert times(document) == pytest.approx({
+        "matmul": 0.6, "attention": 2 * 0.060, "norm/elementwise": 2 * 0.020, "loss": 2 * 0.040,
+        "optimizer": 2 * 0.010, "memory copy": 2 * 0.010,
+    }, abs=1e-4)  # fmt: skip
+    assert sum(group["share"] for group in document["groups"]) == pytest.approx(1.0)
+    assert document["covered_share"] == 1.0
+
+
+def test_one_name_may_serve_several_groups(document):
+    by_group = {kernel["group"]: kernel for kernel in document["kernels"] if kernel["name"] == ADD}
+    assert by_group["loss"]["calls"] == 4  # one in its forward pass and one in its backward pass, in each step
+    assert by_group["norm/elementwise"]["calls"] == 4
+    assert by_group["optimizer"]["calls"] == 2
+    assert by_group["loss"]["mean_us"] == pytest.approx(10, abs=0.01)
+
+
+def test_the_busy_share_counts_overlaps_once_and_is_of_the_whole_window(document):
+    assert document["window_ms"] == pytest.approx(2.0, abs=1e-4)
+    assert document["busy_ms"] == pytest.approx(2 * 0.440, abs=1e-3)
+    assert document["busy_share"] == pytest.approx(0.440, abs=1e-3)
+    assert document["idle"]["ms"] == pytest.approx(2.0 - 0.880, abs=1e-3)
+
+
+def test_against_the_steps_before_the_gpu_was_busier(document):
+    assert document["step_ms"] == {"profiled": pytest.approx(1.0, abs=1e-4), "before": 0.8}
+    assert document["busy_share_unprofiled"] == pytest.approx(0.440 / 0.8, abs=1e-3)
+
+
+def test_without_the_steps_before_it_is_not_known(tmp_path):
+    found = read(training().write(tmp_path / "trace.json"))
+    assert analyse(found, work_of(found))["busy_share_unprofiled"] is None
+
+
+def test_the_longest_gap_names_what_the_cpu_did(document):
+    gap = document["gaps"][0]
+    assert gap["ms"] == pytest.approx(0.270, abs=1e-3)
+    assert gap["phase"] == "backward"
+    assert gap["meanwhile"][0] == {"name": "cudaStreamSynchronize", "ms": pytest.approx(0.250, abs=1e-3)}
+    assert PYTHON in {each["name"] for gap in document["gaps"] for each in gap["meanwhile"]}
+
+
+def test_phases_have_the_work_that_was_launched_in_them(document):
+    phases = {phase["phase"]: phase for phase in document["phases"]}
+    assert phases["backward"]["device_ms"] == pytest.approx(2 * 0.020, abs=1e-4)
+    assert phases["forward"]["device_ms"] == pytest.approx(2 * 0.370, abs=1e-3)
+    assert phases["optimizer"]["cpu_ms"] == pytest.approx(2 * 0.2, abs=1e-3)
+    assert document["backward_share"] == pytest.approx(0.020 / 0.440, abs=1e-3)
+    assert sum(p["idle_ms"] for p in document["phases"]) == pytest.approx(document["idle"]["ms"], abs=1e-3)
+
+
+def test_operators_have_the_time_of_their_kernels(document):
+    (mm,) = [each for each in document["operators"] if each["name"] == "aten::mm"]
+    assert mm == {
+        "name": "aten::mm",
+        "calls": 2,
+        "cpu_ms": pytest.approx(0.04, abs=1e-4),
+        "device_ms": pytest.approx(0.6, abs=1e-4),
+    }
+
+
+def test_work_that_nobody_launched_within_the_trace_counts_all_the_same(tmp_path):
+    made = training()
+    made.add("kernel", GEMM, 900, 50, 7, correlation=1)
+    found = read(made.write(tmp_path / "trace.json"))
+    assert {each.phase for each in work_of(found) if each.begin > 0.89 and each.begin < 0.91} == {"other"}
+
+
+# --- recorded --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return read(RECORDED)
+
+
+def test_on_a_cpu_operators_are_the_kernels(recorded):
+    found = analyse(recorded, work_of(recorded))
+    assert (found["device"], found["gpu"], found["steps"]) == ("cpu", None, 1)
+    assert found["covered_share"] >= 0.95
+    assert {"matmul", "attention", "norm/elementwise", "optimizer", "loss"} <= times(found).keys()
+    assert found["kernels"][0]["name"] == "aten::mm"
+
+
+def test_operators_own_times_add_up_to_the_time_in_which_one_ran(recorded):
+    found = analyse(recorded, work_of(recorded))
+    assert sum(times(found).values()) == pytest.approx(found["busy_ms"], rel=1e-6)
+    assert found["busy_ms"] + found["idle"]["ms"] == pytest.approx(found["window_ms"], rel=1e-6)
+    phases = sum(phase["cpu_ms"] for phase in found["phases"])
+    assert phases == pytest.approx(found["window_ms"], rel=0.02)  # a step is its phases, end to end
+
+
+def test_every_call_is_counted_once(recorded):
+    work = work_of(recorded)
+    ops = sum(span.kind == "op" for spans in recorded.threads.values() for span in spans)
+    assert sum(each.call for each in work) == pytest.approx(ops, rel=0.02)  # one too short to be seen has no stretch
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_shows_one_step(recorded):
+    picture = timeline.reduce(recorded, work_of(recorded))
+    assert picture["ms"] == pytest.approx(recorded.window[1])
+    assert all(
+        0 <= begin < end <= picture["ms"] * 1.001 for lane in picture["groups"].values() for begin, end, _ in lane
+    )
+    shown = sum((end - begin) * share for lane in picture["groups"].values() for begin, end, share in lane)
+    assert shown == pytest.approx(analyse(recorded, work_of(recorded))["busy_ms"], rel=0.1)
+    root = ET.fromstring(timeline.svg(picture, "a run"))
+    assert len(list(root)) > 20
+
+
+def test_whatever_is_written_in_it_is_no_markup(recorded):
+    bad = "</svg><script>alert(1)</script>"
+    picture = timeline.reduce(recorded, work_of(recorded))
+    picture |= {"phases": [[0.0, 1.0, bad]], "groups": {bad: [[0, 1, 0.5]]}, "device": bad}
+    root = ET.fromstring(timeline.svg(picture, bad))
+    assert {element.tag.rpartition("}")[2] for element in root.iter()} == {"svg", "title", "text", "rect"}
+
+
+def test_memory_is_drawn_and_what_is_written_in_it_is_no_markup():
+    kinds = dict.fromkeys(CATEGORIES, 0.0)
+    points = [{"at_ms": at, "total_gb": 1.0 + at, **kinds, "weights": 1.0, "activations": at} for at in (0.0, 2.0, 0.5)]
+    document = {"timeline": points, "peak": points[1]}
+    root = ET.fromstring(memory.svg(document, "</svg><script>alert(1)</script>"))
+    assert [each.get("fill") for each in root.iter() if each.tag.endswith("polygon")] == [
+        memory.COLOURS["weights"], memory.COLOURS["activations"]
+    ]  # fmt: skip
+
+
+# --- intervals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_union_and_its_complement_fill_the_window():
+    busy = union([(3, 5), (-2, 1), (4, 6), (8, 30), (6, 6)], 0, 10)
+    assert busy == [(0, 1), (3, 6), (8, 10)]
+    assert complement(busy, 0, 10) == [(1, 3), (6, 8)]
+    assert complement([], 0, 10) == [(0, 10)]

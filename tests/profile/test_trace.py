@@ -1,0 +1,114 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from gpu_traces import ADD, GEMM, training
+
+from ftbench.profile import store, trace
+from ftbench.profile.trace import TraceError, read
+
+# One step of tiny/qwen3 with LoRA on a CPU, recorded by `ftbench profile --steps 1` with torch 2.13.
+RECORDED = Path(__file__).parent / "traces" / "tiny-qwen3-lora-cpu.json.gz"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return training().write(tmp_path / "trace.json")
+
+
+def test_what_happened_is_in_milliseconds_from_the_first_step(path):
+    found = read(path)
+    assert found.gpu == "NVIDIA H200"
+    assert found.steps == [pytest.approx((0.0, 1.0), abs=1e-5), pytest.approx((1.0, 2.0), abs=1e-5)]
+    gemm = next(kernel for kernel in found.kernels if kernel.name == GEMM)
+    assert (gemm.begin, gemm.end) == pytest.approx((0.130, 0.430), abs=1e-5)
+    assert [name for _, _, name in found.phases][:4] == ["data", "forward", "loss", "forward"]
+
+
+def test_spans_of_a_thread_nest(path):
+    (inner,) = [s for s in read(path).threads[4711] if s.name == "aten::mm" and s.begin < 1]
+    assert inner.parent.name == "aten::linear"
+
+
+def test_a_packed_trace_is_read_as_it_was(path, tmp_path):
+    packed = tmp_path / "t.json.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read(packed) == read(path)
+
+
+@pytest.mark.parametrize("size", [7, 64, 1000])
+def test_it_is_read_in_pieces(path, monkeypatch, size):
+    whole = read(path)
+    monkeypatch.setattr(trace, "_CHUNK", size)
+    assert read(path) == whole
+
+
+def test_a_recorded_trace_is_read():
+    found = read(RECORDED)
+    assert len(found.steps) == 1
+    assert not found.kernels
+    assert [name for _, _, name in found.phases] == [
+        "data", "forward", "loss", "forward", "metrics", "backward", "data", "clip", "data", "optimizer"
+    ]  # fmt: skip
+    assert any(span.backward and span.sequence for spans in found.threads.values() for span in spans)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "no trace", '{"traceEvents": [', '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": []}',
+     '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"}]}', '{"traceEvents": [1, null, "x"]}',
+     '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "args": 3}]}'],
+)  # fmt: skip
+def test_what_is_no_trace_is_said_to_be_none(tmp_path, text):
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=r"trace\.json: .*profile again"):
+        read(path)
+
+
+def test_a_trace_cut_short_anywhere_is_said_to_be(path):
+    whole = path.read_text()
+    for length in range(0, len(whole) - 60, 997):
+        path.write_text(whole[:length])
+        with pytest.raises(TraceError):
+            read(path)
+
+
+def test_names_that_are_no_unicode_do_no_harm(path):
+    path.write_bytes(path.read_bytes().replace(b"CUDAFunctor_add", b"\xff\xfe\x01"))
+    assert len(read(path).kernels) == len(
+        training().events and [e for e in training().events if e["cat"] in trace._ON_GPU]
+    )
+
+
+def test_one_that_is_too_large_is_not_read(path, monkeypatch):
+    monkeypatch.setattr(trace, "MOST_BYTES", 1000)
+    with pytest.raises(TraceError, match="--steps 1"):
+        read(path)
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_packed_whole(path, tmp_path):
+    about = store.pack(path, tmp_path / "packed.json.gz", read(path))
+    assert about["complete"]
+    assert gzip.decompress((tmp_path / "packed.json.gz").read_bytes()) == path.read_bytes()
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.9, 3), (0.6, 2), (0.3, 1)])
+def test_of_one_that_is_too_large_whole_steps_are_kept(tmp_path, share, steps):
+    path = training(4).write(tmp_path / "trace.json")
+    about = store.pack(path, tmp_path / "p.json.gz", read(path), limit=int(path.stat().st_size * share))
+    assert not about["complete"]
+    assert about["kept_ms"] == pytest.approx(steps, abs=1e-4)
+    kept = json.loads(gzip.decompress((tmp_path / "p.json.gz").read_bytes()))["traceEvents"]
+    assert sum(event["name"] == GEMM for event in kept) == steps
+    assert ADD in {event["name"] for event in kept}
+
+
+def test_of_a_single_step_that_is_too_large_its_beginning_is_kept(tmp_path):
+    path = training(1).write(tmp_path / "trace.json")
+    about = store.pack(path, tmp_path / "p.json.gz", read(path), limit=path.stat().st_size // 2)
+    assert about["kept_ms"] == pytest.approx(0.5, abs=0.01)

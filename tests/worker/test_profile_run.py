@@ -1,0 +1,210 @@
+"""`ftbench profile` as a user calls it: real training of a tiny model in a process of its own, recorded and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="training libraries are not installed")
+
+from commands import TINY, Command, Left, write_spec
+from ftbench import bundle, rundir
+from ftbench.errors import SpecError
+from ftbench.launch import nsys
+from ftbench.profile.trace import read
+from ftbench.report import command as report
+from ftbench.report import profiles
+from ftbench.report.cells import cells_of, runs_of
+from ftbench.report.collect import collect
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.identity import fingerprint
+from ftbench.summary import PROFILED
+
+DATA = {"name": "synthetic", "samples": 44, "length": 24, "max_length": 32}
+TRAIN = {"batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+def profile(spec: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ftbench", "profile", str(spec), "--out", str(out), "--json", *arguments],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, cache):
+    """A run of two profiled steps, each of two micro-batches, and the document that the command printed."""
+    folder = tmp_path_factory.mktemp("profile")
+    ended = profile(write_spec(folder, dataset=DATA, train=TRAIN), folder / "out", "--steps", "2")
+    assert ended.returncode == 0, ended.stderr
+    found = Left(folder / "out")
+    found.stdout = ended.stdout
+    return found
+
+
+def test_it_trains_no_more_than_it_needs(recorded):
+    assert [row.step for row in recorded.steps()] == list(range(1, 11))
+    assert rundir.read_json(recorded.run.profile / "window.json")["profiled"] == [8, 9]
+    assert recorded.state()["state"] == "ok"
+
+
+def test_the_command_prints_what_the_run_keeps(recorded):
+    document = recorded.document()
+    assert document["profile"] == rundir.read_json(recorded.run.profile / "kernels.json")
+    assert document["run_dir"] == str(recorded.run.path)
+
+
+def test_most_of_the_time_has_a_group(recorded):
+    found = recorded.document()["profile"]
+    assert (found["device"], found["steps"]) == ("cpu", 2)
+    assert found["covered_share"] >= 0.95
+    assert {"matmul", "attention", "norm/elementwise", "optimizer", "loss"} <= {g["group"] for g in found["groups"]}
+    assert 0 < found["busy_share"] <= 1
+    assert found["step_ms"]["before"] > 0
+
+
+def test_a_step_is_its_phases_and_each_micro_batch_has_its_own(recorded):
+    trace = read(recorded.run.profile / "trace.json.gz")
+    names = [name for _, _, name in trace.phases]
+    assert names[: len(names) // 2] == [
+        "data", "forward", "loss", "forward", "metrics", "backward", "data", "forward", "loss", "forward", "metrics",
+        "backward", "data", "clip", "data", "optimizer",
+    ]  # fmt: skip
+    assert sum(end - begin for begin, end, _ in trace.phases) == pytest.approx(trace.window[1], rel=0.05)
+
+
+def test_memory_is_told_by_what_it_is_for(recorded):
+    found = rundir.read_json(recorded.run.profile / "memory.json")
+    parameters = rundir.read_json(recorded.run.applied)["parameters"]
+    frozen, adapters = parameters["total"] - parameters["trainable"], parameters["trainable"]
+    assert found["peak"]["weights"] * 2**30 == pytest.approx(frozen * 4, rel=0.02)  # and a few buffers
+    assert found["peak"]["adapters"] * 2**30 == pytest.approx(adapters * 4, rel=0.01)
+    assert found["peak"]["optimizer"] * 2**30 == pytest.approx(adapters * 8, rel=0.01)  # two moments
+    update = [point for point in found["timeline"] if point["phase"] == "optimizer"]
+    assert max(point["gradients"] for point in update) * 2**30 == pytest.approx(adapters * 4, rel=0.01)
+    assert found["peak"]["activations"] > 0
+    assert any((each["made_by"] or "").startswith("transformers/models/qwen3") for each in found["alive"])
+
+
+def test_the_picture_is_an_svg_and_the_trace_is_packed(recorded):
+    files = {path.name for path in recorded.run.profile.iterdir()}
+    assert files == {
+        "kernels.json", "memory.json", "memory.svg", "timeline.json", "timeline.svg", "trace.json.gz", "window.json"
+    }  # fmt: skip
+    for name in ("timeline.svg", "memory.svg"):
+        assert ET.parse(recorded.run.profile / name).getroot().tag.endswith("svg")
+
+
+def test_no_speed_is_taken_from_it(recorded):
+    summary = recorded.summary()
+    assert summary["warnings"][0] == PROFILED
+    assert summary["steps"]["total"] == 10
+    assert not summary["step_time_s"]
+    assert not summary["tokens_per_s"]
+    assert summary["first_step_s"] is None
+    assert summary["memory_gb"]["allocated_peak"] > 0
+
+
+def test_it_is_another_experiment_than_the_run_that_is_measured():
+    def of(**measure):
+        return fingerprint(Experiment.model_validate({"name": "a", "model": TINY, "measure": measure}))
+
+    assert of(profile="on") != of() == of(profile="off")
+    assert of(profile=True, profile_steps=5) == of(profile="on")
+
+
+def test_a_report_shows_groups_and_no_rate(recorded):
+    found = json.loads(report.report(report.Request([recorded.run.path], "json")).text)
+    assert found["runs"][0].get("samples_per_hour") is None
+    (row,) = found["kernel_groups"]["records"]
+    assert row["groups_ms"]["matmul"] > 0
+    text = report.report(report.Request([recorded.run.path], answers=True)).text
+    assert "WHERE THE TIME OF A STEP GOES" in text
+    assert "SAMPLES AN HOUR" not in text
+
+
+def test_profiles_have_no_speed_to_compare(recorded):
+    with pytest.raises(SpecError, match="ftbench profile --diff A B"):
+        report.report(report.Request([recorded.run.path], compare="method"))
+
+
+def test_the_page_shows_the_picture_also_out_of_a_bundle(recorded, tmp_path):
+    pytest.importorskip("plotly", reason="the page draws with it")
+    bundle.make([recorded.run.path], tmp_path / "x.tar.zst")
+    page = report.report(report.Request([tmp_path / "x.tar.zst"], "html")).text
+    assert f"{recorded.run.run_id}: one step on the CPU" in page
+    assert f"{recorded.run.run_id}: memory of one step" in page
+    assert "<svg xmlns=" in page
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"ms": 1}', '{"ms": "<b>", "groups": {"a": [[0, 1, 1]]}, "phases": [], "idle": [], "device": ""}'],
+)
+def test_a_picture_of_another_form_is_left_out(recorded, tmp_path, text):
+    run = shutil.copytree(recorded.run.path, tmp_path / recorded.run.run_id)
+    (run / "profile" / "timeline.json").write_text(text)
+    section = profiles.groups(cells_of(runs_of(collect([run]))))
+    assert section.records
+    assert not section.pictures
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_too_few_steps_are_a_sentence_before_anything_is_loaded(tmp_path):
+    ended = profile(write_spec(tmp_path, dataset=DATA), tmp_path / "out", "--set", "train.max_steps=5")
+    assert ended.returncode == 2
+    assert "needs 11 steps to profile 3 of them and train.max_steps is 5" in ended.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_samples_are_a_sentence(tmp_path, cache):
+    ended = profile(write_spec(tmp_path, dataset=DATA | {"samples": 8}, train=TRAIN), tmp_path / "out")
+    assert ended.returncode == 2
+    reason = Left(tmp_path / "out").state()["reason"]
+    assert reason.startswith(
+        "measure.profile needs 11 steps to profile 3 of them and this run has 2: set train.max_steps=11"
+    )
+
+
+def test_interrupted_it_is_interrupted(tmp_path, cache):
+    spec = write_spec(tmp_path, dataset=DATA, train=TRAIN, measure={"profile": "on"})
+    with Command(spec, tmp_path / "out") as command:
+        command.wait_for_phase("train")
+        command.send(2)
+        command.finish()
+    assert command.code == 130
+    assert command.state()["state"] == "interrupted"
+    assert not (command.run.profile / "kernels.json").exists()
+
+
+# --- Nsight Systems --------------------------------------------------------------------------------------------------
+
+
+def test_without_nsight_systems_the_way_out_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(nsys.MissingError, match=r"nsight-systems-cli.*without --nsys"):
+        nsys.check_installed()
+
+
+def test_the_worker_runs_under_nsight_systems(monkeypatch, tmp_path):
+    """A stand-in that runs its command as nsys does, as a child of its own: the worker must not take it for a stranger
+    in its parent's place."""
+    stand_in = tmp_path / "nsys"
+    stand_in.write_text('#!/bin/sh\nwhile [ "$1" != env ]; do shift; done\n"$@"\n')
+    stand_in.chmod(0o755)
+    worker = [sys.executable, "-c", "from ftbench.owner import die_with_parent as d; d(); print('alive')"]
+    command = nsys.around(worker, rundir.RunDir(tmp_path))
+    ended = subprocess.run(
+        command, env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FTBENCH_PARENT": str(os.getpid())},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ended.stdout == "alive\n"
