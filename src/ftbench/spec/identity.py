@@ -14,7 +14,7 @@ from ftbench.spec.experiment import Experiment
 _END = 1 << 20  # bytes of each end of a file that are hashed
 
 
-_NO_MATTER: Any = {"name": True, "launch": True, "measure": {"warmup", "save_adapter", "repeats"},
+_NO_MATTER: Any = {"name": True, "launch": True, "measure": {"warmup", "save_adapter", "repeats", "generate"},
                    "train": {"report_to"}}  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""One training run, top to bottom: data, model, method, optimizations, trainer, train, evaluate."""
+"""One training run, top to bottom: data, model, method, optimizations, trainer, train, evaluate, answer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker import applied, methods, models, optimizations, trainer
 from ftbench.worker.data.prepare import prepare
 from ftbench.worker.device import check_device, device
+from ftbench.worker.generate import Answers
 from ftbench.worker.meters import meters
 from ftbench.worker.phases import Phases
 from ftbench.worker.recorder import Recorder
@@ -87,6 +88,11 @@ def train(run: Run) -> None:
         loop.add_callback(optimizations.load("gradient_checkpointing").Selective())
     loop.add_callback(_AfterFirstStep(run, loop))
 
+    answers = Answers(spec, run.directory, tokenizer)
+    if spec.measure.generate is not None:
+        phases.enter("generate")
+        answers.ask(loop.model, "before")
+
     phases.enter("train")
     loop.train()
 
@@ -95,6 +101,9 @@ def train(run: Run) -> None:
         loop.evaluate()
     run.finish()
     run.write_facts(dataset=data.description | {"order_hash": run.recorder.order_hash})
+    if spec.measure.generate is not None:
+        phases.enter("generate")
+        answers.ask(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
     if spec.measure.save_adapter:
         phases.enter("save")
         loop.save_model(str(run.directory.adapter))

@@ -7,6 +7,7 @@ a process whose method it is.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -66,6 +67,14 @@ def adapt(model: Any, spec: Experiment) -> Any:
         )
     except ValueError as error:
         raise SpecError(f"method unsloth: {str(error).strip().splitlines()[0]}") from None
+
+
+def answering(model: Any, spec: Experiment, undo: ExitStack) -> None:
+    """unsloth's own way to make a model ready to answer; `undo` makes it ready to train again."""
+    from unsloth import FastLanguageModel
+
+    FastLanguageModel.for_inference(model)
+    undo.callback(FastLanguageModel.for_training, model, use_gradient_checkpointing=_checkpointing(spec.method))
 
 
 def proof(model: Any, spec: Experiment) -> list[str]:
