@@ -58,7 +58,7 @@ def train(run: Run) -> None:
     method = methods.load(spec.method.name)
 
     phases.enter("make_weights")
-    source = models.source_of(spec.model)
+    source = models.source_of(spec.model, spec.method)
     phases.enter("prepare_data")
     config = models.load_config(spec.model, source)
     vocabulary = config.get_text_config().vocab_size
