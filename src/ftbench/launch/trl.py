@@ -49,7 +49,11 @@ def check_installed(spec: Experiment) -> None:
             f"pip install {' '.join(absent)}, or leave it out"
         )
     needed = [*NEEDED]
-    if (spec.method.quantised and not spec.method.mxfp4) or "bnb" in spec.train.optimizer or "8bit" in spec.train.optimizer:
+    if (
+        (spec.method.quantised and not spec.method.mxfp4)
+        or "bnb" in spec.train.optimizer
+        or "8bit" in spec.train.optimizer
+    ):
         needed.append("bitsandbytes")
     extras = {"torchao": "fp8"} if spec.optimizations.fp8 != "off" else {}
     if spec.optimizations.liger:

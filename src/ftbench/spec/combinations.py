@@ -93,7 +93,9 @@ def _of_gpt_oss(spec: Experiment) -> list[str]:
             "single graph: leave it off"
         )
     if method.experts and method.rank % GRANULE:
-        found.append(f"method.experts with quant_type mxfp4 takes ranks that are multiples of {GRANULE}, not {method.rank}")
+        found.append(
+            f"method.experts with quant_type mxfp4 takes ranks that are multiples of {GRANULE}, not {method.rank}"
+        )
     return found
 
 

@@ -124,7 +124,7 @@ def module_kind(name: str) -> str:
 
 
 def numel(name: str, parameter: Any) -> int:
-    """Elements of a parameter, before quantisation packed them: two in a byte of MXFP4, whose scales are no elements."""
+    """Elements of a parameter, before quantisation packed them: two in a byte of MXFP4, whose scales are none."""
     if parameter.dtype == torch.uint8 and name.endswith(("_blocks", "_scales")):
         return 2 * int(parameter.numel()) if name.endswith("_blocks") else 0
     state = getattr(parameter, "quant_state", None)

@@ -165,11 +165,19 @@ def declared(model: Any) -> Iterator[None]:
             module.__class__ = ExpertAdapter
 
 
+class _Instead:
+    """What transformers' model code finds under the name of its experts; it asks too whether a module is one, to
+    initialise weights, and ours are none."""
+
+    def __new__(cls, config: Any) -> Any:
+        return Mxfp4Experts(config)
+
+
 @contextmanager
 def as_experts() -> Iterator[None]:
     """A gpt-oss model built within has its experts in MXFP4, and weights that nobody has set yet."""
     theirs = modeling_gpt_oss.GptOssExperts
-    modeling_gpt_oss.GptOssExperts = Mxfp4Experts
+    modeling_gpt_oss.GptOssExperts = _Instead
     try:
         with initialization.no_init_weights():
             yield
