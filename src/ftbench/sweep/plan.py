@@ -240,9 +240,9 @@ class Search:
         )
         trial = {f"train.{key}": value for key, value in train.items()}
         trial |= {f"dataset.{key}": value for key, value in dataset.items()} | {"measure.eval": "off"}
-        if family.spec.measure.generate is not None:
-            trial["measure.generate"] = "off"
-        sets = (*family.sets, *(f"{key}={'on' if value is True else value}" for key, value in trial.items()))
+        silent = [] if family.spec.measure.generate is None else ["measure.generate=off"]
+        told = (f"{key}={'on' if value is True else value}" for key, value in trial.items())
+        sets = (*family.sets, *told, *silent)
         values = family.values | {"train.batch_size": batch}
         made = job(spec, sets, values, 1, self._options.folder, self._options.gpu)
         return replace(made, family=identity.family(family.spec, self._options.gpu))

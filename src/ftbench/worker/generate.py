@@ -136,10 +136,10 @@ def plain(model: Any, spec: Experiment) -> Iterator[None]:
 def _without_training(model: Any, undo: ExitStack) -> None:
     """Every module ready to answer. Not so bitsandbytes' 4-bit layers, which have nothing to switch off: on a CPU they
     would pack their weights for it, and train with others afterwards."""
-    training = {module: module.training for module in model.modules()}
-    undo.callback(lambda: [setattr(module, "training", was) for module, was in training.items()])
+    for module in model.modules():
+        undo.callback(setattr, module, "training", module.training)
     model.eval()
-    for module in training:
+    for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.training = True
 

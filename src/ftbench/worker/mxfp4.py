@@ -25,38 +25,44 @@ from torch.nn import functional as F
 from transformers import initialization
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1
+SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, each with either sign
 BLOCK = 32  # values that share a scale
 MATRICES = ("gate_up_proj", "down_proj")
 
 
 def scale_for(std: float) -> int:
     """The byte of the power of two that brings the spread of codes drawn evenly nearest to `std`."""
-    spread = math.sqrt(sum(value * value for value in VALUES) / len(VALUES))
+    spread = math.sqrt(sum(size * size for size in SIZES) / len(SIZES))
     return 127 + round(math.log2(std / spread))
 
 
 def written_out(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrices that `blocks` (experts x out x in / 32 x 16, uint8) and `scales` (experts x out x in / 32, uint8)
     stand for: experts x out x in, in `dtype`."""
-    decode = _fused() if blocks.is_cuda else _decoded
-    return decode(blocks.view(-1, BLOCK // 2), scales.view(-1), dtype).view(*blocks.shape[:-2], -1)
+    rows, powers = blocks.view(-1, BLOCK // 2), scales.view(-1)
+    decode = fused() if blocks.is_cuda else decoded
+    for tensor in (rows, powers):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one kernel for every number of rows
+    return decode(rows, powers, dtype).view(*blocks.shape[:-2], -1)
 
 
-def _decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of 16 bytes with a scale each → rows of 32 values. The scale is made from its bits, so that it is exact;
-    a byte of 0 (2^-127) becomes zero."""
-    table = torch.tensor(VALUES, dtype=torch.float32, device=blocks.device)
-    shifts = torch.tensor([0, 4], dtype=torch.uint8, device=blocks.device)
-    codes = (blocks.unsqueeze(-1) >> shifts) & 15
+def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of 16 bytes with a scale each → rows of 32 values. All is made from bits, so that it is exact: a float32 has
+    its sign in bit 31, its exponent (127 is 2^0) from bit 23 and its first digit after the point in bit 22. A scale of
+    0 (2^-127) becomes zero."""
+    places = 4 * torch.arange(2, dtype=torch.int32, device=blocks.device)
+    codes = (blocks.to(torch.int32).unsqueeze(-1) >> places) & 15
+    size = codes & 7  # two bits of exponent, one digit after the point
+    normal = ((((size >> 1) + 126) << 23) | ((size & 1) << 22)).view(torch.float32)
+    values = torch.where(size < 2, 0.5 * size, normal) * (1 - 2 * (codes >> 3))
     powers = (scales.to(torch.int32) << 23).view(torch.float32)
-    return (table[codes.to(torch.int32)].flatten(1) * powers.unsqueeze(-1)).to(dtype)
+    return (values.flatten(1) * powers.unsqueeze(-1)).to(dtype)
 
 
 @cache
-def _fused() -> Any:
+def fused() -> Any:
     """One kernel that reads half a byte a value and writes two: step by step it would move twenty times as much."""
-    return torch.compile(_decoded, dynamic=True)
+    return torch.compile(decoded)
 
 
 def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
