@@ -125,6 +125,8 @@ def module_kind(name: str) -> str:
 
 def numel(name: str, parameter: Any) -> int:
     """Elements of a parameter, before quantisation packed them: two in a byte of MXFP4, whose scales are none."""
+    if (shape := getattr(parameter, "_original_shape", None)) is not None:  # unsloth's experts in MXFP4
+        return int(shape.numel())
     if parameter.dtype == torch.uint8 and name.endswith(("_blocks", "_scales")):
         return 2 * int(parameter.numel()) if name.endswith("_blocks") else 0
     state = getattr(parameter, "quant_state", None)

@@ -18,6 +18,8 @@ from ftbench.worker import models
 from ftbench.worker.methods import lora
 from ftbench.worker.optimizations.compile import decoder_layers
 
+PACKED = "Mxfp4ExpertParam"  # how unsloth holds the experts of gpt-oss, published in MXFP4
+
 
 def load(spec: Experiment, source: str) -> Any:
     """The model as unsloth loads it, in 4 or 16 bits."""
@@ -82,9 +84,10 @@ def proof(model: Any, spec: Experiment) -> list[str]:
     method: Any = spec.method
     found = lora.proof(model, spec)
     kinds = {type(module).__name__ for module in model.modules()}
-    if method.load_in_4bit and "Linear4bit" not in kinds:
+    in_4_bits = "Linear4bit" in kinds or any(type(p).__name__ == PACKED for p in model.parameters())
+    if method.load_in_4bit and not in_4_bits:
         found.append("method unsloth: load_in_4bit is on and no layer holds 4-bit weights")
-    if not method.load_in_4bit and "Linear4bit" in kinds:
+    if not method.load_in_4bit and in_4_bits:
         found.append("method unsloth: load_in_4bit is off and layers hold 4-bit weights")
     facts = applied(model)
     if not facts["fused_attention"] and not facts["fused_mlp"] and not facts["compiled_modules"]:
