@@ -158,7 +158,7 @@ def test_memory_is_that_of_the_format(cache):
 
 @pytest.mark.parametrize(
     ("name", "gibibytes"), [("openai/gpt-oss-20b", 12.8), ("openai/gpt-oss-120b", 60.8)]
-)  # the files on the hub are 13.8 and 65.2 GB
+)  # OpenAI, gpt-oss model card, 2025-08
 def test_the_published_sizes_are_met(name, gibibytes):
     config = AutoConfig.for_model(**architectures()[name])
     with torch.device("meta"), mxfp4.as_experts():

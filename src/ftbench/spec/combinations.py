@@ -71,14 +71,19 @@ def _of_gpt_oss(spec: Experiment) -> list[str]:
     method: Any = spec.method
     family = architectures().get(spec.model.id, {}).get("model_type")
     published = family == GPT_OSS and spec.model.weights == "pretrained"
+    found = []
+    if family == GPT_OSS and spec.optimizations.attention in ("sdpa", "varlen"):
+        found.append(
+            f"optimizations.attention {spec.optimizations.attention} does not compute the attention sinks of gpt-oss: "
+            "leave it auto"
+        )
     if spec.method.name == "qlora" and not method.mxfp4 and published:
-        return [
+        found.append(
             f"method qlora with quant_type {method.quant_type}: the weights of {spec.model.id} are published in mxfp4 "
             "and cannot be quantised again: set method.quant_type to mxfp4, or use lora, which loads them in 16 bits"
-        ]
+        )
     if not method.mxfp4:
-        return []
-    found = []
+        return found
     if family not in (None, GPT_OSS):
         found.append(f"method.quant_type mxfp4 is the format of gpt-oss, and {spec.model.id} is {family}: use nf4")
     if not method.double_quant or method.compute_dtype not in ("auto", spec.model.dtype):

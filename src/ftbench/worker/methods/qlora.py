@@ -42,10 +42,9 @@ def _load_mxfp4(spec: Experiment, source: str) -> Any:
     with mxfp4.as_experts():
         if spec.model.weights == "pretrained":
             return models.read(spec, source, config=config)
+        told = {"dtype": getattr(torch, spec.model.dtype), **models.attention_of(spec)}
         with device():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, spec.model.dtype), **models.attention_of(spec)
-            )
+            model = models.reach(spec.model, lambda: AutoModelForCausalLM.from_config(config, **told))
     random_weights.fill(model, spec.model.seed, random_weights.deviation(config))
     return model.eval()
 
