@@ -82,6 +82,6 @@ def weight_bytes(config: dict[str, Any], width: float, mxfp4: bool = False) -> f
     count = sum(parameter_count(config).values())
     if not mxfp4:
         return count * width
-    per_expert = 3 * config["hidden_size"] * config["intermediate_size"]
-    packed = config["num_hidden_layers"] * config["num_local_experts"] * per_expert
+    per_expert: int = 3 * config["hidden_size"] * config["intermediate_size"]
+    packed: int = config["num_hidden_layers"] * config["num_local_experts"] * per_expert
     return (count - packed) * width + packed * MXFP4_BITS / 8
