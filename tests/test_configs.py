@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 STUDY = [
     f"{model}-{method}{data}"
     for model, method, data in product(
-        ("qwen3-8b", "qwen3-32b", "gpt-oss-120b"), ("lora", "qlora", "unsloth"), ("", "-wikipedia")
+        ("qwen3-8b", "qwen3-32b", "gpt-oss-20b", "gpt-oss-120b"), ("lora", "qlora", "unsloth"), ("", "-wikipedia")
     )
 ]
 H100 = (9, 0)
@@ -37,4 +37,18 @@ def test_the_studys_recipe_is_the_one_it_published(name):
     assert spec.dataset.name == ("wikipedia-ja" if name.endswith("wikipedia") else "japanese-alpaca")
     assert (spec.dataset.samples, spec.dataset.max_length, spec.dataset.seed) == (1000, 2048, 42)
     assert (spec.train.learning_rate, spec.train.max_grad_norm, spec.train.epochs) == (2e-4, 0.3, 1)
+    asked = spec.measure.generate
+    assert len(asked.prompts) == 3
+    assert (asked.max_new_tokens, asked.greedy, asked.temperature, asked.top_k, asked.top_p) == (
+        1024,
+        False,
+        0.7,
+        50,
+        0.95,
+    )
     assert (spec.method.rank, spec.method.alpha, spec.method.dropout, spec.method.bias) == (8, 16, 0, "none")
+
+
+@pytest.mark.parametrize("name", [name for name in STUDY if name.startswith("gpt-oss") and "qlora" in name])
+def test_gpt_oss_is_trained_on_the_weights_as_published(name):
+    assert load(CONFIGS / f"{name}.yaml").method.mxfp4

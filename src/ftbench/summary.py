@@ -49,7 +49,7 @@ def summarise(run: RunDir) -> RunSummary:
         warnings=[*applied.get("warnings", []), *warnings],
     )
     if profiled(spec):  # the profiler slows steps and launches
-        summary.warnings += [PROFILED, *checks.warnings(everything, [], 0, machine, ended_well=False)]
+        summary.warnings += [PROFILED, *checks.warnings(everything, [], 0, machine, {}, ended_well=False)]
         return summary
     if train and train[0].step == 1:  # an imported log may begin later, or tell of several steps in a row
         summary.first_step_s = train[0].step_time_s
@@ -213,7 +213,9 @@ def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
 def _memory(
     everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, phases: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Peaks over the whole run, and the phase that set the highest allocated one."""
+    """Peaks over the whole run, and the phase that set the highest allocated one. Answering prompts is no part of what
+    training needs: its peaks stay in phases.json."""
+    phases = [phase for phase in phases if phase["name"] != "generate"]
     names = ["first_step", *["warmup"] * (max(warm, 1) - 1), *["steady"] * len(train)]
     stages = [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
     stages += [("evaluate", row.peak_memory_gb) for row in everything if row.phase == "evaluate"]

@@ -1,6 +1,7 @@
 import pytest
 
-from ftbench.core.architectures import architectures, parameter_count
+from ftbench.core.architectures import architectures, parameter_count, weight_bytes
+from ftbench.core.units import GIB
 
 PUBLISHED = {  # the hub's own counts (safetensors metadata)
     "Qwen/Qwen3-0.6B": 596_049_920,
@@ -81,3 +82,12 @@ def test_the_count_of_each_kind_is_that_of_the_model_built_by_transformers(name)
     for parameter, tensor in model.named_parameters():
         counted[kind_of(parameter)] += tensor.numel()
     assert counted == parameter_count(architectures()[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "published"), [("openai/gpt-oss-20b", 39.0, 12.8), ("openai/gpt-oss-120b", 217.6, 60.8)]
+)
+def test_gpt_oss_takes_what_its_model_card_says(name, bf16, published):
+    """Checkpoints of 12.8 and 60.8 GiB: OpenAI, gpt-oss model card, 2025-08."""
+    assert weight_bytes(architectures()[name], 2) / GIB == pytest.approx(bf16, abs=0.05)
+    assert weight_bytes(architectures()[name], 2, mxfp4=True) / GIB == pytest.approx(published, abs=0.05)

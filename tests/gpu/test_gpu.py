@@ -52,6 +52,8 @@ METHODS = {
     "flex": ["optimizations.padding_free=on", "optimizations.attention=flex_attention"],
     "packing": ["optimizations.packing=on", "optimizations.attention=varlen"],
     "gpt-oss": ["model=tiny/gpt-oss", "method.experts=on"],
+    "gpt-oss-mxfp4": ["model=tiny/gpt-oss", "method={name: qlora, quant_type: mxfp4, experts: on}"],
+    "gpt-oss-unsloth": ["model=tiny/gpt-oss", "method=unsloth"],
 }
 LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02}
 
@@ -157,6 +159,77 @@ def test_an_ablation_finds_that_compiling_pays(tmp_path):
     assert rungs["compile"]["break_even_steps"] > 1
     assert {rung["loss_parity"] for rung in rungs.values()} == {"within"}
     assert found["best"]["changes"]["optimizations.compile"]
+
+
+ASKED = "measure.generate={prompts: [{id: a, prompt: 東京は}, {id: b, prompt: Why does ice float}], max_new_tokens: 24}"
+
+
+@pytest.mark.parametrize("name", ["lora", "qlora", "full", "compile", "fp8", "checkpointing", "varlen", "unsloth"])
+def test_answers_change_nothing_in_the_training(run, name):
+    plain, (code, asked) = run(*METHODS[name])[1]["summary"], run(*METHODS[name], ASKED)
+    assert code == 0, asked["summary"]["reason"]
+    found = json.loads((Path(asked["run_dir"]) / "samples.json").read_text("utf-8"))
+    assert all(row["before"] is not None and row["after"] is not None for row in found["prompts"])
+    assert all(row["tokens"]["before"] > 0 for row in found["prompts"])
+    summary = asked["summary"]
+    assert summary["loss"]["last"] == pytest.approx(plain["loss"]["last"], rel=1e-3)
+    assert summary["step_time_s"]["median"] == pytest.approx(plain["step_time_s"]["median"], rel=0.1)
+    for peak in ("allocated_peak", "reserved_peak"):
+        assert summary["memory_gb"][peak] == pytest.approx(plain["memory_gb"][peak], rel=0.02)
+
+
+def test_mxfp4_is_written_out_by_one_kernel_as_it_is_step_by_step():
+    from torch._dynamo.utils import counters
+
+    from ftbench.worker import mxfp4
+
+    counters.clear()
+    for shape in ((32, 5760, 90), (32, 2880, 90), (4, 5760, 90)):
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(100, 140, shape, dtype=torch.uint8, device="cuda")
+        wide = mxfp4.written_out(blocks, scales, torch.bfloat16)
+        assert torch.equal(wide[:2].cpu(), mxfp4.written_out(blocks[:2].cpu(), scales[:2].cpu(), torch.bfloat16))
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_mxfp4_products_on_the_gpu_are_those_of_the_cpu():
+    from ftbench.worker import mxfp4
+
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (8, 256, 4, 16), dtype=torch.uint8)
+    scales = torch.full((8, 256, 4), 120, dtype=torch.uint8)
+    ends = torch.tensor([0, 7, 7, 30, 31, 50, 63, 64], dtype=torch.int32)
+    found = []
+    for place in ("cpu", "cuda"):
+        rows = torch.linspace(-1, 1, 64 * 128).view(64, 128).bfloat16().to(place).requires_grad_()
+        result = mxfp4._FrozenProduct.apply(rows, blocks.to(place), scales.to(place), ends.to(place))
+        result.float().square().sum().backward()
+        found.append((result.detach().cpu().float(), rows.grad.cpu().float()))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(ours.abs().max()))
+
+
+@pytest.mark.parametrize("experts", ["off", "on"])
+def test_gpt_oss_20b_trains_on_one_card_with_its_experts_in_mxfp4(run, experts):
+    """About a minute: 12.8 GiB of random weights are made in memory."""
+    method = f"method={{name: qlora, quant_type: mxfp4, experts: {experts}}}"
+    code, document = run("model=openai/gpt-oss-20b", method, "dataset.samples=32")
+    summary = document["summary"]
+    assert (code, summary["state"]) == (0, "ok"), summary["reason"]
+    applied = json.loads((Path(document["run_dir"]) / "applied.json").read_text())
+    assert applied["model"]["weights_gb_by_dtype"]["uint8"] == pytest.approx(9.46, abs=0.05)
+    assert summary["memory_gb"]["allocated_peak"] < 32
+    assert summary["parameters"]["total"] == pytest.approx(20.9e9, rel=0.01)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.mem_get_info()[1] < 90e9, reason="gpt-oss-120b needs a card of 96 GB"
+)
+def test_gpt_oss_120b_trains_on_one_card_without_a_download(run):
+    code, document = run("model=openai/gpt-oss-120b", "method={name: qlora, quant_type: mxfp4}", "dataset.samples=32")
+    assert code == 0, document["summary"]["reason"]
+    assert 60 < document["summary"]["memory_gb"]["allocated_peak"] < 90
 
 
 def test_out_of_memory_is_a_result(run):

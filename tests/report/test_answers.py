@@ -143,7 +143,7 @@ SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("document", [SAMPLES, {"samples": SAMPLES}])
+@pytest.mark.parametrize("document", [SAMPLES, {"samples": SAMPLES}, {"schema": 1, "prompts": SAMPLES}])
 def test_generations_stand_side_by_side(tmp_path, document):
     make_run(tmp_path, "a").samples.write_text(json.dumps(document))
     rows = generations(cells(tmp_path)).table.rows

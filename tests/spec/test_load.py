@@ -454,3 +454,32 @@ def test_what_needs_a_gpu_is_refused_without_one(spec, text, key):
 
 def test_a_plain_spec_works_everywhere(spec):
     assert [refused_here(spec(), capability) for capability in (None, (7, 0), HOPPER)] == [[], [], []]
+
+
+# --- gpt-oss ---------------------------------------------------------------------------------------------------------
+
+MXFP4 = "method: {name: qlora, quant_type: mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model: openai/gpt-oss-20b\nmethod: qlora\n", "published in mxfp4 and cannot be quantised again"),
+        (f"model: Qwen/Qwen3-8B\n{MXFP4}}}\n", "the format of gpt-oss, and Qwen/Qwen3-8B is qwen3"),
+        (f"model: openai/gpt-oss-20b\n{MXFP4}, double_quant: off}}\n", "are for nf4 and fp4"),
+        (f"model: openai/gpt-oss-20b\n{MXFP4}, experts: on, rank: 4}}\n", "multiples of 8, not 4"),
+        (f"model: openai/gpt-oss-20b\n{MXFP4}}}\noptimizations: {{compile: on}}\n", "no single graph"),
+        (f"model: {{id: openai/gpt-oss-20b, dtype: float16}}\n{MXFP4}}}\n", "computes in bfloat16"),
+        ("model: openai/gpt-oss-20b\noptimizations: {attention: sdpa}\n", "attention sinks of gpt-oss"),
+    ],
+)
+def test_what_gpt_oss_cannot_do_is_refused_with_a_way_out(problems, text, told):
+    assert told in " ".join(problems(text))
+
+
+def test_mxfp4_of_gpt_oss_resolves_and_needs_a_gpu_that_multiplies_bfloat16_in_groups(files):
+    text = f"model: openai/gpt-oss-20b\n{MXFP4}, experts: on}}\n"
+    spec = load(files(spec=text) / "spec.yaml")
+    assert refused_here(resolve(spec, HOPPER), HOPPER) == []
+    assert refused_here(resolve(spec, None), None) == []
+    assert "8.0 or higher" in " ".join(refused_here(resolve(spec, (7, 5)), (7, 5)))

@@ -349,10 +349,14 @@ def test_one_family_has_one_trial_at_a_time(search):
 
 
 def test_a_trial_is_short_begins_with_the_longest_and_evaluates_nothing(search):
-    plan = search(dataset={"name": "sample", "eval_samples": 8}, measure={"eval": "epoch", "repeats": 3})
+    plan = search(
+        dataset={"name": "sample", "eval_samples": 8},
+        measure={"eval": "epoch", "repeats": 3, "generate": {"prompts": [{"id": "a", "prompt": "b"}]}},
+    )
     each = plan.next(lambda each: True)
     assert (each.spec.train.max_steps, each.spec.dataset.longest_first, each.spec.measure.eval) == (6, True, "off")
-    assert (each.spec.measure.repeats, each.repeat) == (1, 1)
+    assert (each.spec.measure.repeats, each.spec.measure.generate, each.repeat) == (1, None, 1)
+    assert "measure.generate=off" in each.sets
     assert each.values == {"method": "lora", "train.batch_size": 1}
 
 

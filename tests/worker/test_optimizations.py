@@ -27,7 +27,7 @@ from ftbench.worker.data import order
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
 from ftbench.worker.host_memory import HostMemory
-from ftbench.worker.optimizations import attention, chunked_loss, compile
+from ftbench.worker.optimizations import attention, chunked_loss, compile, packing
 from ftbench.worker.random_weights import materialise
 
 
@@ -76,6 +76,20 @@ def test_a_neighbour_in_the_row_changes_nothing(model, name, attention):
     with torch.no_grad():  # and it would show if it did
         batch.pop("position_ids")
         assert not torch.allclose(model(**batch, use_cache=False).logits[0, 9:26], by_itself, atol=1e-3)
+
+
+def test_a_neighbour_changes_nothing_for_gpt_oss_either(cache):
+    """transformers makes its masks without the positions."""
+    spec = spec_of(model={"id": "tiny/gpt-oss"}, optimizations={"packing": True})
+    model = AutoModelForCausalLM.from_pretrained(materialise(spec.model), dtype=torch.float32).eval()
+    alone, before = sample(47, 1), sample(9, 2)
+    batch = collator(packing=True)([row(before, alone)])
+    del batch["labels"]
+    with torch.no_grad():
+        by_itself = model(input_ids=torch.tensor([alone.ids])).logits[0]
+        assert not torch.allclose(model(**batch, use_cache=False).logits[0, 9:], by_itself, atol=1e-3)
+        packing.apply(model, spec)
+        torch.testing.assert_close(model(**batch, use_cache=False).logits[0, 9:], by_itself, atol=2e-5, rtol=1e-4)
 
 
 def test_no_sample_is_asked_to_predict_the_next_ones_first_token():

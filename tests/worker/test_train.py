@@ -205,10 +205,6 @@ def test_phases_are_contiguous_and_name_what_was_done(train_here):
     assert "evaluate" in names
 
 
-def test_the_adapter_is_kept_when_asked_for(train_here):
-    assert (train_here(measure={"save_adapter": True}).adapter / "adapter_model.safetensors").is_file()
-
-
 def test_a_local_directory_is_loaded_as_published_weights_are(train_here, cache):
     """The same files through `weights: pretrained` and a path give the same losses as the random model they are of."""
     random = Model(id="tiny/qwen3", weights="random", dtype="float32")

@@ -71,3 +71,17 @@ def parameter_count(config: dict[str, Any]) -> dict[str, int]:
         "norm": layers * norms + hidden,
         "head": 0 if config.get("tie_word_embeddings") else vocab,
     }
+
+
+MXFP4_BITS = 4 + 8 / 32  # a value of 4 bits, and 8 bits of scale for 32 of them
+
+
+def weight_bytes(config: dict[str, Any], width: float, mxfp4: bool = False) -> float:
+    """Bytes of all weights with `width` bytes each; with `mxfp4` the experts' matrices (not their biases) take 4.25
+    bits a value, as gpt-oss is published."""
+    count = sum(parameter_count(config).values())
+    if not mxfp4:
+        return count * width
+    per_expert: int = 3 * config["hidden_size"] * config["intermediate_size"]
+    packed: int = config["num_hidden_layers"] * config["num_local_experts"] * per_expert
+    return (count - packed) * width + packed * MXFP4_BITS / 8

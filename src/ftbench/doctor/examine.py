@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ftbench import machine, rundir, runner
-from ftbench.core.architectures import architectures, parameter_count
+from ftbench.core.architectures import architectures, weight_bytes
 from ftbench.core.units import GIB, gibibytes
 from ftbench.doctor import abilities, gpu, host, stack
 from ftbench.doctor.facts import Facts, gather
 from ftbench.doctor.findings import Finding, as_lines
 from ftbench.errors import FtbenchError
+from ftbench.spec.combinations import GPT_OSS
 from ftbench.spec.datasets import DATASETS
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
@@ -132,10 +133,13 @@ def _data_kept(source: str, facts: Facts) -> bool:
 
 
 def _room(spec: Experiment, place: Path, way_out: str) -> Iterator[tuple[str, str]]:
-    """For weights whose shape is known: 4 bytes a parameter in float32, else 2."""
-    if spec.model.path or spec.model.id not in architectures():
+    """For weights whose shape is known: 4 bytes a parameter in float32, else 2; gpt-oss's experts in MXFP4 where they
+    lie so in files. Random ones for quant_type mxfp4 are made in memory."""
+    random = spec.model.weights == "random"
+    if spec.model.path or spec.model.id not in architectures() or (random and spec.method.mxfp4):
         return
-    width = 4 if spec.model.dtype == "float32" else 2
-    needed = width * sum(parameter_count(architectures()[spec.model.id]).values()) / GIB
+    shape = architectures()[spec.model.id]
+    packed = shape["model_type"] == GPT_OSS and (not random or spec.method.name == "unsloth")
+    needed = weight_bytes(shape, 4 if random and spec.model.dtype == "float32" else 2, packed) / GIB
     if needed > (free := host.free_gb(place)):
         yield "weights", f"they take {gibibytes(needed)} GiB and {gibibytes(free)} GiB are free: {way_out}"

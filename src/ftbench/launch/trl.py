@@ -52,7 +52,11 @@ def check_installed(spec: Experiment) -> None:
     if spec.measure.profile == "nsys":
         nsys.check_installed()
     needed = [*NEEDED]
-    if spec.method.quantised or "bnb" in spec.train.optimizer or "8bit" in spec.train.optimizer:
+    if (
+        (spec.method.quantised and not spec.method.mxfp4)
+        or "bnb" in spec.train.optimizer
+        or "8bit" in spec.train.optimizer
+    ):
         needed.append("bitsandbytes")
     extras = {"torchao": "fp8"} if spec.optimizations.fp8 != "off" else {}
     if spec.optimizations.liger:

@@ -17,7 +17,7 @@ _MOST_SAMPLES = 5
 
 def generations(cells: Sequence[Cell]) -> Section | None:
     """What the model answers before and after, from samples.json: a list of `{prompt, before, after}`, bare or under
-    `samples`; entries that are otherwise are left out."""
+    `prompts` or `samples`; entries that are otherwise are left out."""
     records = [who(cell) | sample for cell in cells for sample in (first_of(cell, _samples) or [])]
     if not records:
         return None
@@ -28,7 +28,7 @@ def generations(cells: Sequence[Cell]) -> Section | None:
 
 def _samples(run: Run) -> list[dict[str, str]]:
     found = read_document(run.dir.samples)
-    listed = found.get("samples") if isinstance(found, dict) else found
+    listed = found.get("prompts", found.get("samples")) if isinstance(found, dict) else found
     entries = listed if isinstance(listed, list) else []
     names = ("prompt", "before", "after")
     return [

@@ -25,6 +25,7 @@ CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "mock", "mock_fits", "gpus", "strategy")
 _NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
               "measure.profile_steps"}  # fmt: skip
+_NO_MATTER_WITHIN = ("measure.generate",)
 _NOT_RUN = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")
 _ENVIRONMENT = ("PYTORCH_", "CUDA_LAUNCH", "NVIDIA_TF32", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32", "OMP_NUM_THREADS")
 _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_checkpointing", "compiled_graphs")
@@ -111,7 +112,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _matters(key: str) -> bool:
     section, _, rest = key.partition(".")
-    return key not in _NO_MATTER and (section != "launch" or rest in _KEPT_OF_LAUNCH)
+    return (
+        key not in _NO_MATTER
+        and not key.startswith(_NO_MATTER_WITHIN)
+        and (section != "launch" or rest in _KEPT_OF_LAUNCH)
+    )
 
 
 def _text(key: str, value: Any) -> str:

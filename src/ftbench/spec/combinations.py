@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ftbench.core.architectures import architectures
 from ftbench.core.hardware import supports_fp8
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def impossible(spec: Experiment) -> list[str]:
             "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16, "
             "which cannot be scaled: set train.precision to bf16 or fp32"
         )
-    found += _beside_unsloth(spec) + _of_optimizations(spec)
+    found += _beside_unsloth(spec) + _of_optimizations(spec) + _of_gpt_oss(spec)
     if any(target.rsplit(".", 1)[-1] == "lm_head" for target in getattr(spec.method, "targets", ())):
         found.append("method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out")
     if getattr(spec.method, "experts", False) and getattr(spec.method, "dropout", 0):
@@ -60,6 +61,48 @@ def _beside_unsloth(spec: Experiment) -> list[str]:
         "liger": (on.liger, "it has kernels of its own: leave it off"),
     }
     return [f"optimizations.{name} with method unsloth: {why}" for name, (is_on, why) in own.items() if is_on]
+
+
+GPT_OSS = "gpt_oss"
+GRANULE = 8  # columns of a factor of an expert's adapter: grouped products take rows of 16 bytes
+
+
+def _of_gpt_oss(spec: Experiment) -> list[str]:
+    """What no library can do with fused experts that are published in MXFP4 (docs/gpt-oss.md)."""
+    method: Any = spec.method
+    family = architectures().get(spec.model.id, {}).get("model_type")
+    published = family == GPT_OSS and spec.model.weights == "pretrained"
+    found = []
+    if family == GPT_OSS and spec.optimizations.attention in ("sdpa", "varlen"):
+        found.append(
+            f"optimizations.attention {spec.optimizations.attention} does not compute the attention sinks of gpt-oss: "
+            "leave it auto"
+        )
+    if spec.method.name == "qlora" and not method.mxfp4 and published:
+        found.append(
+            f"method qlora with quant_type {method.quant_type}: the weights of {spec.model.id} are published in mxfp4 "
+            "and cannot be quantised again: set method.quant_type to mxfp4, or use lora, which loads them in 16 bits"
+        )
+    if not method.mxfp4:
+        return found
+    if family not in (None, GPT_OSS):
+        found.append(f"method.quant_type mxfp4 is the format of gpt-oss, and {spec.model.id} is {family}: use nf4")
+    if not method.double_quant or method.compute_dtype not in ("auto", spec.model.dtype):
+        found.append(
+            "method.double_quant and method.compute_dtype are for nf4 and fp4: leave them out with quant_type mxfp4"
+        )
+    if spec.model.dtype == "float16":
+        found.append("method.quant_type mxfp4 computes in bfloat16: leave model.dtype auto")
+    if spec.optimizations.compile:
+        found.append(
+            "optimizations.compile with quant_type mxfp4: a layer whose experts are written out for each product is no "
+            "single graph: leave it off"
+        )
+    if method.experts and method.rank % GRANULE:
+        found.append(
+            f"method.experts with quant_type mxfp4 takes ranks that are multiples of {GRANULE}, not {method.rank}"
+        )
+    return found
 
 
 def _of_optimizations(spec: Experiment) -> list[str]:
@@ -126,6 +169,11 @@ def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[s
         found.append(f"train.optimizer {spec.train.optimizer} needs a GPU to page from: set it to adamw_torch")
     if spec.measure.profile == "nsys" and capability is None:
         found.append("measure.profile nsys is for a GPU, and this machine has none: set it to on")
+    if spec.method.mxfp4 and capability is not None and (capability < (8, 0) or spec.model.dtype == "float32"):
+        found.append(
+            "method.quant_type mxfp4 multiplies in bfloat16 in groups, which needs a GPU of compute capability 8.0 or "
+            "higher and model.dtype auto: use nf4"
+        )
     if spec.train.precision == "fp16" and capability is None:
         found.append(
             "train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32"

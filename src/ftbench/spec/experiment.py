@@ -11,6 +11,7 @@ from ftbench.core.architectures import architectures
 from ftbench.spec.base import Float, Int, Part, Switch
 from ftbench.spec.combinations import impossible
 from ftbench.spec.datasets import Dataset
+from ftbench.spec.generate import Generate, switched
 from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.optimizations import Optimizations
 
@@ -104,11 +105,16 @@ class Measure(Part):
     )
     eval: Literal["off", "end", "epoch"] = Field("end", description="when to evaluate, if dataset.eval_samples is set")
     allow_fallback: Switch = Field(False, description="measure even where a library did not do what was asked for")
-    save_adapter: Switch = Field(False, description="keep the trained adapters in the run's directory")
+    save_adapter: Switch = Field(
+        False, description="keep what was trained in the run's directory: the adapters, or with method full the model"
+    )
     profile: Literal["off", "on", "nsys"] = Field(
         "off", description="record what a few steps do, in a run that is never used for speed; nsys: Nsight Systems"
     )
     profile_steps: Int = Field(3, ge=1, le=20, description="steps that are profiled, once speed is steady")
+    generate: Annotated[Generate | None, BeforeValidator(switched)] = Field(
+        None, description="prompts (a YAML file, or a section) that are answered before and after training"
+    )
 
     @model_validator(mode="before")
     @classmethod

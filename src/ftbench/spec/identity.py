@@ -14,7 +14,8 @@ from ftbench.spec.experiment import Experiment
 _END = 1 << 20  # bytes of each end of a file that are hashed
 
 
-_NO_MATTER: Any = {"name": True, "launch": True, "measure": {"warmup", "save_adapter", "repeats", "profile_steps"},
+_NOT_MEASURED = {"warmup", "save_adapter", "repeats", "profile_steps", "generate"}
+_NO_MATTER: Any = {"name": True, "launch": True, "measure": _NOT_MEASURED,
                    "train": {"report_to"}}  # fmt: skip
 
 

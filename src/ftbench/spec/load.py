@@ -16,6 +16,7 @@ from ftbench.errors import SpecError
 from ftbench.spec import recipes
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.generate import Generate, with_prompts
 from ftbench.spec.methods import METHODS
 from ftbench.spec.reading import line_of, parse_value, read_yaml
 
@@ -142,6 +143,9 @@ def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         section = data.get(part)
         if isinstance(section, dict) and isinstance(section.get(key), str):
             data[part] = section | {key: os.path.abspath(folder / os.path.expanduser(section[key]))}
+    measure = data.get("measure")
+    if isinstance(measure, dict) and "generate" in measure:
+        data["measure"] = measure | {"generate": with_prompts(measure["generate"], folder)}
     return data
 
 
@@ -153,6 +157,8 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         old = result.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             result[key] = {**_surviving(key, old, value), **value}
+            if key == "measure" and isinstance(value.get("generate"), dict):  # other sampling, the same prompts
+                result[key]["generate"] = {**(old.get("generate") or {}), **value["generate"]}
         else:
             result[key] = value
     return result
@@ -184,7 +190,7 @@ def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     parts = [str(part) for part in loc if not isinstance(part, int)]
     if len(parts) > 1 and parts[0] == "method" and parts[1] in METHODS:
         del parts[1]
-    return tuple(parts[:2])
+    return tuple(parts[: 3 if parts[:2] == ["measure", "generate"] else 2])
 
 
 def _origin(key: tuple[str, ...], layers: Sequence[Layer]) -> str:
@@ -238,6 +244,8 @@ def _allowed_keys(section: tuple[str, ...], loc: tuple[int | str, ...]) -> list[
         return ["extends", "recipe", "sweep", *Experiment.model_fields]
     if section[0] == "method":
         return list(METHODS[str(loc[1])].model_fields)
+    if section[1:] == ("generate",):
+        return list(Generate.model_fields)
     model = Experiment.model_fields[section[0]].annotation
     if isinstance(model, type) and issubclass(model, BaseModel):
         return list(model.model_fields)

@@ -22,6 +22,11 @@ class _Method(Part):
         """Whether the frozen weights are stored in 4 bits."""
         return False
 
+    @property
+    def mxfp4(self) -> bool:
+        """Whether the experts stay in the format in which gpt-oss is published."""
+        return False
+
 
 class Full(_Method):
     """Every weight of the model is trained."""
@@ -56,11 +61,15 @@ class Lora(_Adapters):
 
 
 class Qlora(_Adapters):
-    """Adapters on frozen weights quantised to 4 bits (bitsandbytes)."""
+    """Adapters on frozen weights quantised to 4 bits."""
 
     name: Literal["qlora"] = "qlora"
-    quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type of the frozen weights")
-    double_quant: Switch = Field(True, description="quantise the block constants too")
+    quant_type: Literal["nf4", "fp4", "mxfp4"] = Field(
+        "nf4",
+        description="4-bit data type of the frozen weights; mxfp4: gpt-oss as published, its experts in 4 bits and the "
+        "rest in 16 (docs/gpt-oss.md)",
+    )
+    double_quant: Switch = Field(True, description="quantise the block constants too (nf4 and fp4)")
     upcast: Switch = Field(
         True,
         description="cast what is not quantised (embedding, norms, output head) to float32, as peft does; off keeps it "
@@ -73,6 +82,10 @@ class Qlora(_Adapters):
     @property
     def quantised(self) -> bool:
         return True
+
+    @property
+    def mxfp4(self) -> bool:
+        return self.quant_type == "mxfp4"
 
 
 class Unsloth(_Adapters):

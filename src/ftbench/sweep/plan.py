@@ -242,13 +242,17 @@ class Search:
             update={
                 "train": family.spec.train.model_copy(update=train),
                 "dataset": family.spec.dataset.model_copy(update=dataset),
-                "measure": family.spec.measure.model_copy(update={"eval": "off", "repeats": 1, "profile": "off"}),
+                "measure": family.spec.measure.model_copy(
+                    update={"eval": "off", "repeats": 1, "profile": "off", "generate": None}
+                ),
             }
         )
         trial: dict[str, Any] = {f"train.{key}": value for key, value in train.items()}
         trial |= {f"dataset.{key}": value for key, value in dataset.items()} | {"measure.eval": "off"}
         if family.spec.measure.profile != "off":
             trial |= {"measure.profile": "off"}
+        if family.spec.measure.generate is not None:
+            trial |= {"measure.generate": "off"}
         sets = (*family.sets, *(f"{key}={'on' if value is True else value}" for key, value in trial.items()))
         values = family.values | {"train.batch_size": batch}
         made = job(spec, sets, values, 1, self._options.folder, self._options.gpu)

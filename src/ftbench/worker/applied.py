@@ -90,7 +90,7 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
             share = kinds[kind]["total"] / applied["parameters"]["total"]
             way = "; method.experts=on trains adapters on them" if kind == "experts" else ""
             found.append(f"{kind} ({share:.0%} of the parameters) get no adapter{way}")
-    if spec.method.quantised and kinds["experts"]["total"]:
+    if spec.method.quantised and not spec.method.mxfp4 and kinds["experts"]["total"]:
         found.append(
             "the experts are fused matrices, which bitsandbytes does not quantise: they stay as they were loaded"
         )
@@ -102,8 +102,8 @@ def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
     kinds = {kind: {"total": 0, "trainable": 0} for kind in KINDS}
     for name, parameter in model.named_parameters():
         kind = kinds[module_kind(name)]
-        kind["total"] += numel(parameter)
-        kind["trainable"] += numel(parameter) if parameter.requires_grad else 0
+        kind["total"] += numel(name, parameter)
+        kind["trainable"] += numel(name, parameter) if parameter.requires_grad else 0
     return kinds
 
 
@@ -125,8 +125,12 @@ def module_kind(name: str) -> str:
     return "mlp" if any(part in ("mlp", "feed_forward") for part in parts) else "other"
 
 
-def numel(parameter: Any) -> int:
-    """Elements of a parameter, before quantisation packed them."""
+def numel(name: str, parameter: Any) -> int:
+    """Elements of a parameter, before quantisation packed them: two in a byte of MXFP4, whose scales are none."""
+    if (shape := getattr(parameter, "_original_shape", None)) is not None:  # unsloth's experts in MXFP4
+        return int(shape.numel())
+    if parameter.dtype == torch.uint8 and name.endswith(("_blocks", "_scales")):
+        return 2 * int(parameter.numel()) if name.endswith("_blocks") else 0
     state = getattr(parameter, "quant_state", None)
     return int(state.shape.numel() if state is not None else parameter.numel())
 
@@ -142,7 +146,7 @@ def matmul_shape(model: Any) -> MatmulShape:
         if (parameter.ndim < 2 and state is None) or name.endswith("bias"):
             continue
         kind = module_kind(name)
-        count = round(numel(parameter) * (visited if kind == "experts" else 1))
+        count = round(numel(name, parameter) * (visited if kind == "experts" else 1))
         if "lora_" in name:
             adapters += count
         elif kind != "embedding" or tied:

@@ -11,13 +11,16 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker.device import device
 from ftbench.worker.optimizations.attention import VARLEN, register
-from ftbench.worker.random_weights import materialise
+from ftbench.worker.random_weights import is_gpt_oss, materialise
 
 
-def source_of(model: Model) -> str:
-    """What from_pretrained is given: a directory, or an id on the hub."""
+def source_of(model: Model, method: Any = None) -> str:
+    """What from_pretrained is given: a directory, or an id on the hub. A method that keeps experts in MXFP4 makes
+    random weights in memory: of gpt-oss-120b they would be 61 GiB of files. unsloth finds files as published."""
     if model.weights == "random":
-        return str(materialise(model))
+        kept = method is not None and method.mxfp4
+        layout = "mxfp4" if is_gpt_oss(model) and (kept or getattr(method, "name", "") == "unsloth") else None
+        return str(materialise(model, layout, weights=not kept))
     return model.path or model.id
 
 
@@ -36,19 +39,24 @@ def load_tokenizer(model: Model, source: str) -> Any:
 
 def load_model(spec: Experiment, source: str, quantization_config: Any = None) -> Any:
     """The weights on the device, in the spec's dtype and with its attention implementation."""
-    attention = spec.optimizations.attention
-    arguments: dict[str, Any] = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model)}
-    if attention == VARLEN:
-        register()
-    if attention != "auto":
-        arguments["attn_implementation"] = attention
-    if quantization_config is not None:
-        arguments["quantization_config"] = quantization_config
-    if (published := _quantised(spec, source)) is not None:
-        arguments["quantization_config"] = published
+    quantised = _quantised(spec, source) or quantization_config
+    return read(spec, source, **({} if quantised is None else {"quantization_config": quantised}))
+
+
+def read(spec: Experiment, source: str, **more: Any) -> Any:
+    """from_pretrained with what the spec says, and `more`."""
+    arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
     if device().type == "cuda":
         arguments["device_map"] = {"": device()}
     return reach(spec.model, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments))
+
+
+def attention_of(spec: Experiment) -> dict[str, str]:
+    """The attention implementation in transformers' words; nothing for its own choice."""
+    attention = spec.optimizations.attention
+    if attention == VARLEN:
+        register()
+    return {} if attention == "auto" else {"attn_implementation": attention}
 
 
 def _quantised(spec: Experiment, source: str) -> Any:
@@ -61,7 +69,7 @@ def _quantised(spec: Experiment, source: str) -> Any:
     if spec.method.quantised:
         raise SpecError(
             f"method {spec.method.name}: the weights of {spec.model.id} are published in {kind} and cannot be "
-            "quantised again: use lora, or model.weights=random, whose weights are 16-bit"
+            "quantised again: set method.quant_type to mxfp4 if it is gpt-oss, or use lora"
         )
     return Mxfp4Config(dequantize=True) if str(kind) == "mxfp4" else None
 

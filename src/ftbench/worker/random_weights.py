@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,34 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, SpecError
 from ftbench.machine import cache_dir
+from ftbench.spec.combinations import GPT_OSS
 from ftbench.spec.experiment import Model
+from ftbench.worker import mxfp4
 from ftbench.worker.tokenizer import save_tokenizer
 
 FORMAT = 1  # part of the cache key: change it when the same spec would give other weights
 SHARD_BYTES = 4 * 10**9
+_IN_16_BITS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]  # as published
 _CHUNK = 64 * 2**20  # elements drawn by one generator: bounds memory and lets large tensors use several cores
 
 
-def materialise(model: Model) -> Path:
-    """The directory with the random weights, made if it is not there yet. Raises SpecError for a shape that
+def is_gpt_oss(model: Model) -> bool:
+    return bool(_shape(model)["model_type"] == GPT_OSS)
+
+
+def materialise(model: Model, layout: str | None = None, weights: bool = True) -> Path:
+    """The directory with the random weights, made if it is not there yet; with `layout` mxfp4 the experts of gpt-oss as
+    they are published; without `weights` only what describes the model, for `fill`. Raises SpecError for a shape that
     transformers does not know, MissingError for a disk without room."""
     config = _config(model)
-    key = hashlib.sha256(json.dumps([FORMAT, _shape(model), model.dtype, model.seed], sort_keys=True).encode())
+    special = [*([layout] if layout else []), *([] if weights else ["no weights"])]
+    told = [FORMAT, _shape(model), model.dtype, model.seed, *special]
+    key = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     name = "".join(c if c.isalnum() or c in ".-" else "-" for c in model.id)
     folder = cache_dir() / "models" / f"{name}-{key.hexdigest()[:12]}"
     if folder.is_dir():
@@ -45,7 +56,7 @@ def materialise(model: Model) -> Path:
     try:
         with _only_one(folder):
             if not folder.is_dir():
-                _make(folder, config, model)
+                _make(folder, config, model, layout, weights)
     except (OSError, SafetensorError) as error:
         raise MissingError(f"{folder.parent}: {error}; free some space or set FTBENCH_CACHE") from None
     return folder
@@ -60,13 +71,15 @@ def _only_one(folder: Path) -> Iterator[None]:
         yield
 
 
-def _make(folder: Path, config: Any, model: Model) -> None:
+def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: bool) -> None:
     """Writes beside the folder and renames: what a killed process left is removed first, and never seen."""
     unfinished = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir()
-        _write(unfinished, config, model)
+        _describe(unfinished, config, model, layout)
+        if weights:
+            _write(unfinished, config, model, layout)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -97,30 +110,49 @@ def _config(model: Model) -> Any:
         raise SpecError(f"model: {model.id}: transformers cannot build this shape ({error})") from None
 
 
-def _write(folder: Path, config: Any, model: Model) -> None:
-    dtype = getattr(torch, model.dtype)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    tied = set(getattr(skeleton, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    tensors = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if name not in tied}
-    width = torch.empty((), dtype=dtype).element_size()
-    sizes = {name: torch.Size(shape).numel() * width for name, shape in tensors.items()}
-    _check_space(folder, sum(sizes.values()))
-    config.architectures = [type(skeleton).__name__]
+def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> None:
+    """config.json and the tokenizer."""
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = model.dtype
+    if layout:
+        config.quantization_config = {"quant_method": layout, "modules_to_not_convert": _IN_16_BITS}
     config.save_pretrained(folder)
-    std = float(getattr(config.get_text_config(), "initializer_range", 0.02))
+    save_tokenizer(folder, int(config.get_text_config().vocab_size))
+
+
+def fill(module: Any, seed: int, std: float) -> None:
+    """Draws every weight of a model that has none yet: the same as `materialise` would have written."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool, torch.no_grad():
+        for name, held in module.state_dict().items():
+            held.copy_(_tensor(pool, name, tuple(held.shape), std, seed, held.dtype))
+
+
+def deviation(config: Any) -> float:
+    """Of the weights of a new model."""
+    return float(getattr(config.get_text_config(), "initializer_range", 0.02))
+
+
+def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
+    with torch.device("meta"), mxfp4.as_experts() if layout else nullcontext():
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
+    tied = set(getattr(skeleton, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+    tensors = {name: t for name, t in skeleton.state_dict().items() if name not in tied}
+    sizes = {name: t.numel() * t.element_size() for name, t in tensors.items()}
+    _check_space(folder, sum(sizes.values()))
+    std = deviation(config)
     shards = list(_shards(sizes))
     index: dict[str, str] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            made = {name: _tensor(pool, name, tensors[name], std, model.seed, dtype) for name in names}
+            made = {
+                name: _tensor(pool, name, tuple(tensors[name].shape), std, model.seed, tensors[name].dtype)
+                for name in names
+            }
             save_file(made, folder / file, metadata={"format": "pt"})
             index |= dict.fromkeys(names, file)
     total = {"total_size": sum(sizes.values())}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": total, "weight_map": index}))
-    save_tokenizer(folder, int(config.get_text_config().vocab_size))
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -147,19 +179,25 @@ def _shards(sizes: dict[str, int]) -> Iterator[list[str]]:
 def _tensor(
     pool: ThreadPoolExecutor, name: str, shape: tuple[int, ...], std: float, seed: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Norms are ones and biases zeros, as transformers initialises them; everything else is normal with `std`."""
+    """Norms are ones and biases zeros, as transformers initialises them; everything else is normal with `std`. In MXFP4
+    every code is as likely as any other, and one scale for all brings the spread near `std`."""
     out = torch.empty(shape, dtype=dtype)
     if name.endswith("norm.weight"):
         return out.fill_(1)
     if name.endswith("bias"):
         return out.zero_()
+    if name.endswith("_scales"):
+        return out.fill_(mxfp4.scale_for(std))
     flat = out.view(-1)
 
     def fill(start: int) -> None:
         digest = hashlib.sha256(f"{seed}/{name}/{start}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         piece = flat[start : start + _CHUNK]
-        piece.copy_(torch.empty(piece.shape, dtype=torch.float32).normal_(0, std, generator=generator))
+        if dtype == torch.uint8:
+            piece.random_(0, 256, generator=generator)
+        else:
+            piece.copy_(torch.empty(piece.shape, dtype=torch.float32).normal_(0, std, generator=generator))
 
     list(pool.map(fill, range(0, flat.numel(), _CHUNK)))
     return out

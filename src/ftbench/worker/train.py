@@ -1,4 +1,4 @@
-"""One training run, top to bottom: data, model, method, optimizations, trainer, train, evaluate."""
+"""One training run, top to bottom: data, model, method, optimizations, trainer, train, evaluate, answer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker import applied, methods, models, optimizations, trainer
 from ftbench.worker.data.prepare import prepare
 from ftbench.worker.device import check_device, device
+from ftbench.worker.generate import Answers
 from ftbench.worker.meters import meters
 from ftbench.worker.phases import Phases
 from ftbench.worker.recorder import Recorder
@@ -63,7 +64,7 @@ def train(run: Run) -> None:
     method = methods.load(spec.method.name)
 
     phases.enter("make_weights")
-    source = models.source_of(spec.model)
+    source = models.source_of(spec.model, spec.method)
     phases.enter("prepare_data")
     config = models.load_config(spec.model, source)
     vocabulary = config.get_text_config().vocab_size
@@ -98,6 +99,11 @@ def train(run: Run) -> None:
         run.profiler = Profiler(spec, run.directory, loop, run.recorder.clock)
         loop.add_callback(run.profiler)
 
+    answers = Answers(spec, run.directory, tokenizer)
+    if spec.measure.generate is not None:
+        phases.enter("generate")
+        answers.ask(loop.model, "before")
+
     phases.enter("train")
     loop.train()
 
@@ -108,6 +114,9 @@ def train(run: Run) -> None:
     run.write_facts(
         dataset=data.description | {"order_hash": run.recorder.order_hash}, gpu_busy_method=run.recorder.busy_method
     )
+    if spec.measure.generate is not None:
+        phases.enter("generate")
+        answers.ask(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
     if spec.measure.save_adapter:
         phases.enter("save")
         loop.save_model(str(run.directory.adapter))

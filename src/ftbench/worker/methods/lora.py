@@ -37,7 +37,9 @@ def adapt(model: Any, spec: Experiment) -> Any:
 def expert_parameters(model: Any) -> list[str]:
     """Names of the fused expert matrices (three-dimensional parameters: expert x out x in), as peft wants them."""
     names = {
-        ".".join(name.split(".")[-3:]) for name, p in model.named_parameters() if "experts" in name and p.ndim == 3
+        ".".join(name.split(".")[-3:])
+        for name, p in model.named_parameters()
+        if "experts" in name and p.ndim == 3 and p.is_floating_point()
     }
     if not names:
         raise SpecError("method.experts is on, and this model has no fused expert matrices: set it to off")

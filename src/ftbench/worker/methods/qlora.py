@@ -1,4 +1,4 @@
-"""QLoRA: adapters on frozen weights that bitsandbytes stores in 4 bits."""
+"""QLoRA: adapters on frozen weights in 4 bits: by bitsandbytes, or as gpt-oss is published (worker/mxfp4.py)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from typing import Any
 
 import torch
 from peft import prepare_model_for_kbit_training
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from ftbench.errors import SpecError
+from ftbench.spec.combinations import GPT_OSS
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import models
+from ftbench.worker import models, mxfp4, random_weights
+from ftbench.worker.device import device
 from ftbench.worker.methods import lora
 
 
 def load(spec: Experiment, source: str) -> Any:
     method: Any = spec.method
+    if method.mxfp4:
+        return _load_mxfp4(spec, source)
     quantised = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=method.quant_type,
@@ -24,11 +29,35 @@ def load(spec: Experiment, source: str) -> Any:
     return models.load_model(spec, source, quantised)
 
 
+def _load_mxfp4(spec: Experiment, source: str) -> Any:
+    """gpt-oss with its experts as published. Raises SpecError for weights that are not."""
+    config = models.load_config(spec.model, source)
+    kind = getattr(config, "quantization_config", None) or {}
+    if config.model_type != GPT_OSS or str(kind.get("quant_method")) != "mxfp4":
+        raise SpecError(
+            f"method.quant_type mxfp4 reads gpt-oss as it is published, and {spec.model.path or spec.model.id} is not: "
+            "use nf4 for 16-bit weights"
+        )
+    del config.quantization_config  # transformers' own MXFP4 does not train
+    with mxfp4.as_experts():
+        if spec.model.weights == "pretrained":
+            return models.read(spec, source, config=config)
+        told = {"dtype": getattr(torch, spec.model.dtype), **models.attention_of(spec)}
+        with device():
+            model = models.reach(spec.model, lambda: AutoModelForCausalLM.from_config(config, **told))
+    random_weights.fill(model, spec.model.seed, random_weights.deviation(config))
+    return model.eval()
+
+
 def adapt(model: Any, spec: Experiment) -> Any:
     """The quantised model with adapters. peft's preparation casts all that is not quantised to float32; the fused
     experts of a mixture of experts are not, and would double, so such a model is only frozen, and so is one that is
     to stay as it is."""
     method: Any = spec.method
+    if method.mxfp4:
+        model.requires_grad_(False)
+        with mxfp4.declared(model):
+            return lora.adapt(model, spec)
     experts = any("experts" in name and parameter.ndim == 3 for name, parameter in model.named_parameters())
     if experts or not method.upcast:
         model.requires_grad_(False)
@@ -40,10 +69,12 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 def proof(model: Any, spec: Experiment) -> list[str]:
     """The adapters of LoRA, on layers that hold 4-bit weights of the type asked for."""
-    from bitsandbytes.nn import Linear4bit
-
     method: Any = spec.method
     found = lora.proof(model, spec)
+    if method.mxfp4:
+        return found + mxfp4.problems(model)
+    from bitsandbytes.nn import Linear4bit
+
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear4bit)]
     if not layers:
         return [*found, "method qlora: no layer holds 4-bit weights"]

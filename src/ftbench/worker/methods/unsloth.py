@@ -7,6 +7,7 @@ a process whose method it is.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker import models
 from ftbench.worker.methods import lora
 from ftbench.worker.optimizations.compile import decoder_layers
+
+PACKED = "Mxfp4ExpertParam"  # how unsloth holds the experts of gpt-oss, published in MXFP4
 
 
 def load(spec: Experiment, source: str) -> Any:
@@ -68,14 +71,23 @@ def adapt(model: Any, spec: Experiment) -> Any:
         raise SpecError(f"method unsloth: {str(error).strip().splitlines()[0]}") from None
 
 
+def answering(model: Any, spec: Experiment, undo: ExitStack) -> None:
+    """unsloth's own way to make a model ready to answer; `undo` makes it ready to train again."""
+    from unsloth import FastLanguageModel
+
+    FastLanguageModel.for_inference(model)
+    undo.callback(FastLanguageModel.for_training, model, use_gradient_checkpointing=_checkpointing(spec.method))
+
+
 def proof(model: Any, spec: Experiment) -> list[str]:
     """The adapters of LoRA, 4-bit weights if asked for, and unsloth's own functions in the layers."""
     method: Any = spec.method
     found = lora.proof(model, spec)
     kinds = {type(module).__name__ for module in model.modules()}
-    if method.load_in_4bit and "Linear4bit" not in kinds:
+    in_4_bits = "Linear4bit" in kinds or any(type(p).__name__ == PACKED for p in model.parameters())
+    if method.load_in_4bit and not in_4_bits:
         found.append("method unsloth: load_in_4bit is on and no layer holds 4-bit weights")
-    if not method.load_in_4bit and "Linear4bit" in kinds:
+    if not method.load_in_4bit and in_4_bits:
         found.append("method unsloth: load_in_4bit is off and layers hold 4-bit weights")
     facts = applied(model)
     if not facts["fused_attention"] and not facts["fused_mlp"] and not facts["compiled_modules"]:

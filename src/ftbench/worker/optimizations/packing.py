@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.boundaries import keep_apart
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    return None
+    if spec.optimizations.packing:
+        keep_apart(model)
 
 
 def proof(model: Any, spec: Experiment) -> list[str]:

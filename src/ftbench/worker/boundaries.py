@@ -1,0 +1,32 @@
+"""Rows that hold several samples, for models whose code does not see where one ends.
+
+transformers tells samples in a row apart by positions that start again, and makes its masks so; gpt-oss's code (5.17)
+makes its masks without the positions, and a sample would see those before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from ftbench.spec.combinations import GPT_OSS
+
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+def keep_apart(model: Any) -> None:
+    """Gives a model that makes its masks without the positions masks that are made with them."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config.get_text_config().model_type == GPT_OSS:
+        base.get_decoder().register_forward_pre_hook(_with_masks, with_kwargs=True)
+
+
+def _with_masks(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
+        return None
+    shape = decoder.embed_tokens.weight.new_empty((*positions.shape, 1))  # masks ask it for shape, type and device
+    told = {"config": decoder.config, "inputs_embeds": shape, "attention_mask": None, "past_key_values": None}
+    masks = {name: make(**told, position_ids=positions) for name, make in _MASKS.items()}
+    return args, kwargs | {"attention_mask": masks}

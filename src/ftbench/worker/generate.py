@@ -1,0 +1,173 @@
+"""What the model answers to fixed prompts, before and after training: samples.json.
+
+Answers come from the plain model: layers uncompiled, no gradient checkpointing, the loss of the libraries, attention
+that takes padding. Everything is put back as it was, random numbers too, so that training goes the same way with and
+without answers.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ftbench.rundir import RunDir, write_json
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.generate import Generate
+from ftbench.worker.methods import unsloth
+from ftbench.worker.optimizations import chunked_loss, fp8
+from ftbench.worker.optimizations.compile import decoder_layers
+
+SCHEMA = 1
+_NO_PADDING = ("varlen", "flex_attention")  # one takes no padded batch, the other compiles for every length
+
+
+class Answers:
+    """The prompts of a spec, asked once before and once after. samples.json holds `prompts`, a list of `{id, prompt,
+    before, after, tokens, stop}`, with `settings` and `seconds`; `after` is null until it was asked."""
+
+    def __init__(self, spec: Experiment, directory: RunDir, tokenizer: Any) -> None:
+        self._spec, self._directory, self._tokenizer = spec, directory, tokenizer
+        self._seconds: dict[str, float] = {}
+        self._rows: list[dict[str, Any]] = []
+
+    def ask(self, model: Any, when: str) -> None:
+        """Asks all prompts in one batch and writes samples.json; `when` is before or after."""
+        asked: Any = self._spec.measure.generate
+        if not self._rows:
+            self._rows = [
+                prompt.model_dump() | {"before": None, "after": None, "tokens": {}, "stop": {}}
+                for prompt in asked.prompts
+            ]
+        begun = time.monotonic()
+        with plain(model, self._spec), _own_random_numbers(asked.seed, model.device), torch.no_grad():
+            count, answers = answer(model, self._tokenizer, asked)
+        self._seconds[when] = time.monotonic() - begun
+        for row, tokens, (text, new, stop) in zip(self._rows, count, answers, strict=True):
+            row["tokens"] |= {"prompt": tokens, when: new}
+            row["stop"][when] = stop
+            row[when] = text
+        settings = asked.model_dump(exclude={"prompts"})
+        found = {"schema": SCHEMA, "settings": settings, "seconds": self._seconds, "prompts": self._rows}
+        write_json(self._directory.samples, found)
+        gc.collect()
+        if model.device.type == "cuda":  # the pool that training starts with is the one it would have had
+            torch.cuda.empty_cache()
+
+
+def answer(model: Any, tokenizer: Any, asked: Generate) -> tuple[list[int], list[tuple[str, int, str]]]:
+    """The tokens of each prompt; of each answer the text, its tokens, and what ended it: `end` (the model said so),
+    `length` or `time`. Prompts are padded on the left; with the model's chat template, if it has one."""
+    texts = [_written(tokenizer, prompt.prompt) for prompt in asked.prompts]
+    ids = [tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"] for text in texts]
+    longest, filler = max(map(len, ids)), tokenizer.pad_token_id or 0
+    rows = torch.tensor([[filler] * (longest - len(row)) + row for row in ids], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=model.device)
+    ends = _ends(model, tokenizer)
+    found = model.generate(input_ids=rows, attention_mask=mask, generation_config=_config(asked, ends, filler))
+    answers = []
+    for new in found[:, longest:].tolist():
+        stop = next((place for place, token in enumerate(new) if token in ends), None)
+        kept = new if stop is None else new[:stop]
+        why = "end" if stop is not None else "length" if len(new) == asked.max_new_tokens else "time"
+        answers.append((tokenizer.decode(kept, skip_special_tokens=True), len(kept), why))
+    return [len(row) for row in ids], answers
+
+
+def _written(tokenizer: Any, prompt: str) -> str:
+    if not tokenizer.chat_template:
+        return prompt
+    messages = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: the model's (gpt-oss has several), or the tokenizer's."""
+    found = model.generation_config.eos_token_id
+    found = tokenizer.eos_token_id if found is None else found
+    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def _config(asked: Generate, ends: list[int], filler: int) -> GenerationConfig:
+    """Every setting that a published model may bring is given, so that only the spec decides."""
+    drawn = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
+    return GenerationConfig(
+        max_new_tokens=asked.max_new_tokens,
+        max_time=asked.max_seconds,
+        do_sample=not asked.greedy,
+        **({} if asked.greedy else drawn),
+        num_beams=1,
+        repetition_penalty=1.0,
+        use_cache=True,
+        eos_token_id=ends or None,
+        pad_token_id=filler,
+    )
+
+
+@contextmanager
+def _own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
+    """Sampling starts at `seed`, and what follows goes on as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def plain(model: Any, spec: Experiment) -> Iterator[None]:
+    """The model ready to answer, for the length of a block."""
+    with ExitStack() as undo:
+        if spec.method.name == "unsloth":
+            unsloth.answering(model, spec, undo)
+        else:
+            _without_training(model, undo)
+        _without_compiled_layers(model, undo)
+        _with_its_own_forward(model, undo)
+        _with_plain_products(model, undo)
+        _with_attention_for_padding(model, undo)
+        yield
+
+
+def _without_training(model: Any, undo: ExitStack) -> None:
+    """Every module ready to answer. Not so bitsandbytes' 4-bit layers, which have nothing to switch off: on a CPU they
+    would pack their weights for it, and train with others afterwards."""
+    for module in model.modules():
+        undo.callback(setattr, module, "training", module.training)
+    model.eval()
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.training = True
+
+
+def _without_compiled_layers(model: Any, undo: ExitStack) -> None:
+    for layer in decoder_layers(model):
+        compiled, layer._compiled_call_impl = layer._compiled_call_impl, None
+        undo.callback(setattr, layer, "_compiled_call_impl", compiled)
+
+
+def _with_its_own_forward(model: Any, undo: ExitStack) -> None:
+    """Without the loss over chunks, whose forward pass hides what the model's takes."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if chunked_loss.is_on(base):
+        undo.callback(setattr, base, "forward", base.__dict__.pop("forward"))
+
+
+def _with_plain_products(model: Any, undo: ExitStack) -> None:
+    """8-bit products want many rows, and an answer grows by one."""
+    for module in model.modules():
+        if fp8.multiplies_in_8_bits(module):
+            module.forward = MethodType(torch.nn.Linear.forward, module)
+            undo.callback(module.__dict__.pop, "forward")
+
+
+def _with_attention_for_padding(model: Any, undo: ExitStack) -> None:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    used = base.config.get_text_config()._attn_implementation
+    if used in _NO_PADDING:
+        base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+        undo.callback(base.set_attn_implementation, used)

@@ -1,0 +1,207 @@
+"""gpt-oss with its experts in MXFP4: the same mathematics as in 16 bits, in a quarter of the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from conftest import spec_of
+from ftbench.core.architectures import architectures, parameter_count
+from ftbench.errors import SpecError
+from ftbench.rundir import read_json, read_steps
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.worker import applied, models, mxfp4
+from ftbench.worker.methods import lora, qlora
+from ftbench.worker.random_weights import materialise
+
+GPT_OSS = {"id": "tiny/gpt-oss"}
+MXFP4 = {"name": "qlora", "quant_type": "mxfp4"}
+IDS = torch.arange(5, 61).view(2, 28)
+
+
+def published(**method):
+    """A spec for weights that lie on the disk as they are published: bf16, experts in MXFP4."""
+    made = spec_of(model={**GPT_OSS, "dtype": "bfloat16"}).model
+    folder = materialise(made, "mxfp4")
+    model = {"id": "my/gpt-oss", "path": str(folder), "dtype": "bfloat16"}
+    return resolve(Experiment.model_validate({"name": "a", "model": model, "method": method}), None), str(folder)
+
+
+@pytest.fixture
+def both(cache):
+    """The same weights, and the same adapters on attention and experts: in MXFP4, and in 16 bits by the libraries."""
+
+    def build(module, **method):
+        spec, folder = published(experts=True, **method)
+        model = module.adapt(module.load(spec, folder), spec)
+        return model, spec
+
+    (small, spec), (wide, _) = build(qlora, **MXFP4), build(lora, name="lora")
+    weights = dict(small.named_parameters())
+    torch.manual_seed(0)
+    for name, parameter in wide.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.05)
+            assert weights[name].shape == parameter.shape
+            weights[name].data.copy_(parameter.data)
+    return small, wide, spec
+
+
+def test_values_are_those_that_transformers_reads(cache):
+    blocks = torch.randint(0, 256, (4, 48, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(90, 150, (4, 48, 3), dtype=torch.uint8)
+    for dtype in (torch.bfloat16, torch.float32):
+        theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
+        assert torch.equal(mxfp4.written_out(blocks, scales, dtype), theirs)
+
+
+def test_the_lower_half_of_a_byte_comes_first_and_a_scale_is_a_power_of_two():
+    blocks = torch.zeros(1, 1, 1, 16, dtype=torch.uint8)
+    blocks[..., 0] = 0x7A  # 10 is -1, 7 is 6
+    values = mxfp4.written_out(blocks, torch.tensor([[[129]]], dtype=torch.uint8), torch.float32)
+    assert values.flatten().tolist() == [-4.0, 24.0] + [0.0] * 30
+
+
+def test_answers_and_gradients_are_those_of_the_16_bit_model(both):
+    small, wide, _ = both
+    results = [model(input_ids=IDS, labels=IDS) for model in (small, wide)]
+    for result in results:
+        result.loss.backward()
+    assert torch.allclose(results[0].logits, results[1].logits, atol=2e-2)
+    assert float(results[0].loss) == pytest.approx(float(results[1].loss), rel=1e-3)
+    theirs = {name: p.grad for name, p in wide.named_parameters() if p.requires_grad}
+    ours = {name: p.grad for name, p in small.named_parameters() if p.requires_grad}
+    assert theirs.keys() == ours.keys()
+    assert any(".experts." in name for name in ours)
+    for name, gradient in theirs.items():
+        assert torch.nn.functional.cosine_similarity(gradient.flatten(), ours[name].flatten(), dim=0) > 0.99, name
+
+
+def test_a_few_tokens_are_answered_as_many_are(both):
+    experts = both[0].get_base_model().model.layers[0].mlp.experts.get_base_layer()
+    torch.manual_seed(1)
+    rows = torch.randn(6, 64).bfloat16()
+    chosen = torch.tensor([[0, 1], [1, 3], [2, 0], [0, 2], [3, 1], [2, 3]])
+    weights = torch.rand(6, 2).bfloat16()
+    many = experts(rows, chosen, weights)
+    assert torch.allclose(many[:1], experts(rows[:1], chosen[:1], weights[:1]), atol=1e-3)
+
+
+def test_the_backward_pass_keeps_nothing_in_16_bits(both):
+    small, _, _ = both
+    kept = []
+
+    def note(tensor):
+        if tensor.dtype != torch.uint8:
+            kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        small.get_base_model().model(input_ids=IDS[:, :4])
+    assert max(kept) < 4 * 64 * 64  # the down matrix of the experts of one layer
+
+
+def test_weights_made_in_memory_are_those_of_the_files(cache):
+    spec, folder = published(**MXFP4)
+    read = qlora.load(spec, folder)
+    random = resolve(spec.model_copy(update={"model": spec_of(model={**GPT_OSS, "dtype": "bfloat16"}).model}), None)
+    source = models.source_of(random.model, random.method)
+    assert not list(Path(source).glob("*.safetensors"))
+    made = qlora.load(random, source)
+    assert made.training == read.training
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in read.state_dict().items())
+    assert all(torch.equal(a, b) for a, b in zip(read.buffers(), made.buffers(), strict=True))
+    expert = mxfp4.written_out(
+        made.model.layers[0].mlp.experts.down_proj_blocks, made.model.layers[0].mlp.experts.down_proj_scales,
+        torch.float32,
+    )  # fmt: skip
+    assert float(expert.std()) == pytest.approx(0.02, rel=0.3)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_it_trains_and_says_what_it_is(train_here, experts):
+    method = {**MXFP4, "experts": experts}
+    run = train_here(model=GPT_OSS, method=method, train={"learning_rate": 0.05, "epochs": 4})
+    losses = [row.loss for row in read_steps(run.steps)[0]]
+    assert losses[-1] < losses[0] - 0.03
+    found = read_json(run.applied)
+    kinds = found["parameters"]["by_kind"]
+    assert (kinds["experts"]["trainable"] > 0) == experts
+    lora_run = train_here(model=GPT_OSS, method={"name": "lora", "experts": experts}, train={"max_steps": 1})
+    plain = read_json(lora_run.applied)
+    assert found["parameters"] == plain["parameters"]
+    assert found["matmul_shape"] == plain["matmul_shape"]
+
+
+@pytest.mark.parametrize(
+    "optimizations", [{"gradient_checkpointing": True}, {"chunked_loss": True, "padding_free": True}], ids=str
+)
+def test_optimizations_go_with_it(train_here, optimizations):
+    def losses(**changes):
+        run = train_here(model=GPT_OSS, method={**MXFP4, "experts": True}, **changes)
+        return [row.loss for row in read_steps(run.steps)[0]]
+
+    assert losses(optimizations=optimizations) == pytest.approx(losses(), rel=2e-3)
+
+
+def test_memory_is_that_of_the_format(cache):
+    spec, folder = published(**MXFP4)
+    model = qlora.load(spec, folder)
+    held = sum(p.untyped_storage().nbytes() for name, p in model.named_parameters() if p.dtype == torch.uint8)
+    assert held == 2 * 4 * 3 * 64 * 64 * (4 + 8 / 32) / 8
+
+
+@pytest.mark.parametrize(
+    ("name", "gibibytes"), [("openai/gpt-oss-20b", 12.8), ("openai/gpt-oss-120b", 60.8)]
+)  # OpenAI, gpt-oss model card, 2025-08
+def test_the_published_sizes_are_met(name, gibibytes):
+    config = AutoConfig.for_model(**architectures()[name])
+    with torch.device("meta"), mxfp4.as_experts():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30 == pytest.approx(gibibytes, rel=0.01)
+    counted = sum(kind["total"] for kind in applied.parameters_by_kind(model).values())
+    assert counted == sum(parameter_count(architectures()[name]).values())
+    active = applied.matmul_shape(model)
+    assert active.base + active.head == pytest.approx({"20b": 3.6e9, "120b": 5.1e9}[name.rpartition("-")[2]], rel=0.01)
+
+
+def test_saved_adapters_are_peft_s_and_load_on_the_16_bit_model(both, tmp_path):
+    small, wide, _ = both
+    small.save_pretrained(tmp_path)
+    _, folder = published(**MXFP4)
+    plain = lora.load(published(name="lora")[0], folder)
+    loaded = PeftModel.from_pretrained(plain, tmp_path)
+    assert torch.allclose(loaded(input_ids=IDS).logits, small(input_ids=IDS).logits, atol=2e-2)
+    assert torch.equal(loaded(input_ids=IDS).logits, wide(input_ids=IDS).logits)
+
+
+def test_weights_in_16_bits_are_not_taken_for_mxfp4(cache):
+    folder = materialise(spec_of(model=GPT_OSS).model)
+    values = {"name": "a", "model": {"id": "my/gpt-oss", "path": str(folder)}, "method": MXFP4}
+    spec = resolve(Experiment.model_validate(values), None)
+    with pytest.raises(SpecError, match="reads gpt-oss as it is published"):
+        qlora.load(spec, str(folder))
+
+
+def test_experts_that_are_not_in_4_bits_are_told(cache):
+    spec, folder = published(**MXFP4)
+    wide = lora.load(published(name="lora")[0], folder)
+    assert "no layer holds experts in MXFP4" in " ".join(mxfp4.problems(wide))
+    small = qlora.load(spec, folder)
+    assert mxfp4.problems(small) == []
+    small.model.layers[0].mlp.experts = wide.model.layers[0].mlp.experts
+    assert "layers.0.mlp.experts" in " ".join(mxfp4.problems(small))
+
+
+def test_transformers_is_as_it_was_afterwards():
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    before = modeling_gpt_oss.GptOssExperts
+    with pytest.raises(RuntimeError), mxfp4.as_experts():
+        raise RuntimeError
+    assert modeling_gpt_oss.GptOssExperts is before is not mxfp4.Mxfp4Experts
