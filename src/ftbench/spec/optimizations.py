@@ -63,6 +63,12 @@ class Optimizations(Part):
         "off", description="products with the frozen base layers in 8-bit floats (torchao): faster where compiled"
     )
 
+    fused_lora: Switch = Field(
+        False,
+        description="the adapters' products within the base product, layers that read one input together: fewer passes "
+        "over the activations",
+    )
+
     @field_validator("fp8", mode="before")
     @classmethod
     def _off(cls, value: object) -> object:
