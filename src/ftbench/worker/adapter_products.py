@@ -30,31 +30,40 @@ import torch
 ALIGNED = 8  # columns; 16 bytes of a 16-bit type, what the copy engine of a GPU asks of a matrix's rows (PTX ISA, TMA)
 
 
+@torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))
+def fill_columns(wide: torch.Tensor, factor: torch.Tensor, width: int) -> None:
+    """The columns of `wide` from `width` on become the product of those before with `factor`. An operation of its own,
+    because torch.compile would copy the whole of `wide` to write a part of it."""
+    torch.mm(wide[:, :width], factor, out=wide[:, width:])
+
+
 class Augmented(torch.autograd.Function):
-    """tokens x in → tokens x out of all the layers together. `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with
-    B block by block; `adapters` are A and B of each layer in turn, for their gradients alone."""
+    """tokens x in → tokens x (out of all the layers together, and r columns of nothing: room for what the backward pass
+    puts beside the gradient). `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block; `adapters`
+    are A and B of each layer in turn, for their gradients alone. The gradient that comes back is written to."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: Any, *adapters: torch.Tensor) -> torch.Tensor:
         width = x.shape[1]
-        rank = weight.shape[1] - width
-        out = weight.shape[0] - rank
-        wide = torch.cat([x, x @ weight[out:, :width].t()], 1)
+        out, rank = weight.shape[0] + width - weight.shape[1], weight.shape[1] - width
+        room = x.new_zeros(x.shape[0], rank)
+        wide = torch.cat([x, room], 1)
+        fill_columns(wide, weight[out:, :width].t(), width)
         ctx.save_for_backward(wide, weight, *adapters)
         ctx.scales = scales
-        return wide @ weight[:out].t()
+        return torch.cat([wide @ weight[:out].t(), room], 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         wide, weight, *adapters = ctx.saved_tensors
         (dy,) = gradients
-        out = dy.shape[1]
-        rank = weight.shape[0] - out
-        width = wide.shape[1] - rank
-        x, mid = wide[:, :width], wide[:, width:]
-        dmid = dy @ weight[:out, width:]
-        dx = torch.cat([dy, dmid], 1) @ weight[:, :width] if ctx.needs_input_grad[0] else None
-        return dx, None, None, *_split(dmid.t() @ x, dy.t() @ mid, ctx.scales, adapters)
+        out = sum(b.shape[0] for b in adapters[1::2])
+        width = wide.shape[1] + out - weight.shape[0]
+        fill_columns(dy, weight[:out, width:], out)
+        da = dy[:, out:].t() @ wide[:, :width]
+        db = dy[:, :out].t() @ wide[:, width:]
+        dx = dy @ weight[:, :width] if ctx.needs_input_grad[0] else None
+        return dx, None, None, *_split(da, db, ctx.scales, adapters)
 
 
 def _split(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:

@@ -83,7 +83,7 @@ class AugmentedGroup(Group):
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         flat = x.reshape(-1, self.width).to(self.weight.dtype)
         made = Augmented.apply(flat, self.weight, self.scales, *self.adapters())
-        parts = made.view(*x.shape[:-1], -1).split(self.sizes, -1)
+        *parts, _ = made.view(*x.shape[:-1], -1).split([*self.sizes, len(self.weight) - sum(self.sizes)], -1)
         biases = [layer.get_base_layer().bias for layer in self.layers]
         return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
 
