@@ -174,7 +174,7 @@ def test_what_an_optimization_did_stands_in_the_files(train_here):
     )
     assert all(step.padded_tokens == step.real_tokens for step in steps(packed))
     assert sum(step.samples for step in steps(packed)) == 16
-    assert read_json(packed.applied)["loss"] == "chunked (ftbench)"
+    assert read_json(packed.applied)["loss"] == "fused over chunks (ftbench)"
     fixed = train_here(optimizations={"fixed_shape": True})
     assert len({step.padded_tokens for step in steps(fixed)}) == 1
     half = read_json(train_here(optimizations={"gradient_checkpointing": "selective"}).applied)

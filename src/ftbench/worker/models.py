@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker.device import device
-from ftbench.worker.optimizations.attention import VARLEN, register
+from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
 from ftbench.worker.random_weights import materialise
 
 
@@ -38,7 +38,7 @@ def load_model(spec: Experiment, source: str, quantization_config: Any = None) -
     """The weights on the device, in the spec's dtype and with its attention implementation."""
     attention = spec.optimizations.attention
     arguments: dict[str, Any] = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model)}
-    if attention == VARLEN:
+    if attention in (VARLEN, CUDNN):
         register()
     if attention != "auto":
         arguments["attn_implementation"] = attention
