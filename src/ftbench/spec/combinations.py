@@ -71,7 +71,9 @@ def _of_fused_lora(spec: Experiment) -> list[str]:
         return [f"{name} multiplies adapters and method full has none: use lora or qlora"]
     found = []
     if method.dropout:
-        found.append(f"{name} reads an input once for all adapters, and dropout gives each its own: set method.dropout to 0")
+        found.append(
+            f"{name} reads an input once for all adapters, and dropout gives each its own: set method.dropout to 0"
+        )
     if method.bias != "none":
         found.append(f"{name} leaves biases frozen: set method.bias to none")
     if method.experts:
@@ -94,7 +96,9 @@ def _of_optimizations(spec: Experiment) -> list[str]:
     if on.attention == "varlen" and spec.train.precision == "fp32":
         found.append("optimizations.attention varlen computes in 16 bits: set train.precision to bf16")
     if on.attention == "cudnn" and spec.train.precision == "fp32":
-        found.append("optimizations.attention cudnn computes in 16 bits: set train.precision to bf16, or attention sdpa")
+        found.append(
+            "optimizations.attention cudnn computes in 16 bits: set train.precision to bf16, or attention sdpa"
+        )
     if on.fixed_shape and on.padding_free:
         found.append("optimizations.fixed_shape pads and padding_free does not: choose one, or packing")
     if on.length_grouping and (on.packing or on.fixed_shape):

@@ -51,7 +51,8 @@ class Optimizations(Part):
         False, description="batch samples of like length: less padding, and another order of the samples"
     )
     chunked_loss: Switch = Field(
-        False, description="loss over chunks of the label tokens and its gradient at once, without trl's metrics and waits"
+        False,
+        description="loss over chunks of the label tokens and its gradient at once, without trl's metrics and waits",
     )
     liger: Switch = Field(False, description="Liger's Triton kernels: norms, rotary embedding, SwiGLU, fused loss")
     compile: Annotated[bool | Literal["dynamic"], _or("dynamic")] = Field(

@@ -1,24 +1,27 @@
 """The products of linear layers with adapters that read one input: y_i = x W_i' + s (x A_i') B_i', and their gradients.
 
-Passes over a layer's activations, counted for a Qwen3-8B layer (hidden 4,096, heads' width 4,096 and 2 x 1,024, MLP
-12,288) in units of tokens x 4,096 values; the inputs of the seven projections are 9 units, their outputs 9.5:
+Passes over a layer's activations, counted for a Qwen3-8B layer (hidden 4,096, heads 4,096 and 2 x 1,024 wide, MLP
+12,288) in units of tokens x 4,096 values; the inputs of the seven projections are 9 units, their outputs 9.5. Read from
+the code that torch.compile made (torch 2.13, graphs of a layer):
 
-| reads and writes for the adapters                     | peft, compiled | beside | augmented |
-|-------------------------------------------------------|---------------:|-------:|----------:|
-| forward: x for A                                      |              9 |      6 |         6 |
-| forward: product with B written, read by the add      |             19 |     19 |         0 |
-| backward: gradient times s written                    |            9.5 |      0 |         0 |
-| backward: gradient read for B' and for dB             |             19 |     19 |        19 |
-| backward: dmid A written, read by the add             |             18 |     12 |         0 |
-| backward: x for dA                                    |              9 |      6 |         6 |
-| backward: gradients of one input added up             |              8 |      8 |         0 |
-| sum                                                   |           91.5 |     70 |        31 |
+| reads and writes for the adapters                      | peft | beside | augmented |
+|--------------------------------------------------------|-----:|-------:|----------:|
+| forward: x read for A                                  |    9 |      6 |         6 |
+| forward: product with B written, read by the add       |   19 |     19 |         0 |
+| backward: gradient times s written                     |  9.5 |      0 |         0 |
+| backward: gradient read for B and for its gradient     |   19 |     19 |        19 |
+| backward: product with A written, read by the add      |   18 |     12 |         0 |
+| backward: x read for A's gradient                      |    9 |      6 |         6 |
+| backward: gradients of one input added up              |    8 |      8 |         0 |
+| what attention and the next layer hand over is copied  |    0 |      0 |         4 |
+| sum                                                    | 91.5 |     70 |        35 |
+| small products                                         |   42 |     33 |        16 |
 
 `augmented` takes the adapters into the base product: y = [x | x A'] [W | s B]' and dx = [dy | dy s B] [W ; A], the
-layers that share x as one matrix, for r more columns in a product of thousands. torch.compile writes what produces x
-and dy into the wider buffers itself (torch.cat of a computed tensor is a view). `beside` leaves the base product to
-the base layer, whatever it is (fp8, 4 bits). Adding in place with addmm_ would pass as often as `beside`: the result
-is read and written by the product instead of written and read by the add.
+layers that share x as one matrix. What computes x or dy writes into the wider buffer itself (a torch.cat of it is
+compiled to a view). `beside` leaves the base product to the base layer, whatever it is (fp8, 4 bits). addmm_ in place
+would pass as often as `beside`: the product reads and writes what the add reads and the product wrote. W + s B A, once
+for each weight, would pass less and learn less: bfloat16 rounds away an update below 1/256 of the weight.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from typing import Any
 
 import torch
 
-ALIGNED = 64  # columns: 128 bytes of a 16-bit type, to which inductor pads the rows of a GPU's buffers otherwise (copying)
+# Columns that a buffer is wider by: 128 bytes of a 16-bit type. Where rows are no multiple of them, torch.compile pads
+# a GPU's buffers (torch._inductor.config.padding_alignment_bytes), and copies them for an operation of another's.
+ALIGNED = 64
 
 
 @torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))

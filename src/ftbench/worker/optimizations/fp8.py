@@ -2,8 +2,8 @@
 
 torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) scale and cast a weight in every forward pass and
 again in the backward pass: 2 x (read for the maximum, read, write half), 5 bytes a weight twice a step. A frozen weight
-never changes: it is cast here when training is set up, once for each pass, and the 16-bit one is dropped. Hopper's 8-bit
-products take both operands along the inner dimension (cuBLASLt: TN only), so each pass needs a layout of its own and
+never changes: it is cast when training is set up, once for each pass, and the 16-bit one is dropped. Hopper's products
+in 8 bits take both operands along the inner dimension (cuBLASLt: TN only), so each pass needs a layout of its own and
 the two together are as large as the 16-bit weight was.
 """
 

@@ -1,5 +1,5 @@
 """LoRA's small products within or beside the base product, layers that read the same input together: fewer passes over
-the activations than peft's layer by layer (counted in `adapter_products`). peft's modules stay, with their parameters."""
+the activations than peft's, layer by layer (`adapter_products` counts them). peft's modules keep the parameters."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ class AugmentedGroup(Group):
         bases = [layer.get_base_layer() for layer in layers]
         columns = -(-self.rank * len(layers) // ALIGNED) * ALIGNED
         out = sum(self.sizes)
-        self.register_buffer(
-            "weight", bases[0].weight.new_zeros(out + columns, self.width + columns), persistent=False
-        )
+        self.register_buffer("weight", bases[0].weight.new_zeros(out + columns, self.width + columns), persistent=False)
         for base, rows in zip(bases, self.weight[:out].split(self.sizes), strict=True):
             rows[:, : self.width].copy_(base.weight.data)
             base.weight.data = rows[:, : self.width]
@@ -129,7 +127,7 @@ class _Fused:
 
 
 @lru_cache
-def _fused(kind: type) -> type:
+def _fused(kind: Any) -> Any:
     """One class for all layers of a kind: a compiled layer is reused by the others only if their types agree."""
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
@@ -142,7 +140,7 @@ def apply(model: Any, spec: Experiment) -> None:
     for layers in grouped(adapted(model)):
         groups.append(_group(layers, spec))
         for index, layer in enumerate(layers):
-            layer.__class__ = _fused(type(layer))
+            layer.__class__ = _fused(type(layer))  # type: ignore[arg-type]
             layer.group, layer.place_in_group = groups[-1], index
 
     def refresh(*_: Any) -> None:
@@ -173,7 +171,7 @@ def adapted(model: Any) -> dict[str, Any]:
 
 def grouped(layers: dict[str, Any]) -> list[list[Any]]:
     """Layers of one parent that read the same input together, the others alone, in the order of the model."""
-    groups: dict[tuple[str, Any], list[Any]] = {}
+    groups: dict[Any, list[Any]] = {}
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
         together = next((names for names in SIBLINGS if own in names), own)
