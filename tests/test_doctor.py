@@ -43,7 +43,7 @@ VERSIONS = {
 }  # fmt: skip
 NEEDS = [
     Requirement("typer", ">=0.15,<1", None), Requirement("torch", ">=2.8,<2.14", "train"),
-    Requirement("trl", ">=1.12,<1.15", "train"), Requirement("torchao", ">=0.17,<0.19", "fp8"),
+    Requirement("trl", ">=1.12,<1.15", "train"), Requirement("liger-kernel", ">=0.8,<0.9", "liger"),
 ]  # fmt: skip
 LIBRARIES = (
     "libbitsandbytes_cpu.so",
@@ -108,7 +108,7 @@ def test_versions_are_compared_number_by_number(version, text, inside):
     ("text", "parts"),
     [
         ("torch<2.14,>=2.8; extra == 'train'", ("torch", ">=2.8,<2.14", "train")),
-        ('torchao (>=0.17,<0.19) ; extra == "fp8"', ("torchao", ">=0.17,<0.19", "fp8")),
+        ('liger-kernel (>=0.8,<0.9) ; extra == "liger"', ("liger-kernel", ">=0.8,<0.9", "liger")),
         ("pandas-stubs; extra == 'dev'", ("pandas-stubs", "", "dev")),
         ("rich>=13.9", ("rich", ">=13.9", None)),
         ("uvicorn[standard]>=0.2", ("uvicorn", ">=0.2", None)),
@@ -147,9 +147,9 @@ def test_a_package_inside_its_bounds_is_well_and_one_outside_is_told():
 def test_a_missing_package_fails_only_where_training_needs_it():
     findings = stack.check(machine(versions={"torch": None}))
     assert named(findings, "torch").verdict == "fail"
-    optional = named(findings, "torchao")
+    optional = named(findings, "liger-kernel")
     assert optional.verdict == "n/a"
-    assert "pip install 'ftbench[fp8]'" in optional.text
+    assert "pip install 'ftbench[liger]'" in optional.text
 
 
 def test_unknown_bounds_are_no_verdict():

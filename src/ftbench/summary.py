@@ -156,13 +156,15 @@ def _rates(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
 
 
 def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -> float:
-    """FLOPs of one step as computed: trl's chunked loss makes logits of label tokens only, and makes them twice."""
-    chunked = str(applied.get("loss")).startswith("chunked")
+    """FLOPs of one step as computed: a loss over chunks makes logits of label tokens only, trl's makes them twice (and
+    so did ftbench's while it was called `chunked`)."""
+    loss = str(applied.get("loss"))
+    chunked = loss.startswith("chunked")
     positions = row.padded_tokens or 0
     return flops.hardware_flops(
         shape,
         positions,
-        (row.label_tokens or 0) if chunked else positions,
+        (row.label_tokens or 0) if "chunk" in loss else positions,
         row.longest_sequence or 0,
         recompute=bool(applied.get("gradient_checkpointing")),
         head_recompute=chunked,

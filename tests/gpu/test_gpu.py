@@ -31,6 +31,13 @@ METHODS = {
     "compile": ["optimizations.compile=on"],
     "fp8": ["optimizations.compile=on", "optimizations.fp8=tensorwise"],
     "fp8-rowwise": ["optimizations.compile=on", "optimizations.fp8=rowwise"],
+    "fused-lora": ["optimizations.fused_lora=on"],
+    "fused-lora-compile": ["optimizations.fused_lora=on", "optimizations.compile=on", "optimizations.chunked_loss=on"],
+    "fused-lora-dynamic": ["optimizations.fused_lora=on", "optimizations.compile=dynamic"],
+    "fused-lora-qlora": ["method=qlora", "optimizations.fused_lora=on", "optimizations.gradient_checkpointing=on"],
+    "fused-lora-fp8": ["optimizations.fused_lora=on", "optimizations.compile=on", "optimizations.fp8=tensorwise"],
+    "cudnn": ["optimizations.attention=cudnn"],
+    "cudnn-compile": ["optimizations.attention=cudnn", "optimizations.compile=on"],
     "eager": ["optimizations.attention=eager"],
     "fused": ["train.optimizer=adamw_torch_fused"],
     "paged-8bit": ["train.optimizer=paged_adamw_8bit"],
@@ -55,7 +62,7 @@ METHODS = {
     "gpt-oss-mxfp4": ["model=tiny/gpt-oss", "method={name: qlora, quant_type: mxfp4, experts: on}"],
     "gpt-oss-unsloth": ["model=tiny/gpt-oss", "method=unsloth"],
 }
-LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02}
+LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02}
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +109,8 @@ def test_it_trains_and_every_figure_is_there(run, name):
 
 SAME = (
     "checkpointing", "compile", "fp8", "fp8-rowwise", "eager", "fused", "chunked-loss", "liger", "compile-dynamic",
-    "selective", "offload", "padding-free", "varlen", "flex", "checkpoint-offload", "small-chunks",
+    "selective", "offload", "padding-free", "varlen", "flex", "checkpoint-offload", "small-chunks", "fused-lora",
+    "fused-lora-compile", "fused-lora-dynamic", "fused-lora-fp8", "cudnn", "cudnn-compile",
 )  # fmt: skip
 
 
@@ -230,6 +238,13 @@ def test_gpt_oss_120b_trains_on_one_card_without_a_download(run):
     code, document = run("model=openai/gpt-oss-120b", "method={name: qlora, quant_type: mxfp4}", "dataset.samples=32")
     assert code == 0, document["summary"]["reason"]
     assert 60 < document["summary"]["memory_gb"]["allocated_peak"] < 90
+
+
+def test_fused_lora_saves_time_and_needs_no_more_memory(run):
+    compiled = run("optimizations.compile=on", "optimizations.chunked_loss=on")[1]["summary"]
+    fused = run(*METHODS["fused-lora-compile"])[1]["summary"]
+    assert fused["step_time_s"]["median"] < compiled["step_time_s"]["median"]
+    assert fused["memory_gb"]["allocated_peak"] < 1.03 * compiled["memory_gb"]["allocated_peak"]
 
 
 def test_out_of_memory_is_a_result(run):

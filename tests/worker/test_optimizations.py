@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
-from conftest import spec_of
+from conftest import TINY, spec_of
 from ftbench import rundir
 from ftbench.rundir import read_json
 from ftbench.spec.combinations import refused_here
@@ -231,19 +231,33 @@ def test_length_grouping_pads_less_and_loses_nothing():
 def test_the_chunked_loss_is_the_plain_one_and_so_is_its_gradient():
     torch.manual_seed(0)
     hidden = torch.randn(3, 9, 16, requires_grad=True)
-    head = torch.nn.Linear(16, 50, bias=False)
+    head = torch.nn.Linear(16, 50)
     labels = torch.randint(0, 50, (3, 9))
     labels[:, :3] = IGNORE
     positions = torch.nonzero(labels.reshape(-1) != IGNORE).squeeze(1)
-    ours = chunked_loss.chunked_loss(hidden, labels, positions, head, 5)
-    ours.backward()
-    gradient, hidden.grad = hidden.grad.clone(), None
+    ours = chunked_loss.chunked_loss(hidden, labels, positions, head, size=5)
+    (ours / 7).backward()
+    found = [part.grad.clone() for part in (hidden, head.weight, head.bias)]
+    hidden.grad, head.weight.grad, head.bias.grad = None, None, None
     plain = F.cross_entropy(
         head(hidden)[:, :-1].reshape(-1, 50), labels[:, 1:].reshape(-1), ignore_index=IGNORE, reduction="sum"
     )
-    plain.backward()
+    (plain / 7).backward()
     torch.testing.assert_close(ours, plain)
-    torch.testing.assert_close(gradient, hidden.grad)
+    torch.testing.assert_close(found, [hidden.grad, head.weight.grad, head.bias.grad])
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_loss.chunked_loss(hidden, labels, positions, head), plain)
+
+
+def test_a_batch_without_labels_has_a_loss_of_nothing_and_a_gradient():
+    hidden = torch.randn(1, 4, 16, requires_grad=True)
+    nothing = torch.zeros(0, dtype=torch.long)
+    loss = chunked_loss.chunked_loss(
+        hidden, torch.full((1, 4), IGNORE), nothing, torch.nn.Linear(16, 50).requires_grad_(False)
+    )
+    loss.backward()
+    assert loss == 0
+    assert not hidden.grad.any()
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +293,7 @@ def test_what_an_optimization_did_stands_in_the_files(train_here):
     )
     assert all(step.padded_tokens == step.real_tokens for step in steps(packed))
     assert sum(step.samples for step in steps(packed)) == 16
-    assert read_json(packed.applied)["loss"] == "chunked (ftbench)"
+    assert read_json(packed.applied)["loss"] == "fused over chunks (ftbench)"
     fixed = train_here(optimizations={"fixed_shape": True})
     assert len({step.padded_tokens for step in steps(fixed)}) == 1
     away = train_here(optimizations={"gradient_checkpointing": "offload"})
@@ -339,6 +353,14 @@ def test_a_layer_keeps_nothing_on_the_device_and_its_gradients_are_the_same(mode
     assert kept[0] - kept[1] == 2 * layers  # what the layers saved the outer hooks did not see
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
+
+
+def test_attention_by_cudnn_needs_a_gpu_and_16_bits():
+    with pytest.raises(ValueError, match="attention sdpa"):
+        spec_of(optimizations={"attention": "cudnn"}, train={"precision": "fp32"})
+    assert refused_here(Experiment.model_validate(TINY | {"optimizations": {"attention": "cudnn"}}), None) == [
+        "optimizations.attention cudnn needs a GPU: set it to sdpa"
+    ]
 
 
 @pytest.mark.parametrize("name", ["liger", "activation_offload"])

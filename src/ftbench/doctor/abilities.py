@@ -86,6 +86,8 @@ def _refused(facts: Facts, **sections: Any) -> Answer | None:
 def _attention(facts: Facts, value: str) -> Answer:
     if value in trl.FLASH:
         return _flash(facts, value)
+    if value == "cudnn" and (facts.capability or (0, 0)) < (8, 0):
+        return "n/a", "needs compute capability 8.0 or higher: use sdpa"
     if value == "flex_attention" and not facts.has("triton"):
         return "n/a", "needs triton, which is not installed: pip install triton, or use sdpa"
     return "ok", "works, with the largest memory: it keeps every score" if value == "eager" else "works"

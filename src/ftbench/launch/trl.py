@@ -58,9 +58,7 @@ def check_installed(spec: Experiment) -> None:
         or "8bit" in spec.train.optimizer
     ):
         needed.append("bitsandbytes")
-    extras = {"torchao": "fp8"} if spec.optimizations.fp8 != "off" else {}
-    if spec.optimizations.liger:
-        extras |= {"liger_kernel": "liger"}
+    extras = {"liger_kernel": "liger"} if spec.optimizations.liger else {}
     if spec.method.name == "unsloth":
         extras |= {"unsloth": "unsloth"}
     missing = [name for name in (*needed, *extras) if not _installed(name)]

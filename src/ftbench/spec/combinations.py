@@ -33,7 +33,7 @@ def impossible(spec: Experiment) -> list[str]:
             "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16, "
             "which cannot be scaled: set train.precision to bf16 or fp32"
         )
-    found += _beside_unsloth(spec) + _of_optimizations(spec) + _of_gpt_oss(spec)
+    found += _beside_unsloth(spec) + _of_optimizations(spec) + _of_fused_lora(spec) + _of_gpt_oss(spec)
     if any(target.rsplit(".", 1)[-1] == "lm_head" for target in getattr(spec.method, "targets", ())):
         found.append("method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out")
     if getattr(spec.method, "experts", False) and getattr(spec.method, "dropout", 0):
@@ -59,6 +59,7 @@ def _beside_unsloth(spec: Experiment) -> list[str]:
         "packing": (on.packing, "it does not read the boundaries that ftbench gives: leave it off"),
         "chunked_loss": (on.chunked_loss, "it has a fused loss of its own: leave it off"),
         "liger": (on.liger, "it has kernels of its own: leave it off"),
+        "fused_lora": (on.fused_lora, "it fuses adapters itself: leave it off"),
     }
     return [f"optimizations.{name} with method unsloth: {why}" for name, (is_on, why) in own.items() if is_on]
 
@@ -105,6 +106,27 @@ def _of_gpt_oss(spec: Experiment) -> list[str]:
     return found
 
 
+def _of_fused_lora(spec: Experiment) -> list[str]:
+    """What its products leave out, so that it would train something else."""
+    method, name = spec.method, "optimizations.fused_lora"
+    if not spec.optimizations.fused_lora or method.name == "unsloth":
+        return []
+    if method.name == "full":
+        return [f"{name} multiplies adapters and method full has none: use lora or qlora"]
+    found = []
+    if method.dropout:
+        found.append(
+            f"{name} reads an input once for all adapters, and dropout gives each its own: set method.dropout to 0"
+        )
+    if method.bias != "none":
+        found.append(f"{name} leaves biases frozen: set method.bias to none")
+    if method.experts:
+        found.append(f"{name} knows linear layers, not fused expert matrices: set it or method.experts to off")
+    if spec.train.precision == "fp16":
+        found.append(f"{name} goes with train.precision bf16 or fp32")
+    return found
+
+
 def _of_optimizations(spec: Experiment) -> list[str]:
     """Optimizations that exclude or need each other."""
     on, found = spec.optimizations, []
@@ -117,6 +139,10 @@ def _of_optimizations(spec: Experiment) -> list[str]:
         )
     if on.attention == "varlen" and spec.train.precision == "fp32":
         found.append("optimizations.attention varlen computes in 16 bits: set train.precision to bf16")
+    if on.attention == "cudnn" and spec.train.precision == "fp32":
+        found.append(
+            "optimizations.attention cudnn computes in 16 bits: set train.precision to bf16, or attention sdpa"
+        )
     if on.fixed_shape and on.padding_free:
         found.append("optimizations.fixed_shape pads and padding_free does not: choose one, or packing")
     if on.length_grouping and (on.packing or on.fixed_shape):
@@ -163,7 +189,7 @@ def refused_here(spec: Experiment, capability: tuple[int, int] | None) -> list[s
         found.append("optimizations.gradient_checkpointing offload needs a GPU whose memory it saves: set it to on")
     here = [name for name in ("activation_offload", "liger") if getattr(spec.optimizations, name) and not capability]
     found += [f"optimizations.{name} needs a GPU: set it to off" for name in here]
-    if spec.optimizations.attention.startswith(("flash", "flex", "varlen")) and capability is None:
+    if spec.optimizations.attention.startswith(("flash", "flex", "varlen", "cudnn")) and capability is None:
         found.append(f"optimizations.attention {spec.optimizations.attention} needs a GPU: set it to sdpa")
     if spec.train.optimizer.startswith("paged") and capability is None:
         found.append(f"train.optimizer {spec.train.optimizer} needs a GPU to page from: set it to adamw_torch")

@@ -43,11 +43,11 @@ class Optimizations(Part):
         False, description="keep what the backward pass needs in host memory (trl): less device memory, slower"
     )
     attention: Literal[
-        "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
+        "auto", "eager", "sdpa", "cudnn", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = Field(
         "auto",
-        description="attention implementation; auto is the library's choice for the model; varlen is torch's own for "
-        "rows without padding",
+        description="attention implementation; auto is the library's choice for the model; cudnn is sdpa with "
+        "cuDNN's kernels; varlen is torch's own for rows without padding",
     )
     padding_free: Switch = Field(
         False, description="lay the samples of a batch end to end in one row instead of padding them"
@@ -63,8 +63,8 @@ class Optimizations(Part):
     )
     chunked_loss: Annotated[bool | int, BeforeValidator(_or_tokens)] = Field(
         False,
-        description="loss over chunks of the label tokens, without trl's metrics and the waits they need; a number is "
-        "the tokens of a chunk (on is 2048): fewer need less memory",
+        description="loss over chunks of the label tokens and its gradient at once, without trl's metrics and waits; a "
+        "number is the tokens of a chunk (on is 2048): fewer need less memory",
     )
     liger: Switch = Field(False, description="Liger's Triton kernels: norms, rotary embedding, SwiGLU, fused loss")
     compile: Annotated[bool | Literal["dynamic"], _or("dynamic")] = Field(
@@ -73,7 +73,13 @@ class Optimizations(Part):
         "compiles for all lengths at once",
     )
     fp8: Literal["off", "tensorwise", "rowwise"] = Field(
-        "off", description="products with the frozen base layers in 8-bit floats (torchao): faster where compiled"
+        "off", description="products with the frozen base layers in 8-bit floats cast once: faster where compiled"
+    )
+
+    fused_lora: Switch = Field(
+        False,
+        description="the adapters' products within the base product, layers that read one input together: fewer passes "
+        "over the activations",
     )
 
     @field_validator("fp8", mode="before")

@@ -13,7 +13,7 @@ from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.methods import lora, unsloth
 from ftbench.worker.optimizations import compile as compiled
-from ftbench.worker.optimizations import fp8, gradient_checkpointing, liger
+from ftbench.worker.optimizations import fp8, fused_lora, gradient_checkpointing, liger
 
 SCHEMA = 1
 KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "other")
@@ -40,6 +40,7 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
         },
         "matmul_shape": asdict(matmul_shape(model)),
         "fp8_layers": fp8.layers(model),
+        "fused_lora_layers": fused_lora.layers(model),
         "liger_modules": liger.modules(model),
         **({"unsloth": unsloth.applied(model)} if spec.method.name == "unsloth" else {}),
     }
@@ -74,7 +75,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
 def _loss(trainer: Any, spec: Experiment) -> str:
     """Who computes the loss: trl's word for its own, ours, or Liger's."""
     if spec.optimizations.chunked_loss:
-        return "chunked (ftbench)"
+        return "fused over chunks (ftbench)"
     return "fused (liger)" if spec.optimizations.liger else str(trainer.args.loss_type)
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker.device import device
-from ftbench.worker.optimizations.attention import VARLEN, register
+from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
 from ftbench.worker.random_weights import is_gpt_oss, materialise
 
 
@@ -54,7 +54,7 @@ def read(spec: Experiment, source: str, **more: Any) -> Any:
 def attention_of(spec: Experiment) -> dict[str, str]:
     """The attention implementation in transformers' words; nothing for its own choice."""
     attention = spec.optimizations.attention
-    if attention == VARLEN:
+    if attention in (VARLEN, CUDNN):
         register()
     return {} if attention == "auto" else {"attn_implementation": attention}
 

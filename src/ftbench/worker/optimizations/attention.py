@@ -1,5 +1,5 @@
-"""The attention implementation: chosen when the model is loaded. `varlen`, torch's own for rows without padding, is
-made known to transformers here."""
+"""The attention implementation: chosen when the model is loaded. `varlen`, torch's own for rows without padding, and
+`cudnn`, torch's sdpa with cuDNN's kernels alone, are made known to transformers here."""
 
 from __future__ import annotations
 
@@ -11,17 +11,28 @@ import torch
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 
-VARLEN = "varlen"
+VARLEN, CUDNN = "varlen", "cudnn"
 
 
 def register() -> None:
-    """Makes `varlen` a name that from_pretrained takes."""
+    """Makes `varlen` and `cudnn` names that from_pretrained takes."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(VARLEN, attention(varlen_attn))
     AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)  # the boundaries come as cu_seq_lens
+    AttentionInterface.register(CUDNN, cudnn)
+    AttentionMaskInterface.register(CUDNN, sdpa_mask)
+
+
+def cudnn(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa. Raises RuntimeError (torch's: no available kernel) for what cuDNN does not compute."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa_attention_forward(*args, **kwargs)
 
 
 def attention(kernel: Any) -> Any:

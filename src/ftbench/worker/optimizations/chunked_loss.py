@@ -1,8 +1,10 @@
 """The loss over chunks of the label tokens, with no wait for the device.
 
 trl's own chunked loss counts the label tokens on the device, waits for the count, and computes entropy and accuracy,
-which wait again. Here the collator has counted already and says where they stand; logits of one chunk are alive at a
-time, and are made again in the backward pass.
+which wait again. Here the collator has counted already and says where they stand. Logits of one chunk are alive at a
+time, and their gradient is taken at once (as Liger's fused loss does): two products with the head for each label, not
+the three of logits that are made again in the backward pass. With `compile` the softmax of a chunk is one compiled
+function, which passes over the logits three times instead of eleven.
 """
 
 from __future__ import annotations
@@ -12,12 +14,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.data.tokens import IGNORE
 
 CHUNK = 2048  # label tokens; x 152k words x 4 bytes is 1.2 GB of logits
 POSITIONS = "label_positions"  # the batch's key: where in the flattened labels a label stands
@@ -35,14 +35,15 @@ def apply(model: Any, spec: Experiment) -> None:
         raise SpecError(
             f"optimizations.chunked_loss does not know how {type(base).__name__} scales its logits: leave it off"
         )
-    base.forward = MethodType(_forward(base.forward, CHUNK if asked is True else asked), base)
+    softmax = torch.compile(probabilities) if spec.optimizations.compile else probabilities
+    base.forward = MethodType(_forward(base.forward, softmax, CHUNK if asked is True else asked), base)
 
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _forward(original: Any, chunk: int) -> Any:
+def _forward(original: Any, softmax: Any, size: int) -> Any:
     def chunked_forward(
         self: Any, input_ids: Any = None, labels: Any = None, label_positions: Any = None, **kwargs: Any
     ) -> Any:
@@ -51,30 +52,72 @@ def _forward(original: Any, chunk: int) -> Any:
         count = kwargs.pop("num_items_in_batch", None)
         kwargs.pop("use_cache", None)
         hidden = self.base_model(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
-        total = chunked_loss(hidden, labels, label_positions, self.get_output_embeddings(), chunk)
+        total = chunked_loss(hidden, labels, label_positions, self.get_output_embeddings(), softmax, size)
         return CausalLMOutputWithPast(loss=total / (max(len(label_positions), 1) if count is None else count))
 
     return chunked_forward
 
 
 def chunked_loss(
-    hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, head: Any, chunk: int = CHUNK
-) -> torch.Tensor:
+    hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, head: Any, softmax: Any = None,
+    size: int = CHUNK,
+) -> torch.Tensor:  # fmt: skip
     """Sum of the cross entropies, in nats. `hidden` is batch x length x width; `positions` are where labels stand in
-    the flattened `labels`, each predicted from the position before it; `chunk` of them are computed at a time."""
-    states = hidden.reshape(-1, hidden.shape[-1])[positions - 1]
-    targets = labels.reshape(-1)[positions]
-    total = (
-        hidden.new_zeros((), dtype=torch.float32) + states[:0].sum().float()
-    )  # a batch without labels has a gradient
-    for part, wanted in zip(states.split(chunk), targets.split(chunk), strict=True):
-        total = total + checkpoint(_chunk, part, wanted, head.weight, head.bias, use_reentrant=False)
-    return total
+    the flattened `labels`, each predicted from the position before it; `size` of them are computed at a time.
+    `softmax` is `probabilities`, maybe compiled."""
+    return _Loss.apply(
+        hidden, head.weight, head.bias, labels, positions, softmax or probabilities, size, torch.is_grad_enabled()
+    )
 
 
-def _chunk(states: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-    logits = F.linear(states.to(weight.dtype), weight, bias).float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """labels x words → the probability of each word, and the logarithm of the target's (labels x 1, float32)."""
+    found = torch.log_softmax(logits.float(), -1)
+    return found.exp().to(logits.dtype), found.gather(1, targets[:, None])
+
+
+class _Loss(torch.autograd.Function):
+    """The loss, and what its gradients are but for the factor that the backward pass is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, positions: torch.Tensor,
+        softmax: Any, size: int, learning: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        given = (hidden, weight, bias)
+        wanted = [learning and is_wanted for is_wanted in ctx.needs_input_grad[:3]]
+        found = [torch.zeros_like(part) if is_on else None for part, is_on in zip(given, wanted, strict=True)]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for chunk in positions.split(size):
+            states = hidden.reshape(-1, hidden.shape[-1])[chunk - 1].to(weight.dtype)
+            logits = F.linear(states, weight, bias)
+            targets = labels.reshape(-1)[chunk]
+            if any(wanted):
+                gradient, of_targets = softmax(logits, targets)
+                gradient.scatter_(1, targets[:, None], of_targets.expm1().to(gradient.dtype))
+                total -= of_targets.sum()
+                _add(found, gradient, states, weight, chunk - 1)
+            else:
+                total += F.cross_entropy(logits.float(), targets, reduction="sum")
+        ctx.save_for_backward(*found)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (factor,) = gradients
+        found = [None if part is None else part * factor.to(part.dtype) for part in ctx.saved_tensors]
+        return *found, None, None, None, None, None
+
+
+def _add(found: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any) -> None:
+    """The gradient of one chunk's logits into those of the hidden states, the head's weight and its bias."""
+    of_hidden, of_weight, of_bias = found
+    if of_hidden is not None:
+        of_hidden.view(-1, of_hidden.shape[-1])[rows] = (gradient @ weight).to(of_hidden.dtype)
+    if of_weight is not None:
+        of_weight += gradient.t() @ states
+    if of_bias is not None:
+        of_bias += gradient.sum(0)
 
 
 def is_on(model: Any) -> bool:

@@ -7,10 +7,14 @@ from typing import Any
 from ftbench.spec.experiment import Experiment
 
 
-def decoder_layers(model: Any) -> list[Any]:
-    """The decoder's layers, under whatever wraps the model."""
+def decoder(model: Any) -> Any:
+    """The decoder, under whatever wraps the model."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return list(base.get_decoder().layers)
+    return base.get_decoder()
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    return list(decoder(model).layers)
 
 
 def apply(model: Any, spec: Experiment) -> None:

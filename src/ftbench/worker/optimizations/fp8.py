@@ -1,4 +1,11 @@
-"""Products with the frozen base layers in 8-bit floats (torchao). Adapters and output head stay as they are."""
+"""Products with the frozen base layers in 8-bit floats, their weights cast once. Adapters and output head stay.
+
+torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) scale and cast a weight in every forward pass and
+again in the backward pass: 2 x (read for the maximum, read, write half), 5 bytes a weight twice a step. A frozen weight
+never changes: it is cast when training is set up, once for each pass, and the 16-bit one is dropped. Hopper's products
+in 8 bits take both operands along the inner dimension (cuBLASLt: TN only), so each pass needs a layout of its own and
+the two together are as large as the 16-bit weight was.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,77 @@ import torch
 from ftbench.spec.experiment import Experiment
 
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sides are multiples of 16
+WEIGHT = torch.float8_e4m3fn
+GRADIENT = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}  # torchao's recipes
+SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows x columns → the same in 8 bits, and the factor by which a product with it is multiplied: one, or one a row
+    (rows x 1). As torchao's hp_tensor_to_float8_dynamic; rowwise factors are powers of two there too."""
+    largest = values.abs().amax() if recipe == "tensorwise" else values.abs().amax(1, keepdim=True)
+    limit = torch.finfo(dtype).max
+    scale = (limit / largest.double().clamp(min=SMALLEST)).float()
+    if recipe == "rowwise":
+        scale = scale.log2().floor().exp2()
+    return (values.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
+
+
+class Product(torch.autograd.Function):
+    """tokens x in → tokens x out with a frozen weight in 8 bits, out x in, and its transpose, in x out, for the
+    gradient. The gradient's product adds up in 32 bits (torchao: use_fast_accum only in the forward pass)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, turned: torch.Tensor,
+        turned_factor: torch.Tensor, recipe: str,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(turned, turned_factor)
+        ctx.recipe = recipe
+        small, scale = cast(x, WEIGHT, recipe)
+        return torch._scaled_mm(small, weight.t(), scale, factor.t(), out_dtype=_out(x, recipe), use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (dy,) = gradients
+        turned, factor = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None, None
+        small, scale = cast(dy, GRADIENT[ctx.recipe], ctx.recipe)
+        one = factor if ctx.recipe == "tensorwise" else torch.ones_like(factor[0, 0])
+        mine = scale if ctx.recipe == "tensorwise" else one
+        dx = torch._scaled_mm(small, turned.t(), mine, one, out_dtype=_out(dy, ctx.recipe), use_fast_accum=False)
+        if ctx.recipe == "rowwise":  # torchao: the product by rows is slow with 32-bit sums, so it is scaled after
+            dx = dx * (scale * factor.t())
+        return dx.to(dy.dtype), None, None, None, None, None
+
+
+def _out(like: torch.Tensor, recipe: str) -> torch.dtype:
+    """Products by rows come in bfloat16 only (torch._scaled_mm)."""
+    return torch.bfloat16 if recipe == "rowwise" else like.dtype
+
+
+class Fp8Linear(torch.nn.Module):
+    """A frozen linear layer whose weight is in 8 bits."""
+
+    def __init__(self, base: torch.nn.Linear, recipe: str) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.recipe = base.in_features, base.out_features, recipe
+        weight = base.weight.data
+        small, factor = cast(weight, WEIGHT, recipe)
+        turned, turned_factor = cast(weight.t(), WEIGHT, recipe)
+        self.weight = torch.nn.Parameter(small, requires_grad=False)
+        self.bias = base.bias
+        for name, value in (("factor", factor), ("turned", turned.contiguous()), ("turned_factor", turned_factor)):
+            self.register_buffer(name, value, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):  # as F.linear would
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        flat = x.reshape(-1, self.in_features)
+        made = Product.apply(flat, self.weight, self.factor, self.turned, self.turned_factor, self.recipe)
+        made = made.view(*x.shape[:-1], self.out_features).to(x.dtype)
+        return made if self.bias is None else made + self.bias.to(made.dtype)
 
 
 def _wanted(module: Any, name: str) -> bool:
@@ -18,12 +96,13 @@ def _wanted(module: Any, name: str) -> bool:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    if spec.optimizations.fp8 == "off":
+    recipe = spec.optimizations.fp8
+    if recipe == "off":
         return
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = Float8LinearConfig.from_recipe_name(spec.optimizations.fp8)
-    convert_to_float8_training(model, config=config, module_filter_fn=_wanted)
+    for name, module in [*model.named_modules()]:
+        if _wanted(module, name):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, Fp8Linear(module, recipe))
 
 
 def layers(model: Any) -> int:
@@ -32,12 +111,13 @@ def layers(model: Any) -> int:
 
 
 def multiplies_in_8_bits(module: Any) -> bool:
-    return type(module).__name__ == "Float8Linear"
+    return isinstance(module, Fp8Linear)
 
 
 def proof(model: Any, spec: Experiment) -> list[str]:
-    if spec.optimizations.fp8 == "off":
+    recipe = spec.optimizations.fp8
+    if recipe == "off":
         return []
     left = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and _wanted(module, name)]
-    found = [f"optimizations.fp8 is on and {left[0]} still multiplies in 16 bits"] if left else []
+    found = [f"optimizations.fp8 is {recipe} and {left[0]} still multiplies in 16 bits"] if left else []
     return found if layers(model) else [*found, "optimizations.fp8 is on and no layer multiplies in 8 bits"]

@@ -1,0 +1,192 @@
+"""LoRA's small products within or beside the base product, layers that read the same input together: fewer passes over
+the activations than peft's, layer by layer (`adapter_products` counts them). peft's modules keep the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.adapter_products import ALIGNED, Augmented, Beside
+from ftbench.worker.optimizations.compile import decoder
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one input, by their names
+ADAPTER = "default"  # peft's name for the only one
+
+
+class Group(torch.nn.Module):
+    """Adapted layers that read the same input: computed together when the first of them is called. Holds no parameter:
+    `refresh` takes the adapters' values from peft's."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__()
+        self.layers = tuple(layers)  # a tuple, so that they are not registered here a second time
+        self.sizes = [layer.out_features for layer in layers]
+        self.scales = [layer.scaling[ADAPTER] for layer in layers]
+        self.rank = layers[0].r[ADAPTER]
+        self.width = layers[0].in_features
+        self.ready: dict[int, torch.Tensor] = {}
+        self.read: torch.Tensor | None = None
+
+    def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """What the layer of this index makes of x."""
+        if self.read is not x or index not in self.ready:
+            self.read, self.ready = x, dict(enumerate(self.outputs(x)))
+        mine = self.ready.pop(index)
+        if not self.ready:
+            self.read = None
+        return mine
+
+    def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        raise NotImplementedError
+
+    def adapters(self) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            yield layer.lora_A[ADAPTER].weight
+            yield layer.lora_B[ADAPTER].weight
+
+
+class AugmentedGroup(Group):
+    """One matrix for the layers and their adapters; the layers' own weights become views of it."""
+
+    weight: torch.Tensor
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers)
+        bases = [layer.get_base_layer() for layer in layers]
+        columns = -(-self.rank * len(layers) // ALIGNED) * ALIGNED
+        out = sum(self.sizes)
+        self.register_buffer("weight", bases[0].weight.new_zeros(out + columns, self.width + columns), persistent=False)
+        for base, rows in zip(bases, self.weight[:out].split(self.sizes), strict=True):
+            rows[:, : self.width].copy_(base.weight.data)
+            base.weight.data = rows[:, : self.width]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        out, start = sum(self.sizes), 0
+        for index, layer in enumerate(self.layers):
+            rank = slice(index * self.rank, (index + 1) * self.rank)
+            rows = slice(start, start + self.sizes[index])
+            self.weight[out:][rank, : self.width].copy_(layer.lora_A[ADAPTER].weight)
+            torch.mul(layer.lora_B[ADAPTER].weight, self.scales[index], out=self.weight[rows, self.width :][:, rank])
+            start += self.sizes[index]
+
+    def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
+        flat = x.reshape(-1, self.width).to(self.weight.dtype)
+        made = Augmented.apply(flat, self.weight, self.scales, *self.adapters())
+        *parts, _ = made.view(*x.shape[:-1], -1).split([*self.sizes, len(self.weight) - sum(self.sizes)], -1)
+        biases = [layer.get_base_layer().bias for layer in self.layers]
+        return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
+
+
+class BesideGroup(Group):
+    """The base layers multiply as they do; the adapters' products are added."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def __init__(self, layers: list[Any], dtype: torch.dtype) -> None:
+        super().__init__(layers)
+        place = {"dtype": dtype, "device": layers[0].lora_A[ADAPTER].weight.device}
+        self.register_buffer("a", torch.zeros(len(layers) * self.rank, self.width, **place), persistent=False)
+        self.register_buffer("b", torch.zeros(sum(self.sizes), self.rank, **place), persistent=False)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        parts = zip(self.layers, self.scales, self.a.split(self.rank), self.b.split(self.sizes), strict=True)
+        for layer, scale, a, b in parts:
+            a.copy_(layer.lora_A[ADAPTER].weight)
+            torch.mul(layer.lora_B[ADAPTER].weight, scale, out=b)
+
+    def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
+        flat = x.reshape(-1, self.width).to(self.a.dtype)
+        added = Beside.apply(flat, self.a, self.b, self.sizes, self.scales, *self.adapters())
+        return [
+            layer.get_base_layer()(x) + part.view(*x.shape[:-1], -1)
+            for layer, part in zip(self.layers, added, strict=True)
+        ]
+
+
+class _Fused:
+    """What an adapted layer's class is given in front of peft's."""
+
+    group: Group
+    place_in_group: int
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.disable_adapters or self.merged:  # type: ignore[attr-defined]
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return self.group.output(self.place_in_group, x)
+
+
+@lru_cache
+def _fused(kind: Any) -> Any:
+    """One class for all layers of a kind: a compiled layer is reused by the others only if their types agree."""
+    return type(f"Fused{kind.__name__}", (_Fused, kind), {})
+
+
+def apply(model: Any, spec: Experiment) -> None:
+    """Groups the adapted layers. Raises SpecError for adapters that are more than two products."""
+    if not spec.optimizations.fused_lora:
+        return
+    groups = []
+    for layers in grouped(adapted(model)):
+        groups.append(_group(layers, spec))
+        for index, layer in enumerate(layers):
+            layer.__class__ = _fused(type(layer))  # type: ignore[arg-type]
+            layer.group, layer.place_in_group = groups[-1], index
+
+    def refresh(*_: Any) -> None:
+        for group in groups:
+            group.refresh()
+
+    decoder(model).register_forward_pre_hook(refresh)
+
+
+def _group(layers: list[Any], spec: Experiment) -> Group:
+    products = torch.bfloat16 if spec.train.precision == "bf16" else torch.float32
+    plain = all(type(layer.get_base_layer()) is torch.nn.Linear for layer in layers)
+    if plain and layers[0].get_base_layer().weight.dtype == products:
+        return AugmentedGroup(layers)
+    return BesideGroup(layers, products)
+
+
+def adapted(model: Any) -> dict[str, Any]:
+    """The layers with adapters by their names. Raises SpecError for one that is no linear layer."""
+    from peft.tuners.lora import LoraLayer
+
+    found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for name, module in found.items():
+        if not hasattr(module, "lora_A") or ADAPTER not in module.lora_A or module.lora_variant:
+            raise SpecError(f"optimizations.fused_lora does not know the adapter of {name}: set it to off")
+    return found
+
+
+def grouped(layers: dict[str, Any]) -> list[list[Any]]:
+    """Layers of one parent that read the same input together, the others alone, in the order of the model."""
+    groups: dict[Any, list[Any]] = {}
+    for name, layer in layers.items():
+        parent, _, own = name.rpartition(".")
+        together = next((names for names in SIBLINGS if own in names), own)
+        groups.setdefault((parent, together, layer.in_features, type(layer.get_base_layer())), []).append(layer)
+    return list(groups.values())
+
+
+def layers(model: Any) -> int:
+    """How many layers' adapters are multiplied so."""
+    return sum(isinstance(module, _Fused) for module in model.modules())
+
+
+def proof(model: Any, spec: Experiment) -> list[str]:
+    """Every adapted layer is in a group."""
+    if not spec.optimizations.fused_lora:
+        return []
+    left = [name for name, module in adapted(model).items() if not isinstance(module, _Fused)]
+    return [f"optimizations.fused_lora is on and {left[0]} multiplies as peft does"] if left else []

@@ -1,0 +1,230 @@
+"""The adapters' products in fewer passes train what peft's train: values, gradients, names, files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM as Model
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from conftest import spec_of
+from ftbench import rundir
+from ftbench.rundir import read_json
+from ftbench.spec.methods import PROJECTIONS
+from ftbench.worker.optimizations import compile as compiled
+from ftbench.worker.optimizations import fp8, fused_lora
+
+ON = spec_of(optimizations={"fused_lora": True})
+FP8 = spec_of().model_copy(
+    update={"optimizations": spec_of().optimizations.model_copy(update={"fp8": "tensorwise", "fused_lora": True})}
+)
+CONFIGS = {"qwen3": Qwen3Config, "qwen2 (biases)": Qwen2Config, "llama": LlamaConfig}
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512,
+}  # fmt: skip
+IDS = torch.randint(0, 512, (2, 17), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(kind: str = "qwen3", rank: int = 6, targets=PROJECTIONS, dtype=torch.float32):
+    """A small model whose adapters already do something."""
+    torch.manual_seed(0)
+    model = Model.from_config(CONFIGS[kind](**SHAPE), dtype=dtype)
+    model = get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=16, target_modules=list(targets), task_type="CAUSAL_LM")
+    )
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.05)
+    return model
+
+
+def learned(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss, and the gradient of each adapter."""
+    model.zero_grad()
+    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def beside(monkeypatch) -> None:
+    monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.BesideGroup(layers, torch.float32))
+
+
+@pytest.mark.parametrize("form", ["augmented", "beside"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_loss_and_every_gradient_are_pefts(monkeypatch, kind, form):
+    plain, ours = model_of(kind), model_of(kind)
+    if form == "beside":
+        beside(monkeypatch)
+    fused_lora.apply(ours, ON)
+    expected, gradients = learned(plain)
+    for _ in range(2):  # the second time with what the first left behind
+        loss, found = learned(ours)
+        torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_peft_still_owns_every_weight_under_its_name():
+    plain, ours = model_of(), model_of()
+    fused_lora.apply(ours, ON)
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    torch.testing.assert_close(dict(ours.state_dict()), dict(plain.state_dict()), atol=0, rtol=0)
+    with ours.disable_adapter(), plain.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+
+
+def test_a_step_of_the_optimizer_is_seen_by_the_next_pass():
+    plain, ours = model_of(), model_of()
+    fused_lora.apply(ours, ON)
+    for model in (plain, ours):
+        learned(model)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+    torch.testing.assert_close(learned(ours)[0], learned(plain)[0])
+
+
+def test_layers_that_usually_read_one_input_may_read_two():
+    ours, plain = model_of(), model_of()
+    fused_lora.apply(ours, ON)
+    learned(ours)  # puts the adapters' values into the groups
+    one, other = torch.randn(2, 3, 64)
+    for name in ("q_proj", "k_proj", "q_proj"):
+        mine, theirs = (getattr(compiled.decoder_layers(model)[0].self_attn, name) for model in (ours, plain))
+        for x in (one, other, one):
+            torch.testing.assert_close(mine(x), theirs(x))
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("up_proj", "down_proj"), ("k_proj",)])
+def test_some_layers_may_have_no_adapter(targets):
+    plain, ours = model_of(targets=targets), model_of(targets=targets)
+    fused_lora.apply(ours, ON)
+    assert fused_lora.layers(ours) == 3 * len(targets)
+    torch.testing.assert_close(learned(ours), learned(plain), atol=1e-5, rtol=1e-5)
+
+
+def test_one_compiled_graph_serves_all_layers_but_the_first():
+    torch._dynamo.reset()
+    plain, ours = model_of(), model_of()
+    fused_lora.apply(ours, ON)
+    for layer in compiled.decoder_layers(ours):
+        layer.compile(backend="aot_eager")
+    before = compiled.graphs()
+    torch.testing.assert_close(learned(ours), learned(plain), atol=1e-5, rtol=1e-5)
+    assert compiled.graphs() - before == 2  # the first layer's input has no gradient
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_what_no_group_holds_is_named():
+    ours = model_of()
+    fused_lora.apply(ours, ON)
+    assert fused_lora.proof(ours, ON) == []
+    layer = compiled.decoder_layers(ours)[1].mlp.up_proj
+    layer.__class__ = type(layer).__mro__[2]
+    (told,) = fused_lora.proof(ours, ON)
+    assert "layers.1.mlp.up_proj multiplies as peft does" in told
+
+
+def losses(run) -> list[float]:
+    return [step.loss for step in rundir.read_steps(run.steps)[0] if step.phase == "train"]
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_run_learns_the_same_and_saves_the_same_adapter(train_here, method):
+    given = {"dataset": {"samples": 6}, "method": {"name": method}, "measure": {"save_adapter": True}}
+    plain = train_here(**given)
+    ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True, "gradient_checkpointing": True})
+    assert losses(ours) == pytest.approx(losses(plain), rel=2e-4)
+    assert read_json(ours.applied)["fused_lora_layers"] == 14
+    saved, expected = (load_file(run.adapter / "adapter_model.safetensors") for run in (ours, plain))
+    assert saved.keys() == expected.keys()
+    if method == "lora":  # qlora's adapters are bfloat16: where a gradient is nearly zero, noise decides Adam's step
+        torch.testing.assert_close(saved, expected, atol=5e-4, rtol=1e-2)
+
+
+REFUSED = [
+    ({"method": {"dropout": 0.1}}, "set method.dropout to 0"),
+    ({"method": {"bias": "all"}}, "set method.bias to none"),
+    ({"method": {"experts": True}}, "set it or method.experts to off"),
+    ({"method": {"name": "full"}}, "method full has none"),
+    ({"method": {"name": "unsloth"}}, "with method unsloth"),
+    ({"train": {"precision": "fp16"}}, "train.precision bf16 or fp32"),
+]
+
+
+@pytest.mark.parametrize(("sections", "said"), REFUSED)
+def test_what_would_train_something_else_is_refused(sections, said):
+    with pytest.raises(ValueError, match=said):
+        spec_of(optimizations={"fused_lora": True}, **sections)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_weight_cast_once_multiplies_as_the_values_that_8_bits_hold(recipe):
+    torch.manual_seed(0)
+    base = torch.nn.Linear(64, 96, dtype=torch.bfloat16).requires_grad_(False)
+    layer = fp8.Fp8Linear(base, recipe)
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(2, 16, 96, dtype=torch.bfloat16)
+    layer(x).backward(dy)
+
+    def held(values, dtype):
+        small, factor = fp8.cast(values.reshape(-1, values.shape[-1]), dtype, recipe)
+        return (small.float() * factor).view(values.shape)
+
+    weight = held(base.weight, torch.float8_e4m3fn)
+    expected = held(x.detach(), torch.float8_e4m3fn) @ weight.t() + base.bias
+    torch.testing.assert_close(layer(x).float(), expected, atol=0.03, rtol=0.02)
+    turned = held(base.weight.t(), torch.float8_e4m3fn)
+    gradient = held(dy, fp8.GRADIENT[recipe]) @ turned.t()
+    torch.testing.assert_close(x.grad.float(), gradient, atol=0.03, rtol=0.02)
+    assert (layer(x) - base(x)).norm() < 0.05 * base(x).norm()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_weight_cast_once_gives_torchaos_result(recipe):
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    base = torch.nn.Linear(64, 96, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    ours = fp8.Fp8Linear(base, recipe)
+    theirs = torch.nn.Sequential(base)
+    convert_to_float8_training(theirs, config=Float8LinearConfig.from_recipe_name(recipe))
+    x, dy = torch.randn(8, 64, dtype=torch.bfloat16), torch.randn(8, 96, dtype=torch.bfloat16)
+    found = []
+    for layer in (ours, theirs):
+        given = x.clone().requires_grad_()
+        layer(given).backward(dy)
+        found.append((layer(x), given.grad))
+    torch.testing.assert_close(*found, atol=0, rtol=0)
+
+
+def test_adapters_beside_8_bit_products_are_pefts():
+    plain, ours = model_of(dtype=torch.bfloat16), model_of(dtype=torch.bfloat16)
+    fp8.apply(plain, FP8)
+    fp8.apply(ours, FP8)
+    assert fp8.layers(ours) == 21
+    assert fp8.proof(ours, FP8) == []
+    base = [parameter for name, parameter in ours.named_parameters() if "base_layer.weight" in name]
+    assert {parameter.dtype for parameter in base} == {torch.float8_e4m3fn}  # the 16-bit weights are gone
+    fused_lora.apply(ours, FP8.model_copy(update={"train": FP8.train.model_copy(update={"precision": "bf16"})}))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(learned(ours)[0], learned(plain)[0], rtol=0.01, atol=0)
+        ours.zero_grad(), plain.zero_grad()
+        x, found = torch.randn(2, 9, 64, dtype=torch.bfloat16), []
+        for model in (ours, plain):
+            mlp, given = compiled.decoder_layers(model)[0].mlp, x.clone().requires_grad_()
+            out = mlp.gate_proj(given), mlp.up_proj(given)
+            (out[0] + out[1]).backward(torch.ones_like(out[0]))
+            found.append(
+                [
+                    *out,
+                    given.grad,
+                    mlp.gate_proj.lora_A["default"].weight.grad,
+                    mlp.up_proj.lora_B["default"].weight.grad,
+                ]
+            )
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine.float() - theirs.float()).norm() < 0.02 * theirs.float().norm()
