@@ -1,0 +1,205 @@
+"""How long a spec trains on a GPU, what it draws, and how sure that is. From runs of the same step where there are such,
+scaled from runs near it where there are those, else from the ceilings."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.hardware import Gpu
+from ftbench.errors import SpecError
+from ftbench.estimate import power, speeds
+from ftbench.estimate.ceilings import Ceilings, ceilings
+from ftbench.estimate.fitting import Observation
+from ftbench.estimate.history import Known, known_runs, same_step
+from ftbench.estimate.lengths import Batch, Lengths, batches_of, lengths_of
+from ftbench.estimate.memory import Band
+from ftbench.estimate.nearness import Correction, correction
+from ftbench.estimate.shape import Shape, shape_of
+from ftbench.spec.experiment import Experiment, resolve
+
+MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data sheet"
+# How far the truth may lie from the expectation, as a factor. Measured: what repeats differ by on one machine. The
+# others hold nine tenths of the rows of `ftbench estimate --calibrate` or more.
+SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
+HOST_SPREAD = 1.35  # where Python sets the pace: processors differ more than GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """What a results store tells: its runs, and the probes below `path`. `_seen` keeps the runs' work by GPU, because
+    a recommendation asks for it again and again."""
+
+    path: Path | None = None
+    runs: tuple[Known, ...] = ()
+    _seen: dict[str, list[Observation]] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def read(cls, path: Path) -> Store:
+        return cls(path, tuple(known_runs([path])) if path.is_dir() else ())
+
+
+@dataclass(frozen=True, slots=True)
+class DurationEstimate:
+    """Seconds of an optimizer step of `samples` samples and `tokens` real ones; `padding` is the share of computed
+    positions that are none. `start_s` until the first steady step, `watts` of the GPU. `parts` are the step's terms
+    alone on the device, seconds; `bound` is the GPU, or the host where the GPU waits for Python. `basis` is one of
+    MEASURED, SCALED, OTHER, SHEET and `confidence` says it in words."""
+
+    step_s: Band
+    samples: float
+    tokens: float
+    padding: float
+    start_s: float
+    watts: Band
+    watts_source: str
+    bound: str
+    basis: str
+    confidence: str
+    lengths: str
+    upper_bound: bool
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def seconds_for(self, samples: float) -> Band:
+        """Wall seconds for so many samples, the start included."""
+        steps = samples / self.samples
+        return Band(*(self.start_s + steps * value for value in (self.step_s.low, self.step_s.expected, self.step_s.high)))
+
+    def samples_in(self, seconds: float) -> Band:
+        """Samples trained within so many seconds, the start included; low comes from the slow end."""
+        left = max(0.0, seconds - self.start_s)
+        return Band(*(left / value * self.samples for value in (self.step_s.high, self.step_s.expected, self.step_s.low)))
+
+    @property
+    def samples_per_hour(self) -> float:
+        return 3600 * self.samples / self.step_s.expected
+
+    def joules_for(self, samples: float) -> Band:
+        """Of the GPU, for the steps alone."""
+        steps = samples / self.samples
+        return Band(
+            steps * self.step_s.low * self.watts.low,
+            steps * self.step_s.expected * self.watts.expected,
+            steps * self.step_s.high * self.watts.high,
+        )
+
+
+def estimate_duration(
+    spec: Experiment,
+    gpu: Gpu,
+    store: Store | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    coefficients: dict[str, float] | None = None,
+) -> DurationEstimate:
+    """`config` is the model's config.json where facts do not know it. Raises SpecError for a model whose shape is not
+    known, and for products in a precision of which no rate is known."""
+    store = store or Store()
+    spec = resolve(spec, gpu.compute_capability)
+    shape, lengths = shape_of(spec, config), _lengths(spec, store.runs)
+    batches = batches_of(spec, lengths)
+    limits = _limits(spec, gpu, store)
+    learned = coefficients or speeds.values(speeds.shipped())
+    found = speeds.step(speeds.ideal(spec, shape, batches, limits), learned)
+    samples = _per_step(spec, batches, "samples")
+    same = same_step(store.runs, spec, gpu.name)
+    near = None if same else correction(spec, found, gpu.name, observations_of(store, gpu), learned)
+    seconds, basis, confidence = _judged(spec, gpu, same, near, samples, found.seconds, limits)
+    spread = SPREAD[basis] * (HOST_SPREAD / 1.25 if found.host_bound and basis != MEASURED else 1.0)
+    watts, source = power.watts(spec, gpu, same, store.runs, found)
+    positions, real = (_per_step(spec, batches, name) for name in ("positions", "real"))
+    return DurationEstimate(
+        Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
+        _start(spec, shape, same), watts, source, "host" if found.host_bound else "GPU", basis, confidence,
+        lengths.source, lengths.upper_bound, dict(found.parts),
+    )  # fmt: skip
+
+
+def _lengths(spec: Experiment, runs: Sequence[Known]) -> Lengths:
+    return lengths_of(spec, ((run.spec.dataset, run.described) for run in runs))
+
+
+def _limits(spec: Experiment, gpu: Gpu, store: Store) -> Ceilings:
+    limits = ceilings(gpu, spec.train.precision, store.path)
+    if limits.products is None:
+        raise SpecError(
+            f"how fast {gpu.name} multiplies in {spec.train.precision} is not known: run `ftbench probe` on it, and "
+            "give the folder with --store"
+        )
+    if spec.optimizations.fp8 != "off" and limits.products_fp8 is None:
+        raise SpecError(f"{gpu.name} has no fp8 products: set optimizations.fp8 to off")
+    return limits
+
+
+def _per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
+    passes = spec.train.gradient_accumulation_steps
+    return passes * sum(batch.weight * getattr(batch, name) for batch in batches)
+
+
+def observations_of(store: Store, gpu: Gpu) -> list[Observation]:
+    """The store's runs on this GPU with their work."""
+    if gpu.name not in store._seen:
+        found = (observed(run, gpu, store) for run in store.runs if run.gpu == gpu.name)
+        store._seen[gpu.name] = [each for each in found if each is not None]
+    return store._seen[gpu.name]
+
+
+def observed(run: Known, gpu: Gpu, store: Store) -> Observation | None:
+    """None for a run of a model whose shape is not known, or in a precision of which no rate is."""
+    lengths = _lengths(run.spec, [run])
+    batches = batches_of(run.spec, lengths)
+    try:
+        shape, limits = shape_of(run.spec), _limits(run.spec, gpu, store)
+    except SpecError:
+        return None
+    return Observation(run, speeds.ideal(run.spec, shape, batches, limits), _per_step(run.spec, batches, "samples"))
+
+
+def _judged(spec: Experiment, gpu: Gpu, same: Sequence[Known], near: Correction | None, samples: float,
+            modelled: float, limits: Ceilings) -> tuple[float, str, str]:  # fmt: skip
+    """Seconds, basis, and confidence in words."""
+    if same:
+        seconds = statistics.median(run.step_s / run.samples for run in same) * samples
+        return seconds, MEASURED, f"measured (same step on this GPU, {_counted(len(same))})"
+    if near is None:
+        learned = ", ".join(speeds.document()["gpus"])
+        where = "" if gpu.name in speeds.document()["gpus"] else f", constants learned on {learned}"
+        basis = OTHER if gpu.name in speeds.document()["gpus"] else SHEET
+        return modelled, basis, f"{limits.source}{where}; no run of yours on this GPU"
+    seconds = modelled * near.factor
+    if near.alike:
+        return seconds, SCALED, f"scaled from {_counted(near.alike)} of this method with these optimizations on this GPU"
+    return seconds, OTHER, f"scaled from {_counted(near.runs)} with other settings on this GPU"
+
+
+def _counted(runs: int) -> str:
+    return f"{runs} run" if runs == 1 else f"{runs} runs"
+
+
+# Seconds until the first steady step: imports, weights at 1.5 GB/s from a disk, the first step's kernels; compiled and
+# unsloth's first steps took 8 to 12 s in results/h200.
+_IMPORT_S, _LOAD_BYTES_S, _FIRST_S, _FIRST_COMPILED_S = 10.0, 1.5e9, 3.0, 12.0
+
+
+def _start(spec: Experiment, shape: Shape, same: Sequence[Known]) -> float:
+    measured = [run.start_s for run in same if run.start_s is not None]
+    if measured:
+        return statistics.median(measured)
+    compiled = spec.method.name == "unsloth" or bool(spec.optimizations.compile)
+    return _IMPORT_S + 2 * shape.parameters / _LOAD_BYTES_S + (_FIRST_COMPILED_S if compiled else _FIRST_S)
+
+
+def epochs_samples(spec: Experiment) -> float | None:
+    """The samples that a spec trains on; None where the size of its data set is not known."""
+    if spec.train.max_steps is not None:
+        return float(spec.train.max_steps * spec.train.batch_size * spec.train.gradient_accumulation_steps)
+    return None if spec.dataset.samples is None else spec.dataset.samples * spec.train.epochs
+
+
+def ratio(estimated: float, measured: float) -> float:
+    """Relative error, +0.1 is 10 % too long."""
+    return estimated / measured - 1 if math.isfinite(estimated) else math.inf

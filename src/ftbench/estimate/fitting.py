@@ -1,0 +1,75 @@
+"""Coefficients from runs, and what is wrong with them: every run predicted by fits that never saw its like."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ftbench.estimate.history import Known
+from ftbench.estimate.speeds import Ideal, step
+
+_NOISE = 0.05  # spread of the log of a run's step time around a perfect model
+_DOUBT = 0.35  # spread of the log of a coefficient around its prior
+_ROUNDS = 12
+_NUDGE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A run's mean step with its work; runs of one `key` took the same step and count as one."""
+
+    run: Known
+    ideal: Ideal
+    samples: float  # of a step, as the estimate counts them
+
+    @property
+    def key(self) -> str:
+        return f"{self.run.gpu} {self.run.key}"
+
+    @property
+    def seconds(self) -> float:
+        """The measured step, for as many samples as the estimate's step has: the last one of an epoch is short."""
+        return self.run.step_s * self.samples / self.run.samples
+
+
+def fit(observations: Sequence[Observation], priors: Mapping[str, float]) -> dict[str, float]:
+    """The coefficients that lie closest to both the runs and the priors, in logarithms (ridge regression around the
+    priors by Gauss-Newton). What no run tells stays at its prior."""
+    names = list(priors)
+    counts: dict[str, int] = defaultdict(int)
+    for each in observations:
+        counts[each.key] += 1
+    weights = np.array([1 / math.sqrt(counts[each.key]) / _NOISE for each in observations])
+    found = np.zeros(len(names))
+
+    def misses(logs: np.ndarray) -> np.ndarray:
+        now = {name: priors[name] * math.exp(log) for name, log in zip(names, logs, strict=True)}
+        return np.array([math.log(step(each.ideal, now).seconds / each.seconds) for each in observations]) * weights
+
+    for _ in range(_ROUNDS if observations else 0):
+        here = misses(found)
+        slopes = np.empty((len(observations), len(names)))
+        for place in range(len(names)):
+            moved = found.copy()
+            moved[place] += _NUDGE
+            slopes[:, place] = (misses(moved) - here) / _NUDGE
+        normal = slopes.T @ slopes + np.eye(len(names)) / _DOUBT**2
+        change = np.linalg.solve(normal, slopes.T @ here + found / _DOUBT**2)
+        found = found - np.clip(change, -0.5, 0.5)
+    return {name: priors[name] * math.exp(log) for name, log in zip(names, found, strict=True)}
+
+
+def told_by(observations: Sequence[Observation], coefficients: Mapping[str, float]) -> dict[str, int]:
+    """How many runs each term is a twentieth of the step of, or for `host` the slower side."""
+    counts = dict.fromkeys(coefficients, 0)
+    for each in observations:
+        found = step(each.ideal, coefficients)
+        if found.host_bound:
+            counts["host"] += 1
+        for name, seconds in found.parts.items():
+            counts[name] += not found.host_bound and seconds > found.device / 20
+    return counts

@@ -1,0 +1,96 @@
+"""The runs of a results store that tell how long a step takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ftbench import rundir
+from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.rundir import RunDir
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.prices import canonical
+
+# What changes how long a step takes; names, seeds, learning rates, and how long is trained do not.
+_OF_DATA = {"name", "path", "revision", "max_length", "length", "mean_length", "like"}
+_OF_TRAIN = {"batch_size", "gradient_accumulation_steps", "optimizer", "precision"}
+_OF_MODEL = {"id", "path", "dtype"}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A run that ended well. `gpu` is the table's name; `step_s` the mean of the steady steps, and `samples` how many a
+    step had; `start_s` the seconds before the first steady step, `watts` the mean power, `described` the data set."""
+
+    run_id: str
+    spec: Experiment
+    gpu: str
+    step_s: float
+    samples: float
+    start_s: float | None
+    watts: float | None
+    described: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return step_key(self.spec)
+
+
+def step_key(spec: Experiment) -> str:
+    """Equal for specs whose steps take the same time on the same GPU."""
+    parts = {
+        "model": spec.model.model_dump(mode="json", include=_OF_MODEL),
+        "method": spec.method.model_dump(mode="json", exclude={"random_state"}),
+        "dataset": spec.dataset.model_dump(mode="json", include=_OF_DATA),
+        "train": spec.train.model_dump(mode="json", include=_OF_TRAIN),
+        "optimizations": spec.optimizations.model_dump(mode="json"),
+        "framework": spec.launch.framework,
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def known_runs(paths: Iterable[Path]) -> list[Known]:
+    """Of the runs at or below `paths`, those that were measured with a GPU over enough steady steps; a run that lies
+    there twice counts once."""
+    found: dict[str, Known] = {}
+    for path in paths:
+        for run in rundir.find_runs(path):
+            if (known := _known(run)) is not None:
+                found.setdefault(known.run_id, known)
+    return list(found.values())
+
+
+def _known(run: RunDir) -> Known | None:
+    summary = rundir.read_json(run.summary)
+    step, steady = (summary.get("step_time_s") or {}).get("mean"), (summary.get("steps") or {}).get("steady") or 0
+    if summary.get("state") != "ok" or not summary.get("gpu") or not step or steady < MINIMUM_STEADY:
+        return None
+    if (spec := _spec(rundir.read_json(run.spec_json))) is None or spec.launch.mock != "off":
+        return None
+    rate = summary.get("samples_per_s")
+    phases = summary.get("phases_s") or {}
+    start = phases.get("total", 0.0) - phases.get("steady", 0.0) if phases.get("total") else None
+    return Known(
+        f"{summary['name']}/{summary['run_id']}", spec, canonical(summary["gpu"]), step,
+        rate * step if rate else spec.train.batch_size * spec.train.gradient_accumulation_steps,
+        start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {},
+    )  # fmt: skip
+
+
+def _spec(values: dict[str, Any]) -> Experiment | None:
+    """The spec of a spec.json; None where it is no spec of this version (an imported log, a later key)."""
+    try:
+        return Experiment.model_validate({key: value for key, value in values.items() if key in Experiment.model_fields})
+    except ValidationError:
+        return None
+
+
+def same_step(runs: Sequence[Known], spec: Experiment, gpu: str) -> list[Known]:
+    """Those that took the very step which `spec` asks for, on the same GPU."""
+    key = step_key(spec)
+    return [run for run in runs if run.gpu == gpu and run.key == key]
