@@ -1,9 +1,8 @@
-"""How long a spec trains on a GPU, what it draws, and how sure that is. From runs of the same step where there are such,
-scaled from runs near it where there are those, else from the ceilings."""
+"""How long a spec trains on a GPU, what it draws, and how sure that is: from runs of the same step, else scaled from
+runs near it, else from the ceilings."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data s
 # How far the truth may lie from the expectation, as a factor. Measured: what repeats differ by on one machine. The
 # others hold nine tenths of the rows of `ftbench estimate --calibrate` or more.
 SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
-HOST_SPREAD = 1.35  # where Python sets the pace: processors differ more than GPUs
+HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more than GPUs
+EXPERTS_SPREAD = 1.5  # on top, for a mixture of experts where none was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class DurationEstimate:
 
     def seconds_for(self, samples: float) -> Band:
         """Wall seconds for so many samples, the start included."""
-        steps = samples / self.samples
-        return Band(*(self.start_s + steps * value for value in (self.step_s.low, self.step_s.expected, self.step_s.high)))
+        steps, step = samples / self.samples, self.step_s
+        return Band(*(self.start_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def samples_in(self, seconds: float) -> Band:
         """Samples trained within so many seconds, the start included; low comes from the slow end."""
-        left = max(0.0, seconds - self.start_s)
-        return Band(*(left / value * self.samples for value in (self.step_s.high, self.step_s.expected, self.step_s.low)))
+        left, step = self.samples * max(0.0, seconds - self.start_s), self.step_s
+        return Band(left / step.high, left / step.expected, left / step.low)
 
     @property
     def samples_per_hour(self) -> float:
@@ -80,11 +80,9 @@ class DurationEstimate:
 
     def joules_for(self, samples: float) -> Band:
         """Of the GPU, for the steps alone."""
-        steps = samples / self.samples
+        steps, step, watts = samples / self.samples, self.step_s, self.watts
         return Band(
-            steps * self.step_s.low * self.watts.low,
-            steps * self.step_s.expected * self.watts.expected,
-            steps * self.step_s.high * self.watts.high,
+            steps * step.low * watts.low, steps * step.expected * watts.expected, steps * step.high * watts.high
         )
 
 
@@ -107,9 +105,12 @@ def estimate_duration(
     found = speeds.step(speeds.ideal(spec, shape, batches, limits), learned)
     samples = _per_step(spec, batches, "samples")
     same = same_step(store.runs, spec, gpu.name)
-    near = None if same else correction(spec, found, gpu.name, observations_of(store, gpu), learned)
-    seconds, basis, confidence = _judged(spec, gpu, same, near, samples, found.seconds, limits)
-    spread = SPREAD[basis] * (HOST_SPREAD / 1.25 if found.host_bound and basis != MEASURED else 1.0)
+    unlike = bool(shape.experts) and not same  # of a mixture of experts dense models tell little
+    near = None if same or unlike else correction(spec, found, observations_of(store, gpu), learned)
+    seconds, basis, confidence = _judged(gpu, same, near, samples, found.seconds, limits, unlike)
+    spread = SPREAD[basis]
+    if basis != MEASURED:
+        spread *= (HOST_SPREAD if found.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
     watts, source = power.watts(spec, gpu, same, store.runs, found)
     positions, real = (_per_step(spec, batches, name) for name in ("positions", "real"))
     return DurationEstimate(
@@ -137,7 +138,7 @@ def _limits(spec: Experiment, gpu: Gpu, store: Store) -> Ceilings:
 
 def _per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
     passes = spec.train.gradient_accumulation_steps
-    return passes * sum(batch.weight * getattr(batch, name) for batch in batches)
+    return passes * sum(batch.weight * float(getattr(batch, name)) for batch in batches)
 
 
 def observations_of(store: Store, gpu: Gpu) -> list[Observation]:
@@ -159,21 +160,23 @@ def observed(run: Known, gpu: Gpu, store: Store) -> Observation | None:
     return Observation(run, speeds.ideal(run.spec, shape, batches, limits), _per_step(run.spec, batches, "samples"))
 
 
-def _judged(spec: Experiment, gpu: Gpu, same: Sequence[Known], near: Correction | None, samples: float,
-            modelled: float, limits: Ceilings) -> tuple[float, str, str]:  # fmt: skip
+def _judged(gpu: Gpu, same: Sequence[Known], near: Correction | None, samples: float, modelled: float,
+            limits: Ceilings, unlike: bool) -> tuple[float, str, str]:  # fmt: skip
     """Seconds, basis, and confidence in words."""
     if same:
         seconds = statistics.median(run.step_s / run.samples for run in same) * samples
-        return seconds, MEASURED, f"measured (same step on this GPU, {_counted(len(same))})"
-    if near is None:
-        learned = ", ".join(speeds.document()["gpus"])
-        where = "" if gpu.name in speeds.document()["gpus"] else f", constants learned on {learned}"
-        basis = OTHER if gpu.name in speeds.document()["gpus"] else SHEET
-        return modelled, basis, f"{limits.source}{where}; no run of yours on this GPU"
-    seconds = modelled * near.factor
-    if near.alike:
-        return seconds, SCALED, f"scaled from {_counted(near.alike)} of this method with these optimizations on this GPU"
-    return seconds, OTHER, f"scaled from {_counted(near.runs)} with other settings on this GPU"
+        return seconds, MEASURED, f"measured (same step, same GPU, {_counted(len(same))})"
+    if near is not None and near.alike:
+        how = f"scaled from {_counted(near.alike)} of this method and these optimizations on this GPU"
+        return modelled * near.factor, SCALED, how
+    if near is not None:
+        return modelled * near.factor, OTHER, f"scaled from {_counted(near.runs)} with other settings on this GPU"
+    learned = speeds.document()["gpus"]
+    if unlike:
+        return modelled, SHEET, f"{limits.source} alone: no mixture of experts was measured"
+    if gpu.name in learned:
+        return modelled, OTHER, f"{limits.source} and ftbench's own runs on it; no run of yours there"
+    return modelled, SHEET, f"{limits.source} alone, nothing measured on this GPU (learned on {', '.join(learned)})"
 
 
 def _counted(runs: int) -> str:
@@ -198,8 +201,3 @@ def epochs_samples(spec: Experiment) -> float | None:
     if spec.train.max_steps is not None:
         return float(spec.train.max_steps * spec.train.batch_size * spec.train.gradient_accumulation_steps)
     return None if spec.dataset.samples is None else spec.dataset.samples * spec.train.epochs
-
-
-def ratio(estimated: float, measured: float) -> float:
-    """Relative error, +0.1 is 10 % too long."""
-    return estimated / measured - 1 if math.isfinite(estimated) else math.inf

@@ -151,7 +151,7 @@ def facts(store: Store, rows: Sequence[Row], terms: Mapping[str, speeds.Term]) -
 
 _HEAD = """\
 # Coefficients of the time estimate: seconds = value x the seconds a term would take at the GPU's ceilings
-# (estimate/work.py, estimate/speeds.py). Written by `scripts/duration-table --write`; `prior` and `why` are by hand, and
-# some priors were set with these runs in sight. `runs` of a coefficient: in how many steps it is a twentieth or more.
+# (estimate/work.py, estimate/speeds.py). Written by `scripts/duration-table --write`; `prior` and `why` are by hand,
+# and some priors were set with these runs in sight. `runs` of a coefficient: in how many it is a twentieth or more.
 # `error`: each step estimated without its own runs.
 """

@@ -46,13 +46,15 @@ def fit(observations: Sequence[Observation], priors: Mapping[str, float]) -> dic
     weights = np.array([1 / math.sqrt(counts[each.key]) / _NOISE for each in observations])
     found = np.zeros(len(names))
 
-    def misses(logs: np.ndarray) -> np.ndarray:
-        now = {name: priors[name] * math.exp(log) for name, log in zip(names, logs, strict=True)}
-        return np.array([math.log(step(each.ideal, now).seconds / each.seconds) for each in observations]) * weights
+    def misses(at: np.ndarray) -> np.ndarray:
+        now = {name: priors[name] * math.exp(log) for name, log in zip(names, at, strict=True)}
+        logs = [math.log(step(each.ideal, now).seconds / each.seconds) for each in observations]
+        missed: np.ndarray = np.array(logs) * weights
+        return missed
 
     for _ in range(_ROUNDS if observations else 0):
         here = misses(found)
-        slopes = np.empty((len(observations), len(names)))
+        slopes: np.ndarray = np.empty((len(observations), len(names)))
         for place in range(len(names)):
             moved = found.copy()
             moved[place] += _NUDGE

@@ -85,7 +85,9 @@ def _known(run: RunDir) -> Known | None:
 def _spec(values: dict[str, Any]) -> Experiment | None:
     """The spec of a spec.json; None where it is no spec of this version (an imported log, a later key)."""
     try:
-        return Experiment.model_validate({key: value for key, value in values.items() if key in Experiment.model_fields})
+        return Experiment.model_validate(
+            {key: value for key, value in values.items() if key in Experiment.model_fields}
+        )
     except ValidationError:
         return None
 

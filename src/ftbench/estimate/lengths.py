@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from ftbench.spec.datasets import DATASETS, Dataset
@@ -84,7 +85,7 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
     histogram, mean = told.get("histogram") or {}, told.get("mean")
     counts, edges = histogram.get("counts"), histogram.get("edges")
     total = (described.get("tokens") or {}).get("total")
-    if not counts or not mean or not total:
+    if not counts or not edges or not mean or not total:
         return None
     dice = random.Random(dataset.seed)
     size = min(sum(counts), MOST_SAMPLES)
@@ -96,60 +97,83 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
     return Lengths(cut, labels, f"recorded by a run on {dataset.name}")
 
 
-def batches_of(spec: Experiment, lengths: Lengths) -> list[Batch]:
-    """The micro-batches of a spec in at most CLASSES groups of like size."""
-    on, train = spec.optimizations, spec.train
-    shape = (on.packing, on.padding_free, on.fixed_shape, on.length_grouping, on.attention in BOUNDARIES)
-    return _batches(lengths, train.batch_size, spec.dataset.max_length, spec.dataset.seed, *shape)
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a spec says of how samples become batches of `size` rows. `flat` rows are laid end to end; `boundaries` are
+    told to the attention kernel; `unmasked` kernels are given no mask of the padding."""
+
+    size: int
+    max_length: int
+    seed: int
+    packing: bool
+    grouping: bool
+    flat: bool
+    fixed: bool
+    boundaries: bool
+    unmasked: bool
+
+
+def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
+    """The micro-batches of a spec in at most CLASSES groups of like size, which differ in weight."""
+    on = spec.optimizations
+    # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
+    return _batches(lengths, _Layout(
+        spec.train.batch_size, spec.dataset.max_length, spec.dataset.seed, on.packing, on.length_grouping,
+        on.packing or on.padding_free, on.fixed_shape, on.attention in BOUNDARIES, spec.method.name == "unsloth",
+    ))  # fmt: skip
 
 
 @lru_cache(maxsize=512)
-def _batches(lengths: Lengths, size: int, max_length: int, seed: int, packing: bool, padding_free: bool,
-             fixed_shape: bool, grouping: bool, boundaries: bool) -> list[Batch]:  # fmt: skip
-    rows = _rows(lengths.values, size, max_length, seed, packing, grouping)
-    if len(rows) < size:  # a sample of the data fills no whole batch of this size: it is drawn over and over
+def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
+    rows, size = _rows(lengths.values, layout), layout.size
+    if len(rows) < size:  # what was drawn fills no whole batch of this size: it is drawn over and over
         rows = rows * -(-size // len(rows))
-    groups = [rows[at : at + size] for at in range(0, len(rows) - size + 1, size)]
-    longest = max(sum(row) for row in rows) if fixed_shape else None
-    found = [_batch(group, packing or padding_free, longest, boundaries, lengths.labels) for group in groups]
-    found.sort(key=lambda batch: batch.positions)
+    longest = max(sum(row) for row in rows) if layout.fixed else None
+    groups = (rows[at : at + size] for at in range(0, len(rows) - size + 1, size))
+    found = sorted((_batch(group, layout, longest, lengths.labels) for group in groups), key=lambda b: b.positions)
     if found[0] == found[-1]:
-        return [found[0]]
+        return (found[0],)
     cuts = [len(found) * i // CLASSES for i in range(CLASSES + 1)]
-    return [_mean(found[a:b], len(found)) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    return tuple(_mean(found[a:b], len(found)) for a, b in pairwise(cuts) if b > a)
 
 
-def _rows(values: tuple[int, ...], size: int, max_length: int, seed: int, packing: bool, grouping: bool) -> list[Any]:
+def _rows(values: tuple[int, ...], layout: _Layout) -> list[list[int]]:
     """The sample lengths of each row, in training order."""
     from ftbench.spec import batches
 
-    if packing:
-        return [[values[place] for place in row] for row in batches.packed(values, max_length)]
-    if grouping:
-        return [[values[place]] for place in batches.grouped(values, size, seed)]
+    if layout.packing:
+        return [[values[place] for place in row] for row in batches.packed(values, layout.max_length)]
+    if layout.grouping:
+        return [[values[place]] for place in batches.grouped(values, layout.size, layout.seed)]
     return [[value] for value in values]
 
 
-def _batch(rows: Sequence[list[int]], flat: bool, longest: int | None, boundaries: bool, labels: float) -> Batch:
+def _batch(rows: Sequence[list[int]], layout: _Layout, longest: int | None, labels: float) -> Batch:
     """As `worker/data/collate.py` lays it out."""
     samples = [length for row in rows for length in row]
     real = sum(samples)
     wide = longest or max(sum(row) for row in rows)
-    positions = max(real, wide * len(rows)) if longest or not flat else real
-    padded = positions > real
-    if boundaries:
+    positions = max(real, wide * len(rows)) if longest or not layout.flat else real
+    if layout.boundaries:
         square, masked = sum(n * n for n in samples), False
-    elif flat:
-        square, masked = positions * positions, len(samples) > 1 or padded
+    elif layout.flat:
+        square, masked = positions * positions, len(samples) > 1 or positions > real
     else:
-        square, masked = len(rows) * wide * wide, padded
-    return Batch(1.0, len(samples), 1 if flat else len(rows), positions, real, real * labels, square, masked)
+        square, masked = len(rows) * wide * wide, positions > real and not layout.unmasked
+    return Batch(1.0, len(samples), 1 if layout.flat else len(rows), positions, real, real * labels, square, masked)
 
 
 def _mean(batches: Sequence[Batch], total: int) -> Batch:
     def mean(name: str) -> float:
-        return sum(getattr(batch, name) for batch in batches) / len(batches)
+        return sum(float(getattr(batch, name)) for batch in batches) / len(batches)
 
-    names = ("samples", "rows", "positions", "real", "labels", "square")
-    masked = sum(batch.masked for batch in batches) * 2 > len(batches)
-    return Batch(len(batches) / total, *(mean(name) for name in names), masked)
+    return Batch(
+        weight=len(batches) / total,
+        samples=mean("samples"),
+        rows=mean("rows"),
+        positions=mean("positions"),
+        real=mean("real"),
+        labels=mean("labels"),
+        square=mean("square"),
+        masked=sum(batch.masked for batch in batches) * 2 > len(batches),
+    )

@@ -28,7 +28,7 @@ class Correction:
     alike: int
 
 
-def correction(spec: Experiment, modelled: Step, gpu: str, seen: Sequence[Observation],
+def correction(spec: Experiment, modelled: Step, seen: Sequence[Observation],
                coefficients: Mapping[str, float]) -> Correction | None:  # fmt: skip
     """From the runs of `seen`, which are on the same GPU; None where none is near enough."""
     total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0

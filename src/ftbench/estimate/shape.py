@@ -27,12 +27,14 @@ class Linears:
 class Shape:
     """A model with a method on it. `linears` are those of one layer, `adapted` the ones among them with adapters.
     Widths are in elements: `inner` of the gated product (of all experts a token visits), `attention` and `keys` of all
-    heads. `quantisable` are the parameters that 4-bit storage reaches: fused expert matrices stay as they are."""
+    heads. `quantisable` are the parameters that 4-bit storage reaches: fused expert matrices stay as they are.
+    `experts` are a layer's, `expert_parameters` all experts' of all layers, `expert_matmul` those that a token uses."""
 
     matmul: MatmulShape
     layers: int
     hidden: int
     inner: int
+    heads: int
     attention: int
     keys: int
     vocabulary: int
@@ -42,6 +44,8 @@ class Shape:
     trained: int
     quantisable: int
     experts: int
+    expert_parameters: int
+    expert_matmul: int
 
 
 def config_of(spec: Experiment, config: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -81,10 +85,11 @@ def shape_of(spec: Experiment, config: dict[str, Any] | None = None) -> Shape:
     return Shape(
         MatmulShape(layers * base, layers * base if full else 0, head, head if full else 0, adapters,
                     (width,) * layers, _windows(found, layers)),
-        layers, hidden, inner, width, key_width, found["vocab_size"],
+        layers, hidden, inner, heads, width, key_width, found["vocab_size"],
         _summed([*attention, *(matrices[name] for name in PROJECTIONS[4:])]), _summed(adapted),
         total, total if full else adapters,
-        counted["attention"] + counted["mlp"], experts,
+        counted["attention"] + counted["mlp"],
+        experts, counted["experts"], layers * 3 * hidden * inner if experts else 0,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -95,7 +95,7 @@ def _seconds(work: Work, limits: Ceilings) -> dict[str, float]:
 
 def step(found: Ideal, coefficients: Mapping[str, float]) -> Step:
     """A micro-batch takes as long as the slower of device and host; the update follows."""
-    parts = Counter[str]()
+    parts: dict[str, float] = defaultdict(float)
     device = host = seconds = 0.0
     for weight, terms, operations in found.groups:
         alone = 0.0

@@ -7,7 +7,7 @@ operations at once move fewer, which is the coefficient of their term.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 from ftbench.core import flops
@@ -18,7 +18,7 @@ from ftbench.spec.experiment import Experiment
 # Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
 # one each of queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
 _HIDDEN, _HEADS, _INNER = 2 * 36 + 12, 36 + 20 + 4, 10
-_ADAPTER_IN, _ADAPTER_OUT = 14, 12  # the input to float32 and back to 16 bits; scaled output, and its sum with the base's
+_ADAPTER_IN, _ADAPTER_OUT = 14, 12  # input to float32 and back to 16 bits; scaled output and its sum with the base's
 _BACKWARD = 2.0  # of what the forward pass moves
 _ADAPTER_BACKWARD = 1.3
 _LOGIT = 20  # bytes a logit: written in 16 bits, read and written in float32, and their gradient
@@ -27,8 +27,8 @@ _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 36, 
 _HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # of the operations that are left
 _RECOMPUTED = 1 / 3  # share of a layer's forward and backward that a second forward pass adds
 
-# Bytes of optimizer state read and written for each trained parameter, besides weight (r, w) and gradient (r): AdamW has
-# two moments in the type of the weights; 8-bit ones are a byte each. Clipping reads and scales the gradient.
+# Bytes of a moment of the optimizer's state, None for the type of the weights. AdamW reads and writes two, and for each
+# trained parameter the weight (r, w) and the gradient (r); clipping reads and scales the gradient.
 _MOMENT_BYTES = {"adamw_torch": None, "adamw_torch_fused": None, "adamw_bnb_8bit": 1.0, "paged_adamw_8bit": 1.0}
 _DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
@@ -63,35 +63,46 @@ def recomputed(spec: Experiment) -> float:
 
 def micro_step(spec: Experiment, shape: Shape, batch: Batch) -> Work:
     """One forward and backward pass."""
-    again, n = recomputed(spec), batch.positions
-    products, fp8 = _products(spec, shape, batch, again)
-    attention = _attention(shape, batch, again)
-    moved = Counter[str]()
+    again = recomputed(spec)
+    attention = {f"attention.{'masked' if batch.masked else 'causal'}": _attention(shape, batch, again)}
+    done = _products(spec, shape, batch, again) | attention
+    link = {"offload": 2 * _kept(shape) * batch.positions} if spec.optimizations.activation_offload else {}
+    return Work(
+        {name: value for name, value in done.items() if value},
+        _moved(spec, shape, batch, again),
+        link,
+        _operations(spec, shape, batch),
+    )
+
+
+def _products(spec: Experiment, shape: Shape, batch: Batch, again: float) -> dict[str, float]:
+    """FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights."""
+    matmul, n = shape.matmul, batch.positions
+    layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
+    head = batch.labels * (flops.head_per_token(matmul) + 2 * matmul.head)  # every loss here is made over chunks, twice
+    experts = n * (4 + 2 * again + 2 * (spec.method.name == "full")) * shape.expert_matmul
+    fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if spec.optimizations.fp8 != "off" else 0.0
+    return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
+
+
+def _moved(spec: Experiment, shape: Shape, batch: Batch, again: float) -> dict[str, float]:
+    """Bytes read and written, by term."""
+    n, kind = batch.positions, kind_of(spec)
+    moved: dict[str, float] = defaultdict(float)
     base, adapters = _elementwise(shape, again)
-    kind = kind_of(spec)
     moved[f"elementwise.{kind}"] += base * n
     moved["elementwise.eager" if kind == "liger" else f"elementwise.{kind}"] += adapters * n
     if spec.method.name == "qlora":  # trl keeps what is not quantised in float32, and so the stream between the layers
         moved["elementwise.float32"] += (base + adapters) * n
-    if spec.method.quantised:
-        uses = 2 + again
-        moved["dequantise"] += uses * shape.quantisable * (0.5 + _DTYPE_BYTES["bfloat16"])
+    if spec.method.quantised:  # 4 bits are read and 16 written for each product
+        moved["dequantise"] += (2 + again) * shape.quantisable * 2.5
     moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.vocabulary * _LOGIT
-    if spec.optimizations.attention == "eager":
-        moved["elementwise.eager"] += 10 * 4 * batch.square * shape.attention / 128 * shape.layers
-    link = {"offload": 2 * _kept(shape) * n} if spec.optimizations.activation_offload else {}
-    done = {"products": products, "products.fp8": fp8, f"attention.{'masked' if batch.masked else 'causal'}": attention}
-    amounts = {name: value for name, value in done.items() if value}
-    return Work(amounts, dict(moved), link, _operations(spec, shape, batch))
-
-
-def _products(spec: Experiment, shape: Shape, batch: Batch, again: float) -> tuple[float, float]:
-    """FLOPs of the products with weights, in 16 and in 8 bits."""
-    matmul = shape.matmul
-    layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
-    head = batch.labels * (flops.head_per_token(matmul) + 2 * matmul.head)  # every loss here is made over chunks, twice
-    fp8 = batch.positions * (4 + 2 * again) * matmul.base if spec.optimizations.fp8 != "off" else 0.0
-    return batch.positions * layers + head - fp8, fp8
+    if spec.optimizations.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
+        moved["elementwise.eager"] += 40 * batch.square * shape.heads * shape.layers
+    if shape.experts:  # the weights of all experts that some token visits are read
+        visited = min(1.0, n * shape.expert_matmul / shape.expert_parameters)
+        moved["experts"] += visited * shape.expert_parameters * _DTYPE_BYTES[spec.model.dtype] * (2 + again)
+    return dict(moved)
 
 
 def _attention(shape: Shape, batch: Batch, again: float) -> float:
