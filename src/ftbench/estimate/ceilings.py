@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ftbench import rundir
 from ftbench.core.hardware import Gpu
+from ftbench.errors import SpecError
 from ftbench.spec.prices import canonical
 
 PROBES = "probe"  # the folder of a store in which `ftbench probe` keeps its documents
@@ -52,6 +54,20 @@ def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
         (link or _LINK_GBS) * 1e9,
         source,
     )
+
+
+@lru_cache(maxsize=256)
+def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilings:
+    """The ceilings of a GPU that a spec asks for. Raises SpecError where they are not known."""
+    limits = ceilings(gpu, precision, store)
+    if limits.products is None:
+        raise SpecError(
+            f"how fast {gpu.name} multiplies in {precision} is not known: run `ftbench probe` on it, and give its "
+            "folder with --store"
+        )
+    if fp8 and limits.products_fp8 is None:
+        raise SpecError(f"{gpu.name} has no fp8 products: set optimizations.fp8 to off")
+    return limits
 
 
 def _probes(store: Path, gpu: Gpu) -> Iterator[dict[str, Any]]:

@@ -6,19 +6,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu
-from ftbench.errors import SpecError
 from ftbench.estimate import power, speeds
-from ftbench.estimate.ceilings import Ceilings, ceilings
-from ftbench.estimate.fitting import Observation
-from ftbench.estimate.history import Known, known_runs, same_step
-from ftbench.estimate.lengths import Batch, Lengths, batches_of, lengths_of
+from ftbench.estimate.ceilings import Ceilings, limits_of
+from ftbench.estimate.history import Known
+from ftbench.estimate.lengths import Lengths, batches_of, lengths_of
 from ftbench.estimate.memory import Band
 from ftbench.estimate.nearness import Correction, correction
+from ftbench.estimate.observations import per_step
 from ftbench.estimate.shape import Shape, shape_of
+from ftbench.estimate.store import Store
 from ftbench.spec.experiment import Experiment, resolve
 
 MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data sheet"
@@ -27,20 +26,6 @@ MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data s
 SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
 HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more than GPUs
 EXPERTS_SPREAD = 1.5  # on top, for a mixture of experts where none was measured
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """What a results store tells: its runs, and the probes below `path`. `_seen` keeps the runs' work by GPU, because
-    a recommendation asks for it again and again."""
-
-    path: Path | None = None
-    runs: tuple[Known, ...] = ()
-    _seen: dict[str, list[Observation]] = field(default_factory=dict, compare=False)
-
-    @classmethod
-    def read(cls, path: Path) -> Store:
-        return cls(path, tuple(known_runs([path])) if path.is_dir() else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +85,19 @@ def estimate_duration(
     spec = resolve(spec, gpu.compute_capability)
     shape, lengths = shape_of(spec, config), _lengths(spec, store.runs)
     batches = batches_of(spec, lengths)
-    limits = _limits(spec, gpu, store)
+    limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)
     learned = coefficients or speeds.values(speeds.shipped())
     found = speeds.step(speeds.ideal(spec, shape, batches, limits), learned)
-    samples = _per_step(spec, batches, "samples")
-    same = same_step(store.runs, spec, gpu.name)
+    samples = per_step(spec, batches, "samples")
+    same = store.same(spec, gpu)
     unlike = bool(shape.experts) and not same  # of a mixture of experts dense models tell little
-    near = None if same or unlike else correction(spec, found, observations_of(store, gpu), learned)
+    near = None if same or unlike else correction(spec, found, store.neighbours(gpu, learned))
     seconds, basis, confidence = _judged(gpu, same, near, samples, found.seconds, limits, unlike)
     spread = SPREAD[basis]
     if basis != MEASURED:
         spread *= (HOST_SPREAD if found.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
     watts, source = power.watts(spec, gpu, same, store.runs, found)
-    positions, real = (_per_step(spec, batches, name) for name in ("positions", "real"))
+    positions, real = (per_step(spec, batches, name) for name in ("positions", "real"))
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
         _start(spec, shape, same), watts, source, "host" if found.host_bound else "GPU", basis, confidence,
@@ -122,42 +107,6 @@ def estimate_duration(
 
 def _lengths(spec: Experiment, runs: Sequence[Known]) -> Lengths:
     return lengths_of(spec, ((run.spec.dataset, run.described) for run in runs))
-
-
-def _limits(spec: Experiment, gpu: Gpu, store: Store) -> Ceilings:
-    limits = ceilings(gpu, spec.train.precision, store.path)
-    if limits.products is None:
-        raise SpecError(
-            f"how fast {gpu.name} multiplies in {spec.train.precision} is not known: run `ftbench probe` on it, and "
-            "give the folder with --store"
-        )
-    if spec.optimizations.fp8 != "off" and limits.products_fp8 is None:
-        raise SpecError(f"{gpu.name} has no fp8 products: set optimizations.fp8 to off")
-    return limits
-
-
-def _per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
-    passes = spec.train.gradient_accumulation_steps
-    return passes * sum(batch.weight * float(getattr(batch, name)) for batch in batches)
-
-
-def observations_of(store: Store, gpu: Gpu) -> list[Observation]:
-    """The store's runs on this GPU with their work."""
-    if gpu.name not in store._seen:
-        found = (observed(run, gpu, store) for run in store.runs if run.gpu == gpu.name)
-        store._seen[gpu.name] = [each for each in found if each is not None]
-    return store._seen[gpu.name]
-
-
-def observed(run: Known, gpu: Gpu, store: Store) -> Observation | None:
-    """None for a run of a model whose shape is not known, or in a precision of which no rate is."""
-    lengths = _lengths(run.spec, [run])
-    batches = batches_of(run.spec, lengths)
-    try:
-        shape, limits = shape_of(run.spec), _limits(run.spec, gpu, store)
-    except SpecError:
-        return None
-    return Observation(run, speeds.ideal(run.spec, shape, batches, limits), _per_step(run.spec, batches, "samples"))
 
 
 def _judged(gpu: Gpu, same: Sequence[Known], near: Correction | None, samples: float, modelled: float,

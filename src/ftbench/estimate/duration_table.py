@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import yaml
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, gpus
 from ftbench.estimate import speeds
-from ftbench.estimate.duration import Store, estimate_duration, observations_of
-from ftbench.estimate.fitting import Observation, fit, told_by
+from ftbench.estimate.duration import estimate_duration
+from ftbench.estimate.fitting import fit, told_by
 from ftbench.estimate.history import Known
+from ftbench.estimate.observations import Observation
+from ftbench.estimate.store import Store
 from ftbench.summary import optimizations_on
 
 
@@ -51,7 +54,7 @@ def fitted(store: Store) -> dict[str, speeds.Term]:
     }  # fmt: skip
 
 
-def left_out(store: Store, kin: Callable[[Observation], str] = lambda each: each.key) -> list[Row]:
+def left_out(store: Store, kin: Callable[[Observation], Any] = lambda each: each.key) -> list[Row]:
     """A row for each run whose model and GPU are known; runs that are `kin`, by default those of the same step, are
     left out together."""
     rows = []
@@ -79,7 +82,7 @@ def _row(each: Observation, rest: Store, coefficients: dict[str, float]) -> Row:
 
 def _seen(store: Store) -> list[Observation]:
     known = {gpu.name: gpu for gpu in gpus()}
-    return [each for gpu in known.values() for each in observations_of(store, gpu)]
+    return [each for gpu in known.values() for each in store.observations(gpu)]
 
 
 def _priors() -> dict[str, float]:
@@ -127,9 +130,9 @@ def errors_of(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _by_step(rows: Sequence[Row], name: str) -> list[float]:
-    found: dict[str, list[float]] = {}
+    found: dict[Any, list[float]] = {}
     for row in rows:
-        found.setdefault(f"{row.run.gpu} {row.run.key}", []).append(abs(getattr(row, name) / row.measured - 1))
+        found.setdefault((row.run.gpu, *row.run.key), []).append(abs(getattr(row, name) / row.measured - 1))
     return [_mean(errors) for errors in found.values()]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ftbench.estimate.history import Known
-from ftbench.estimate.speeds import Ideal, step
+from ftbench.estimate.observations import Observation
+from ftbench.estimate.speeds import step
 
 _NOISE = 0.05  # spread of the log of a run's step time around a perfect model
 _DOUBT = 0.35  # spread of the log of a coefficient around its prior
@@ -18,29 +18,11 @@ _ROUNDS = 12
 _NUDGE = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """A run's mean step with its work; runs of one `key` took the same step and count as one."""
-
-    run: Known
-    ideal: Ideal
-    samples: float  # of a step, as the estimate counts them
-
-    @property
-    def key(self) -> str:
-        return f"{self.run.gpu} {self.run.key}"
-
-    @property
-    def seconds(self) -> float:
-        """The measured step, for as many samples as the estimate's step has: the last one of an epoch is short."""
-        return self.run.step_s * self.samples / self.run.samples
-
-
 def fit(observations: Sequence[Observation], priors: Mapping[str, float]) -> dict[str, float]:
     """The coefficients that lie closest to both the runs and the priors, in logarithms (ridge regression around the
     priors by Gauss-Newton). What no run tells stays at its prior."""
     names = list(priors)
-    counts: dict[str, int] = defaultdict(int)
+    counts: dict[Any, int] = defaultdict(int)
     for each in observations:
         counts[each.key] += 1
     weights = np.array([1 / math.sqrt(counts[each.key]) / _NOISE for each in observations])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from ftbench import rundir
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.prices import canonical
+from ftbench.summary import optimizations_on
 
 # What changes how long a step takes; names, seeds, learning rates, and how long is trained do not.
-_OF_DATA = {"name", "path", "revision", "max_length", "length", "mean_length", "like"}
-_OF_TRAIN = {"batch_size", "gradient_accumulation_steps", "optimizer", "precision"}
-_OF_MODEL = {"id", "path", "dtype"}
+StepKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +35,26 @@ class Known:
     start_s: float | None
     watts: float | None
     described: dict[str, Any]
-
-    @property
-    def key(self) -> str:
-        return step_key(self.spec)
+    key: StepKey
 
 
-def step_key(spec: Experiment) -> str:
+def step_key(spec: Experiment) -> StepKey:
     """Equal for specs whose steps take the same time on the same GPU."""
-    parts = {
-        "model": spec.model.model_dump(mode="json", include=_OF_MODEL),
-        "method": spec.method.model_dump(mode="json", exclude={"random_state"}),
-        "dataset": spec.dataset.model_dump(mode="json", include=_OF_DATA),
-        "train": spec.train.model_dump(mode="json", include=_OF_TRAIN),
-        "optimizations": spec.optimizations.model_dump(mode="json"),
-        "framework": spec.launch.framework,
-    }
-    return json.dumps(parts, sort_keys=True)
+    model, data, train = spec.model, spec.dataset, spec.train
+    return (
+        (model.id, model.path, model.dtype),
+        spec.method,
+        (data.name, data.path, data.revision, data.max_length, data.length, data.mean_length, data.like),
+        (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
+        spec.optimizations,
+        spec.launch.framework,
+    )
+
+
+@lru_cache(maxsize=1024)
+def switches(optimizations: Optimizations) -> frozenset[str]:
+    """Those that are on."""
+    return frozenset(optimizations_on(optimizations.model_dump()))
 
 
 def known_runs(paths: Iterable[Path]) -> list[Known]:
@@ -78,7 +81,7 @@ def _known(run: RunDir) -> Known | None:
     return Known(
         f"{summary['name']}/{summary['run_id']}", spec, canonical(summary["gpu"]), step,
         rate * step if rate else spec.train.batch_size * spec.train.gradient_accumulation_steps,
-        start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {},
+        start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {}, step_key(spec),
     )  # fmt: skip
 
 
@@ -90,9 +93,3 @@ def _spec(values: dict[str, Any]) -> Experiment | None:
         )
     except ValidationError:
         return None
-
-
-def same_step(runs: Sequence[Known], spec: Experiment, gpu: str) -> list[Known]:
-    """Those that took the very step which `spec` asks for, on the same GPU."""
-    key = step_key(spec)
-    return [run for run in runs if run.gpu == gpu and run.key == key]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ftbench.estimate.fitting import Observation
+from ftbench.estimate.history import Known, switches
+from ftbench.estimate.observations import Observation
 from ftbench.estimate.speeds import Step, step
 from ftbench.spec.experiment import Experiment
-from ftbench.summary import optimizations_on
 
 # How far apart two specs are: the log of the ratio of their steps, and this much for each thing they differ in. The
 # weight of a run is exp(-distance).
@@ -28,39 +29,50 @@ class Correction:
     alike: int
 
 
-def correction(spec: Experiment, modelled: Step, seen: Sequence[Observation],
-               coefficients: Mapping[str, float]) -> Correction | None:  # fmt: skip
-    """From the runs of `seen`, which are on the same GPU; None where none is near enough."""
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A run with the model's step for it, how far the model was off (log of measured over modelled), and its share of
+    the runs of the same step."""
+
+    run: Known
+    modelled: Step
+    miss: float
+    share: float
+
+
+def neighbours(seen: Sequence[Observation], coefficients: Mapping[str, float]) -> list[Neighbour]:
+    times = Counter(each.key for each in seen)
+    found = []
+    for each in seen:
+        modelled = step(each.ideal, coefficients)
+        found.append(Neighbour(each.run, modelled, math.log(each.seconds / modelled.seconds), 1 / times[each.key]))
+    return found
+
+
+def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) -> Correction | None:
+    """From runs on the same GPU; None where none is near enough."""
     total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0
-    times: dict[str, int] = {}
-    for each in seen:
-        times[each.key] = times.get(each.key, 0) + 1
-    for each in seen:
-        theirs = step(each.ideal, coefficients)
-        if (far := _distance(spec, modelled, each.run.spec, theirs)) > _FARTHEST:
+    for other in others:
+        if (far := _distance(spec, modelled, other)) > _FARTHEST:
             continue
-        weight = math.exp(-far) / times[each.key]
-        total += weight * math.log(each.seconds / theirs.seconds)
-        weights += weight
-        near += 1
-        alike += same_settings(spec, each.run.spec) and theirs.host_bound == modelled.host_bound
+        weight = math.exp(-far) * other.share
+        total, weights, near = total + weight * other.miss, weights + weight, near + 1
+        alike += same_settings(spec, other.run.spec) and other.modelled.host_bound == modelled.host_bound
     return Correction(math.exp(total / weights), near, alike) if near else None
 
 
 def same_settings(one: Experiment, other: Experiment) -> bool:
-    return _method(one) == _method(other) and not _switches(one) ^ _switches(other)
+    """Whether two specs have the same method and the same optimizations."""
+    return _method(one) == _method(other) and switches(one.optimizations) == switches(other.optimizations)
 
 
-def _distance(spec: Experiment, modelled: Step, other: Experiment, theirs: Step) -> float:
-    far = abs(math.log(modelled.seconds / theirs.seconds)) / 2
-    far += _SWITCH * len(_switches(spec) ^ _switches(other))
-    far += _METHOD * (_method(spec) != _method(other)) + _MODEL * (spec.model.id != other.model.id)
-    return far + _SIDE * (modelled.host_bound != theirs.host_bound)
+def _distance(spec: Experiment, modelled: Step, other: Neighbour) -> float:
+    theirs = other.run.spec
+    far = abs(math.log(modelled.seconds / other.modelled.seconds)) / 2
+    far += _SWITCH * len(switches(spec.optimizations) ^ switches(theirs.optimizations))
+    far += _METHOD * (_method(spec) != _method(theirs)) + _MODEL * (spec.model.id != theirs.model.id)
+    return far + _SIDE * (modelled.host_bound != other.modelled.host_bound)
 
 
 def _method(spec: Experiment) -> tuple[str, bool, str]:
     return spec.method.name, spec.method.quantised, getattr(spec.method, "use_gradient_checkpointing", "off")
-
-
-def _switches(spec: Experiment) -> set[str]:
-    return set(optimizations_on(spec.optimizations.model_dump()))

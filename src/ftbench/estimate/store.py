@@ -1,0 +1,48 @@
+"""A results store as the time estimate asks it: runs by what they did, kept from one question to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.hardware import Gpu
+from ftbench.estimate.history import Known, known_runs, step_key
+from ftbench.estimate.nearness import Neighbour, neighbours
+from ftbench.estimate.observations import Observation, observed
+from ftbench.spec.experiment import Experiment
+
+
+class Store:
+    """The runs that a folder holds, and the probes below it (`path`)."""
+
+    def __init__(self, path: Path | None = None, runs: Sequence[Known] = ()) -> None:
+        self.path, self.runs = path, runs
+        self._same: dict[Any, list[Known]] = {}
+        for run in runs:
+            self._same.setdefault((run.gpu, *run.key), []).append(run)
+        self._seen: dict[str, list[Observation]] = {}
+        self._near: dict[Any, list[Neighbour]] = {}
+
+    @classmethod
+    def read(cls, path: Path) -> Store:
+        """A folder that is not there is an empty store."""
+        return cls(path, known_runs([path]) if path.is_dir() else ())
+
+    def same(self, spec: Experiment, gpu: Gpu) -> list[Known]:
+        """Runs that took the very step which `spec` (resolved) asks for, on such a GPU."""
+        return self._same.get((gpu.name, *step_key(spec)), [])
+
+    def observations(self, gpu: Gpu) -> list[Observation]:
+        """The runs on such a GPU with their work."""
+        if gpu.name not in self._seen:
+            found = (observed(run, gpu, self.path) for run in self.runs if run.gpu == gpu.name)
+            self._seen[gpu.name] = [each for each in found if each is not None]
+        return self._seen[gpu.name]
+
+    def neighbours(self, gpu: Gpu, coefficients: Mapping[str, float]) -> list[Neighbour]:
+        """The same with what the model says of them."""
+        key = (gpu.name, *coefficients.values())
+        if key not in self._near:
+            self._near[key] = neighbours(self.observations(gpu), coefficients)
+        return self._near[key]
