@@ -80,3 +80,12 @@ def _names(part: str, driver_name: str) -> bool:
 def supports_fp8(compute_capability: tuple[int, int]) -> bool:
     """FP8 matrix products exist from Ada (8.9) on: NVIDIA CUDA programming guide, compute capabilities."""
     return compute_capability >= (8, 9)
+
+
+# What ROCm reports as compute capability: the gfx version (gfx942, gfx950).
+_ROCM = {"cdna3": (9, 4), "cdna4": (9, 5)}
+
+
+def capability_of(gpu: Gpu) -> tuple[int, int] | None:
+    """The compute capability that torch reports on such a GPU."""
+    return gpu.compute_capability or _ROCM.get(gpu.arch)

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftbench.core.hardware import Gpu
+from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate import power, speeds
 from ftbench.estimate.ceilings import Ceilings, limits_of
 from ftbench.estimate.history import Known
-from ftbench.estimate.lengths import Lengths, batches_of, lengths_of
+from ftbench.estimate.lengths import batches_of
 from ftbench.estimate.memory import Band
 from ftbench.estimate.nearness import Correction, correction
 from ftbench.estimate.observations import per_step
-from ftbench.estimate.shape import Shape, shape_of
+from ftbench.estimate.shape import Shape
 from ftbench.estimate.store import Store
 from ftbench.spec.experiment import Experiment, resolve
 
@@ -82,12 +82,13 @@ def estimate_duration(
     """`config` is the model's config.json where facts do not know it. Raises SpecError for a model whose shape is not
     known, and for products in a precision of which no rate is known."""
     store = store or Store()
-    spec = resolve(spec, gpu.compute_capability)
-    shape, lengths = shape_of(spec, config), _lengths(spec, store.runs)
+    spec = resolve(spec, capability_of(gpu))
+    lengths = store.lengths(spec.dataset)
     batches = batches_of(spec, lengths)
+    shape, work = store.work(spec, batches, config)
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)
     learned = coefficients or speeds.values(speeds.shipped())
-    found = speeds.step(speeds.ideal(spec, shape, batches, limits), learned)
+    found = speeds.step(speeds.ideal(work, limits), learned)
     samples = per_step(spec, batches, "samples")
     same = store.same(spec, gpu)
     unlike = bool(shape.experts) and not same  # of a mixture of experts dense models tell little
@@ -103,10 +104,6 @@ def estimate_duration(
         _start(spec, shape, same), watts, source, "host" if found.host_bound else "GPU", basis, confidence,
         lengths.source, lengths.upper_bound, dict(found.parts),
     )  # fmt: skip
-
-
-def _lengths(spec: Experiment, runs: Sequence[Known]) -> Lengths:
-    return lengths_of(spec, ((run.spec.dataset, run.described) for run in runs))
 
 
 def _judged(gpu: Gpu, same: Sequence[Known], near: Correction | None, samples: float, modelled: float,

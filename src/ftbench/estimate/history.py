@@ -36,6 +36,21 @@ class Known:
     watts: float | None
     described: dict[str, Any]
     key: StepKey
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What runs must share to be of one kind: the method as far as it changes what is computed, and the optimizations
+    that are on."""
+
+    method: tuple[str, bool, str]
+    switches: frozenset[str]
+
+
+def settings_of(spec: Experiment) -> Settings:
+    again = getattr(spec.method, "use_gradient_checkpointing", "off")
+    return Settings((spec.method.name, spec.method.quantised, again), _switches(spec.optimizations))
 
 
 def step_key(spec: Experiment) -> StepKey:
@@ -52,8 +67,7 @@ def step_key(spec: Experiment) -> StepKey:
 
 
 @lru_cache(maxsize=1024)
-def switches(optimizations: Optimizations) -> frozenset[str]:
-    """Those that are on."""
+def _switches(optimizations: Optimizations) -> frozenset[str]:
     return frozenset(optimizations_on(optimizations.model_dump()))
 
 
@@ -82,6 +96,7 @@ def _known(run: RunDir) -> Known | None:
         f"{summary['name']}/{summary['run_id']}", spec, canonical(summary["gpu"]), step,
         rate * step if rate else spec.train.batch_size * spec.train.gradient_accumulation_steps,
         start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {}, step_key(spec),
+        settings_of(spec),
     )  # fmt: skip
 
 

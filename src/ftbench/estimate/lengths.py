@@ -4,24 +4,29 @@ the same data, else from what is known of the data set."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
+from ftbench.spec import batches
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
-MOST_SAMPLES = 8192  # drawn for an estimate; more change the mean of a batch by less than 1 %
+MOST_SAMPLES = 4096  # drawn for an estimate; more change the mean of a batch by about 1 %
 CLASSES = 8  # groups of micro-batches of like size that are computed with: time is not proportional to size
 BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")  # know where a sample ends
 
+Rows = np.ndarray[Any, Any]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
     """Lengths in tokens of samples as they are drawn, the share of tokens that carry loss, and where both come from.
-    `upper_bound` says that nothing is known but the longest that is allowed."""
+    `upper_bound` says that nothing is known but the longest that is allowed. Equal only to itself: batches are kept by
+    it."""
 
     values: tuple[int, ...]
     labels: float
@@ -41,7 +46,6 @@ class Batch:
 
     weight: float
     samples: float
-    rows: float
     positions: float
     real: float
     labels: float
@@ -49,9 +53,8 @@ class Batch:
     masked: bool
 
 
-def lengths_of(spec: Experiment, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = ()) -> Lengths:
+def lengths_of(dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = ()) -> Lengths:
     """`recorded` are data sets of earlier runs with the `dataset` section of their summaries."""
-    dataset = spec.dataset
     if dataset.name == "synthetic":
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES)
         return Lengths(_drawn(dataset, count), 1.0, "exact: synthetic lengths")
@@ -70,9 +73,7 @@ def lengths_of(spec: Experiment, recorded: Iterable[tuple[Dataset, dict[str, Any
 def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
     if dataset.length is not None:
         return (dataset.length,) * min(count, 1024)
-    from ftbench.spec.batches import synthetic_lengths
-
-    return tuple(synthetic_lengths(dataset, count))
+    return tuple(batches.synthetic_lengths(dataset, count))
 
 
 def _same_data(wanted: Dataset, other: Dataset) -> bool:
@@ -125,55 +126,54 @@ def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
 
 @lru_cache(maxsize=512)
 def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
-    rows, size = _rows(lengths.values, layout), layout.size
-    if len(rows) < size:  # what was drawn fills no whole batch of this size: it is drawn over and over
-        rows = rows * -(-size // len(rows))
-    longest = max(sum(row) for row in rows) if layout.fixed else None
-    groups = (rows[at : at + size] for at in range(0, len(rows) - size + 1, size))
-    found = sorted((_batch(group, layout, longest, lengths.labels) for group in groups), key=lambda b: b.positions)
-    if found[0] == found[-1]:
-        return (found[0],)
-    cuts = [len(found) * i // CLASSES for i in range(CLASSES + 1)]
-    return tuple(_mean(found[a:b], len(found)) for a, b in pairwise(cuts) if b > a)
-
-
-def _rows(values: tuple[int, ...], layout: _Layout) -> list[list[int]]:
-    """The sample lengths of each row, in training order."""
-    from ftbench.spec import batches
-
-    if layout.packing:
-        return [[values[place] for place in row] for row in batches.packed(values, layout.max_length)]
-    if layout.grouping:
-        return [[values[place]] for place in batches.grouped(values, layout.size, layout.seed)]
-    return [[value] for value in values]
-
-
-def _batch(rows: Sequence[list[int]], layout: _Layout, longest: int | None, labels: float) -> Batch:
-    """As `worker/data/collate.py` lays it out."""
-    samples = [length for row in rows for length in row]
-    real = sum(samples)
-    wide = longest or max(sum(row) for row in rows)
-    positions = max(real, wide * len(rows)) if longest or not layout.flat else real
-    if layout.boundaries:
-        square, masked = sum(n * n for n in samples), False
-    elif layout.flat:
-        square, masked = positions * positions, len(samples) > 1 or positions > real
-    else:
-        square, masked = len(rows) * wide * wide, positions > real and not layout.unmasked
-    return Batch(1.0, len(samples), 1 if layout.flat else len(rows), positions, real, real * labels, square, masked)
-
-
-def _mean(batches: Sequence[Batch], total: int) -> Batch:
-    def mean(name: str) -> float:
-        return sum(float(getattr(batch, name)) for batch in batches) / len(batches)
-
-    return Batch(
-        weight=len(batches) / total,
-        samples=mean("samples"),
-        rows=mean("rows"),
-        positions=mean("positions"),
-        real=mean("real"),
-        labels=mean("labels"),
-        square=mean("square"),
-        masked=sum(batch.masked for batch in batches) * 2 > len(batches),
+    totals, squares, counts = _rows(
+        lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length, layout.seed
     )
+    size = layout.size
+    if len(totals) < size:  # what was drawn fills no whole batch of this size: it is drawn over and over
+        totals, squares, counts = (np.tile(rows, -(-size // len(rows))) for rows in (totals, squares, counts))
+    whole = len(totals) // size
+    longest = totals.max()
+    totals, squares, counts = (rows[: whole * size].reshape(whole, size) for rows in (totals, squares, counts))
+    real, samples = totals.sum(1), counts.sum(1)
+    positions, square, masked = _laid_out(layout, totals, squares.sum(1), samples, longest)
+    order = np.argsort(positions, kind="stable")
+    parts = [order] if positions[order[0]] == positions[order[-1]] else np.array_split(order, min(CLASSES, whole))
+    return tuple(
+        Batch(
+            weight=len(part) / whole,
+            samples=float(samples[part].mean()),
+            positions=float(positions[part].mean()),
+            real=float(real[part].mean()),
+            labels=float(real[part].mean()) * lengths.labels,
+            square=float(square[part].mean()),
+            masked=bool(masked[part].mean() > 0.5),
+        )
+        for part in parts
+    )
+
+
+@lru_cache(maxsize=64)
+def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int, seed: int) -> tuple[Rows, ...]:
+    """Of each row in training order its tokens, the sum of its samples' squared lengths, and its samples. `grouping` is
+    the size of the batches that hold samples of like length, 0 where they do not."""
+    values = np.array(lengths.values, dtype=np.int64)
+    if packing:
+        rows = [values[row] for row in batches.packed(lengths.values, max_length)]
+        totals, squares, counts = ([f(row) for row in rows] for f in (np.sum, lambda row: (row * row).sum(), len))
+        return np.array(totals), np.array(squares), np.array(counts)
+    if grouping:
+        values = values[batches.grouped(lengths.values, grouping, seed)]
+    return values, values * values, np.ones_like(values)
+
+
+def _laid_out(layout: _Layout, totals: Rows, squares: Rows, samples: Rows, longest: int) -> tuple[Rows, Rows, Rows]:
+    """Positions, pairs and whether they are masked, of each batch, as `worker/data/collate.py` lays it out."""
+    real, wide = totals.sum(1), np.full(len(totals), longest) if layout.fixed else totals.max(1)
+    positions = real if layout.flat and not layout.fixed else np.maximum(real, wide * layout.size)
+    padded = positions > real
+    if layout.boundaries:
+        return positions, squares, np.zeros_like(padded)
+    if layout.flat:
+        return positions, positions * positions, (samples > 1) | padded
+    return positions, layout.size * wide * wide, padded & (not layout.unmasked)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ftbench.estimate.history import Known, switches
+from ftbench.estimate.history import Known, Settings, settings_of
 from ftbench.estimate.observations import Observation
 from ftbench.estimate.speeds import Step, step
 from ftbench.spec.experiment import Experiment
@@ -52,27 +52,20 @@ def neighbours(seen: Sequence[Observation], coefficients: Mapping[str, float]) -
 def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) -> Correction | None:
     """From runs on the same GPU; None where none is near enough."""
     total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0
+    own = settings_of(spec)
     for other in others:
-        if (far := _distance(spec, modelled, other)) > _FARTHEST:
+        far = abs(math.log(modelled.seconds / other.modelled.seconds)) / 2
+        far += _apart(own, other.run.settings) + _MODEL * (spec.model.id != other.run.spec.model.id)
+        far += _SIDE * (modelled.host_bound != other.modelled.host_bound)
+        if far > _FARTHEST:
             continue
         weight = math.exp(-far) * other.share
         total, weights, near = total + weight * other.miss, weights + weight, near + 1
-        alike += same_settings(spec, other.run.spec) and other.modelled.host_bound == modelled.host_bound
+        alike += own == other.run.settings and other.modelled.host_bound == modelled.host_bound
     return Correction(math.exp(total / weights), near, alike) if near else None
 
 
-def same_settings(one: Experiment, other: Experiment) -> bool:
-    """Whether two specs have the same method and the same optimizations."""
-    return _method(one) == _method(other) and switches(one.optimizations) == switches(other.optimizations)
-
-
-def _distance(spec: Experiment, modelled: Step, other: Neighbour) -> float:
-    theirs = other.run.spec
-    far = abs(math.log(modelled.seconds / other.modelled.seconds)) / 2
-    far += _SWITCH * len(switches(spec.optimizations) ^ switches(theirs.optimizations))
-    far += _METHOD * (_method(spec) != _method(theirs)) + _MODEL * (spec.model.id != theirs.model.id)
-    return far + _SIDE * (modelled.host_bound != other.modelled.host_bound)
-
-
-def _method(spec: Experiment) -> tuple[str, bool, str]:
-    return spec.method.name, spec.method.quantised, getattr(spec.method, "use_gradient_checkpointing", "off")
+def _apart(one: Settings, other: Settings) -> float:
+    if one == other:
+        return 0.0
+    return _SWITCH * len(one.switches ^ other.switches) + _METHOD * (one.method != other.method)

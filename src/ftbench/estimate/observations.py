@@ -14,6 +14,7 @@ from ftbench.estimate.ceilings import limits_of
 from ftbench.estimate.history import Known
 from ftbench.estimate.lengths import Batch, batches_of, lengths_of
 from ftbench.estimate.shape import shape_of
+from ftbench.estimate.work import step_work
 from ftbench.spec.experiment import Experiment
 
 
@@ -38,13 +39,13 @@ class Observation:
 def observed(run: Known, gpu: Gpu, store: Path | None) -> Observation | None:
     """None for a run of a model whose shape is not known, or in a precision of which no rate is."""
     spec = run.spec
-    batches = batches_of(spec, lengths_of(spec, [(spec.dataset, run.described)]))
+    batches = batches_of(spec, lengths_of(spec.dataset, [(spec.dataset, run.described)]))
     try:
         shape = shape_of(spec)
         limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store)
     except SpecError:
         return None
-    return Observation(run, speeds.ideal(spec, shape, batches, limits), per_step(spec, batches, "samples"))
+    return Observation(run, speeds.ideal(step_work(spec, shape, batches), limits), per_step(spec, batches, "samples"))
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:

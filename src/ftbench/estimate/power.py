@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 from ftbench.core.hardware import Gpu
-from ftbench.estimate.history import Known
+from ftbench.estimate.history import Known, settings_of
 from ftbench.estimate.memory import Band
-from ftbench.estimate.nearness import same_settings
 from ftbench.estimate.speeds import Step
 from ftbench.spec.experiment import Experiment
 
@@ -23,7 +22,8 @@ def watts(spec: Experiment, gpu: Gpu, same: Sequence[Known], runs: Sequence[Know
     """Mean watts of the steady steps with their source; no more than the board may draw."""
     if measured := [run.watts for run in same if run.watts]:
         return _band(statistics.median(measured), _MEASURED_SPREAD, gpu), "measured"
-    alike = [run.watts for run in runs if run.watts and run.gpu == gpu.name and same_settings(spec, run.spec)
+    own = settings_of(spec)
+    alike = [run.watts for run in runs if run.watts and run.gpu == gpu.name and run.settings == own
              and _busy(run.watts, gpu) != step.host_bound]  # fmt: skip
     if alike:
         return _band(statistics.median(alike), _SCALED_SPREAD, gpu), "from runs like it"

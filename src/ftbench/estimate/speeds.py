@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -12,10 +12,7 @@ from typing import Any
 import yaml
 
 from ftbench.estimate.ceilings import Ceilings
-from ftbench.estimate.lengths import Batch
-from ftbench.estimate.shape import Shape
-from ftbench.estimate.work import Work, micro_step, update
-from ftbench.spec.experiment import Experiment
+from ftbench.estimate.work import StepWork, Work
 
 HOST_OPERATION_S = 10e-6  # one operation of Python and its launch; its coefficient says what it really is
 
@@ -74,13 +71,10 @@ def values(terms: Mapping[str, Term]) -> dict[str, float]:
     return {name: term.value for name, term in terms.items()}
 
 
-def ideal(spec: Experiment, shape: Shape, batches: Sequence[Batch], limits: Ceilings) -> Ideal:
-    """Raises nothing: a spec whose products have no known rate is for the caller to refuse."""
-    groups = []
-    for batch in batches:
-        work = micro_step(spec, shape, batch)
-        groups.append((batch.weight, _seconds(work, limits), work.operations * HOST_OPERATION_S))
-    return Ideal(tuple(groups), spec.train.gradient_accumulation_steps, _seconds(update(spec, shape), limits))
+def ideal(work: StepWork, limits: Ceilings) -> Ideal:
+    """Every term at its ceiling."""
+    groups = tuple((weight, _seconds(each, limits), each.operations * HOST_OPERATION_S) for weight, each in work.groups)
+    return Ideal(groups, work.passes, _seconds(work.update, limits))
 
 
 def _seconds(work: Work, limits: Ceilings) -> dict[str, float]:

@@ -8,8 +8,12 @@ from typing import Any
 
 from ftbench.core.hardware import Gpu
 from ftbench.estimate.history import Known, known_runs, step_key
+from ftbench.estimate.lengths import Batch, Lengths, lengths_of
 from ftbench.estimate.nearness import Neighbour, neighbours
 from ftbench.estimate.observations import Observation, observed
+from ftbench.estimate.shape import Shape, shape_of
+from ftbench.estimate.work import StepWork, step_work
+from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 
 
@@ -23,6 +27,8 @@ class Store:
             self._same.setdefault((run.gpu, *run.key), []).append(run)
         self._seen: dict[str, list[Observation]] = {}
         self._near: dict[Any, list[Neighbour]] = {}
+        self._work: dict[Any, tuple[Shape, StepWork]] = {}
+        self._lengths: dict[Dataset, Lengths] = {}
 
     @classmethod
     def read(cls, path: Path) -> Store:
@@ -32,6 +38,20 @@ class Store:
     def same(self, spec: Experiment, gpu: Gpu) -> list[Known]:
         """Runs that took the very step which `spec` (resolved) asks for, on such a GPU."""
         return self._same.get((gpu.name, *step_key(spec)), [])
+
+    def lengths(self, dataset: Dataset) -> Lengths:
+        """The lengths of the samples, as the runs know them."""
+        if dataset not in self._lengths:
+            self._lengths[dataset] = lengths_of(dataset, ((run.spec.dataset, run.described) for run in self.runs))
+        return self._lengths[dataset]
+
+    def work(self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None) -> tuple[Shape, StepWork]:
+        """The model with its method on it, and what a step asks for: the same on every GPU."""
+        key = (id(config), *step_key(spec))
+        if key not in self._work:
+            shape = shape_of(spec, config)
+            self._work[key] = shape, step_work(spec, shape, batches)
+        return self._work[key]
 
     def observations(self, gpu: Gpu) -> list[Observation]:
         """The runs on such a GPU with their work."""

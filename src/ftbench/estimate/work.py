@@ -8,6 +8,7 @@ operations at once move fewer, which is the coefficient of their term.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftbench.core import flops
@@ -151,3 +152,18 @@ def update(spec: Experiment, shape: Shape) -> Work:
     clipped = 3 * weight if spec.train.max_grad_norm else 0
     name = "optimizer.fused" if spec.train.optimizer != "adamw_torch" else "optimizer"
     return Work({}, {name: shape.trained * (3 * weight + state + clipped)}, {}, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """An optimizer step: `passes` micro-batches, of each group of like size its weight and work, and the update once."""
+
+    groups: tuple[tuple[float, Work], ...]
+    passes: int
+    update: Work
+
+
+def step_work(spec: Experiment, shape: Shape, batches: Sequence[Batch]) -> StepWork:
+    """Raises nothing: a spec whose products have no known rate is for `ceilings.py` to refuse."""
+    groups = tuple((batch.weight, micro_step(spec, shape, batch)) for batch in batches)
+    return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))

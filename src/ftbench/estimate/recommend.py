@@ -1,0 +1,194 @@
+"""The best way to train a spec within a time, a budget and the memory of a GPU: every way estimated, and ranked."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ftbench.core import units
+from ftbench.core.hardware import Gpu, capability_of
+from ftbench.errors import SpecError
+from ftbench.estimate import candidates
+from ftbench.estimate.candidates import Way
+from ftbench.estimate.duration import DurationEstimate, estimate_duration
+from ftbench.estimate.memory import Band, MemoryEstimate, estimate_memory, largest_batch
+from ftbench.estimate.money import Amount, amount
+from ftbench.estimate.store import Store
+from ftbench.spec.combinations import refused_here
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.prices import Prices
+
+Objective = Literal["speed", "cost", "energy", "memory"]
+OBJECTIVES = ("speed", "cost", "energy", "memory")
+JOULES_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for. `samples` to train on, `deadline_s` and `max_cost` (in the currency of the prices) where there
+    is a limit; `effective_batch` samples a step, held by accumulation."""
+
+    spec: Experiment
+    gpus: tuple[Gpu, ...]
+    samples: float
+    deadline_s: float | None = None
+    max_cost: float | None = None
+    prices: Prices | None = None
+    objective: Objective = "speed"
+    methods: tuple[str, ...] = ()
+    effective_batch: int | None = None
+    store: Store = field(default_factory=Store)
+    config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way on a GPU with its batch. `cost` is None without a price."""
+
+    spec: Experiment
+    gpu: Gpu
+    duration: DurationEstimate
+    memory: MemoryEstimate
+    seconds: Band
+    joules: Band
+    cost: Amount | None
+
+    @property
+    def headroom(self) -> float:
+        """GiB between the expected device memory and what the GPU has."""
+        return self.memory.total - self.memory.device.expected
+
+    @property
+    def kwh(self) -> float:
+        return self.joules.expected / JOULES_PER_KWH
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`options` meet every limit, best first; `closest` fits a GPU and misses a limit by the least (`missed` says
+    which), where no option is left. `ruled_out` counts ways by the reason; `weighed` is how many there were."""
+
+    wanted: Wanted
+    options: tuple[Option, ...]
+    closest: Option | None
+    missed: str
+    ruled_out: dict[str, int]
+    weighed: int
+
+
+def recommend(wanted: Wanted) -> Found:
+    """Raises SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
+    methods = wanted.methods or _family(wanted.spec)
+    equal = len(set(wanted.store.lengths(wanted.spec.dataset).values)) == 1
+    reasons: Counter[str] = Counter()
+    fitting: list[Option] = []
+    weighed = 0
+    for way in candidates.ways(wanted.spec, methods, equal):
+        for gpu in wanted.gpus:
+            weighed += 1
+            if (why := _refused(way, gpu, wanted)) is not None:
+                reasons[why] += 1
+                continue
+            fitting += _best_batch(way.spec, gpu, wanted, reasons)
+    kept = [option for option in fitting if not (late := _missed(option, wanted)) or reasons.update([late[0]])]
+    kept.sort(key=lambda option: _rank(option, wanted.objective))
+    closest, missed = (None, "") if kept else _closest(fitting, wanted)
+    return Found(wanted, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
+
+
+def _family(spec: Experiment) -> tuple[str, ...]:
+    """The methods that train the same matrices as the spec's: others learn something else."""
+    return ("full",) if spec.method.name == "full" else candidates.ADAPTERS
+
+
+def _refused(way: Way, gpu: Gpu, wanted: Wanted) -> str | None:
+    if way.problems:
+        return f"cannot work: {way.problems[0]}"
+    if problems := refused_here(way.spec, capability_of(gpu)):
+        return f"not on {gpu.name}: {problems[0]}"
+    if wanted.effective_batch and way.spec.optimizations.packing:
+        return "packing counts rows, and a step of exactly --effective-batch samples cannot be made of them"
+    return None
+
+
+def _best_batch(spec: Experiment, gpu: Gpu, wanted: Wanted, reasons: Counter[str]) -> Iterator[Option]:
+    """The best batch of a way by the objective, of those that fit; the reason is counted where none does."""
+    largest = _largest(spec, gpu, wanted)
+    if largest is None:
+        one = estimate_memory(resolve(candidates.with_batch(spec, 1, 1), capability_of(gpu)), gpu,
+                              config=wanted.config)  # fmt: skip
+        reasons[f"{one.verdict if one.verdict != 'fits' else 'does not fit'} at batch 1 on {gpu.name}"] += 1
+        return
+    found = [
+        _option(candidates.with_batch(spec, batch, accumulation), gpu, wanted)
+        for batch, accumulation in candidates.batches(largest, wanted.effective_batch, len(wanted.gpus) > 2)
+    ]
+    within = [option for option in found if not _missed(option, wanted)]
+    yield min(within or found, key=lambda option: _rank(option, wanted.objective))
+
+
+def _largest(spec: Experiment, gpu: Gpu, wanted: Wanted) -> int | None:
+    """No more than there are samples: the first step is a whole batch."""
+    one = resolve(candidates.with_batch(spec, 1, 1), capability_of(gpu))
+    found = largest_batch(one, gpu, config=wanted.config)
+    return None if found is None else max(1, min(found, math.ceil(wanted.samples)))
+
+
+def _option(spec: Experiment, gpu: Gpu, wanted: Wanted) -> Option:
+    duration = estimate_duration(spec, gpu, wanted.store, config=wanted.config)
+    memory = estimate_memory(resolve(spec, capability_of(gpu)), gpu, config=wanted.config)
+    seconds = duration.seconds_for(wanted.samples)
+    price = wanted.prices.of(gpu.name) if wanted.prices else None
+    return Option(
+        spec, gpu, duration, memory, seconds, duration.joules_for(wanted.samples),
+        amount(price, seconds.expected, duration.watts.expected) if price else None,
+    )  # fmt: skip
+
+
+def _rank(option: Option, objective: Objective) -> tuple[float, float]:
+    cost = math.inf if option.cost is None else option.cost.value
+    first = {
+        "speed": option.seconds.expected, "cost": cost, "energy": option.joules.expected,
+        "memory": option.memory.device.expected,
+    }[objective]  # fmt: skip
+    return first, option.seconds.expected
+
+
+def _missed(option: Option, wanted: Wanted) -> tuple[str, float] | None:
+    """The limit that an option misses by the most, and by which factor."""
+    found = []
+    if wanted.deadline_s is not None and option.seconds.expected > wanted.deadline_s:
+        found.append(("later than the deadline", option.seconds.expected / wanted.deadline_s))
+    if wanted.max_cost is not None and option.cost is not None and option.cost.value > wanted.max_cost:
+        found.append(("dearer than --max-cost", option.cost.value / wanted.max_cost))
+    return max(found, key=lambda pair: pair[1], default=None)
+
+
+def _closest(fitting: Sequence[Option], wanted: Wanted) -> tuple[Option | None, str]:
+    """The option that misses its limit by the least, and the limit in words."""
+    misses = [(missed, option) for option in fitting if (missed := _missed(option, wanted))]
+    if not misses:
+        return None, "no way fits the memory"
+    (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
+    if limit.startswith("later"):
+        took = f"{units.seconds(option.seconds.expected)} of {units.seconds(wanted.deadline_s)}"
+    else:
+        assert option.cost is not None
+        took = f"{option.cost} of {units.money(wanted.max_cost, option.cost.currency)}"
+    return option, f"{limit}: {took}, {factor:,.2f} times"
+
+
+def as_runnable(option: Option, wanted: Wanted) -> Experiment:
+    """The spec that trains on as many samples as were asked for, runnable as it is."""
+    spec = option.spec
+    name = f"{wanted.spec.name[:75]}-best"
+    steps = max(1, math.ceil(wanted.samples / option.duration.samples))
+    data = spec.dataset
+    if spec.train.max_steps is None and data.samples is not None and wanted.samples == data.samples * spec.train.epochs:
+        return spec.model_copy(update={"name": name})
+    if steps > 10**9:
+        raise SpecError(f"--samples {wanted.samples:,.0f}: {steps:,} steps are no run; ask for fewer")
+    return spec.model_copy(update={"name": name, "train": spec.train.model_copy(update={"max_steps": steps})})
