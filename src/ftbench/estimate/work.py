@@ -156,7 +156,7 @@ def update(spec: Experiment, shape: Shape) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """An optimizer step: `passes` micro-batches, of each group of like size its weight and work, and the update once."""
+    """An optimizer step: `passes` micro-batches, of each group of like size weight and work; and the update once."""
 
     groups: tuple[tuple[float, Work], ...]
     passes: int
