@@ -211,4 +211,5 @@ def hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     inside = experts_hump(model, recipe) if model.experts else mlp_hump(model, recipe)
     each = max(inside, attention_hump(model, recipe, batch))
     copies = 2 / 3 * expert_copies(model, recipe)  # the gradient of the larger of the two copies
-    return each * batch.tokens + copies
+    bits = 0.0 if recipe.unsloth else dequantised(model, recipe)
+    return max(each * batch.tokens + copies, each * batch.tokens / 2 + bits)  # in 16 bits before gradients add up

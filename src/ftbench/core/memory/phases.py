@@ -61,7 +61,6 @@ def phases(plan: Plan) -> dict[str, Parts]:
     count, width = weights.trained(model, recipe)
     grads = weights.gradients(count, width) * part.gradients
     top = loss.head_gradient(model, recipe, batch) / 3 if not plan.accumulates else 0.0
-    bits = 0.0 if recipe.unsloth else layer.dequantised(model, recipe)
     held = {"activations": acts, "checkpoints": marks, "cast weights": cast}
     tail = loss.tail(model, recipe, batch)
     final = max(loss.loss_hump(model, recipe, batch), loss.final_norm_hump(model, recipe, batch))
@@ -72,8 +71,8 @@ def phases(plan: Plan) -> dict[str, Parts]:
         "load": {"weights": weights.loading(model, recipe) * part.weights},
         "forward": base | held | {"one layer": hump + stream if kept else hump},
         "loss": base | held | {"hidden states": tail, "logits": final},
-        "backward, last layer": base | held | gradients | {"one layer": again + hump, "dequantised": bits},
-        "backward, first layer": base | first | grown | {"one layer": again + hump, "dequantised": bits},
+        "backward, last layer": base | held | gradients | {"one layer": again + hump},
+        "backward, first layer": base | first | grown | {"one layer": again + hump},
         "optimizer step": base
         | {"gradients": grads, "one step": weights.optimizer_step(recipe.optimizer, count, width) * part.optimizer},
     }

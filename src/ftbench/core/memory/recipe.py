@@ -7,6 +7,7 @@ from typing import Literal
 
 Loss = Literal["trl", "chunked", "liger", "unsloth"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
+Checkpointing = Literal["off", "full", "selective", "unsloth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Recipe:
     targets: frozenset[str] = field(default_factory=frozenset)
     double_quant: bool = True
     optimizer: str = "adamw_torch"
-    checkpointing: Literal["off", "full", "selective", "unsloth"] = "off"
+    checkpointing: Checkpointing = "off"
     offload: bool = False
     attention: Attention = "sdpa"
     loss: Loss = "trl"
