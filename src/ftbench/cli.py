@@ -135,6 +135,32 @@ def report(
 
 
 @app.command()
+def estimate(
+    spec: Annotated[Path | None, typer.Argument(help="YAML file that says what to train and how")] = None,
+    sets: Sets = None,
+    gpu: Annotated[str | None, typer.Option(help="a name of `ftbench list gpus`, or all; this machine's if left out")] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
+    gpus: Annotated[int, typer.Option(help="how many GPUs share the work")] = 1,
+    strategy: Annotated[str | None, typer.Option(help="how they share it", metavar="ddp|fsdp|zero1|zero2|zero3")] = None,
+    config: Annotated[Path | None, typer.Option(help="config.json of a model that is not known")] = None,
+    check: Annotated[bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not fit")] = False,
+    calibrate: Annotated[Path | None, typer.Option(help="learn from the runs in this folder", metavar="DIR")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how much memory a spec needs, and whether it fits, without training."""
+    from ftbench.estimate import command
+
+    if calibrate is not None:
+        print(command.calibrate(calibrate))
+        return
+    if spec is None:
+        raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
+    answer = command.estimate(command.Request(spec, sets or [], gpu, memory_gb, gpus, strategy, config))
+    print(answer.document if as_json else answer.text)
+    raise typer.Exit(answer.code if check else 0)
+
+
+@app.command()
 def bundle(
     paths: Annotated[list[Path], typer.Argument(help="run directories, or folders that hold some")],
     output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")],
