@@ -98,13 +98,10 @@ def with_batch(spec: Experiment, batch: int, accumulation: int) -> Experiment:
     return spec.model_copy(update={"train": train})
 
 
-def batches(largest: int, effective: int | None, few: bool) -> list[tuple[int, int]]:
-    """Batch sizes with their accumulation, largest first: powers of two and the largest, or what divides `effective`.
-    `few` keeps the three largest: a larger batch is rarely slower."""
+def batches(largest: int, effective: int | None) -> list[tuple[int, int]]:
+    """Batch sizes with their accumulation, largest first: powers of two and the largest, or what divides `effective`."""
     if effective is None:
         sizes = {largest, *(2**power for power in range(largest.bit_length()))}
-        pairs = [(size, 1) for size in sorted(sizes, reverse=True)]
-    else:
-        fitting = (size for size in range(min(largest, effective), 0, -1) if effective % size == 0)
-        pairs = [(size, effective // size) for size in fitting]
-    return pairs[:3] if few else pairs
+        return [(size, 1) for size in sorted(sizes, reverse=True)]
+    fitting = (size for size in range(min(largest, effective), 0, -1) if effective % size == 0)
+    return [(size, effective // size) for size in fitting]

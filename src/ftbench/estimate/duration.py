@@ -10,13 +10,13 @@ from typing import Any
 
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate import power, speeds
+from ftbench.estimate.adapted import Adapted
 from ftbench.estimate.ceilings import Ceilings, limits_of
 from ftbench.estimate.history import Known
 from ftbench.estimate.lengths import batches_of
 from ftbench.estimate.memory import Band
 from ftbench.estimate.nearness import Correction, correction
 from ftbench.estimate.observations import per_step
-from ftbench.estimate.shape import Shape
 from ftbench.estimate.store import Store
 from ftbench.spec.experiment import Experiment, resolve
 
@@ -91,7 +91,7 @@ def estimate_duration(
     found = speeds.step(speeds.ideal(work, limits), learned)
     samples = per_step(spec, batches, "samples")
     same = store.same(spec, gpu)
-    unlike = bool(shape.experts) and not same  # of a mixture of experts dense models tell little
+    unlike = bool(shape.model.experts) and not same  # of a mixture of experts dense models tell little
     near = None if same or unlike else correction(spec, found, store.neighbours(gpu, learned))
     seconds, basis, confidence = _judged(gpu, same, near, samples, found.seconds, limits, unlike)
     spread = SPREAD[basis]
@@ -134,12 +134,12 @@ def _counted(runs: int) -> str:
 _IMPORT_S, _LOAD_BYTES_S, _FIRST_S, _FIRST_COMPILED_S = 10.0, 1.5e9, 3.0, 12.0
 
 
-def _start(spec: Experiment, shape: Shape, same: Sequence[Known]) -> float:
+def _start(spec: Experiment, shape: Adapted, same: Sequence[Known]) -> float:
     measured = [run.start_s for run in same if run.start_s is not None]
     if measured:
         return statistics.median(measured)
     compiled = spec.method.name == "unsloth" or bool(spec.optimizations.compile)
-    return _IMPORT_S + 2 * shape.parameters / _LOAD_BYTES_S + (_FIRST_COMPILED_S if compiled else _FIRST_S)
+    return _IMPORT_S + 2 * shape.model.total / _LOAD_BYTES_S + (_FIRST_COMPILED_S if compiled else _FIRST_S)
 
 
 def epochs_samples(spec: Experiment) -> float | None:

@@ -124,7 +124,7 @@ def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
     ))  # fmt: skip
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
     totals, squares, counts = _rows(
         lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length, layout.seed

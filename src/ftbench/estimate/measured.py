@@ -104,7 +104,11 @@ def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
 def facts(run: Measured) -> dict[str, Any]:
     """What tells one run from another in a table."""
     on = run.spec.optimizations.model_dump(mode="json")
-    named = [name if value is True else f"{name} {value}" for name, value in on.items() if value not in (False, "off", "auto")]
+    named = [
+        name if value is True else f"{name} {value}"
+        for name, value in on.items()
+        if value not in (False, "off", "auto")
+    ]
     return {
         "model": run.spec.model.id,
         "method": run.spec.method.name,

@@ -92,7 +92,13 @@ def estimate_memory(
 
 
 def _plan(
-    spec: Experiment, model: ModelShape, batch: Batch, padded: bool, capability: tuple[int, int], gpus: int, strategy: str
+    spec: Experiment,
+    model: ModelShape,
+    batch: Batch,
+    padded: bool,
+    capability: tuple[int, int],
+    gpus: int,
+    strategy: str,
 ) -> Plan:
     """cuBLAS keeps a workspace for the forward and one for the backward thread: 32 MiB each from Hopper on, 8 MiB and an
     eighth before (torch, CUDABlas.cpp, getChosenWorkspaceSize)."""
@@ -128,8 +134,6 @@ def _estimate(
     count, _ = trained(plan.model, plan.recipe)
     beside = known.context_gib + paged_state(plan.recipe.optimizer, count) / GIB
     device = Band(allocated.low + min(CONTEXT_LEAST, beside), reserved.expected + beside, reserved.high + beside)
-    # The allocator gives unused blocks back before it fails, so only the tensors say that something does not fit.
-    verdict: Verdict = "fits" if device.high <= total else "does not fit" if device.low > total else "uncertain"
     return MemoryEstimate(
         allocated=allocated,
         reserved=reserved,
@@ -137,12 +141,17 @@ def _estimate(
         peak_phase=phase,
         peak_term=max(parts, key=lambda name: parts[name]),
         total=total,
-        verdict=verdict,
+        verdict=verdict_of(device, total),
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
         batch=(found.expected.rows, found.expected.length),
         basis=found.basis,
     )
+
+
+def verdict_of(device: Band, total: float) -> Verdict:
+    """The allocator gives unused blocks back before it fails, so only the tensors say that something does not fit."""
+    return "fits" if device.high <= total else "does not fit" if device.low > total else "uncertain"
 
 
 def _unseen(plan: Plan) -> bool:

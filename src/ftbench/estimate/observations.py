@@ -10,10 +10,10 @@ from typing import Any
 from ftbench.core.hardware import Gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import speeds
+from ftbench.estimate.adapted import adapted
 from ftbench.estimate.ceilings import limits_of
 from ftbench.estimate.history import Known
 from ftbench.estimate.lengths import Batch, batches_of, lengths_of
-from ftbench.estimate.shape import shape_of
 from ftbench.estimate.work import step_work
 from ftbench.spec.experiment import Experiment
 
@@ -41,7 +41,7 @@ def observed(run: Known, gpu: Gpu, store: Path | None) -> Observation | None:
     spec = run.spec
     batches = batches_of(spec, lengths_of(spec.dataset, [(spec.dataset, run.described)]))
     try:
-        shape = shape_of(spec)
+        shape = adapted(spec)
         limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store)
     except SpecError:
         return None

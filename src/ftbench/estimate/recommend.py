@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,16 +14,18 @@ from ftbench.errors import SpecError
 from ftbench.estimate import candidates
 from ftbench.estimate.candidates import Way
 from ftbench.estimate.duration import DurationEstimate, estimate_duration
-from ftbench.estimate.memory import Band, MemoryEstimate, estimate_memory, largest_batch
+from ftbench.estimate.memory import Band, MemoryEstimate
 from ftbench.estimate.money import Amount, amount
+from ftbench.estimate.room import Room
 from ftbench.estimate.store import Store
 from ftbench.spec.combinations import refused_here
-from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
 JOULES_PER_KWH = 3.6e6
+_FEW_GPUS = 3  # of more only the two most promising batches of each way are weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +85,22 @@ def recommend(wanted: Wanted) -> Found:
     """Raises SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
     methods = wanted.methods or _family(wanted.spec)
     equal = len(set(wanted.store.lengths(wanted.spec.dataset).values)) == 1
-    reasons: Counter[str] = Counter()
-    fitting: list[Option] = []
-    weighed = 0
+    room, reasons, fitting, weighed = Room(wanted.config), Counter[str](), list[Option](), 0
     for way in candidates.ways(wanted.spec, methods, equal):
         for gpu in wanted.gpus:
             weighed += 1
-            if (why := _refused(way, gpu, wanted)) is not None:
-                reasons[why] += 1
-                continue
-            fitting += _best_batch(way.spec, gpu, wanted, reasons)
-    kept = [option for option in fitting if not (late := _missed(option, wanted)) or reasons.update([late[0]])]
-    kept.sort(key=lambda option: _rank(option, wanted.objective))
-    closest, missed = (None, "") if kept else _closest(fitting, wanted)
-    return Found(wanted, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
+            found = _refused(way, gpu, wanted) or _best_batch(way.spec, gpu, wanted, room)
+            if isinstance(found, str):
+                reasons[found] += 1
+            else:
+                fitting.append(found)
+    late = [missed[0] for option in fitting if (missed := _missed(option, wanted))]
+    reasons.update(late)
+    kept = sorted(
+        (option for option in fitting if not _missed(option, wanted)), key=lambda each: _rank(each, wanted.objective)
+    )
+    closest, limit = (None, "") if kept else _closest(fitting, wanted)
+    return Found(wanted, tuple(kept), closest, limit, dict(reasons.most_common()), weighed)
 
 
 def _family(spec: Experiment) -> tuple[str, ...]:
@@ -114,36 +118,28 @@ def _refused(way: Way, gpu: Gpu, wanted: Wanted) -> str | None:
     return None
 
 
-def _best_batch(spec: Experiment, gpu: Gpu, wanted: Wanted, reasons: Counter[str]) -> Iterator[Option]:
-    """The best batch of a way by the objective, of those that fit; the reason is counted where none does."""
-    largest = _largest(spec, gpu, wanted)
+def _best_batch(spec: Experiment, gpu: Gpu, wanted: Wanted, room: Room) -> Option | str:
+    """The best batch of a way by the objective, of those that fit; the reason where none does."""
+    one = candidates.with_batch(spec, 1, 2 if (wanted.effective_batch or 1) > 1 else 1)
+    largest = room.largest_batch(one, gpu)
     if largest is None:
-        one = estimate_memory(resolve(candidates.with_batch(spec, 1, 1), capability_of(gpu)), gpu,
-                              config=wanted.config)  # fmt: skip
-        reasons[f"{one.verdict if one.verdict != 'fits' else 'does not fit'} at batch 1 on {gpu.name}"] += 1
-        return
-    found = [
-        _option(candidates.with_batch(spec, batch, accumulation), gpu, wanted)
-        for batch, accumulation in candidates.batches(largest, wanted.effective_batch, len(wanted.gpus) > 2)
-    ]
+        uncertain = room.estimate(one, gpu).verdict == "uncertain"
+        return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {gpu.name}"
+    most = max(1, min(largest, math.ceil(wanted.samples)))  # the first step is a whole batch
+    pairs = candidates.batches(most, wanted.effective_batch)
+    if len(wanted.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller one needs less memory
+        pairs = pairs[-2:] if wanted.objective == "memory" else pairs[:2]
+    found = [_option(candidates.with_batch(spec, *pair), gpu, wanted, room) for pair in pairs]
     within = [option for option in found if not _missed(option, wanted)]
-    yield min(within or found, key=lambda option: _rank(option, wanted.objective))
+    return min(within or found, key=lambda option: _rank(option, wanted.objective))
 
 
-def _largest(spec: Experiment, gpu: Gpu, wanted: Wanted) -> int | None:
-    """No more than there are samples: the first step is a whole batch."""
-    one = resolve(candidates.with_batch(spec, 1, 1), capability_of(gpu))
-    found = largest_batch(one, gpu, config=wanted.config)
-    return None if found is None else max(1, min(found, math.ceil(wanted.samples)))
-
-
-def _option(spec: Experiment, gpu: Gpu, wanted: Wanted) -> Option:
+def _option(spec: Experiment, gpu: Gpu, wanted: Wanted, room: Room) -> Option:
     duration = estimate_duration(spec, gpu, wanted.store, config=wanted.config)
-    memory = estimate_memory(resolve(spec, capability_of(gpu)), gpu, config=wanted.config)
     seconds = duration.seconds_for(wanted.samples)
     price = wanted.prices.of(gpu.name) if wanted.prices else None
     return Option(
-        spec, gpu, duration, memory, seconds, duration.joules_for(wanted.samples),
+        spec, gpu, duration, room.estimate(spec, gpu), seconds, duration.joules_for(wanted.samples),
         amount(price, seconds.expected, duration.watts.expected) if price else None,
     )  # fmt: skip
 

@@ -33,7 +33,9 @@ def as_text(found: Found) -> str:
         lines += _nothing(found)
     if found.ruled_out:
         lines += ["", f"ruled out, of {units.count(found.weighed)} ways:"]
-        lines += [f"{count:>6}  {reason}" for reason, count in found.ruled_out.items()]
+        lines += [f"{count:>6}  {reason}" for reason, count in list(found.ruled_out.items())[:SHOWN]]
+        left = sum(list(found.ruled_out.values())[SHOWN:])
+        lines += [f"{left:>6}  for other reasons (--json names them)"] if left else []
     if found.options:
         lines += ["", "the best as a spec (-o FILE writes it):", as_yaml(found).rstrip()]
     return "\n".join(lines) + "\n"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu
+from ftbench.estimate.adapted import Adapted, adapted
 from ftbench.estimate.history import Known, known_runs, step_key
 from ftbench.estimate.lengths import Batch, Lengths, lengths_of
 from ftbench.estimate.nearness import Neighbour, neighbours
 from ftbench.estimate.observations import Observation, observed
-from ftbench.estimate.shape import Shape, shape_of
 from ftbench.estimate.work import StepWork, step_work
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
@@ -27,7 +27,7 @@ class Store:
             self._same.setdefault((run.gpu, *run.key), []).append(run)
         self._seen: dict[str, list[Observation]] = {}
         self._near: dict[Any, list[Neighbour]] = {}
-        self._work: dict[Any, tuple[Shape, StepWork]] = {}
+        self._work: dict[Any, tuple[Adapted, StepWork]] = {}
         self._lengths: dict[Dataset, Lengths] = {}
 
     @classmethod
@@ -45,11 +45,13 @@ class Store:
             self._lengths[dataset] = lengths_of(dataset, ((run.spec.dataset, run.described) for run in self.runs))
         return self._lengths[dataset]
 
-    def work(self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None) -> tuple[Shape, StepWork]:
+    def work(
+        self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None
+    ) -> tuple[Adapted, StepWork]:
         """The model with its method on it, and what a step asks for: the same on every GPU."""
         key = (id(config), *step_key(spec))
         if key not in self._work:
-            shape = shape_of(spec, config)
+            shape = adapted(spec, config)
             self._work[key] = shape, step_work(spec, shape, batches)
         return self._work[key]
 

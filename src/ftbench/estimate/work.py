@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftbench.core import flops
+from ftbench.estimate.adapted import Adapted
 from ftbench.estimate.lengths import Batch
-from ftbench.estimate.shape import Shape
 from ftbench.spec.experiment import Experiment
 
 # Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
@@ -62,7 +62,7 @@ def recomputed(spec: Experiment) -> float:
     return float(bool(spec.optimizations.gradient_checkpointing) or own != "off")
 
 
-def micro_step(spec: Experiment, shape: Shape, batch: Batch) -> Work:
+def micro_step(spec: Experiment, shape: Adapted, batch: Batch) -> Work:
     """One forward and backward pass."""
     again = recomputed(spec)
     attention = {f"attention.{'masked' if batch.masked else 'causal'}": _attention(shape, batch, again)}
@@ -76,7 +76,7 @@ def micro_step(spec: Experiment, shape: Shape, batch: Batch) -> Work:
     )
 
 
-def _products(spec: Experiment, shape: Shape, batch: Batch, again: float) -> dict[str, float]:
+def _products(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> dict[str, float]:
     """FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights."""
     matmul, n = shape.matmul, batch.positions
     layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
@@ -86,7 +86,7 @@ def _products(spec: Experiment, shape: Shape, batch: Batch, again: float) -> dic
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 
-def _moved(spec: Experiment, shape: Shape, batch: Batch, again: float) -> dict[str, float]:
+def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> dict[str, float]:
     """Bytes read and written, by term."""
     n, kind = batch.positions, kind_of(spec)
     moved: dict[str, float] = defaultdict(float)
@@ -97,16 +97,16 @@ def _moved(spec: Experiment, shape: Shape, batch: Batch, again: float) -> dict[s
         moved["elementwise.float32"] += (base + adapters) * n
     if spec.method.quantised:  # 4 bits are read and 16 written for each product
         moved["dequantise"] += (2 + again) * shape.quantisable * 2.5
-    moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.vocabulary * _LOGIT
+    moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.model.vocab * _LOGIT
     if spec.optimizations.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
-        moved["elementwise.eager"] += 40 * batch.square * shape.heads * shape.layers
-    if shape.experts:  # the weights of all experts that some token visits are read
-        visited = min(1.0, n * shape.expert_matmul / shape.expert_parameters)
-        moved["experts"] += visited * shape.expert_parameters * _DTYPE_BYTES[spec.model.dtype] * (2 + again)
+        moved["elementwise.eager"] += 40 * batch.square * shape.model.heads * shape.model.layers
+    if shape.model.experts:  # the weights of all experts that some token visits are read
+        visited = min(1.0, n * shape.expert_matmul / shape.model.parameters["experts"])
+        moved["experts"] += visited * shape.model.parameters["experts"] * _DTYPE_BYTES[spec.model.dtype] * (2 + again)
     return dict(moved)
 
 
-def _attention(shape: Shape, batch: Batch, again: float) -> float:
+def _attention(shape: Adapted, batch: Batch, again: float) -> float:
     """Causal, or the whole square where a mask is given; `4 width` FLOPs a pair forward, twice that backward."""
     matmul, length = shape.matmul, batch.square / batch.positions
     if batch.masked:
@@ -114,13 +114,13 @@ def _attention(shape: Shape, batch: Batch, again: float) -> float:
     return batch.positions * (3 + again) / 3 * flops.attention_per_token(matmul, length)
 
 
-def _elementwise(shape: Shape, again: float) -> tuple[float, float]:
+def _elementwise(shape: Adapted, again: float) -> tuple[float, float]:
     """Bytes a position in all layers: the base model's and the adapters', backward included."""
-    base = _HIDDEN * shape.hidden + _HEADS * (shape.attention + shape.keys) + _INNER * shape.inner
-    adapters = _ADAPTER_IN * shape.adapted.inputs + _ADAPTER_OUT * shape.adapted.outputs
+    base = _HIDDEN * shape.model.hidden + _HEADS * (shape.model.query + shape.model.key) + _INNER * shape.inner
+    adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
     return (
-        shape.layers * base * (1 + _BACKWARD + again),
-        shape.layers * adapters * (1 + _ADAPTER_BACKWARD + again),
+        shape.model.layers * base * (1 + _BACKWARD + again),
+        shape.model.layers * adapters * (1 + _ADAPTER_BACKWARD + again),
     )
 
 
@@ -130,20 +130,22 @@ def _loss(spec: Experiment, kind: str) -> str:
     return "chunked" if own else "trl"
 
 
-def _kept(shape: Shape) -> float:
+def _kept(shape: Adapted) -> float:
     """Bytes a position that the backward pass needs, in all layers: norms and products keep their inputs."""
-    return shape.layers * 2 * (8 * shape.hidden + 4 * (shape.attention + shape.keys) + 4 * shape.inner)
+    return (
+        shape.model.layers * 2 * (8 * shape.model.hidden + 4 * (shape.model.query + shape.model.key) + 4 * shape.inner)
+    )
 
 
-def _operations(spec: Experiment, shape: Shape, batch: Batch) -> float:
-    layer = _LAYER_OPS + _ADAPTER_OPS * shape.adapted.count
+def _operations(spec: Experiment, shape: Adapted, batch: Batch) -> float:
+    layer = _LAYER_OPS + _ADAPTER_OPS * shape.adapters.count
     layer += _QUANTISED_OPS * shape.linears.count if spec.method.quantised else 0
     layer += _MASK_OPS if batch.masked else 0
-    layer += _EXPERT_OPS if shape.experts else 0
-    return shape.layers * layer * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * recomputed(spec))
+    layer += _EXPERT_OPS if shape.model.experts else 0
+    return shape.model.layers * layer * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * recomputed(spec))
 
 
-def update(spec: Experiment, shape: Shape) -> Work:
+def update(spec: Experiment, shape: Adapted) -> Work:
     """Clipping and the optimizer's update, once a step."""
     full = spec.method.name == "full"
     weight = _DTYPE_BYTES[spec.model.dtype] if full else 4  # adapters are trained in float32
@@ -163,7 +165,7 @@ class StepWork:
     update: Work
 
 
-def step_work(spec: Experiment, shape: Shape, batches: Sequence[Batch]) -> StepWork:
+def step_work(spec: Experiment, shape: Adapted, batches: Sequence[Batch]) -> StepWork:
     """Raises nothing: a spec whose products have no known rate is for `ceilings.py` to refuse."""
     groups = tuple((batch.weight, micro_step(spec, shape, batch)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))

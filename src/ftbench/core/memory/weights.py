@@ -109,5 +109,3 @@ def optimizer_step(name: str, count: float, width: float) -> float:
     """What the step itself takes: AdamW without `fused` works on all parameters at once (foreach) and needs one tensor
     of their size for the denominator (torch.optim.adamw, _multi_tensor_adamw); the others work in place."""
     return count * width if name == "adamw_torch" else 0
-
-
