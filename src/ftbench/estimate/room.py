@@ -45,21 +45,25 @@ class Room:
         def high(size: int) -> float:
             return self._of(curve, spec, gpu, size).device.high
 
-        fits, needs = 1, high(1)
-        if needs > total:
+        if high(1) > total:
             return None
-        fails, needed = most + 1, None
-        step = 2
+        known = {size: found.device.high for size, found in curve.items() if size <= most}
+        fits = max(size for size, needed in known.items() if needed <= total)
+        fails = min((size for size, needed in known.items() if needed > total), default=most + 1)
         while fails - fits > 1:
-            size = min(max(fits + 1, step), fails - 1)
-            found = high(size)
-            if found <= total:
-                slope = max((found - needs) / (size - fits), 1e-9)
-                fits, needs = size, found
-            else:
-                fails, needed = size, found
-                slope = max((found - needs) / (size - fits), 1e-9)
-            step = fits + int((total - needs) / slope) + (needed is None)
-            if needed is not None and fails - fits > 2 and step <= fits:
-                step = (fits + fails) // 2
+            size = _between(fits, fails, known, total)
+            known[size] = high(size)
+            fits, fails = (size, fails) if known[size] <= total else (fits, size)
         return fits
+
+
+def _between(fits: int, fails: int, known: dict[int, float], total: float) -> int:
+    """The next size to try: where the line through the two nearest sizes meets `total`, else twice or half way."""
+    other = fails if fails in known else max((size for size in known if size < fits), default=None)
+    if other is None:
+        return min(2 * fits, fails - 1)
+    slope = (known[other] - known[fits]) / (other - fits)
+    if slope <= 0:
+        return (fits + fails) // 2
+    step = max(1, int((total - known[fits]) / slope))
+    return max(fits + 1, min(fits + step + (fails not in known), fails - 1))
