@@ -17,7 +17,6 @@ from ftbench.estimate import view
 from ftbench.estimate.memory import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.shapes import read_config
 from ftbench.spec.base import nearest
-from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 
 

@@ -15,6 +15,7 @@ from ftbench.estimate import batches
 from ftbench.estimate.constants import Constants
 from ftbench.estimate.memory import MemoryEstimate, estimate_memory
 from ftbench.rundir import RunDir, find_runs
+from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 
 TIERS = ("allocated", "reserved", "device")
@@ -104,7 +105,11 @@ def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
 def facts(run: Measured) -> dict[str, Any]:
     """What tells one run from another in a table."""
     on = run.spec.optimizations.model_dump(mode="json")
-    named = [name if value is True else f"{name} {value}" for name, value in on.items() if value not in (False, "off", "auto")]
+    named = [
+        name if value is True else f"{name} {value}"
+        for name, value in on.items()
+        if value not in (False, "off", "auto")
+    ]
     return {
         "model": run.spec.model.id,
         "method": run.spec.method.name,
@@ -112,3 +117,13 @@ def facts(run: Measured) -> dict[str, Any]:
         "length": run.batch.expected.length if run.batch else None,
         "optimizations": ", ".join(named),
     }
+
+
+def held_out(run: Measured) -> bool:
+    """Whether a run is never fitted to: a third of them, by the hash of the experiment, which nobody chooses."""
+    return int(identity.fingerprint(run.spec, run.gpu), 16) % 3 == 0
+
+
+def once(runs: Iterable[Measured]) -> list[Measured]:
+    """The first run of each experiment on each GPU: repeats of a run are no further rows."""
+    return list({identity.fingerprint(run.spec, run.gpu): run for run in reversed(list(runs))}.values())[::-1]
