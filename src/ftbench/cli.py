@@ -39,7 +39,7 @@ def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json
     from ftbench.summary import as_dict
 
     live = _Progress()
-    result = runner.run(spec, sets or [], out, live.start, live.tick)
+    result = runner.run(spec, sets or [], out, live.start, live.tick, live.warn)
     live.stop()
     if as_json:
         print(json.dumps({"run_dir": str(result.run.path), "state": result.summary.state,
@@ -276,6 +276,9 @@ class _Progress:
 
     def start(self, run: RunDir) -> None:
         print(f"run {run.path}", file=sys.stderr)
+
+    def warn(self, text: str) -> None:
+        print(f"ftbench: {text}", file=sys.stderr)
 
     def tick(self, follower: Follower) -> None:
         if self._live:

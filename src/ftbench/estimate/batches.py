@@ -19,8 +19,8 @@ DRAWN = 20_000  # samples whose lengths are drawn one by one; of more the longes
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The batch that is expected to be the largest, and the largest that can be. `padded` says that it holds padding, or
-    several samples in a row; `basis` where the lengths come from."""
+    """The batch that is expected to be the largest, and the largest that can be. `padded` says that it holds padding,
+    or several samples in a row; `basis` where the lengths come from."""
 
     expected: Batch
     most: Batch

@@ -35,9 +35,9 @@ class Row:
 
 
 def fit(runs: Sequence[Measured], base: Constants | None = None) -> Constants:
-    """Constants for runs that ended well; what they say nothing of keeps the value of `base` (the shipped ones). Medians,
-    so that one odd run does not move them. The slack is taken apart in turn: what the logits leave, then compiled
-    graphs, then batches of many shapes, then the optimizer's step."""
+    """Constants for runs that ended well; what they say nothing of keeps the value of `base` (the shipped ones).
+    Medians, so that one odd run does not move them. The slack is taken apart in turn: what the logits leave, then
+    compiled graphs, then batches of many shapes, then the optimizer's step."""
     base = base or shipped()
     found = [run for run in runs if run.fits and run.allocated is not None]
     if len(found) < FEWEST:

@@ -20,9 +20,9 @@ NAME = "estimator.json"
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """`allocated_factor` multiplies what the terms add up to. `context_gib` is what the driver and the CUDA context hold
-    beside the allocator's pool. The others are what the pool holds beyond the tensors: a share of the logits' blocks,
-    GiB for compiled graphs, a share of the activations where batches vary in shape, a share of the optimizer's
+    """`allocated_factor` multiplies what the terms add up to. `context_gib` is what the driver and the CUDA context
+    hold beside the allocator's pool. The others are what the pool holds beyond the tensors: a share of the logits'
+    blocks, GiB for compiled graphs, a share of the activations where batches vary in shape, a share of the optimizer's
     temporary tensors where the step takes as much as the backward pass. `runs` names what they were fitted to."""
 
     allocated_factor: float

@@ -15,6 +15,7 @@ from ftbench.estimate import batches
 from ftbench.estimate.constants import Constants
 from ftbench.estimate.memory import MemoryEstimate, estimate_memory
 from ftbench.rundir import RunDir, find_runs
+from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 
 TIERS = ("allocated", "reserved", "device")
@@ -116,3 +117,13 @@ def facts(run: Measured) -> dict[str, Any]:
         "length": run.batch.expected.length if run.batch else None,
         "optimizations": ", ".join(named),
     }
+
+
+def held_out(run: Measured) -> bool:
+    """Whether a run is never fitted to: a third of them, by the hash of the experiment, which nobody chooses."""
+    return int(identity.fingerprint(run.spec, run.gpu), 16) % 3 == 0
+
+
+def once(runs: Iterable[Measured]) -> list[Measured]:
+    """The first run of each experiment on each GPU: repeats of a run are no further rows."""
+    return list({identity.fingerprint(run.spec, run.gpu): run for run in reversed(list(runs))}.values())[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,9 +74,9 @@ def estimate_memory(
     batch: batches.Largest | None = None,
     known: Constants | None = None,
 ) -> MemoryEstimate:
-    """The memory of one GPU, the table's or one of so many GiB. `total` is what its driver says, GiB, where it
-    was asked; `config` the model's config.json where facts do not know it; `batch` the realised largest batch. Raises SpecError for a model whose shape is not known
-    and for a strategy that does not exist."""
+    """The memory of one GPU, the table's or one of so many GiB. `total` is what its driver says, GiB, where it was
+    asked; `config` the model's config.json where facts do not know it; `batch` the realised largest batch. Raises
+    SpecError for a model whose shape is not known and for a strategy that does not exist."""
     room = total or (total_gib(gpu) if isinstance(gpu, Gpu) else gpu)
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
@@ -100,8 +101,8 @@ def _plan(
     gpus: int,
     strategy: str,
 ) -> Plan:
-    """cuBLAS keeps a workspace for the forward and one for the backward thread: 32 MiB each from Hopper on, 8 MiB and an
-    eighth before (torch, CUDABlas.cpp, getChosenWorkspaceSize)."""
+    """cuBLAS keeps a workspace for the forward and one for the backward thread: 32 MiB each from Hopper on, 8 MiB and
+    an eighth before (torch, CUDABlas.cpp, getChosenWorkspaceSize)."""
     workspace = 2 * (32 if capability >= HOPPER else 8.125) * MIB
     accumulates = spec.train.gradient_accumulation_steps > 1
     return Plan(model, recipe_of(spec, model, padded), batch, accumulates, gpus, strategy, workspace)
@@ -202,19 +203,32 @@ def slack(plan: Plan, named: dict[str, dict[str, float]], known: Constants, vari
 def largest_batch(spec: Experiment, gpu: Gpu | float, **options: Any) -> int | None:
     """The largest train.batch_size whose verdict is `fits`, at most the samples that there are; None where not even one
     does. `options` are those of `estimate_memory`."""
+    return _largest(spec, lambda one: estimate_memory(one, gpu, **options).verdict == "fits")
+
+
+def likely_largest_batch(spec: Experiment, gpu: Gpu | float, **options: Any) -> int | None:
+    """The largest train.batch_size that is expected to fit, with no margin: where a search may start."""
+
+    def fits(one: Experiment) -> bool:
+        found = estimate_memory(one, gpu, **options)
+        return found.device.expected <= found.total
+
+    return _largest(spec, fits)
+
+
+def _largest(spec: Experiment, fits: Callable[[Experiment], bool]) -> int | None:
     most = min(MOST_BATCH, spec.dataset.samples or MOST_BATCH)
 
-    def fits(size: int) -> bool:
-        train = spec.train.model_copy(update={"batch_size": size})
-        return estimate_memory(spec.model_copy(update={"train": train}), gpu, **options).verdict == "fits"
+    def at(size: int) -> bool:
+        return fits(spec.model_copy(update={"train": spec.train.model_copy(update={"batch_size": size})}))
 
-    if not fits(1):
+    if not at(1):
         return None
     low, high = 1, 2
-    while high <= most and fits(high):
+    while high <= most and at(high):
         low, high = high, high * 2
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if at(middle) else (low, middle)
     return low

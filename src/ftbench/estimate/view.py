@@ -27,8 +27,8 @@ def as_text(spec: Experiment, found: Sequence[tuple[str, MemoryEstimate, int | N
 def _card(spec: Experiment, name: str, found: MemoryEstimate, largest: int | None) -> str:
     rows, length = found.batch
     lines = [
-        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}: largest batch {rows} x {length:,} positions "
-        f"({found.basis})",
+        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}",
+        f"largest batch: {rows} x {length:,} positions ({found.basis})",
         "",
         f"{'GiB':<18} {'low':>8} {'expected':>9} {'high':>8}",
         _tier("allocated", found.allocated),

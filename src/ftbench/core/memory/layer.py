@@ -16,9 +16,9 @@ INDEX = 8
 
 
 def norms(model: ModelShape, recipe: Recipe) -> float:
-    """The two RMS norms of a layer: each saves its input in float32 (4 h) and a scale (4); a trained one its normed input
-    too, in the stream's type (gpt_oss multiplies in float32). Liger's saves the input as it is, which is the residual
-    stream itself (LigerRMSNormFunction), and unsloth's likewise."""
+    """The two RMS norms of a layer: each saves its input in float32 (4 h) and a scale (4); a trained one its normed
+    input too, in the stream's type (gpt_oss multiplies in float32). Liger's saves the input as it is, which is the
+    residual stream itself (LigerRMSNormFunction), and unsloth's likewise."""
     if recipe.liger or recipe.unsloth:
         return 2 * (recipe.stream * model.hidden + FLOAT)
     normed = (FLOAT if model.family == "gpt_oss" else recipe.stream) if recipe.full else 0
@@ -79,10 +79,10 @@ def _adapter_inputs(model: ModelShape, recipe: Recipe) -> float:
 def attention(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """What the attention product saves: queries, keys, values and output, and a float32 number a head (flash kernels).
 
-    A mask makes sdpa repeat keys and values for each query head (transformers, use_gqa_in_sdpa) and save the mask in the
-    product's type, rows x length^2 a layer; torch 2.11's varlen repeats them too. Eager attention keeps the weights,
-    float32 and cast, for each head and pair of positions; gpt_oss keeps them once, with a sink, in the product's type.
-    unsloth rotates queries and keys into new tensors and keeps both.
+    A mask makes sdpa repeat keys and values for each query head (transformers, use_gqa_in_sdpa) and save the mask in
+    the product's type, rows x length^2 a layer; torch 2.11's varlen repeats them too. Eager attention keeps the
+    weights, float32 and cast, for each head and pair of positions; gpt_oss keeps them once, with a sink, in the
+    product's type. unsloth rotates queries and keys into new tensors and keeps both.
     """
     q, k, c = model.query, model.key, recipe.compute
     scores = float(model.heads * batch.length)
@@ -103,9 +103,10 @@ def mlp(model: ModelShape, recipe: Recipe) -> float:
 
 
 def experts(model: ModelShape, recipe: Recipe) -> float:
-    """Fused experts through grouped products (transformers, grouped_mm_experts_forward), for each of the `active` experts
-    a token visits: gate and up together (2 i), what the gate function keeps (i of silu; 4 i of gpt_oss's clamped one), the
-    output (h) that the routing weight multiplies, and indices; where experts are trained their inputs, h and i, too."""
+    """Fused experts through grouped products (transformers, grouped_mm_experts_forward), for each of the `active`
+    experts a token visits: gate and up together (2 i), what the gate function keeps (i of silu; 4 i of gpt_oss's
+    clamped one), the output (h) that the routing weight multiplies, and indices; where experts are trained their
+    inputs, h and i, too."""
     h, i, c = model.hidden, model.inner, recipe.compute
     gate = 4 * i if model.family == "gpt_oss" else i
     inputs = h + i if recipe.full or "experts" in recipe.targets else 0
@@ -152,18 +153,18 @@ def saved(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
 
 
 def checkpoint(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
-    """Bytes that a checkpointed layer saves: its input (Chen et al. 2016). unsloth's own and trl's activation offloading
-    keep it in host memory."""
+    """Bytes that a checkpointed layer saves: its input (Chen et al. 2016). unsloth's own and trl's activation
+    offloading keep it in host memory."""
     return 0.0 if recipe.checkpointing == "unsloth" else float(recipe.stream * model.hidden * batch.tokens)
 
 
 def mlp_hump(model: ModelShape, recipe: Recipe) -> float:
     """The most that one layer's MLP needs at once beyond what is saved.
 
-    Full: gradients of the product, of the activation and of up, less the product that is freed, and the stream. Float32
-    adapters: the product and its float32 copy as down reads it, and five times the stream's width. bfloat16 adapters on a
-    float32 stream: the gradient through the base, through the adapters, and their sum, less the freed input.
-    Compiled: the gradients alone; unsloth: two of them, in place.
+    Full: gradients of the product, of the activation and of up, less the product that is freed, and the stream.
+    Float32 adapters: the product and its float32 copy as down reads it, and five times the stream's width. bfloat16
+    adapters on a float32 stream: the gradient through the base, through the adapters, and their sum, less the freed
+    input. Compiled: the gradients alone; unsloth: two of them, in place.
     """
     h, i, p, c = model.hidden, model.inner, recipe.product, recipe.compute
     if recipe.unsloth:

@@ -39,8 +39,8 @@ def logits(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """The hump of the logits.
 
     trl: for a chunk logits, log-probabilities, probabilities and their product, 16 V bytes a token. ftbench's chunk:
-    log-probabilities, their gradient and that of the logits, 12 V. Liger: chunks of T h / V tokens rounded up to a power
-    of two, logits twice, 16-bit and float32. Plain logits, for comparison: `plain_logits`.
+    log-probabilities, their gradient and that of the logits, 12 V. Liger: chunks of T h / V tokens rounded up to a
+    power of two, logits twice, 16-bit and float32. Plain logits, for comparison: `plain_logits`.
     """
     if recipe.loss == "unsloth":
         return float(min(UNSLOTH_ROWS, batch.tokens) * model.vocab * recipe.compute)

@@ -1,4 +1,5 @@
-"""The moments of a run at which memory may peak, and the tensors alive at each: the peak is the largest, not the sum."""
+"""The moments of a run at which memory may peak, and the tensors alive at each: the peak is the largest, not the
+sum."""
 
 from __future__ import annotations
 

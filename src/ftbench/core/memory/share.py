@@ -14,8 +14,8 @@ DDP_BUCKET = 25 * 2**20  # DistributedDataParallel's default bucket_cap_mb
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The parts of weights, gradients and optimizer state that one GPU holds, 1 for all; `gathered` of one layer is held
-    whole while it computes; `offload` keeps the optimizer (and with `parameters` the weights) in host memory."""
+    """The parts of weights, gradients and optimizer state that one GPU holds, 1 for all; `gathered` of one layer is
+    held whole while it computes; `offload` keeps the optimizer (and with `parameters` the weights) in host memory."""
 
     weights: float
     gradients: float

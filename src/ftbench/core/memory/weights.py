@@ -86,9 +86,9 @@ def gradients(count: float, width: float) -> float:
 def optimizer_state(name: str, count: float, width: float) -> float:
     """What the optimizer keeps for `count` parameters of `width` bytes.
 
-    adamw_torch and its fused form keep two moments in the parameter's type (torch.optim.AdamW, zeros_like); bitsandbytes
-    keeps two of 1 byte and a 4-byte scale for every 256 (Dettmers et al. 2022), paged ones in unified memory that the
-    driver moves to the host when it must; sgd without momentum keeps nothing.
+    adamw_torch and its fused form keep two moments in the parameter's type (torch.optim.AdamW, zeros_like);
+    bitsandbytes keeps two of 1 byte and a 4-byte scale for every 256 (Dettmers et al. 2022), paged ones in unified
+    memory that the driver moves to the host when it must; sgd without momentum keeps nothing.
     """
     moments = {
         "adamw_torch": 2 * width,
