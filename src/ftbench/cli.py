@@ -28,6 +28,8 @@ app = typer.Typer(
 Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train and how")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Out = Annotated[Path, typer.Option("--out", help="where runs are kept")]
+Prices = Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")]
+Store = Annotated[Path, typer.Option(help="runs and probes to learn from")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
@@ -39,7 +41,7 @@ def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json
     from ftbench.summary import as_dict
 
     live = _Progress()
-    result = runner.run(spec, sets or [], out, live.start, live.tick, live.warn)
+    result = runner.run(spec, sets or [], out, live.start, live.tick, live.warn, live.expect)
     live.stop()
     if as_json:
         print(json.dumps({"run_dir": str(result.run.path), "state": result.summary.state,
@@ -121,7 +123,7 @@ def report(
     hours: Annotated[float | None, typer.Option(help="--answers, --prices: how long a night is (8)")] = None,
     against: Annotated[Path | None, typer.Option(help="earlier runs: exit code 1 if something is worse now")] = None,
     fail_above: Annotated[str | None, typer.Option(help="--against: how much worse is too much (5%)")] = None,
-    prices: Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")] = None,
+    prices: Prices = None,
     references: Annotated[bool, typer.Option("--references", help="published figures beside the runs")] = False,
 ) -> None:
     """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|model|KEY`."""
@@ -138,20 +140,20 @@ def report(
 def estimate(
     spec: Annotated[Path | None, typer.Argument(help="YAML file that says what to train and how")] = None,
     sets: Sets = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="a name of `ftbench list gpus`, or all; this machine's if left out")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="of `ftbench list gpus`, or all; this machine's if left out")] = None,
     memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
     gpus: Annotated[int, typer.Option(help="how many GPUs share the work")] = 1,
-    strategy: Annotated[
-        str | None, typer.Option(help="how they share it", metavar="ddp|fsdp|zero1|zero2|zero3")
-    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="how they share it: ddp, fsdp, zero1, zero2 or zero3")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json of a model that is not known")] = None,
     check: Annotated[bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not fit")] = False,
     calibrate: Annotated[Path | None, typer.Option(help="learn from the runs in this folder", metavar="DIR")] = None,
+    samples: Annotated[float | None, typer.Option(help="how many to train on, if not the spec's")] = None,
+    hours: Annotated[float | None, typer.Option(help="how long a night is (8)")] = None,
+    prices: Prices = None,
+    store: Store = Path("results"),
     as_json: Json = False,
 ) -> None:
-    """Say how much memory a spec needs, and whether it fits, without training."""
+    """Say how much memory and time a spec needs, and whether it fits, without training."""
     from ftbench.estimate import command
 
     if calibrate is not None:
@@ -159,9 +161,40 @@ def estimate(
         return
     if spec is None:
         raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
-    answer = command.estimate(command.Request(spec, sets or [], gpu, memory_gb, gpus, strategy, config))
+    answer = command.estimate(command.Request(
+        spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store,
+    ))  # fmt: skip
     print(answer.document if as_json else answer.text)
     raise typer.Exit(answer.code if check else 0)
+
+
+@app.command()
+def recommend(
+    spec: Spec,
+    sets: Sets = None,
+    gpu: Annotated[str | None, typer.Option(help="NAME,NAME or all; this machine's if left out")] = None,
+    samples: Annotated[int | None, typer.Option(help="how many to train on, if not the spec's")] = None,
+    deadline: Annotated[str | None, typer.Option(help="done within this time", metavar="8h")] = None,
+    max_cost: Annotated[float | None, typer.Option(help="for at most this much money, by --prices")] = None,
+    prices: Prices = None,
+    objective: Annotated[str, typer.Option(help="what is best: speed, cost, energy or memory")] = "speed",
+    method: Annotated[str | None, typer.Option(help="lora,full: to choose from, if not the spec's kind")] = None,
+    effective_batch: Annotated[int | None, typer.Option(help="samples a step, held by accumulation")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best as a spec to run")] = None,
+    store: Store = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Find the best method, optimizations, batch and GPU within a time and a budget; 1 if nothing is."""
+    from ftbench.estimate import recommend_command as command
+    from ftbench.estimate import recommend_text as view
+
+    found = command.run(command.Request(
+        spec, sets or [], gpu, samples, deadline, max_cost, prices, objective, method, effective_batch, store, output,
+    ))  # fmt: skip
+    print(json.dumps(view.as_json(found), ensure_ascii=False) if as_json else view.as_text(found), end="")
+    if output is not None and found.options:
+        _result(view.as_yaml(found), output)
+    raise typer.Exit(0 if found.options else 1)
 
 
 @app.command()
@@ -276,6 +309,9 @@ class _Progress:
 
     def start(self, run: RunDir) -> None:
         print(f"run {run.path}", file=sys.stderr)
+
+    def expect(self, text: str) -> None:
+        print(text, file=sys.stderr)
 
     def warn(self, text: str) -> None:
         print(f"ftbench: {text}", file=sys.stderr)

@@ -15,6 +15,7 @@ from ftbench.core import oom
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 from ftbench.estimate import here
+from ftbench.estimate.store import Store
 from ftbench.launch import mock, process, trl
 from ftbench.launch.follow import Follower, Watchdog
 from ftbench.rundir import RunDir
@@ -52,8 +53,10 @@ def run(
     on_start: Callable[[RunDir], None] = lambda run: None,
     on_tick: Callable[[Follower], None] = lambda follower: None,
     on_warning: Callable[[str], None] = lambda text: None,
+    on_expected: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Trains the spec once; `on_warning` hears of what is not refused and will not end well. Raises SpecError or
+    """Trains the spec once; `on_warning` hears of what is not refused and will not end well, `on_expected`
+    what it will take. Raises SpecError or
     MissingError before anything is loaded; once a directory is claimed, every end is a state in it."""
     spec = load(spec_path, sets)
     described = describe(spec)
@@ -62,6 +65,8 @@ def run(
     check_disk(out)
     if (text := here.warning(spec, described["gpu"])) is not None:
         on_warning(text)
+    elif (text := here.expectation(spec, described["gpu"], Store.read(out))) is not None:
+        on_expected(text)
     claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(claimed)
     with process.signals() as asked:

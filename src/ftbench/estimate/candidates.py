@@ -99,7 +99,7 @@ def with_batch(spec: Experiment, batch: int, accumulation: int) -> Experiment:
 
 
 def batches(largest: int, effective: int | None) -> list[tuple[int, int]]:
-    """Batch sizes with their accumulation, largest first: powers of two and the largest, or what divides `effective`."""
+    """Batch sizes with their accumulation, largest first: powers of two and the largest, or divisors of `effective`."""
     if effective is None:
         sizes = {largest, *(2**power for power in range(largest.bit_length()))}
         return [(size, 1) for size in sorted(sizes, reverse=True)]

@@ -13,11 +13,13 @@ from ftbench import machine
 from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.core.memory.share import STRATEGIES
 from ftbench.errors import SpecError
-from ftbench.estimate import view
+from ftbench.estimate import duration_text, times, view
 from ftbench.estimate.memory import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.shapes import read_config
+from ftbench.estimate.store import Store
 from ftbench.spec.base import nearest
 from ftbench.spec.load import load
+from ftbench.spec.prices import load_prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,10 @@ class Request:
     gpus: int = 1
     strategy: str | None = None
     config: Path | None = None
+    samples: float | None = None
+    hours: float | None = None
+    prices: Path | None = None
+    store: Path = Path("results")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +51,23 @@ class Answer:
 def estimate(request: Request) -> Answer:
     """Raises SpecError for what is wrong or cannot be known, with a way to say it."""
     spec = load(request.spec, request.sets)
+    prices = None if request.prices is None else load_prices(request.prices)
+    asked = duration_text.checked(request.samples, request.hours, prices)
     options: dict[str, Any] = {"gpus": _count(request), "strategy": _strategy(request)}
     if request.config is not None:
         options["config"] = read_config(request.config)
+    places = _gpus(request)
     found: list[tuple[str, MemoryEstimate, int | None]] = [
         (name, estimate_memory(spec, gpu, total=total, **options), largest_batch(spec, gpu, total=total, **options))
-        for name, gpu, total in _gpus(request)
+        for name, gpu, total in places
     ]
     best = min(VERDICTS.index(one.verdict) for _, one, _ in found)
-    return Answer(view.as_text(spec, found), json.dumps(view.as_document(spec, found)), best)
+    store = Store.read(request.store)
+    rows = [times.timed(spec, name, gpu, store, options.get("config"), request.gpus) for name, gpu, _ in places]
+    document = view.as_document(spec, found)
+    for one, time in zip(document["gpus"], times.as_documents(spec, rows, asked), strict=True):
+        one["time"] = time
+    return Answer(f"{view.as_text(spec, found)}\n\n{times.as_text(spec, rows, asked)}", json.dumps(document), best)
 
 
 def _count(request: Request) -> int:
@@ -82,14 +96,15 @@ def _gpus(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
     if request.gpu == "all":
         return [(gpu.name, gpu, None) for gpu in gpus()]
     if request.gpu is not None:
-        return [_named(request.gpu)]
+        return [named(request.gpu)]
     here = machine.gpu()
     if here is None or not here.get("memory_gb"):
         raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
     return [(here["name"], find_gpu(here["name"]) or here["memory_gb"], here["memory_gb"])]
 
 
-def _named(name: str) -> tuple[str, Gpu, None]:
+def named(name: str) -> tuple[str, Gpu, None]:
+    """A GPU of the table by its name there, the driver's, or a word of it. Raises SpecError for another."""
     exact = next((gpu for gpu in gpus() if gpu.name.lower() == name.lower()), None)
     gpu = exact or find_gpu(name) or next((gpu for gpu in gpus() if name.lower() in gpu.name.lower().split()), None)
     if gpu is None:
@@ -119,4 +134,14 @@ def calibrate(store: Path) -> str:
     lines += [f"{name:<17} {getattr(fitted, name):.4f}" for name in constants.FITTED]
     wrong = fitting.false_fits(runs, fitted)
     lines.append(f"said to fit and did not: {', '.join(wrong) or 'none'}")
-    return "\n".join([*lines, f"kept in {path}; remove it to go back to the shipped constants"])
+    lines.append(f"kept in {path}; remove it to go back to the shipped constants")
+    return "\n".join([*lines, "", _calibrated_times(store)])
+
+
+def _calibrated_times(store: Path) -> str:
+    """How far the time estimate is off on each run, without the runs of its step. Nothing is kept: `estimate` reads the
+    runs themselves (--store)."""
+    from ftbench.estimate import duration_table
+
+    known = Store.read(store)
+    return duration_table.text(duration_table.left_out(known), {}).rstrip()

@@ -94,12 +94,13 @@ def _gpu(run: Known) -> Gpu:
 
 
 def text(rows: Sequence[Row], terms: Mapping[str, speeds.Term]) -> str:
-    """The coefficients and the table, in Markdown."""
-    lines = ["| coefficient | value | without runs | runs | why |", "|---|--:|--:|--:|---|"]
+    """The coefficients, if any are given, and the table, in Markdown."""
+    lines = ["| coefficient | value | without runs | runs | why |", "|---|--:|--:|--:|---|"] if terms else []
     lines += [
         f"| {name} | {term.value:.3g} | {term.prior:.3g} | {term.runs} | {term.why} |" for name, term in terms.items()
     ]
-    lines += ["", "| run | with | measured step | estimated | error | in its band | without any run | basis |"]
+    lines += [""] if terms else []
+    lines += ["| run | with | measured step | estimated | error | in its band | without any run | basis |"]
     lines += ["|---|---|--:|--:|--:|---|--:|---|"]
     for row in rows:
         on = ", ".join(optimizations_on(row.run.spec.optimizations.model_dump())) or "none"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.core.hardware import find_gpu
-from ftbench.core.units import gibibytes
+from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
+from ftbench.estimate.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.memory import MemoryEstimate, estimate_memory, largest_batch, likely_largest_batch
+from ftbench.estimate.store import Store
 from ftbench.spec.experiment import Experiment
 
 
@@ -52,3 +54,28 @@ def warning(spec: Experiment, gpu: dict[str, Any] | None) -> str | None:
         f"this will run out of memory: it needs about {gibibytes(found.device.expected)} GiB (at least "
         f"{gibibytes(found.device.low)}) and the GPU has {gibibytes(found.total)}; {way_out}"
     )
+
+
+def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> str | None:
+    """One line on what a run will take on the GPU of a machine.json: `expected: 77.9 GiB of 140.4, about 4 min 05 s
+    (scaled from 3 runs …)`; None where nothing is known."""
+    memory, time = on_machine(spec, gpu), time_on_machine(spec, gpu, store)
+    told = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
+    if time is not None:
+        samples = epochs_samples(spec)
+        lasts = time.step_s if samples is None else time.seconds_for(samples)
+        band = f"{seconds(lasts.low)} to {seconds(lasts.high)}"
+        each = " a step" if samples is None else ""
+        told.append(f"about {seconds(lasts.expected)}{each} ({band}; {time.confidence})")
+    return f"expected: {', '.join(told)}" if told else None
+
+
+def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> DurationEstimate | None:
+    """None without a GPU of the table, for a mock, and where something that is needed is not known."""
+    known = find_gpu(gpu["name"]) if gpu and gpu.get("name") else None
+    if known is None or spec.launch.mock != "off":
+        return None
+    try:
+        return estimate_duration(spec, known, store)
+    except FtbenchError:
+        return None

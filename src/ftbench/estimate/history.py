@@ -20,6 +20,7 @@ from ftbench.summary import optimizations_on
 
 # What changes how long a step takes; names, seeds, learning rates, and how long is trained do not.
 StepKey = tuple[Any, ...]
+MOST_RUNS = 500  # reading them takes a second at the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,23 @@ def _switches(optimizations: Optimizations) -> frozenset[str]:
 
 
 def known_runs(paths: Iterable[Path]) -> list[Known]:
-    """Of the runs at or below `paths`, those that were measured with a GPU over enough steady steps; a run that lies
-    there twice counts once."""
+    """Of the newest MOST_RUNS runs at or below `paths`, those that were measured with a GPU over enough steady steps; a
+    run that lies there twice counts once."""
+    runs = [run for path in paths for run in rundir.find_runs(path)]
+    if len(runs) > MOST_RUNS:
+        runs = sorted(runs, key=_changed)[-MOST_RUNS:]
     found: dict[str, Known] = {}
-    for path in paths:
-        for run in rundir.find_runs(path):
-            if (known := _known(run)) is not None:
-                found.setdefault(known.run_id, known)
+    for run in runs:
+        if (known := _known(run)) is not None:
+            found.setdefault(known.run_id, known)
     return list(found.values())
+
+
+def _changed(run: RunDir) -> float:
+    try:
+        return run.state.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _known(run: RunDir) -> Known | None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ftbench.core.hardware import Gpu
+from ftbench import machine
+from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
+from ftbench.estimate.command import named
 from ftbench.estimate.duration import epochs_samples
 from ftbench.estimate.duration_text import MOST_SAMPLES
 from ftbench.estimate.recommend import OBJECTIVES, Found, Objective, Wanted, recommend
@@ -26,11 +28,11 @@ MOST_BATCH = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for on the command line, as it was typed; `gpus` are found already."""
+    """What was asked for on the command line, as it was typed."""
 
     spec: Path
-    gpus: tuple[Gpu, ...]
     sets: Sequence[str] = ()
+    gpu: str | None = None
     samples: int | None = None
     deadline: str | None = None
     max_cost: float | None = None
@@ -39,20 +41,43 @@ class Request:
     method: str | None = None
     effective_batch: int | None = None
     store: Path = Path("results")
+    output: Path | None = None
 
 
 def run(request: Request) -> Found:
     """Raises SpecError for each mistake."""
     spec = load(request.spec, request.sets)
     prices = load_prices(request.prices) if request.prices is not None else None
-    problems = [*_limits(request), *_prices(request, prices)]
+    asked = _gpus(request.gpu)
+    problems = [*_limits(request), *_prices(request, asked, prices), *_output(request)]
     if problems:
         raise SpecError(*problems)
     deadline = parse_seconds(request.deadline) if request.deadline is not None else None
     return recommend(Wanted(
-        spec, request.gpus, _samples(request, spec), deadline, request.max_cost, prices,
+        spec, asked, _samples(request, spec), deadline, request.max_cost, prices,
         cast(Objective, request.objective), _methods(request), request.effective_batch, Store.read(request.store),
     ))  # fmt: skip
+
+
+def _gpus(text: str | None) -> tuple[Gpu, ...]:
+    """Those named, all of the table, or this machine's. Raises SpecError for one that is not in the table."""
+    if text is None:
+        here = machine.gpu()
+        found = find_gpu(here["name"]) if here and here.get("name") else None
+        if found is None:
+            raise SpecError("this machine has no GPU of the table: name some with --gpu (`ftbench list gpus`), or all")
+        return (found,)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise SpecError("--gpu: name GPUs of `ftbench list gpus`, separated by commas, or all")
+    return gpus() if "all" in names else tuple(dict.fromkeys(named(name)[1] for name in names))
+
+
+def _output(request: Request) -> list[str]:
+    """The spec that is asked about stays as it is."""
+    if request.output is not None and request.output.exists() and request.output.samefile(request.spec):
+        return [f"-o {request.output}: is the spec itself; write to another file"]
+    return []
 
 
 def _limits(request: Request) -> list[str]:
@@ -70,18 +95,18 @@ def _limits(request: Request) -> list[str]:
     return found
 
 
-def _prices(request: Request, prices: Prices | None) -> list[str]:
+def _prices(request: Request, asked: Sequence[Gpu], prices: Prices | None) -> list[str]:
     """Whether money can be compared where it has to be."""
-    asked = [f"--max-cost {request.max_cost:g}"] if request.max_cost is not None else []
-    asked += ["--objective cost"] if request.objective == "cost" else []
-    if not asked:
+    why = [f"--max-cost {request.max_cost:g}"] if request.max_cost is not None else []
+    why += ["--objective cost"] if request.objective == "cost" else []
+    if not why:
         return []
     if prices is None:
-        return [f"{' and '.join(asked)}: needs --prices FILE with what an hour of the GPU costs"]
-    lacking = [gpu.name for gpu in request.gpus if prices.of(gpu.name) is None]
+        return [f"{' and '.join(why)}: needs --prices FILE with what an hour of the GPU costs"]
+    lacking = [gpu.name for gpu in asked if prices.of(gpu.name) is None]
     if lacking:
         return [f"{prices.path} has no price for {', '.join(lacking)}: add one, or leave them out of --gpu"]
-    terms = [prices.by_gpu[gpu.name] for gpu in request.gpus]
+    terms = [prices.by_gpu[gpu.name] for gpu in asked]
     ways = [price.rent or price.owned for price in terms]
     currencies = sorted({way.currency for way in ways if way is not None})
     if len(currencies) > 1:

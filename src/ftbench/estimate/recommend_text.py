@@ -81,6 +81,9 @@ def _remarks(found: Found) -> list[str]:
     """What the reader of the table must know; once each."""
     best = found.options[0]
     lines = [f"time: {best.duration.confidence} (the best)", f"lengths: {best.duration.lengths}"]
+    own = found.wanted.spec.dataset.samples
+    if own is not None and found.wanted.samples > own:
+        lines.append(f"passes over the {units.count(own)} samples of the data set: {found.wanted.samples / own:,.1f}")
     if best.duration.upper_bound:
         lines.append("so times are upper bounds: run a few steps on this data once, and ask again")
     if found.wanted.deadline_s and best.seconds.high > found.wanted.deadline_s:

@@ -14,6 +14,8 @@ from ftbench import runner
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import SpecError
 from ftbench.estimate import here
+from ftbench.estimate.duration import SHEET, epochs_samples
+from ftbench.estimate.store import Store
 from ftbench.spec import identity
 from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
@@ -182,7 +184,8 @@ def run(ready: Ready) -> tuple[int, Tables]:
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A line of --dry-run: seconds and GiB are estimates from runs that have ended, where there are such; `verdict` is
-    that of `ftbench estimate`, and so are GiB where no run has ended."""
+    that of `ftbench estimate`, and so are GiB where no run has ended. `estimated_s` are seconds by an estimate where no
+    run of the sweep tells, and `confidence` says from what."""
 
     what: str
     state: str
@@ -190,6 +193,8 @@ class Planned:
     seconds: float | None
     peak_gb: float | None
     verdict: str | None
+    estimated_s: float | None
+    confidence: str | None
     command: list[str]
 
 
@@ -204,7 +209,7 @@ def dry_run(ready: Ready) -> list[Planned]:
     for job, found in plan.standings.items():
         if found.state == "ok":
             trials.setdefault(job.family, []).append(trial_of(job, found))
-    lines = []
+    lines, store = [], Store.read(request.out)
     for job, found in plan.standings.items():
         state = "pending" if found.state == "running" else found.state
         peak = frontier.peak_on_the_line(trials.get(job.family, []), job.spec.train.batch_size)
@@ -212,8 +217,22 @@ def dry_run(ready: Ready) -> list[Planned]:
         said = None if found.done else here.on_machine(job.spec, ready.device)
         peak = said.reserved.expected if peak is None and said is not None else peak
         verdict = said.verdict if said else None
-        lines.append(Planned(job.what, state, found.reason, expected, peak, verdict, _command(request, job)))
-    return lines + [Planned(what, "impossible", reason, None, None, None, []) for what, reason in ready.impossible]
+        unknown = not found.done and expected is None
+        time = _estimated(job.spec, ready, store) if unknown else (None, None)
+        lines.append(Planned(
+            job.what, state, found.reason, expected, peak, verdict, *time, command=_command(request, job)
+        ))  # fmt: skip
+    return lines + [
+        Planned(what, "impossible", reason, None, None, None, None, None, []) for what, reason in ready.impossible
+    ]
+
+
+def _estimated(spec: Experiment, ready: Ready, store: Store) -> tuple[float | None, str | None]:
+    """Wall seconds and how they are known; nothing by the data sheet alone, which would be a guess in a plan."""
+    found, samples = here.time_on_machine(spec, ready.device, store), epochs_samples(spec)
+    if found is None or samples is None or found.basis == SHEET:
+        return None, None
+    return found.seconds_for(samples).expected, found.confidence
 
 
 def _command(request: Request, job: Job) -> list[str]:
@@ -225,6 +244,8 @@ def as_text(lines: Sequence[Planned]) -> str:
     shown = []
     for line in lines:
         duration = f"at most {seconds(line.seconds)}" if line.seconds else ""
+        if line.estimated_s:
+            duration = f"about {seconds(line.estimated_s)} ({line.confidence})"
         memory = f"{gibibytes(line.peak_gb)} GiB" if line.peak_gb else ""
         verdict = line.verdict if line.verdict != "fits" else None
         told = ", ".join(part for part in (line.reason, duration, memory, verdict) if part)
