@@ -29,6 +29,7 @@ Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train an
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Out = Annotated[Path, typer.Option("--out", help="where runs are kept")]
 Prices = Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")]
+Config = Annotated[Path | None, typer.Option(help="config.json of a model that is not known")]
 Store = Annotated[Path, typer.Option(help="runs and probes to learn from")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
@@ -144,7 +145,7 @@ def estimate(
     memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
     gpus: Annotated[int, typer.Option(help="how many GPUs share the work")] = 1,
     strategy: Annotated[str | None, typer.Option(help="how they share it: ddp, fsdp, zero1, zero2 or zero3")] = None,
-    config: Annotated[Path | None, typer.Option(help="config.json of a model that is not known")] = None,
+    config: Config = None,
     check: Annotated[bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not fit")] = False,
     calibrate: Annotated[Path | None, typer.Option(help="learn from the runs in this folder", metavar="DIR")] = None,
     samples: Annotated[float | None, typer.Option(help="how many to train on, if not the spec's")] = None,
@@ -181,6 +182,7 @@ def recommend(
     method: Annotated[str | None, typer.Option(help="lora,full: to choose from, if not the spec's kind")] = None,
     effective_batch: Annotated[int | None, typer.Option(help="samples a step, held by accumulation")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best as a spec to run")] = None,
+    config: Config = None,
     store: Store = Path("results"),
     as_json: Json = False,
 ) -> None:
@@ -190,6 +192,7 @@ def recommend(
 
     found = command.run(command.Request(
         spec, sets or [], gpu, samples, deadline, max_cost, prices, objective, method, effective_batch, store, output,
+        config,
     ))  # fmt: skip
     print(json.dumps(view.as_json(found), ensure_ascii=False) if as_json else view.as_text(found), end="")
     if output is not None and found.options:

@@ -54,9 +54,11 @@ class Way:
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
-    """The spec as it is, then every combination; each once. `equal_lengths` says that no batch has padding."""
+    """The spec as it is, if its method is among them, then every combination; each once. `equal_lengths` says that no
+    batch has padding."""
     seen = set()
-    for candidate in (spec, *_combined(spec, methods, equal_lengths)):
+    own = [spec] if spec.method.name in methods else []
+    for candidate in (*own, *_combined(spec, methods, equal_lengths)):
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen:
             seen.add(key)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
-from ftbench.errors import SpecError
 from ftbench.estimate import candidates
 from ftbench.estimate.candidates import Way
 from ftbench.estimate.duration import DurationEstimate, estimate_duration
@@ -21,6 +20,7 @@ from ftbench.estimate.store import Store
 from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices
+from ftbench.summary import optimizations_on
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
@@ -70,8 +70,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`options` meet every limit, best first; `closest` fits a GPU and misses a limit by the least (`missed` says
-    which), where no option is left. `ruled_out` counts ways by the reason; `weighed` is how many there were."""
+    """`options` meet every limit, best first. Where none does, `closest` fits a GPU and misses a limit by the least,
+    and `missed` says which, or what comes closest to fitting. `ruled_out` counts ways by the reason, of `weighed`."""
 
     wanted: Wanted
     options: tuple[Option, ...]
@@ -94,13 +94,14 @@ def recommend(wanted: Wanted) -> Found:
                 reasons[found] += 1
             else:
                 fitting.append(found)
-    late = [missed[0] for option in fitting if (missed := _missed(option, wanted))]
-    reasons.update(late)
+    reasons.update(limit[0] for option in fitting if (limit := _missed(option, wanted)))
     kept = sorted(
         (option for option in fitting if not _missed(option, wanted)), key=lambda each: _rank(each, wanted.objective)
     )
-    closest, limit = (None, "") if kept else _closest(fitting, wanted)
-    return Found(wanted, tuple(kept), closest, limit, dict(reasons.most_common()), weighed)
+    closest, missed = _closest(fitting, wanted) if fitting and not kept else (None, "")
+    if not fitting:
+        missed = _least(wanted, methods, room)
+    return Found(wanted, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
 
 
 def _family(spec: Experiment) -> tuple[str, ...]:
@@ -166,8 +167,6 @@ def _missed(option: Option, wanted: Wanted) -> tuple[str, float] | None:
 def _closest(fitting: Sequence[Option], wanted: Wanted) -> tuple[Option | None, str]:
     """The option that misses its limit by the least, and the limit in words."""
     misses = [(missed, option) for option in fitting if (missed := _missed(option, wanted))]
-    if not misses:
-        return None, "no way fits the memory"
     (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
     if limit.startswith("later"):
         took = f"{units.seconds(option.seconds.expected)} of {units.seconds(wanted.deadline_s)}"
@@ -175,6 +174,24 @@ def _closest(fitting: Sequence[Option], wanted: Wanted) -> tuple[Option | None, 
         assert option.cost is not None
         took = f"{option.cost} of {units.money(wanted.max_cost, option.cost.currency)}"
     return option, f"{limit}: {took}, {factor:,.2f} times"
+
+
+def _least(wanted: Wanted, methods: Sequence[str], room: Room) -> str:
+    """What comes closest to fitting a GPU, in words; nothing where every way was refused for another reason."""
+    found = [
+        (memory.device.high - memory.total, way.spec, gpu, memory)
+        for way in candidates.ways(wanted.spec, methods, True) if not way.problems
+        for gpu in wanted.gpus if not refused_here(way.spec, capability_of(gpu))
+        for memory in [room.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
+    ]  # fmt: skip
+    if not found:
+        return ""
+    _, spec, gpu, memory = min(found, key=lambda each: each[0])
+    on = ", ".join(optimizations_on(spec.optimizations.model_dump())) or "no optimization"
+    return (
+        f"{spec.method.name} with {on} on {gpu.name}: to be sure of batch 1 it needs "
+        f"{units.gibibytes(memory.device.high)} GiB of {units.gibibytes(memory.total)}"
+    )
 
 
 def as_runnable(option: Option, wanted: Wanted) -> Experiment:
@@ -185,6 +202,4 @@ def as_runnable(option: Option, wanted: Wanted) -> Experiment:
     data = spec.dataset
     if spec.train.max_steps is None and data.samples is not None and wanted.samples == data.samples * spec.train.epochs:
         return spec.model_copy(update={"name": name})
-    if steps > 10**9:
-        raise SpecError(f"--samples {wanted.samples:,.0f}: {steps:,} steps are no run; ask for fewer")
     return spec.model_copy(update={"name": name, "train": spec.train.model_copy(update={"max_steps": steps})})

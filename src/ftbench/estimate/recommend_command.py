@@ -16,6 +16,7 @@ from ftbench.estimate.command import named
 from ftbench.estimate.duration import epochs_samples
 from ftbench.estimate.duration_text import MOST_SAMPLES
 from ftbench.estimate.recommend import OBJECTIVES, Found, Objective, Wanted, recommend
+from ftbench.estimate.shapes import read_config
 from ftbench.estimate.store import Store
 from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment
@@ -42,6 +43,7 @@ class Request:
     effective_batch: int | None = None
     store: Path = Path("results")
     output: Path | None = None
+    config: Path | None = None
 
 
 def run(request: Request) -> Found:
@@ -56,6 +58,7 @@ def run(request: Request) -> Found:
     return recommend(Wanted(
         spec, asked, _samples(request, spec), deadline, request.max_cost, prices,
         cast(Objective, request.objective), _methods(request), request.effective_batch, Store.read(request.store),
+        None if request.config is None else read_config(request.config),
     ))  # fmt: skip
 
 

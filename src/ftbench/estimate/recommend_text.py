@@ -99,7 +99,8 @@ def _remarks(found: Found) -> list[str]:
 
 def _nothing(found: Found) -> list[str]:
     if found.closest is None:
-        return ["nothing meets these limits: no way to train it fits the memory of " + _gpus(found)]
+        closest = [f"closest to it is {found.missed}"] if found.missed else []
+        return [f"no way to train it fits the memory of {_gpus(found)}", *closest]
     return [f"nothing meets these limits. The closest is {found.missed}:", "", *_table([found.closest])]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu
+from ftbench.errors import SpecError
 from ftbench.estimate.adapted import Adapted, adapted
 from ftbench.estimate.history import Known, known_runs, step_key
 from ftbench.estimate.lengths import Batch, Lengths, lengths_of
@@ -32,7 +33,9 @@ class Store:
 
     @classmethod
     def read(cls, path: Path) -> Store:
-        """A folder that is not there is an empty store."""
+        """A folder that is not there is an empty store. Raises SpecError for a file."""
+        if path.exists() and not path.is_dir():
+            raise SpecError(f"--store {path}: is no folder of runs")
         return cls(path, known_runs([path]) if path.is_dir() else ())
 
     def same(self, spec: Experiment, gpu: Gpu) -> list[Known]:
