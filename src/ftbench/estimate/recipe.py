@@ -66,11 +66,10 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
 
 
 def _checkpointing(spec: Experiment) -> Checkpointing:
-    asked = spec.optimizations.gradient_checkpointing
     if isinstance(spec.method, Unsloth):
-        asked = {"unsloth": "unsloth", "on": True, "off": False}[spec.method.use_gradient_checkpointing]
-        if asked == "unsloth":
-            return "unsloth"
+        own = spec.method.use_gradient_checkpointing
+        return "full" if own == "on" else own
+    asked = spec.optimizations.gradient_checkpointing
     return "selective" if asked == "selective" else "full" if asked else "off"
 
 

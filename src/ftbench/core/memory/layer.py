@@ -122,10 +122,12 @@ def router(model: ModelShape, recipe: Recipe) -> float:
 
 def expert_copies(model: ModelShape, recipe: Recipe) -> float:
     """Bytes of a layer, not of a position: peft adds the adapters' product to a copy of the experts' weights in each
-    forward pass (ParamWrapper) and autograd saves the copy."""
+    forward pass (ParamWrapper), and autograd saves the copy and the adapters as they were cast."""
     if "experts" not in recipe.targets:
         return 0.0
-    return recipe.weight * model.experts * 3 * model.hidden * model.inner
+    h, i = model.hidden, model.inner
+    adapters = recipe.compute * recipe.rank * (2 * (h + 2 * i) + (i + h))
+    return model.experts * (recipe.weight * 3 * h * i + adapters)
 
 
 def compiled(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
@@ -181,19 +183,20 @@ def mlp_hump(model: ModelShape, recipe: Recipe) -> float:
 
 
 def experts_hump(model: ModelShape, recipe: Recipe) -> float:
-    """The most that one layer's experts need at once beyond what is saved: the output of the grouped product, weighted,
-    and put back in order, for each visited expert, with the gate function's own (2 i, gpt_oss 4 i)."""
-    gate = 4 if model.family == "gpt_oss" else 2
-    return model.active * recipe.compute * (3 * model.hidden + gate * model.inner)
+    """The most that one layer's experts need at once beyond what is saved: for each visited expert the gradient of the
+    output spread out, and put back in order (3 h); gpt_oss's gate function needs 2 i besides."""
+    gate = 2 * model.inner if model.family == "gpt_oss" else 0
+    return model.active * recipe.compute * (3 * model.hidden + gate)
 
 
 def attention_hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """The most that one layer's attention needs at once beyond what is saved: gradients of queries, keys, values and
-    output, and for eager attention those of the weights (float32 twice, less the cast ones that are freed)."""
+    output, and for eager attention those of the weights (float32 twice, less the cast ones that are freed; gpt_oss three
+    times in the product's type)."""
     q, k, c = model.query, model.key, recipe.compute
     scores = float(model.heads * batch.length)
     if recipe.attention == "eager":
-        return c * 2 * q + scores * (4 * c if model.family == "gpt_oss" else 2 * FLOAT - c)
+        return c * 2 * q + scores * (3 * c if model.family == "gpt_oss" else 2 * FLOAT - c)
     spread = {"masked": q, "varlen": q}.get(recipe.attention, k)
     return c * (2 * q + 2 * spread) + (FLOAT * q if model.qk_norm else 0)
 
@@ -208,9 +211,11 @@ def dequantised(model: ModelShape, recipe: Recipe) -> float:
 
 
 def hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
-    """Bytes that one layer needs at its worst moment beyond what it saves."""
+    """Bytes that one layer needs at its worst moment beyond what it saves: in its MLP, or in its attention, which comes
+    to its turn when what the MLP saved is not there yet, or is gone."""
     inside = experts_hump(model, recipe) if model.experts else mlp_hump(model, recipe)
-    each = max(inside, attention_hump(model, recipe, batch))
+    beside = experts(model, recipe) + router(model, recipe) if model.experts else mlp(model, recipe)
+    each = max(inside, attention_hump(model, recipe, batch) - beside) * batch.tokens
     copies = 2 / 3 * expert_copies(model, recipe)  # the gradient of the larger of the two copies
     bits = 0.0 if recipe.unsloth else dequantised(model, recipe)
-    return max(each * batch.tokens + copies, each * batch.tokens / 2 + bits)  # in 16 bits before gradients add up
+    return max(each, copies, each / 2 + bits)  # dequantised in 16 bits, before gradients add up

@@ -68,6 +68,12 @@ def head_gradient(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     return float(model.vocab * model.hidden * recipe.weight * (3 if several else 1))
 
 
+def tied_gradients(model: ModelShape, recipe: Recipe) -> float:
+    """Where embedding and head are one, the last thing of the backward pass: beside the gradient that is kept, those of
+    its two uses as they are added up."""
+    return 2.0 * model.vocab * model.hidden * recipe.weight if recipe.full and model.tied else 0.0
+
+
 def loss_hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """The most that the loss needs at once beyond what is saved: logits with the head's cast, or the head's gradients,
     and one gradient or copy of the hidden states."""

@@ -66,7 +66,8 @@ def phases(plan: Plan) -> dict[str, Parts]:
     tail = loss.tail(model, recipe, batch)
     final = max(loss.loss_hump(model, recipe, batch), loss.final_norm_hump(model, recipe, batch))
     first = {"activations": one if kept else 0.0, "checkpoints": inputs if remade else 0.0, "cast weights": cast}
-    grown = {} if plan.accumulates else {"gradients": grads}
+    grown = {} if plan.accumulates else {"gradients": grads * _grown(model, recipe)}
+    twice = loss.tied_gradients(model, recipe) * part.gradients
     gradients = {"gradients": base["gradients"] + top}
     return {
         "load": {"weights": weights.loading(model, recipe) * part.weights},
@@ -74,9 +75,19 @@ def phases(plan: Plan) -> dict[str, Parts]:
         "loss": base | held | {"hidden states": tail, "logits": final},
         "backward, last layer": base | held | gradients | {"one layer": again + hump},
         "backward, first layer": base | first | grown | {"one layer": again + hump},
+        "backward, embedding": base | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
         "optimizer step": base
         | {"gradients": grads, "one step": weights.optimizer_step(recipe.optimizer, count, width) * part.optimizer},
     }
+
+
+def _grown(model: ModelShape, recipe: Recipe) -> float:
+    """The part of all gradients that is there as the backward pass enters the first layer: not yet the embedding's, nor
+    those of that layer but for the last matrix of its MLP."""
+    if not recipe.full:
+        return 1.0
+    left = model.layer_parameters * 2 / 3 + (0 if model.tied else model.parameters["embedding"])
+    return 1 - left / model.total
 
 
 def _layers(model: ModelShape, recipe: Recipe) -> tuple[int, int]:
