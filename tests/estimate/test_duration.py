@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ftbench import rundir
 from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.errors import SpecError
-from ftbench.estimate import duration_table, speeds
+from ftbench.estimate import duration_table, here, speeds
 from ftbench.estimate.adapted import adapted
 from ftbench.estimate.duration import MEASURED, OTHER, SCALED, SHEET, DurationEstimate, estimate_duration
 from ftbench.estimate.history import known_runs
@@ -23,6 +23,7 @@ from ftbench.estimate.observations import per_step
 from ftbench.estimate.store import Store
 from ftbench.estimate.work import micro_step
 from ftbench.spec.experiment import Experiment
+from ftbench.sweep import command
 from made_runs import REAL, make_run, steps
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
@@ -253,3 +254,30 @@ def test_what_does_more_takes_longer(slower):
 
 def test_the_real_run_that_other_tests_copy_is_among_those_learned_from():
     assert any(run.run_id.endswith(REAL.run_id) for run in RUNS)
+
+
+# --- what run and sweep tell of it -----------------------------------------------------------------------------------
+
+
+def test_a_run_begins_with_what_it_will_take(store):
+    gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
+    run = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
+    told = here.expectation(run.spec, gpu, store)
+    assert told is not None
+    found = re.fullmatch(r"expected: ([\d.]+) GiB of 140.4, about ([\d.]+) s \(([\d.]+) s to .* s; (.*)\)", told)
+    assert found is not None, told
+    assert float(found[1]) == pytest.approx(78, rel=0.05)
+    assert float(found[2]) == pytest.approx(16 * run.step_s + 10, abs=10)
+    assert found[4] == "measured (same step, same GPU, 6 runs)"
+    mock = run.spec.model_copy(update={"launch": run.spec.launch.model_copy(update={"mock": "ok"})})
+    assert here.expectation(mock, gpu, store) is None
+    assert here.expectation(run.spec, None, store) is None
+
+
+def test_a_plan_says_what_is_an_estimate():
+    measured = command.Planned("batch 1", "pending", None, 60.0, 70.0, "fits", None, None, [])
+    estimated = command.Planned("batch 2", "pending", None, None, 70.0, "fits", 90.0, "scaled from 3 runs", [])
+    assert command.as_text([measured, estimated]).splitlines() == [
+        "pending    batch 1: at most 60.0 s, 70.0 GiB",
+        "pending    batch 2: about 90.0 s (scaled from 3 runs), 70.0 GiB",
+    ]

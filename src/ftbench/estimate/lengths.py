@@ -7,19 +7,19 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
-from ftbench.spec import batches
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MOST_SAMPLES = 4096  # drawn for an estimate; more change the mean of a batch by about 1 %
 CLASSES = 8  # groups of micro-batches of like size that are computed with: time is not proportional to size
 BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")  # know where a sample ends
 
-Rows = np.ndarray[Any, Any]
+Rows: TypeAlias = "np.ndarray[Any, Any]"  # numpy is imported where it is used: run and sweep begin without it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +73,8 @@ def lengths_of(dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any
 def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
     if dataset.length is not None:
         return (dataset.length,) * min(count, 1024)
+    from ftbench.spec import batches
+
     return tuple(batches.synthetic_lengths(dataset, count))
 
 
@@ -126,6 +128,8 @@ def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
 
 @lru_cache(maxsize=4096)
 def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
+    import numpy as np
+
     totals, squares, counts = _rows(
         lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length, layout.seed
     )
@@ -157,6 +161,10 @@ def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
 def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int, seed: int) -> tuple[Rows, ...]:
     """Of each row in training order its tokens, the sum of its samples' squared lengths, and its samples. `grouping` is
     the size of the batches that hold samples of like length, 0 where they do not."""
+    import numpy as np
+
+    from ftbench.spec import batches
+
     values = np.array(lengths.values, dtype=np.int64)
     if packing:
         rows = [values[row] for row in batches.packed(lengths.values, max_length)]
@@ -169,6 +177,8 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int, seed:
 
 def _laid_out(layout: _Layout, totals: Rows, squares: Rows, samples: Rows, longest: int) -> tuple[Rows, Rows, Rows]:
     """Positions, pairs and whether they are masked, of each batch, as `worker/data/collate.py` lays it out."""
+    import numpy as np
+
     real, wide = totals.sum(1), np.full(len(totals), longest) if layout.fixed else totals.max(1)
     positions = real if layout.flat and not layout.fixed else np.maximum(real, wide * layout.size)
     padded = positions > real
