@@ -79,7 +79,7 @@ def test_synthetic_lengths_are_known_before_they_are_drawn(like: str, seed: int)
 
 
 def test_the_largest_batch_of_each_way_to_lay_samples_out() -> None:
-    """As results/h200/qwen3-8b-packing had them: 4 x 675 positions padded, 1,131 without padding, rows of 2,048 packed."""
+    """As results/h200/qwen3-8b-packing had them: 4 x 675 positions padded, 1,131 laid out, rows of 2,048 packed."""
     data = {"name": "synthetic", "samples": 160, "like": "japanese-alpaca"}
 
     def shape(**on: object) -> tuple[int, int, bool]:
