@@ -23,3 +23,12 @@ def test_the_errors_of_the_store_are_told_in_words():
     assert "allocated 0." in text
     assert "Said to fit and did not: none." in text
     assert "Memory: estimated" not in report(Request([Path("results/h200/study")], "md")).text
+
+
+def test_every_step_has_its_estimate_from_the_other_runs_beside_it():
+    found = json.loads(report(Request([Path("results/h200")], "json", estimates=True)).text)
+    records = found["estimated_times"]["records"]
+    assert len(records) == 39
+    assert all(abs(record["step_s_error"]) < 0.2 and record["basis"] != "measured" for record in records)
+    text = report(Request([Path("results/h200/study")], "md", estimates=True)).text
+    assert "Time: estimated and measured" in text

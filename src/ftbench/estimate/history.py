@@ -80,7 +80,7 @@ def known_runs(paths: Iterable[Path]) -> list[Known]:
         runs = sorted(runs, key=_changed)[-MOST_RUNS:]
     found: dict[str, Known] = {}
     for run in runs:
-        if (known := _known(run)) is not None:
+        if (known := known_run(run)) is not None:
             found.setdefault(known.run_id, known)
     return list(found.values())
 
@@ -92,7 +92,8 @@ def _changed(run: RunDir) -> float:
         return 0.0
 
 
-def _known(run: RunDir) -> Known | None:
+def known_run(run: RunDir) -> Known | None:
+    """None for a run that tells nothing of its step: it failed, was too short, had no GPU, or was a mock."""
     summary = rundir.read_json(run.summary)
     step, steady = (summary.get("step_time_s") or {}).get("mean"), (summary.get("steps") or {}).get("steady") or 0
     if summary.get("state") != "ok" or not summary.get("gpu") or not step or steady < MINIMUM_STEADY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ftbench.core.hardware import Gpu
 from ftbench.errors import SpecError
 from ftbench.estimate.adapted import Adapted, adapted
-from ftbench.estimate.history import Known, known_runs, step_key
+from ftbench.estimate.history import Known, StepKey, known_runs, step_key
 from ftbench.estimate.lengths import Batch, Lengths, lengths_of
 from ftbench.estimate.nearness import Neighbour, neighbours
 from ftbench.estimate.observations import Observation, observed
@@ -30,6 +31,7 @@ class Store:
         self._near: dict[Any, list[Neighbour]] = {}
         self._work: dict[Any, tuple[Adapted, StepWork]] = {}
         self._lengths: dict[Dataset, Lengths] = {}
+        self._left_out: StepKey | None = None
 
     @classmethod
     def read(cls, path: Path) -> Store:
@@ -38,9 +40,16 @@ class Store:
             raise SpecError(f"--store {path}: is no folder of runs")
         return cls(path, known_runs([path]) if path.is_dir() else ())
 
+    def without(self, key: StepKey) -> Store:
+        """The same store as if no run had taken this step."""
+        other = copy.copy(self)
+        other._left_out = key
+        return other
+
     def same(self, spec: Experiment, gpu: Gpu) -> list[Known]:
         """Runs that took the very step which `spec` (resolved) asks for, on such a GPU."""
-        return self._same.get((gpu.name, *step_key(spec)), [])
+        key = step_key(spec)
+        return [] if key == self._left_out else self._same.get((gpu.name, *key), [])
 
     def lengths(self, dataset: Dataset) -> Lengths:
         """The lengths of the samples, as the runs know them."""
@@ -70,4 +79,4 @@ class Store:
         key = (gpu.name, *coefficients.values())
         if key not in self._near:
             self._near[key] = neighbours(self.observations(gpu), coefficients)
-        return self._near[key]
+        return [near for near in self._near[key] if near.run.key != self._left_out]

@@ -87,7 +87,8 @@ def _sections(request: Request, frame: pd.DataFrame, prices: Prices | None) -> l
     asked = [cost.energy(cells) if every or prices else None,
              cost.money(cells, prices, request.hours or NIGHT_H) if prices else None,
              references.beside(cells) if request.references else None,
-             estimates.memory(runs) if request.estimates else None]  # fmt: skip
+             estimates.memory(runs) if request.estimates else None,
+             estimates.time(runs) if request.estimates else None]  # fmt: skip
     return found + [section for section in asked if section is not None]
 
 

@@ -1,4 +1,5 @@
-"""What was predicted beside what was measured (`--estimates`): memory of every run, and the store's own error."""
+"""What was predicted beside what was measured (`--estimates`): memory and time of every run, and the store's own
+error."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.hardware import gpus
+from ftbench.errors import FtbenchError
 from ftbench.estimate import calibrate, constants, measured
+from ftbench.estimate.duration import DurationEstimate, estimate_duration
+from ftbench.estimate.history import Known, known_run
+from ftbench.estimate.store import Store
 from ftbench.report.cells import HEADINGS, Run, cells_of, shown, who
 from ftbench.report.document import Section
 from ftbench.report.tables import Table
@@ -73,3 +79,38 @@ def _errors(rows: Sequence[calibrate.Row], stored: Sequence[measured.Measured]) 
     wrong = calibrate.false_fits(stored, constants.constants())
     said = f"Said to fit and did not: {', '.join(wrong) or 'none'}."
     return [f"Errors: {'; '.join(found)}. {said}" if found else said]
+
+
+def time(runs: Sequence[Run]) -> Section | None:
+    """Each run's step as `ftbench estimate` would have said it from the other runs given, without those of the same
+    step; None where no run on a GPU of the table has enough steps to tell."""
+    found = [(cell, known) for cell in cells_of(runs) for run in cell.runs if (known := known_run(run.dir)) is not None]
+    store = Store(runs=[known for _, known in found])
+    records = []
+    for cell, known in found:
+        if (said := _step(known, store)) is not None:
+            measured_s = known.step_s * said.samples / known.samples
+            records.append(who(cell) | {
+                "step_s": measured_s, "step_s_estimated": said.step_s.expected,
+                "step_s_error": said.step_s.expected / measured_s - 1, "basis": said.basis,
+            })  # fmt: skip
+    if not records:
+        return None
+    rows = [
+        [*shown(record), units.seconds(record["step_s"]), units.seconds(record["step_s_estimated"]),
+         f"{record['step_s_error']:+.1%}", record["basis"]]
+        for record in records
+    ]  # fmt: skip
+    errors = [abs(record["step_s_error"]) for record in records]
+    words = [f"Errors: {sum(errors) / len(errors):.1%} in the mean of {len(errors)} runs, {max(errors):.1%} at worst."]
+    headings = [*HEADINGS, "mean step", "estimated", "error", "from"]
+    return Section("estimated_times", "Time: estimated and measured", Table({}, headings, rows, [], (*HEADINGS, "from")),
+                   words, records)  # fmt: skip
+
+
+def _step(known: Known, store: Store) -> DurationEstimate | None:
+    gpu = next((gpu for gpu in gpus() if gpu.name == known.gpu), None)
+    try:
+        return estimate_duration(known.spec, gpu, store.without(known.key)) if gpu else None
+    except FtbenchError:
+        return None
