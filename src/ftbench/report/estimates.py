@@ -104,8 +104,8 @@ def time(runs: Sequence[Run]) -> Section | None:
     errors = [abs(record["step_s_error"]) for record in records]
     words = [f"Errors: {sum(errors) / len(errors):.1%} in the mean of {len(errors)} runs, {max(errors):.1%} at worst."]
     headings = [*HEADINGS, "mean step", "estimated", "error", "from"]
-    return Section("estimated_times", "Time: estimated and measured", Table({}, headings, rows, [], (*HEADINGS, "from")),
-                   words, records)  # fmt: skip
+    table = Table({}, headings, rows, [], (*HEADINGS, "from"))
+    return Section("estimated_times", "Time: estimated and measured", table, words, records)
 
 
 def _step(known: Known, store: Store) -> DurationEstimate | None:
