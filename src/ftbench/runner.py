@@ -56,8 +56,8 @@ def run(
     on_expected: Callable[[str], None] = lambda text: None,
 ) -> Result:
     """Trains the spec once; `on_warning` hears of what is not refused and will not end well, `on_expected`
-    what it will take. Raises SpecError or
-    MissingError before anything is loaded; once a directory is claimed, every end is a state in it."""
+    what it will take. Raises SpecError or MissingError before anything is loaded; once a directory is claimed, every
+    end is a state in it."""
     spec = load(spec_path, sets)
     described = describe(spec)
     spec = resolve(spec, capability(described))
@@ -65,8 +65,9 @@ def run(
     check_disk(out)
     if (text := here.warning(spec, described["gpu"])) is not None:
         on_warning(text)
-    elif (text := here.expectation(spec, described["gpu"], Store.read(out))) is not None:
-        on_expected(text)
+    elif described["gpu"] and spec.launch.mock == "off":
+        if (text := here.expectation(spec, described["gpu"], Store.read(out))) is not None:
+            on_expected(text)
     claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(claimed)
     with process.signals() as asked:

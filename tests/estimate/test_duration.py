@@ -181,8 +181,22 @@ def test_a_damaged_store_is_read_as_far_as_it_can_be(tmp_path):
     for name in ("summary", "spec_json", "machine"):
         broken = make_run(tmp_path, name)
         getattr(broken, name).write_bytes(b"\xff{")
+    for part, changes in (
+        ("summary", {"steps": []}),
+        ("summary", {"step_time_s": {"mean": "fast"}}),
+        ("summary", {"phases_s": 3}),
+        ("summary", {"gpu": 7}),
+        ("spec_json", {"imported": "x.csv"}),
+    ):
+        odd = make_run(tmp_path, f"odd-{next(iter(changes))}")
+        path = getattr(odd, part)
+        path.write_text(json.dumps(rundir.read_json(path) | changes))
     (tmp_path / "probe").mkdir()
-    (tmp_path / "probe" / "x.json").write_text("[]")
+    for place, text in enumerate(
+        ("[]", '{"machine": []}', '{"machine": {"gpu": {"name": "NVIDIA H200"}}, "products": 3}')
+    ):
+        (tmp_path / "probe" / f"{place}.json").write_text(text)
+    assert estimate(store=Store.read(tmp_path)).step_s.expected > 0
     assert [known.run_id.split("/")[1] for known in Store.read(tmp_path).runs] == ["machine", run.run_id]
     with pytest.raises(SpecError, match="is no folder of runs"):
         Store.read(run.spec_json)

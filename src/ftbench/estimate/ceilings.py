@@ -14,6 +14,7 @@ from ftbench.core.hardware import Gpu
 from ftbench.errors import SpecError
 from ftbench.spec.prices import canonical
 
+_PARTS = ("machine", "device", "products", "memory", "host_link")
 PROBES = "probe"  # the folder of a store in which `ftbench probe` keeps its documents
 # Shares of the data sheet that large products and copies reach where nobody measured this GPU: the medians of the GPU
 # table's `gemm_bf16` over `bf16` (0.83), and of triad over data sheet bandwidth as usually published (0.9).
@@ -73,6 +74,8 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
 def _probes(store: Path, gpu: Gpu) -> Iterator[dict[str, Any]]:
     for path in sorted((store / PROBES).glob("*.json")):
         document = rundir.read_json(path)
+        if not all(isinstance(document.get(part) or {}, dict) for part in _PARTS):
+            continue
         name = ((document.get("machine") or {}).get("gpu") or {}).get("name")
         if name and canonical(name) == gpu.name and (document.get("device") or {}).get("kind") == "cuda":
             yield document

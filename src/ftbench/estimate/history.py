@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -93,10 +94,21 @@ def _changed(run: RunDir) -> float:
 
 
 def known_run(run: RunDir) -> Known | None:
-    """None for a run that tells nothing of its step: it failed, was too short, had no GPU, or was a mock."""
+    """None for a run that tells nothing of its step: it failed, was too short, had no GPU, was a mock, or its files are
+    not what they should be."""
+    try:
+        return _told(run)
+    except (AttributeError, KeyError, TypeError, ValueError):  # somebody else's file: a list for a section, a text
+        return None
+
+
+def _told(run: RunDir) -> Known | None:
     summary = rundir.read_json(run.summary)
-    step, steady = (summary.get("step_time_s") or {}).get("mean"), (summary.get("steps") or {}).get("steady") or 0
-    if summary.get("state") != "ok" or not summary.get("gpu") or not step or steady < MINIMUM_STEADY:
+    step, steady = (
+        (summary.get("step_time_s") or {}).get("mean") or 0.0,
+        (summary.get("steps") or {}).get("steady") or 0,
+    )
+    if summary.get("state") != "ok" or not summary.get("gpu") or not 0 < step < math.inf or steady < MINIMUM_STEADY:
         return None
     if (spec := _spec(rundir.read_json(run.spec_json))) is None or spec.launch.mock != "off":
         return None
@@ -112,7 +124,9 @@ def known_run(run: RunDir) -> Known | None:
 
 
 def _spec(values: dict[str, Any]) -> Experiment | None:
-    """The spec of a spec.json; None where it is no spec of this version (an imported log, a later key)."""
+    """The spec of a spec.json; None where it is no spec of this version (a later key), or of an imported log."""
+    if "imported" in values:
+        return None
     try:
         return Experiment.model_validate(
             {key: value for key, value in values.items() if key in Experiment.model_fields}

@@ -209,7 +209,7 @@ def dry_run(ready: Ready) -> list[Planned]:
     for job, found in plan.standings.items():
         if found.state == "ok":
             trials.setdefault(job.family, []).append(trial_of(job, found))
-    lines, store = [], Store.read(request.out)
+    lines, store = [], Store.read(request.out) if ready.device else Store()
     for job, found in plan.standings.items():
         state = "pending" if found.state == "running" else found.state
         peak = frontier.peak_on_the_line(trials.get(job.family, []), job.spec.train.batch_size)
