@@ -65,9 +65,8 @@ def run(
     check_disk(out)
     if (text := here.warning(spec, described["gpu"])) is not None:
         on_warning(text)
-    elif described["gpu"] and spec.launch.mock == "off":
-        if (text := here.expectation(spec, described["gpu"], Store.read(out))) is not None:
-            on_expected(text)
+    elif described["gpu"] and (text := here.expectation(spec, described["gpu"], Store.read(out))) is not None:
+        on_expected(text)
     claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(claimed)
     with process.signals() as asked:
