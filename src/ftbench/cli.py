@@ -30,6 +30,9 @@ app = typer.Typer(
 Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train and how")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Out = Annotated[Path, typer.Option("--out", help="where runs are kept")]
+Prices = Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")]
+Config = Annotated[Path | None, typer.Option(help="config.json of a model that is not known")]
+Store = Annotated[Path, typer.Option(help="runs and probes to learn from")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Budget = Annotated[str | None, typer.Option("--time-budget", help="start nothing that would end later", metavar="8h")]
 Retry = Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")]
@@ -184,18 +187,84 @@ def report(
     hours: Annotated[float | None, typer.Option(help="--answers, --prices: how long a night is (8)")] = None,
     against: Annotated[Path | None, typer.Option(help="earlier runs: exit code 1 if something is worse now")] = None,
     fail_above: Annotated[str | None, typer.Option(help="--against: how much worse is too much (5%)")] = None,
-    prices: Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")] = None,
+    prices: Prices = None,
     references: Annotated[bool, typer.Option("--references", help="published figures beside the runs")] = False,
+    estimates: Annotated[
+        bool, typer.Option("--estimates", help="also what `ftbench estimate` says of the runs")
+    ] = False,
 ) -> None:
     """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|recipe|KEY`."""
     from ftbench.report import command, render
 
     found = command.report(command.Request(
         paths, format or render.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
-        fail_above, prices, references,
+        fail_above, prices, references, estimates,
     ))  # fmt: skip
     _result(found.text, output)
     raise typer.Exit(1 if found.regressed else 0)
+
+
+@app.command()
+def estimate(
+    spec: Annotated[Path | None, typer.Argument(help="YAML file that says what to train and how")] = None,
+    sets: Sets = None,
+    gpu: Annotated[str | None, typer.Option(help="of `ftbench list gpus`, or all; this machine's if left out")] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
+    gpus: Annotated[int, typer.Option(help="how many GPUs share the work")] = 1,
+    strategy: Annotated[str | None, typer.Option(help="how they share it: ddp, fsdp, zero1, zero2 or zero3")] = None,
+    config: Config = None,
+    check: Annotated[bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not fit")] = False,
+    calibrate: Annotated[Path | None, typer.Option(help="learn from the runs in this folder", metavar="DIR")] = None,
+    samples: Annotated[float | None, typer.Option(help="how many to train on, if not the spec's")] = None,
+    hours: Annotated[float | None, typer.Option(help="how long a night is (8)")] = None,
+    prices: Prices = None,
+    store: Store = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Say how much memory and time a spec needs, and whether it fits, without training."""
+    from ftbench.estimate import command
+
+    if calibrate is not None:
+        print(command.calibrate(calibrate))
+        return
+    if spec is None:
+        raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
+    answer = command.estimate(command.Request(
+        spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store,
+    ))  # fmt: skip
+    print(answer.document if as_json else answer.text)
+    raise typer.Exit(answer.code if check else 0)
+
+
+@app.command()
+def recommend(
+    spec: Spec,
+    sets: Sets = None,
+    gpu: Annotated[str | None, typer.Option(help="NAME,NAME or all; this machine's if left out")] = None,
+    samples: Annotated[int | None, typer.Option(help="how many to train on, if not the spec's")] = None,
+    deadline: Annotated[str | None, typer.Option(help="done within this time", metavar="8h")] = None,
+    max_cost: Annotated[float | None, typer.Option(help="for at most this much money, by --prices")] = None,
+    prices: Prices = None,
+    objective: Annotated[str, typer.Option(help="what is best: speed, cost, energy or memory")] = "speed",
+    method: Annotated[str | None, typer.Option(help="lora,full: to choose from, if not the spec's kind")] = None,
+    effective_batch: Annotated[int | None, typer.Option(help="samples a step, held by accumulation")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best as a spec to run")] = None,
+    config: Config = None,
+    store: Store = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Find the best method, optimizations, batch and GPU within a time and a budget; 1 if nothing is."""
+    from ftbench.estimate import recommend_command as command
+    from ftbench.estimate import recommend_text as view
+
+    found = command.run(command.Request(
+        spec, sets or [], gpu, samples, deadline, max_cost, prices, objective, method, effective_batch, store, output,
+        config,
+    ))  # fmt: skip
+    print(json.dumps(view.as_json(found), ensure_ascii=False) if as_json else view.as_text(found), end="")
+    if output is not None and found.options:
+        _result(view.as_yaml(found), output)
+    raise typer.Exit(0 if found.options else 1)
 
 
 @app.command()
@@ -298,7 +367,7 @@ def _trained(spec: Path, sets: list[str], out: Path) -> Result:
     from ftbench import runner
 
     live = _Progress()
-    result = runner.run(spec, sets, out, live.start, live.tick)
+    result = runner.run(spec, sets, out, live.start, live.tick, live.warn, live.expect)
     live.stop()
     return result
 
@@ -327,6 +396,12 @@ class _Progress:
 
     def start(self, run: RunDir) -> None:
         print(f"run {run.path}", file=sys.stderr)
+
+    def expect(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+    def warn(self, text: str) -> None:
+        print(f"ftbench: {text}", file=sys.stderr)
 
     def tick(self, follower: Follower) -> None:
         if self._live:

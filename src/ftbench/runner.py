@@ -14,9 +14,11 @@ from ftbench import ceilings, machine, rundir, summary
 from ftbench.core import oom
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
+from ftbench.estimate import here
+from ftbench.estimate.store import Store
 from ftbench.launch import mock, nsys, process, trl
 from ftbench.launch.follow import Follower, Watchdog
-from ftbench.profile import store
+from ftbench.profile import store as profiles
 from ftbench.profile.trace import TraceError
 from ftbench.rundir import RunDir
 from ftbench.spec import identity
@@ -58,14 +60,21 @@ def run(
     out: Path,
     on_start: Callable[[RunDir], None] = lambda run: None,
     on_tick: Callable[[Follower], None] = lambda follower: None,
+    on_warning: Callable[[str], None] = lambda text: None,
+    on_expected: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Trains the spec once. Raises SpecError or MissingError before anything is loaded; once a directory is claimed,
-    every end is a state in it."""
+    """Trains the spec once; `on_warning` hears of what is not refused and will not end well, `on_expected`
+    what it will take. Raises SpecError or MissingError before anything is loaded; once a directory is claimed, every
+    end is a state in it."""
     spec = load(spec_path, sets)
     described = describe(spec)
     spec = resolve(spec, capability(described))
     check(spec, described)
     check_disk(out)
+    if (text := here.warning(spec, described["gpu"])) is not None:
+        on_warning(text)
+    elif described["gpu"] and (text := here.expectation(spec, described["gpu"], Store.read(out))) is not None:
+        on_expected(text)
     claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(claimed)
     with process.signals() as asked:
@@ -105,8 +114,8 @@ def carry_out(
         claimed.spec_yaml.write_bytes(order.source)
         resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(order.sets)}
         rundir.write_json(claimed.spec_json, resolved)
-        store = claimed.path.parents[1]
-        rundir.write_json(claimed.machine, described | {"ceilings": ceilings.of(store, gpu_name(described))})
+        best = ceilings.of(claimed.path.parents[1], gpu_name(described))
+        rundir.write_json(claimed.machine, described | {"ceilings": best})
         follower = Follower(claimed)
         watchdog = Watchdog(spec, follower, deadline)
 
@@ -190,7 +199,7 @@ def _close(run: RunDir, ended: process.Exit) -> Result:
 def _profile(run: RunDir) -> dict[str, Any]:
     """Makes the profile out of what the worker recorded; what the state becomes where that cannot be read."""
     try:
-        store.finish(run)
+        profiles.finish(run)
     except TraceError as error:
         return {"state": "error", "reason": str(error)}
     return {}

@@ -13,6 +13,7 @@ from transformers.utils import chat_template_utils
 
 from conftest import spec_of
 from ftbench.errors import DataError, SpecError
+from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.worker.data import prepare as preparing
 from ftbench.worker.data import synthetic
@@ -346,7 +347,7 @@ def test_the_shipped_sample_is_two_hundred_pairs_that_all_fit(tokenizer):
 
 @pytest.mark.parametrize("mean", [20.0, 117.0, 861.0, 1500.0])
 def test_synthetic_lengths_meet_their_mean_after_cutting(mean):
-    drawn = synthetic.lengths(Dataset(name="synthetic", samples=1, mean_length=mean), 2000)
+    drawn = synthetic_lengths(Dataset(name="synthetic", samples=1, mean_length=mean), 2000)
     assert np.mean(drawn) == pytest.approx(mean, rel=0.005)
     assert min(drawn) >= 2
     assert max(drawn) <= 2048
@@ -357,4 +358,4 @@ def test_synthetic_data_is_the_same_each_time_and_within_the_vocabulary():
     first, again = (synthetic.draw(dataset, 50, 100) for _ in range(2))
     assert first == again
     assert max(max(sample.ids) for sample in first) < 100
-    assert [len(s.ids) for s in first] == synthetic.lengths(dataset, 50)
+    assert [len(s.ids) for s in first] == synthetic_lengths(dataset, 50)

@@ -14,7 +14,8 @@ import yaml
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One row of the table. Peaks in dense TFLOP/s (no 2:4 sparsity), memory in GB (10**9 bytes), bandwidth in GB/s,
-    board power in W; None where no source is known."""
+    board power in W; None where no source is known. `gemm_bf16` is the highest rate of large bf16 products that others
+    have published, TFLOP/s."""
 
     name: str
     match: tuple[str, ...]
@@ -25,6 +26,7 @@ class Gpu:
     memory_gb: float
     bandwidth: float
     watts: float
+    gemm_bf16: float | None = None
 
     def peak_tflops(self, precision: str) -> float | None:
         """Dense tensor peak for `bf16`, `fp16` (the same units and rate on these GPUs) or `fp8`; None for others."""
@@ -51,7 +53,12 @@ def _gpu(row: dict[str, Any]) -> Gpu:
         memory_gb=row["memory_gb"],
         bandwidth=row["bandwidth"],
         watts=row["watts"],
+        gemm_bf16=_highest(row["gemm_bf16"]),
     )
+
+
+def _highest(published: float | list[float] | None) -> float | None:
+    return max(published) if isinstance(published, list) else published
 
 
 # Less than the whole or the desktop card whose name they bear: a slice of a GPU, a laptop's, the export version.
@@ -73,3 +80,12 @@ def _names(part: str, driver_name: str) -> bool:
 def supports_fp8(compute_capability: tuple[int, int]) -> bool:
     """FP8 matrix products exist from Ada (8.9) on: NVIDIA CUDA programming guide, compute capabilities."""
     return compute_capability >= (8, 9)
+
+
+# What ROCm reports as compute capability: the gfx version (gfx942, gfx950).
+_ROCM = {"cdna3": (9, 4), "cdna4": (9, 5)}
+
+
+def capability_of(gpu: Gpu) -> tuple[int, int] | None:
+    """The compute capability that torch reports on such a GPU."""
+    return gpu.compute_capability or _ROCM.get(gpu.arch)

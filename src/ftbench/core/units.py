@@ -1,6 +1,9 @@
 """The only place where numbers become text. Unknown is `None` and prints as an empty string."""
 
+import re
+
 GIB = 2**30
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?", re.ASCII)
 
 
 def gib(count: float | None) -> float | None:
@@ -23,6 +26,13 @@ def seconds(value: float | None) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def parse_seconds(text: str) -> float | None:
+    """`8h`, `90m`, `1h30m`, `45s` → seconds; None for anything else, and for no time at all."""
+    found = _DURATION.fullmatch(text.replace(" ", "").lower())
+    total = sum(float(n) * unit for n, unit in zip(found.groups(), (3600, 60, 1), strict=True) if n) if found else 0.0
+    return total if 0 < total < float("inf") else None
 
 
 def gibibytes(value: float | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
-from ftbench.report import compare_table, cost, gate, layout, profiles, references, render
+from ftbench.report import compare_table, cost, estimates, gate, layout, profiles, references, render
 from ftbench.report.answers import NIGHT_H, answers
 from ftbench.report.assemble import Parts, assembled
 from ftbench.report.cells import Run, cells_of, runs_of
@@ -41,6 +41,7 @@ class Request:
     fail_above: str | None = None
     prices: Path | None = None
     references: bool = False
+    estimates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _sections(request: Request, frame: pd.DataFrame, prices: Prices | None) -> l
     recorded = frame["warnings"].map(lambda warnings: PROFILED in warnings)  # no speed is taken from these
     profiled = cells_of(runs_of(frame[recorded]))
     found: list[Section | None] = []
-    if every or request.compare is not None or prices is not None or request.references:
+    if every or request.compare is not None or prices is not None or request.references or request.estimates:
         measured = runs_of(frame[~recorded])
         found += _of_measured(request, measured, prices, every, page)
     found.append(profiles.groups(profiled))
@@ -103,6 +104,8 @@ def _of_measured(
         cost.energy(cells) if every or prices else None,
         cost.money(cells, prices, request.hours or NIGHT_H) if prices else None,
         references.beside(cells) if request.references else None,
+        estimates.memory(runs) if request.estimates else None,
+        estimates.time(runs) if request.estimates else None,
     ]
 
 

@@ -6,7 +6,6 @@ Currencies stay as they were given: amounts in two of them are shown side by sid
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftbench.core import cost, units
@@ -14,6 +13,7 @@ from ftbench.report.cells import ENERGY, HEADINGS, SAMPLES, TOKENS, Cell, shown,
 from ftbench.report.document import Section
 from ftbench.report.layout import gpu_of, known
 from ftbench.report.tables import Table
+from ftbench.spec.bills import Bill, bills, running
 from ftbench.spec.prices import Owned, Price, Prices, Rent, canonical
 
 if TYPE_CHECKING:
@@ -22,59 +22,10 @@ if TYPE_CHECKING:
 WATTS, IDLE, PER_TOKEN = "energy.mean_watts", "energy.idle_watts", "energy.joules_per_1m_real_tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """An hour of a GPU in one way of having it, with what follows from how fast it trains. Amounts in `currency`;
-    None is not known. `why` says what the hour lacks."""
-
-    way: str
-    currency: str
-    per_hour: float | None
-    per_1k_samples: float | None
-    per_1m_real_tokens: float | None
-    per_night: float | None
-    date: str
-    source: str
-    why: str = ""
-
-
-def bills(price: Price, samples: float | None, tokens: float | None, watts: float | None, hours: float) -> list[Bill]:
-    """What training at this speed (samples and real tokens a second) and power (W, of the GPU) costs in each way that
-    has a price; `hours` is a night."""
-    ways = [("rent", price.rent, price.rent.per_hour if price.rent else None, ""),
-            ("owned", price.owned, *(_owned(price.owned, watts) if price.owned else (None, "")))]  # fmt: skip
-    return [
-        Bill(
-            way, terms.currency, hour,
-            None if hour is None else cost.per_1k_samples(hour, samples),
-            None if hour is None else cost.per_1m_tokens(hour, tokens),
-            None if hour is None else hour * hours,
-            terms.date.isoformat(), terms.source, why,
-        )
-        for way, terms, hour, why in ways if terms is not None
-    ]  # fmt: skip
-
-
 def _watts(joules: float | None, samples: float | None, sampled: float | None) -> float | None:
     """Mean power of training: the counter's joules per 1,000 samples times samples a second. The driver's own reading
     lags by a second or more, which short runs show; it stands in where there is no counter."""
     return joules / 1000 * samples if joules and samples else sampled
-
-
-def _running(owned: Owned, watts: float | None) -> float | None:
-    """Electricity for an hour of training; None where it is wanted and the GPU's power is not known."""
-    if owned.electricity_per_kwh is None:
-        return 0.0
-    return (
-        None if watts is None else cost.electricity_per_hour(owned.electricity_per_kwh, watts + owned.host_idle_watts)
-    )
-
-
-def _owned(owned: Owned, watts: float | None) -> tuple[float | None, str]:
-    running = _running(owned, watts)
-    if running is None:
-        return None, "the GPU's power was not measured, so what its electricity costs is not known"
-    return owned.price / cost.use_hours(owned.lifetime_years, owned.utilisation) + running, ""
 
 
 def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
@@ -84,10 +35,10 @@ def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
         return None, ""
     if rent.currency != owned.currency:
         return None, f"not compared ({rent.currency}, {owned.currency})"
-    running = _running(owned, watts)
-    if running is None:
+    spent = running(owned, watts)
+    if spent is None:
         return None, "unknown power"
-    hours = cost.break_even_hours(owned.price, running, rent.per_hour)
+    hours = cost.break_even_hours(owned.price, spent, rent.per_hour)
     if hours is None:
         return None, "never"
     life = cost.use_hours(owned.lifetime_years, owned.utilisation)

@@ -199,4 +199,4 @@ def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
         changed["train"] = spec.train.model_copy(update={"precision": "bf16" if half else "fp32"})
     if isinstance(spec.method, Qlora) and spec.method.compute_dtype == "auto":
         changed["method"] = spec.method.model_copy(update={"compute_dtype": "bfloat16" if half else "float32"})
-    return spec.model_copy(update=changed)
+    return spec.model_copy(update=changed) if changed else spec

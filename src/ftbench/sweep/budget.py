@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Collection, Sequence
 
+from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.sweep.jobs import Job
 
 MARGIN = 1.1
-_PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?")
 
 
 def duration(text: str) -> float:
     """`8h`, `90m`, `1h30m`, `45s` → seconds. Raises SpecError for anything else."""
-    found = _PARTS.fullmatch(text.replace(" ", "").lower())
-    total = sum(float(n) * unit for n, unit in zip(found.groups(), (3600, 60, 1), strict=True) if n) if found else 0.0
-    if total <= 0:
+    total = parse_seconds(text)
+    if total is None:
         raise SpecError(f"--time-budget {text}: write it as 8h, 90m or 1h30m")
     return total
 

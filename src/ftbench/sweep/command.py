@@ -13,6 +13,9 @@ from typing import Any
 from ftbench import runner
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import SpecError
+from ftbench.estimate import here
+from ftbench.estimate.duration import SHEET, epochs_samples
+from ftbench.estimate.store import Store
 from ftbench.spec import identity
 from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
@@ -49,8 +52,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A plan that can be started. `impossible` are the cells that can be on no machine, with the reason; `tables` makes
-    what is written after each run."""
+    """A plan that can be started. `device` is the GPU of machine.json; `impossible` are the cells that can be on no
+    machine, with the reason; `tables` makes what is written after each run."""
 
     request: Request
     folder: Path
@@ -58,6 +61,7 @@ class Ready:
     plan: Plan
     places: Sequence[Place]
     gpu: str | None
+    device: dict[str, Any] | None
     impossible: Sequence[tuple[str, str]]
     tables: Callable[..., Tables] = Tables
 
@@ -93,11 +97,13 @@ def prepare(request: Request, stack: ExitStack) -> Ready:
             runner.check(spec, described)
         return "; ".join(problems) or None
 
-    plan: Plan = _search(request, found, resolved, refused, options) if request.until_oom else _grid(
+    plan: Plan = _search(request, found, resolved, refused, options, described["gpu"]) if request.until_oom else _grid(
         request, found, resolved, refused, options
     )  # fmt: skip
     nowhere = [(_named(cell.values), cell.refused) for cell in found if cell.refused]
-    return Ready(request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, nowhere)
+    return Ready(
+        request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, described["gpu"], nowhere
+    )
 
 
 def _places(request: Request, spec: Experiment, stack: ExitStack) -> tuple[Sequence[Place], dict[str, Any]]:
@@ -128,7 +134,14 @@ def _grid(request: Request, found: Sequence[Cell], resolved: Resolved, refused: 
     return Grid(jobs, reasons, options)
 
 
-def _search(request: Request, found: Sequence[Cell], resolved: Resolved, refused: Refused, options: Options) -> Search:
+def _search(
+    request: Request,
+    found: Sequence[Cell],
+    resolved: Resolved,
+    refused: Refused,
+    options: Options,
+    gpu: dict[str, Any] | None,
+) -> Search:
     families: dict[str, Family] = {}
     for cell in found:
         if cell.spec is not None:
@@ -143,7 +156,7 @@ def _search(request: Request, found: Sequence[Cell], resolved: Resolved, refused
             "--until-oom needs a GPU: a CPU's memory ends in swapping, not in an answer (`--set launch.mock=oom` tries "
             "the search without one)"
         )
-    return Search(families.values(), options, request.trial_steps, request.effective_batch)
+    return Search(families.values(), options, request.trial_steps, request.effective_batch, gpu)
 
 
 def run(ready: Ready) -> tuple[int, Tables]:
@@ -171,13 +184,18 @@ def run(ready: Ready) -> tuple[int, Tables]:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A line of --dry-run: seconds and GiB are estimates from runs that have ended, where there are such."""
+    """A line of --dry-run: seconds and GiB are estimates from runs that have ended, where there are such; `verdict` is
+    that of `ftbench estimate`, and so are GiB where no run has ended. `estimated_s` are seconds by an estimate where no
+    run of the sweep tells, and `confidence` says from what."""
 
     what: str
     state: str
     reason: str | None
     seconds: float | None
     peak_gb: float | None
+    verdict: str | None
+    estimated_s: float | None
+    confidence: str | None
     command: list[str]
 
 
@@ -192,13 +210,30 @@ def dry_run(ready: Ready) -> list[Planned]:
     for job, found in plan.standings.items():
         if found.state == "ok":
             trials.setdefault(job.family, []).append(trial_of(job, found))
-    lines = []
+    lines, store = [], Store.read(request.out) if ready.device else Store()
     for job, found in plan.standings.items():
         state = "pending" if found.state == "running" else found.state
         peak = frontier.peak_on_the_line(trials.get(job.family, []), job.spec.train.batch_size)
         expected = None if found.done else plan.history.at_most_s(job)
-        lines.append(Planned(job.what, state, found.reason, expected, peak, _command(request, job)))
-    return lines + [Planned(what, "impossible", reason, None, None, []) for what, reason in ready.impossible]
+        said = None if found.done else here.on_machine(job.spec, ready.device)
+        peak = said.reserved.expected if peak is None and said is not None else peak
+        verdict = said.verdict if said else None
+        unknown = not found.done and expected is None
+        time = _estimated(job.spec, ready, store) if unknown else (None, None)
+        lines.append(Planned(
+            job.what, state, found.reason, expected, peak, verdict, *time, command=_command(request, job)
+        ))  # fmt: skip
+    return lines + [
+        Planned(what, "impossible", reason, None, None, None, None, None, []) for what, reason in ready.impossible
+    ]
+
+
+def _estimated(spec: Experiment, ready: Ready, store: Store) -> tuple[float | None, str | None]:
+    """Wall seconds and how they are known; nothing by the data sheet alone, which would be a guess in a plan."""
+    found, samples = here.time_on_machine(spec, ready.device, store), epochs_samples(spec)
+    if found is None or samples is None or found.basis == SHEET:
+        return None, None
+    return found.seconds_for(samples).expected, found.confidence
 
 
 def _command(request: Request, job: Job) -> list[str]:
@@ -210,8 +245,11 @@ def as_text(lines: Sequence[Planned]) -> str:
     shown = []
     for line in lines:
         duration = f"at most {seconds(line.seconds)}" if line.seconds else ""
+        if line.estimated_s:
+            duration = f"about {seconds(line.estimated_s)} ({line.confidence})"
         memory = f"{gibibytes(line.peak_gb)} GiB" if line.peak_gb else ""
-        told = ", ".join(part for part in (line.reason, duration, memory) if part)
+        verdict = line.verdict if line.verdict != "fits" else None
+        told = ", ".join(part for part in (line.reason, duration, memory, verdict) if part)
         shown.append(f"{line.state:<10} {line.what}" + (f": {told}" if told else ""))
         if line.command:
             shown.append(f"           {shlex.join(line.command)}")

@@ -1,0 +1,109 @@
+"""The ways to train a spec that a recommendation weighs: methods, optimizations, and what each of them rules out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftbench.spec.combinations import impossible
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import METHODS
+from ftbench.spec.optimizations import Optimizations
+
+ADAPTERS = ("lora", "qlora", "unsloth")  # these train the same matrices; full trains others
+_SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts"}
+_UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
+
+# What a step does with memory and time, each alone and the pairs that help each other.
+_SWITCHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"chunked_loss": True},
+    {"liger": True},
+    {"gradient_checkpointing": "selective"},
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "chunked_loss": True},
+    {"gradient_checkpointing": True, "liger": True},
+    {"activation_offload": True, "chunked_loss": True},
+    {"compile": True},
+    {"compile": True, "chunked_loss": True},
+    {"compile": True, "chunked_loss": True, "gradient_checkpointing": True},
+    {"compile": True, "chunked_loss": True, "fp8": "tensorwise"},
+)
+# How samples of different lengths share a batch.
+_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"length_grouping": True},
+    {"padding_free": True, "attention": "varlen"},
+    {"packing": True, "attention": "varlen"},
+)
+# A compiled graph is made for a shape: batches of one shape, or it is compiled again and again.
+_COMPILED_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"fixed_shape": True},
+    {"packing": True, "fixed_shape": True, "attention": "varlen"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A spec with a method and optimizations of its own, batch size left as it is; `problems` are why it can be on no
+    machine."""
+
+    spec: Experiment
+    problems: tuple[str, ...] = field(default=())
+
+
+def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
+    """The spec as it is, if its method is among them, then every combination; each once. `equal_lengths` says that no
+    batch has padding."""
+    seen = set()
+    own = [spec] if spec.method.name in methods else []
+    for candidate in (*own, *_combined(spec, methods, equal_lengths)):
+        key = (candidate.method, candidate.optimizations, candidate.train)
+        if key not in seen:
+            seen.add(key)
+            yield Way(candidate, tuple(impossible(candidate)))
+
+
+def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
+    for method in methods:
+        for chosen in _variants(spec, method):
+            for switches in _SWITCHES if method != "unsloth" else ({},):
+                layouts = _COMPILED_LAYOUTS if switches.get("compile") else _LAYOUTS
+                for layout in ({},) if equal_lengths else layouts[: 2 if method == "unsloth" else None]:
+                    on = Optimizations.model_validate({**switches, **layout})
+                    yield from _with_optimizers(spec.model_copy(update={"method": chosen, "optimizations": on}))
+
+
+def _variants(spec: Experiment, name: str) -> Iterator[Any]:
+    """The method with the options of the spec's own; unsloth in 16 and 4 bits, with and without its checkpointing."""
+    own = spec.method.model_dump() if spec.method.name == name else spec.method.model_dump(include=_SHARED)
+    if name == "full":
+        own = {}
+    if name != "unsloth":
+        yield METHODS[name].model_validate({**own, "name": name})
+        return
+    for bits, again in _UNSLOTH:
+        more = {"name": name, "load_in_4bit": bits, "use_gradient_checkpointing": again}
+        yield METHODS[name].model_validate({**own, **more})
+
+
+def _with_optimizers(spec: Experiment) -> Iterator[Experiment]:
+    """Of full training also with the fused kernel: the same arithmetic in one pass over the state."""
+    yield spec
+    if spec.method.name == "full" and spec.train.optimizer == "adamw_torch":
+        yield spec.model_copy(update={"train": spec.train.model_copy(update={"optimizer": "adamw_torch_fused"})})
+
+
+def with_batch(spec: Experiment, batch: int, accumulation: int) -> Experiment:
+    train = spec.train.model_copy(update={"batch_size": batch, "gradient_accumulation_steps": accumulation})
+    return spec.model_copy(update={"train": train})
+
+
+def batches(largest: int, effective: int | None) -> list[tuple[int, int]]:
+    """Batch sizes with their accumulation, largest first: powers of two and the largest, or divisors of `effective`."""
+    if effective is None:
+        sizes = {largest, *(2**power for power in range(largest.bit_length()))}
+        return [(size, 1) for size in sorted(sizes, reverse=True)]
+    fitting = (size for size in range(min(largest, effective), 0, -1) if effective % size == 0)
+    return [(size, effective // size) for size in fitting]

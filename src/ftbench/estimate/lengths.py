@@ -1,0 +1,189 @@
+"""How long the samples of a spec are, and what its micro-batches compute: exactly for synthetic data, else from runs on
+the same data, else from what is known of the data set."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ftbench.spec.datasets import DATASETS, Dataset
+from ftbench.spec.experiment import Experiment
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MOST_SAMPLES = 4096  # drawn for an estimate; more change the mean of a batch by about 1 %
+CLASSES = 8  # groups of micro-batches of like size that are computed with: time is not proportional to size
+BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")  # know where a sample ends
+
+Rows: TypeAlias = "np.ndarray[Any, Any]"  # numpy is imported where it is used: run and sweep begin without it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """Lengths in tokens of samples as they are drawn, the share of tokens that carry loss, and where both come from.
+    `upper_bound` says that nothing is known but the longest that is allowed. Equal only to itself: batches are kept by
+    it."""
+
+    values: tuple[int, ...]
+    labels: float
+    source: str
+    upper_bound: bool = False
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Mean micro-batch of a group that is `weight` of all. `positions` are computed, padding included; `square` is the
+    number of query and key pairs of one layer without a window; `masked` says that attention computes all of them
+    with a mask, and not only the causal half."""
+
+    weight: float
+    samples: float
+    positions: float
+    real: float
+    labels: float
+    square: float
+    masked: bool
+
+
+def lengths_of(dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = ()) -> Lengths:
+    """`recorded` are data sets of earlier runs with the `dataset` section of their summaries."""
+    if dataset.name == "synthetic":
+        count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES)
+        return Lengths(_drawn(dataset, count), 1.0, "exact: synthetic lengths")
+    same = [described for other, described in recorded if _same_data(dataset, other)]
+    if same and (known := _from_histogram(same[-1], dataset)) is not None:
+        return known
+    if DATASETS[dataset.name].mean_tokens is not None:
+        like = Dataset(name="synthetic", like=dataset.name, samples=MOST_SAMPLES, max_length=dataset.max_length)
+        drawn = _drawn(like, min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES))
+        return Lengths(drawn, 1.0, f"drawn to the mean length known of {dataset.name}")
+    why = f"the lengths of {dataset.name} are not known: every sample counts as max_length {dataset.max_length:,}"
+    return Lengths((dataset.max_length,) * 64, 1.0, why, upper_bound=True)
+
+
+@lru_cache(maxsize=32)
+def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
+    if dataset.length is not None:
+        return (dataset.length,) * min(count, 1024)
+    from ftbench.spec import batches
+
+    return tuple(batches.synthetic_lengths(dataset, count))
+
+
+def _same_data(wanted: Dataset, other: Dataset) -> bool:
+    return (wanted.name, wanted.path, wanted.revision) == (other.name, other.path, other.revision)
+
+
+def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | None:
+    """Samples drawn evenly from the bins of a run's histogram of lengths before they were cut."""
+    told = described.get("tokens_before_truncation") or {}
+    histogram, mean = told.get("histogram") or {}, told.get("mean")
+    counts, edges = histogram.get("counts"), histogram.get("edges")
+    total = (described.get("tokens") or {}).get("total")
+    if not counts or not edges or not mean or not total:
+        return None
+    dice = random.Random(dataset.seed)
+    size = min(sum(counts), MOST_SAMPLES)
+    values = dice.choices(range(len(counts)), counts, k=size)
+    spread = [edges[i] + dice.random() * (edges[i + 1] - edges[i]) for i in values]
+    scale = mean * size / sum(spread)  # a bin is wide beside short samples: the mean is what was measured
+    cut = tuple(max(2, min(dataset.max_length, round(length * scale))) for length in spread)
+    labels = min(1.0, (described.get("label_tokens") or total) / total) if dataset.loss_on != "all" else 1.0
+    return Lengths(cut, labels, f"recorded by a run on {dataset.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a spec says of how samples become batches of `size` rows. `flat` rows are laid end to end; `boundaries` are
+    told to the attention kernel; `unmasked` kernels are given no mask of the padding."""
+
+    size: int
+    max_length: int
+    seed: int
+    packing: bool
+    grouping: bool
+    flat: bool
+    fixed: bool
+    boundaries: bool
+    unmasked: bool
+
+
+def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
+    """The micro-batches of a spec in at most CLASSES groups of like size, which differ in weight."""
+    on = spec.optimizations
+    # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
+    return _batches(lengths, _Layout(
+        spec.train.batch_size, spec.dataset.max_length, spec.dataset.seed, on.packing, on.length_grouping,
+        on.packing or on.padding_free, on.fixed_shape, on.attention in BOUNDARIES, spec.method.name == "unsloth",
+    ))  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
+    import numpy as np
+
+    totals, squares, counts = _rows(
+        lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length, layout.seed
+    )
+    size = layout.size
+    if len(totals) < size:  # what was drawn fills no whole batch of this size: it is drawn over and over
+        totals, squares, counts = (np.tile(rows, -(-size // len(rows))) for rows in (totals, squares, counts))
+    whole = len(totals) // size
+    longest = totals.max()
+    totals, squares, counts = (rows[: whole * size].reshape(whole, size) for rows in (totals, squares, counts))
+    real, samples = totals.sum(1), counts.sum(1)
+    positions, square, masked = _laid_out(layout, totals, squares.sum(1), samples, longest)
+    order = np.argsort(positions, kind="stable")
+    parts = [order] if positions[order[0]] == positions[order[-1]] else np.array_split(order, min(CLASSES, whole))
+    return tuple(
+        Batch(
+            weight=len(part) / whole,
+            samples=float(samples[part].mean()),
+            positions=float(positions[part].mean()),
+            real=float(real[part].mean()),
+            labels=float(real[part].mean()) * lengths.labels,
+            square=float(square[part].mean()),
+            masked=bool(masked[part].mean() > 0.5),
+        )
+        for part in parts
+    )
+
+
+@lru_cache(maxsize=64)
+def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int, seed: int) -> tuple[Rows, ...]:
+    """Of each row in training order its tokens, the sum of its samples' squared lengths, and its samples. `grouping` is
+    the size of the batches that hold samples of like length, 0 where they do not."""
+    import numpy as np
+
+    from ftbench.spec import batches
+
+    values = np.array(lengths.values, dtype=np.int64)
+    if packing:
+        rows = [values[row] for row in batches.packed(lengths.values, max_length)]
+        totals, squares, counts = ([f(row) for row in rows] for f in (np.sum, lambda row: (row * row).sum(), len))
+        return np.array(totals), np.array(squares), np.array(counts)
+    if grouping:
+        values = values[batches.grouped(lengths.values, grouping, seed)]
+    return values, values * values, np.ones_like(values)
+
+
+def _laid_out(layout: _Layout, totals: Rows, squares: Rows, samples: Rows, longest: int) -> tuple[Rows, Rows, Rows]:
+    """Positions, pairs and whether they are masked, of each batch, as `worker/data/collate.py` lays it out."""
+    import numpy as np
+
+    real, wide = totals.sum(1), np.full(len(totals), longest) if layout.fixed else totals.max(1)
+    positions = real if layout.flat and not layout.fixed else np.maximum(real, wide * layout.size)
+    padded = positions > real
+    if layout.boundaries:
+        return positions, squares, np.zeros_like(padded)
+    if layout.flat:
+        return positions, positions * positions, (samples > 1) | padded
+    return positions, layout.size * wide * wide, padded & (not layout.unmasked)

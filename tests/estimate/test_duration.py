@@ -1,0 +1,297 @@
+"""The time estimate: what it counts is what runs did, it is as wrong as it says, and it says what it knows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftbench import rundir
+from ftbench.core.hardware import Gpu, find_gpu, gpus
+from ftbench.errors import SpecError
+from ftbench.estimate import duration_table, here, speeds
+from ftbench.estimate.adapted import adapted
+from ftbench.estimate.duration import MEASURED, OTHER, SCALED, SHEET, DurationEstimate, estimate_duration
+from ftbench.estimate.history import known_runs
+from ftbench.estimate.lengths import batches_of, lengths_of
+from ftbench.estimate.observations import per_step
+from ftbench.estimate.store import Store
+from ftbench.estimate.work import micro_step
+from ftbench.spec.experiment import Experiment
+from ftbench.sweep import command
+from made_runs import REAL, make_run, steps
+
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
+RUNS = known_runs([RESULTS])
+H200 = find_gpu("NVIDIA H200")
+assert H200 is not None
+
+
+def named(name: str) -> Gpu:
+    return next(gpu for gpu in gpus() if gpu.name == name)
+
+
+def spec_of(**parts: Any) -> Experiment:
+    values = {"name": "x", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "lora"},
+              "dataset": {"name": "synthetic", "samples": 64, "length": 2048},
+              "train": {"precision": "bf16"}}  # fmt: skip
+    return Experiment.model_validate({**values, **parts})
+
+
+def estimate(gpu: Gpu = H200, store: Store | None = None, **parts: Any) -> DurationEstimate:
+    return estimate_duration(spec_of(**parts), gpu, store)
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    return Store(None, RUNS)
+
+
+# --- what is counted is what was trained -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.run_id)
+def test_a_model_by_its_config_has_the_matrices_that_the_worker_counted_on_the_live_one(run):
+    told = rundir.read_json(next(RESULTS.rglob(run.run_id.split("/")[1])) / "applied.json")["matmul_shape"]
+    told = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+    counted = adapted(run.spec).matmul
+    norms = 0.0001 * counted.base  # the worker counts by the number of dimensions, which says nothing of 4-bit weights
+    assert {key: getattr(counted, key) for key in told if key != "base"} == {k: told[k] for k in told if k != "base"}
+    assert abs(counted.base - told["base"]) <= norms
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b-lora-b4-505a964c-r1", "qwen3-8b-lora-b4-7f0e1e9b6606-r1",
+                                  "qwen3-8b-lora-b4-db74a4093b1a-r1", "qwen3-8b-lora-b4-a4000c105967-r1"])  # fmt: skip
+def test_padded_flat_grouped_and_packed_batches_hold_the_tokens_that_runs_computed(name):
+    path = next(RESULTS.rglob(name))
+    rows, _ = rundir.read_steps(path / "steps.csv")
+    spec = Experiment.model_validate({k: v for k, v in json.loads((path / "spec.json").read_text()).items()
+                                      if k in Experiment.model_fields})  # fmt: skip
+    batches = batches_of(spec, lengths_of(spec.dataset))
+    size = spec.train.batch_size
+    whole = (
+        rows if spec.optimizations.packing is False else [r for r in rows if (r.padded_tokens or 0) > 2048 * (size - 1)]
+    )
+    for field, column in (("positions", "padded_tokens"), ("real", "real_tokens"), ("samples", "samples")):
+        measured = sum(getattr(row, column) for row in whole) / len(whole)
+        assert per_step(spec, batches, field) == pytest.approx(measured, rel=1e-6), field
+
+
+def test_checkpointing_dequantises_a_third_time_and_computes_the_forward_pass_again():
+    def work(again: bool) -> Any:
+        spec = spec_of(method={"name": "qlora"}, optimizations={"gradient_checkpointing": again})
+        return micro_step(spec, adapted(spec), batches_of(spec, lengths_of(spec.dataset))[0])
+
+    plain, checkpointed = work(False), work(True)
+    assert checkpointed.bytes["dequantise"] == 1.5 * plain.bytes["dequantise"]
+    layers = plain.flops["products"] - 6 * 2048 * 4 * adapted(spec_of()).matmul.head
+    again = checkpointed.flops["products"] - plain.flops["products"]
+    assert again == pytest.approx(
+        layers / 2, rel=0.01
+    )  # a forward pass is a third of LoRA's 2 N + 2 N, and a half more
+
+
+# --- how wrong it is -------------------------------------------------------------------------------------------------
+
+
+def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bounds_that_the_readme_gives(store):
+    rows = duration_table.left_out(store)
+    mean, worst = duration_table.errors_of(rows)
+    assert len(rows) >= 39
+    assert mean <= 0.07
+    assert worst <= 0.18
+    assert sum(row.inside for row in rows) >= 0.9 * len(rows)
+
+
+def test_methods_and_optimizations_that_no_run_has_seen_stay_within_the_issues_bound(store):
+    mean, worst = duration_table.errors_of(duration_table.left_out(store, duration_table.settings))
+    assert mean <= 0.15
+    assert worst <= 0.25
+
+
+def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
+    fitted = duration_table.fitted(store)
+    assert {name: term.value for name, term in fitted.items()} == pytest.approx(
+        speeds.values(speeds.shipped()), rel=1e-3
+    )
+    assert sorted(speeds.document()["runs"]) == sorted(run.run_id for run in RUNS)
+
+
+# facts/references.yaml, LoRA rows that tell batch and length: 4,096 tokens without padding. Nothing was fitted to them.
+@pytest.mark.parametrize(("model", "gpu", "tokens_per_s"), [
+    ("meta-llama/Llama-3.1-8B", "H100 SXM5", 12472.9), ("Qwen/Qwen2.5-7B", "H100 SXM5", 14110),
+    ("meta-llama/Llama-3.2-3B", "A100 80GB", 8210),
+])  # fmt: skip
+def test_what_others_published_on_other_gpus_lies_in_the_band_of_the_data_sheet(model, gpu, tokens_per_s):
+    data = {"name": "synthetic", "samples": 64, "length": 4096, "max_length": 4096}
+    found = estimate(named(gpu), model={"id": model}, dataset=data, train={"batch_size": 2, "precision": "bf16"})
+    assert found.basis == SHEET
+    assert found.tokens / found.step_s.high <= tokens_per_s <= found.tokens / found.step_s.low
+
+
+# --- what it knows ---------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_was_measured_is_told_as_measured_and_as_it_was(store):
+    run = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
+    found = estimate_duration(run.spec, H200, store)
+    assert (found.basis, found.confidence) == (MEASURED, "measured (same step, same GPU, 6 runs)")
+    assert found.step_s.expected == pytest.approx(run.step_s, rel=0.01)
+    longer = run.spec.model_copy(update={"dataset": run.spec.dataset.model_copy(update={"samples": 100_000})})
+    assert estimate_duration(longer, H200, store).basis == MEASURED  # how long is trained does not change a step
+
+
+def test_confidence_falls_and_the_band_widens_as_less_is_known(store):
+    known = {
+        SCALED: estimate(store=store, train={"batch_size": 3, "precision": "bf16"}),
+        OTHER: estimate(store=store, optimizations={"liger": True, "gradient_checkpointing": True}),
+        SHEET: estimate(named("RTX 5090"), store),
+    }
+    assert [found.basis for found in known.values()] == list(known)
+    widths = [found.step_s.high / found.step_s.low for found in known.values()]
+    assert widths == sorted(widths)
+    assert re.match(r"scaled from \d+ runs of this method and these optimizations", known[SCALED].confidence)
+    assert "nothing measured on this GPU (learned on H200 SXM)" in known[SHEET].confidence
+
+
+def test_a_mixture_of_experts_is_not_scaled_from_dense_models(store):
+    found = estimate(store=store, model={"id": "Qwen/Qwen3-30B-A3B"})
+    assert found.basis == SHEET
+    assert "no mixture of experts was measured" in found.confidence
+
+
+def test_runs_of_another_gpu_and_runs_that_are_too_short_or_failed_teach_nothing(tmp_path):
+    make_run(tmp_path, "other", machine={"gpu.name": "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"})
+    make_run(tmp_path, "short", steps(5))
+    make_run(tmp_path, "failed", state={"state": "error", "reason": "x"})
+    make_run(tmp_path, "mock", spec={"launch.mock": "ok"})
+    kept = Store.read(tmp_path)
+    assert [run.run_id for run in kept.runs] == ["qwen3-8b-lora/other"]
+    assert estimate_duration(kept.runs[0].spec, H200, kept).basis == OTHER
+    assert estimate_duration(kept.runs[0].spec, named("RTX PRO 6000 Blackwell Max-Q"), kept).basis == MEASURED
+
+
+def test_a_damaged_store_is_read_as_far_as_it_can_be(tmp_path):
+    run = make_run(tmp_path, "real")
+    for name in ("summary", "spec_json", "machine"):
+        broken = make_run(tmp_path, name)
+        getattr(broken, name).write_bytes(b"\xff{")
+    for part, changes in (
+        ("summary", {"steps": []}),
+        ("summary", {"step_time_s": {"mean": "fast"}}),
+        ("summary", {"phases_s": 3}),
+        ("summary", {"gpu": 7}),
+        ("spec_json", {"imported": "x.csv"}),
+    ):
+        odd = make_run(tmp_path, f"odd-{next(iter(changes))}")
+        path = getattr(odd, part)
+        path.write_text(json.dumps(rundir.read_json(path) | changes))
+    (tmp_path / "probe").mkdir()
+    for place, text in enumerate(
+        ("[]", '{"machine": []}', '{"machine": {"gpu": {"name": "NVIDIA H200"}}, "products": 3}')
+    ):
+        (tmp_path / "probe" / f"{place}.json").write_text(text)
+    assert estimate(store=Store.read(tmp_path)).step_s.expected > 0
+    assert [known.run_id.split("/")[1] for known in Store.read(tmp_path).runs] == ["machine", run.run_id]
+    with pytest.raises(SpecError, match="is no folder of runs"):
+        Store.read(run.spec_json)
+
+
+def test_a_probe_of_the_gpu_is_its_ceiling(tmp_path):
+    document = {"device": {"kind": "cuda"}, "machine": {"gpu": {"name": "NVIDIA H200"}},
+                "products": {"bf16": {"best_tflops": 395.0}, "fp32": {"best_tflops": 51.0}}}  # fmt: skip
+    (tmp_path / "probe").mkdir()
+    (tmp_path / "probe" / "h200.json").write_text(json.dumps(document))
+    probed, published = estimate(store=Store.read(tmp_path)), estimate()
+    assert probed.parts["products"] == pytest.approx(2 * published.parts["products"])
+    assert "measured by `ftbench probe`" in probed.confidence
+    assert (
+        estimate(store=Store.read(tmp_path), train={"precision": "fp32"}).parts["products"] > probed.parts["products"]
+    )
+    with pytest.raises(SpecError, match=r"multiplies in fp32 is not known: run `ftbench probe`"):
+        estimate(train={"precision": "fp32"})
+
+
+def test_lengths_come_from_runs_on_the_data_else_from_facts_else_are_an_upper_bound():
+    alpaca = spec_of(dataset={"name": "alpaca", "max_length": 256}).dataset
+    recorded = rundir.read_json(next(RESULTS.rglob("qwen3-8b-lora-b4-505a964c-r1")) / "summary.json")["dataset"]
+    runs = [(spec_of(dataset={"name": "alpaca", "max_length": 2048}).dataset, recorded)]
+    whole = lengths_of(runs[0][0], runs)
+    assert whole.mean == pytest.approx(recorded["tokens"]["mean"], rel=0.01)
+    assert max(whole.values) == pytest.approx(recorded["tokens"]["max"], rel=0.06)
+    assert max(lengths_of(alpaca, runs).values) <= 256
+    facts = lengths_of(spec_of(dataset={"name": "japanese-alpaca"}).dataset)
+    assert facts.mean == pytest.approx(117, rel=0.02)
+    unknown = lengths_of(alpaca)
+    assert (unknown.mean, unknown.upper_bound) == (256, True)
+    assert estimate(dataset={"name": "alpaca"}).upper_bound
+
+
+# --- what must hold for any ------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([gpu.name for gpu in gpus()]), st.sampled_from(["lora", "qlora", "full", "unsloth"]),
+       st.integers(1, 65536), st.integers(2, 8192), st.booleans())  # fmt: skip
+def test_a_larger_batch_never_makes_a_shorter_step_and_all_figures_are_finite(gpu, method, batch, length, again):
+    def step(size: int) -> DurationEstimate:
+        return estimate(
+            named(gpu), method={"name": method}, train={"batch_size": size, "precision": "bf16"},
+            dataset={"name": "synthetic", "samples": 10**12, "length": length, "max_length": 8192},
+            optimizations={"gradient_checkpointing": again and method != "unsloth"},
+        )  # fmt: skip
+
+    small, large = step(max(1, batch // 2)), step(batch)
+    assert 0 < small.step_s.expected <= large.step_s.expected < float("inf")
+    assert large.step_s.low < large.step_s.expected < large.step_s.high
+    assert 0 < large.watts.low <= large.watts.expected <= large.watts.high <= named(gpu).watts
+    assert large.samples_in(large.seconds_for(5e6).expected).expected == pytest.approx(5e6)
+
+
+def test_python_sets_the_pace_of_a_small_model_and_the_gpu_that_of_long_batches():
+    assert estimate(model={"id": "Qwen/Qwen3-0.6B"}, dataset={"name": "japanese-alpaca"}).bound == "host"
+    assert estimate().bound == "GPU"
+
+
+@pytest.mark.parametrize("slower", [
+    {"optimizations": {"gradient_checkpointing": True}}, {"optimizations": {"activation_offload": True}},
+    {"optimizations": {"attention": "eager"}}, {"method": {"name": "qlora"}},
+    {"train": {"gradient_accumulation_steps": 2}},
+], ids=str)  # fmt: skip
+def test_what_does_more_takes_longer(slower):
+    assert estimate(**slower).step_s.expected > estimate().step_s.expected
+
+
+def test_the_real_run_that_other_tests_copy_is_among_those_learned_from():
+    assert any(run.run_id.endswith(REAL.run_id) for run in RUNS)
+
+
+# --- what run and sweep tell of it -----------------------------------------------------------------------------------
+
+
+def test_a_run_begins_with_what_it_will_take(store):
+    gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
+    run = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
+    told = here.expectation(run.spec, gpu, store)
+    assert told is not None
+    found = re.fullmatch(r"expected: ([\d.]+) GiB of 140.4, about ([\d.]+) s \(([\d.]+) s to .* s; (.*)\)", told)
+    assert found is not None, told
+    assert float(found[1]) == pytest.approx(78, rel=0.05)
+    assert float(found[2]) == pytest.approx(16 * run.step_s + 10, abs=10)
+    assert found[4] == "measured (same step, same GPU, 6 runs)"
+    mock = run.spec.model_copy(update={"launch": run.spec.launch.model_copy(update={"mock": "ok"})})
+    assert here.expectation(mock, gpu, store) is None
+    assert here.expectation(run.spec, None, store) is None
+
+
+def test_a_plan_says_what_is_an_estimate():
+    measured = command.Planned("batch 1", "pending", None, 60.0, 70.0, "fits", None, None, [])
+    estimated = command.Planned("batch 2", "pending", None, None, 70.0, "fits", 90.0, "scaled from 3 runs", [])
+    assert command.as_text([measured, estimated]).splitlines() == [
+        "pending    batch 1: at most 60.0 s, 70.0 GiB",
+        "pending    batch 2: about 90.0 s (scaled from 3 runs), 70.0 GiB",
+    ]

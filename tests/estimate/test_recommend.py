@@ -1,0 +1,243 @@
+"""A recommendation: every option can be run, fits, and meets the limits; the best is first; the rest has a reason."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ftbench import cli
+from ftbench.core.hardware import capability_of, gpus
+from ftbench.estimate import candidates
+from ftbench.estimate.duration import estimate_duration
+from ftbench.estimate.memory import largest_batch
+from ftbench.estimate.recommend import Found, Wanted, recommend
+from ftbench.estimate.room import Room
+from ftbench.estimate.store import Store
+from ftbench.spec.combinations import impossible, refused_here
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import load
+from ftbench.spec.prices import load_prices
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = {"name": "night", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "lora", "rank": 16},
+        "dataset": {"name": "japanese-alpaca"}, "train": {"precision": "bf16", "learning_rate": 1e-4}}  # fmt: skip
+GPUS = {gpu.name: gpu for gpu in gpus()}
+STORE = Store.read(ROOT / "results" / "h200")
+
+
+def ask(*names: str, spec: dict | None = None, samples: float = 1e6, **limits: object) -> Found:
+    chosen = tuple(GPUS[name] for name in names or ("H200 SXM",))
+    experiment = Experiment.model_validate({**SPEC, **(spec or {})})
+    return recommend(Wanted(experiment, chosen, samples, store=STORE, **limits))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def ftbench(monkeypatch, capsys):
+    """Calls the command in this process and gives exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def spec_file(tmp_path):
+    path = tmp_path / "night.yaml"
+    path.write_text(json.dumps({key: value for key, value in SPEC.items() if key != "name"}))
+    return path
+
+
+# --- the options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("H200 SXM",), ("RTX 4090", "A100 40GB", "H100 SXM5", "MI300X")], ids="-".join)
+def test_every_option_can_run_on_its_gpu_fits_and_meets_the_deadline(names):
+    found = ask(*names, deadline_s=40 * 3600)
+    assert {option.gpu.name for option in found.options} <= set(names)
+    assert len(found.options) + sum(found.ruled_out.values()) == found.weighed
+    for option in found.options:
+        assert not impossible(option.spec)
+        assert not refused_here(option.spec, capability_of(option.gpu))
+        assert option.memory.verdict == "fits"
+        assert option.seconds.expected <= 40 * 3600
+        assert option.duration == estimate_duration(option.spec, option.gpu, STORE)
+    assert not any(o.spec.optimizations.fp8 != "off" and o.gpu.name == "A100 40GB" for o in found.options)
+
+
+@pytest.mark.parametrize(("objective", "figure"), [
+    ("speed", lambda option: option.seconds.expected), ("energy", lambda option: option.joules.expected),
+    ("memory", lambda option: option.memory.device.expected), ("cost", lambda option: option.cost.value),
+])  # fmt: skip
+def test_the_best_by_the_objective_is_first(objective, figure):
+    prices = load_prices(ROOT / "configs" / "prices-example.yaml")
+    options = ask(objective=objective, prices=prices, deadline_s=24 * 3600).options
+    assert len(options) > 20
+    assert [figure(option) for option in options] == sorted(figure(option) for option in options)
+
+
+def test_the_same_matrices_are_trained_unless_others_are_asked_for():
+    assert {option.spec.method.name for option in ask().options} == {"lora", "qlora", "unsloth"}
+    assert {option.spec.method.rank for option in ask().options} == {16}
+    assert {option.spec.method.name for option in ask(spec={"method": {"name": "full"}}).options} == {"full"}
+    assert {option.spec.method.name for option in ask(methods=("full", "qlora")).options} == {"full", "qlora"}
+
+
+def test_the_effective_batch_is_held_by_accumulation():
+    found = ask(effective_batch=48)
+    steps = [option.spec.train for option in found.options]
+    assert {train.batch_size * train.gradient_accumulation_steps for train in steps} == {48}
+    assert any(train.gradient_accumulation_steps > 1 for train in steps)
+    assert any("packing" in reason for reason in found.ruled_out)
+
+
+def test_a_data_set_without_padding_needs_no_packing():
+    fixed = {"name": "synthetic", "samples": 512, "length": 1024}
+    assert not any(option.spec.optimizations.packing for option in ask(spec={"dataset": fixed}).options)
+
+
+def test_nothing_within_the_deadline_names_what_comes_closest():
+    found = ask(deadline_s=60)
+    assert not found.options
+    assert found.closest is not None
+    assert found.closest.seconds.expected == min(option.seconds.expected for option in ask().options)
+    assert "later than the deadline" in found.missed
+    assert found.ruled_out["later than the deadline"] == len(ask().options)
+
+
+def test_nothing_that_fits_names_what_needs_the_least():
+    found = ask("L4", spec={"model": {"id": "Qwen/Qwen3-32B"}}, methods=("full",))
+    assert (found.options, found.closest) == ((), None)
+    assert "full" in found.missed
+    assert any(reason.startswith("does not fit at batch 1 on L4") for reason in found.ruled_out)
+
+
+def test_a_budget_rules_out_what_is_dearer():
+    prices = load_prices(ROOT / "configs" / "prices-example.yaml")
+    free = ask(prices=prices).options
+    middle = sorted(option.cost.value for option in free if option.cost)[len(free) // 2]
+    assert {option.cost.value <= middle for option in ask(prices=prices, max_cost=middle).options if option.cost} == {
+        True
+    }
+
+
+def test_the_largest_batch_is_that_of_the_memory_estimate():
+    spec, room = Experiment.model_validate(SPEC), Room()
+    tried = [way.spec for way in candidates.ways(spec, ("lora", "qlora", "unsloth"), False) if not way.problems][::9]
+    for name in ("H200 SXM", "A100 40GB", "RTX 4090"):
+        for way in tried:
+            one = candidates.with_batch(way, 1, 1)
+            assert room.largest_batch(one, GPUS[name]) == largest_batch(one, GPUS[name])
+
+
+def test_it_takes_less_than_two_seconds_of_a_processor():
+    began = time.process_time()
+    recommend(Wanted(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, store=Store.read(ROOT / "results")))
+    assert time.process_time() - began < 2
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_written_as_a_spec_that_runs_as_it_is(ftbench, spec_file, tmp_path):
+    best = tmp_path / "best.yaml"
+    code, out, err = ftbench(
+        "recommend", spec_file, "--gpu", "H200", "--samples", 50000, "--deadline", "8h", "-o", best
+    )
+    assert (code, err) == (0, "")
+    assert best.read_text() in out
+    spec = load(best)
+    assert (spec.name, spec.train.learning_rate, spec.method.rank) == ("night-best", 1e-4, 16)  # type: ignore[union-attr]
+    found = estimate_duration(spec, GPUS["H200 SXM"])
+    assert spec.train.max_steps * found.samples == pytest.approx(50000, rel=0.02)  # type: ignore[operator]
+
+
+def test_json_holds_the_options_the_reasons_and_the_spec(ftbench, spec_file):
+    code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200,L4", "--samples", 1000, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["options"][0]["seconds"]["expected"] <= found["options"][1]["seconds"]["expected"]
+    assert (
+        Experiment.model_validate(found["spec"]).optimizations.model_dump(exclude_defaults=True)
+        == (found["options"][0]["optimizations"])
+    )
+    assert any(option["changes_the_loss"] for option in found["options"] if "fp8" in option["optimizations"])
+
+
+def test_nothing_that_meets_the_limits_is_exit_code_1(ftbench, spec_file):
+    code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200", "--samples", 10**12, "--deadline", "8h")
+    assert code == 1
+    assert "The closest is later than the deadline" in out
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--gpu", "H300", "--samples", "9"], "--gpu H300: no such GPU is in the table"),
+    (["--gpu", ",", "--samples", "9"], "--gpu: name GPUs"),
+    (["--gpu", "H200"], "--samples: say how many"),
+    (["--gpu", "H200", "--samples", "0"], "--samples 0: how many samples"),
+    (["--gpu", "H200", "--samples", "9", "--deadline", "0h"], "--deadline 0h: write it as 8h"),
+    (["--gpu", "H200", "--samples", "9", "--deadline=-8h"], "--deadline -8h: write it as 8h"),
+    (["--gpu", "H200", "--samples", "9", "--deadline", "soon"], "--deadline soon: write it as 8h"),
+    (["--gpu", "H200", "--samples", "9", "--objective", "best"], "'best' is no objective; allowed: speed"),
+    (["--gpu", "H200", "--samples", "9", "--objective", "cost"], "--objective cost: needs --prices"),
+    (["--gpu", "H200", "--samples", "9", "--max-cost", "5"], "--max-cost 5: needs --prices"),
+    (["--gpu", "H200", "--samples", "9", "--max-cost", "nan", "--prices", "PRICES"], "--max-cost nan: an amount"),
+    (["--gpu", "H200,L40S", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "has no price for L40S"),
+    (["--gpu", "H200,H100 PCIe", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "prices in JPY and USD"),
+    (["--gpu", "H200", "--samples", "9", "--method", "lora,loar"], "'loar' is no method"),
+    (["--gpu", "H200", "--samples", "9", "--effective-batch", "0"], "--effective-batch 0: samples a step"),
+    (["--gpu", "H200", "--samples", "9", "--set", "model=some/model"], "no shape is known for some/model"),
+    (["--gpu", "H200", "--samples", "9", "--set", "train.precision=fp32"], "in fp32 is not known: run `ftbench probe`"),
+    (["--gpu", "H200", "--samples", "9", "-o", "SPEC"], "is the spec itself"),
+    (["--gpu", "H200", "--samples", "9", "--store", "SPEC"], "is no folder of runs"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
+def test_a_mistake_is_a_sentence(ftbench, spec_file, arguments, sentence):
+    files = {"SPEC": spec_file, "PRICES": ROOT / "configs" / "prices-example.yaml"}
+    code, out, err = ftbench("recommend", spec_file, *(files.get(word, word) for word in arguments))
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_estimate_tells_time_energy_and_cost_of_a_night(ftbench, spec_file):
+    prices = ROOT / "configs" / "prices-example.yaml"
+    asked = ("estimate", spec_file, "--gpu", "H200", "--samples", 1000, "--hours", 10, "--prices", prices, "--json")
+    code, out, _ = ftbench(*asked, "--store", ROOT / "results")
+    time_told = json.loads(out)["gpus"][0]["time"]
+    assert code == 0
+    assert time_told["basis"] == "scaled"
+    assert time_told["samples_in_hours"]["expected"] == pytest.approx(10 * time_told["samples_per_hour"], rel=0.01)
+    assert time_told["cost"]["value"] == pytest.approx(4.0 / 3600 * time_told["training_s"]["expected"])
+    code, out, _ = ftbench(*asked[:-1])
+    assert "10 h" in out
+    assert "kWh" in out
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--samples", "0"], "--samples 0"), (["--samples", "nan"], "--samples nan"), (["--hours", "-1"], "--hours -1"),
+    (["--hours", "inf"], "--hours inf"), (["--prices", "/nowhere"], "/nowhere: no such file"),
+], ids=" ".join)  # fmt: skip
+def test_estimate_refuses_amounts_that_are_none(ftbench, spec_file, arguments, sentence):
+    code, _, err = ftbench("estimate", spec_file, "--gpu", "H200", *arguments)
+    assert code == 2
+    assert sentence in err
+
+
+def test_it_needs_no_torch(spec_file):
+    program = (
+        "import sys; from ftbench import cli\n"
+        f"sys.argv = ['ftbench', 'recommend', {str(spec_file)!r}, '--gpu', 'H200', '--samples', '1000']\n"
+        "try: cli.main()\n"
+        "finally: assert not {'torch', 'transformers', 'pandas'} & set(sys.modules)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
