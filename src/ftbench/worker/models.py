@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, PreTrainedConfig
+from transformers.initialization import no_init_weights
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
@@ -48,13 +49,23 @@ def load_model(spec: Experiment, source: str, quantization_config: Any = None) -
         arguments["quantization_config"] = published
     if device().type == "cuda":
         arguments["device_map"] = {"": device()}
+    if isinstance(source, PreTrainedConfig):
+        return reach(spec.model, lambda: _of_shape(source, arguments))
     return reach(spec.model, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments))
+
+
+def _of_shape(config: Any, arguments: dict[str, Any]) -> Any:
+    """A model of that shape whose weights hold nothing in particular, on the device."""
+    chosen = {key: arguments[key] for key in ("dtype", "attn_implementation") if key in arguments}
+    with no_init_weights(), device():
+        return AutoModelForCausalLM.from_config(config, **chosen).eval()
 
 
 def _quantised(spec: Experiment, source: str) -> Any:
     """How to load weights that were published quantised (gpt-oss: MXFP4): in 16 bits, so that they can be trained
     on. Raises SpecError for a method that would quantise them again."""
-    config = getattr(load_config(spec.model, source), "quantization_config", None)
+    shape = source if isinstance(source, PreTrainedConfig) else load_config(spec.model, source)
+    config = getattr(shape, "quantization_config", None)
     if config is None:
         return None
     kind = config.get("quant_method") if isinstance(config, dict) else config.quant_method
