@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, PreTrainedConfig
-from transformers.initialization import no_init_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker.device import device
 from ftbench.worker.optimizations.attention import VARLEN, register
 from ftbench.worker.random_weights import materialise
+
+
+class Shape(Protocol):
+    """In place of what from_pretrained is given: a configuration, and a model of it whose weights were never read."""
+
+    config: Any
+
+    def load(self, arguments: dict[str, Any]) -> Any: ...
+
+
+Source = str | Shape
 
 
 def source_of(model: Model) -> str:
@@ -22,8 +32,10 @@ def source_of(model: Model) -> str:
     return model.path or model.id
 
 
-def load_config(model: Model, source: str) -> Any:
+def load_config(model: Model, source: Source) -> Any:
     """The model's configuration. Raises MissingError where it cannot be reached."""
+    if not isinstance(source, str):
+        return source.config
     return reach(model, lambda: AutoConfig.from_pretrained(source, **hub_arguments(model)))
 
 
@@ -35,7 +47,7 @@ def load_tokenizer(model: Model, source: str) -> Any:
     return tokenizer
 
 
-def load_model(spec: Experiment, source: str, quantization_config: Any = None) -> Any:
+def load_model(spec: Experiment, source: Source, quantization_config: Any = None) -> Any:
     """The weights on the device, in the spec's dtype and with its attention implementation."""
     attention = spec.optimizations.attention
     arguments: dict[str, Any] = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model)}
@@ -49,23 +61,15 @@ def load_model(spec: Experiment, source: str, quantization_config: Any = None) -
         arguments["quantization_config"] = published
     if device().type == "cuda":
         arguments["device_map"] = {"": device()}
-    if isinstance(source, PreTrainedConfig):
-        return reach(spec.model, lambda: _of_shape(source, arguments))
+    if not isinstance(source, str):
+        return reach(spec.model, lambda: source.load(arguments))
     return reach(spec.model, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments))
 
 
-def _of_shape(config: Any, arguments: dict[str, Any]) -> Any:
-    """A model of that shape whose weights hold nothing in particular, on the device."""
-    chosen = {key: arguments[key] for key in ("dtype", "attn_implementation") if key in arguments}
-    with no_init_weights(), device():
-        return AutoModelForCausalLM.from_config(config, **chosen).eval()
-
-
-def _quantised(spec: Experiment, source: str) -> Any:
+def _quantised(spec: Experiment, source: Source) -> Any:
     """How to load weights that were published quantised (gpt-oss: MXFP4): in 16 bits, so that they can be trained
     on. Raises SpecError for a method that would quantise them again."""
-    shape = source if isinstance(source, PreTrainedConfig) else load_config(spec.model, source)
-    config = getattr(shape, "quantization_config", None)
+    config = getattr(load_config(spec.model, source), "quantization_config", None)
     if config is None:
         return None
     kind = config.get("quant_method") if isinstance(config, dict) else config.quant_method

@@ -13,7 +13,7 @@ from ftbench.worker import models
 from ftbench.worker.methods import lora
 
 
-def load(spec: Experiment, source: str) -> Any:
+def load(spec: Experiment, source: models.Source) -> Any:
     method: Any = spec.method
     quantised = BitsAndBytesConfig(
         load_in_4bit=True,

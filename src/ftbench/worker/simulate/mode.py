@@ -36,7 +36,7 @@ class Simulation(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE:
             return self._device(args[0])
-        if kwargs.get("device") == _META:
+        if self.functions.engine and kwargs.get("device") == _META:
             kwargs["device"] = _PLACE
         args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         if func is _PIN or func is _COPY and _is_no_copy(args[0], kwargs):

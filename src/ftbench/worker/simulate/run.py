@@ -14,6 +14,7 @@ from ftbench.worker.data.prepare import prepare
 from ftbench.worker.tokenizer import build_tokenizer
 from ftbench.worker.random_weights import _config
 from ftbench.worker.simulate.gpu import simulated
+from ftbench.worker.simulate.weights import Shape
 from collections import deque
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def main(spec: Experiment, path):
     t1=time.time()
     with simulated((9,0), 141*10**9) as mode:
         method=methods.load(spec.method.name)
-        model=method.load(spec, config)
+        model=method.load(spec, Shape(config))
         mode.tracker.phase="setup"
         t2=time.time()
         set_seed(spec.train.seed)

@@ -49,6 +49,8 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value, attn_mask = (_cast(part) for part in (query, key, value, attn_mask))
     width = query.shape[-1]
     if attn_mask is None and query.dtype in _HALF and width == value.shape[-1] and width <= 256:
         padded = [_padded(part, 8) for part in (query, key, value)]
@@ -62,6 +64,11 @@ def _attention(
             query, key, value, bias, needed, dropout_p, is_causal, scale=scale
         )[0]
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _cast(part: Any) -> Any:
+    """Autocast's policy for attention: 32-bit floats in the type of the products."""
+    return part.to(torch.get_autocast_dtype("cuda")) if part is not None and part.dtype == torch.float32 else part
 
 
 def _padded(part: torch.Tensor, multiple: int) -> torch.Tensor:
