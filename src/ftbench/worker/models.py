@@ -20,6 +20,7 @@ class Shape(Protocol):
     config: Any
 
     def load(self, arguments: dict[str, Any]) -> Any: ...
+    def tokenizer(self) -> Any: ...
 
 
 Source = str | Shape
@@ -39,8 +40,10 @@ def load_config(model: Model, source: Source) -> Any:
     return reach(model, lambda: AutoConfig.from_pretrained(source, **hub_arguments(model)))
 
 
-def load_tokenizer(model: Model, source: str) -> Any:
+def load_tokenizer(model: Model, source: Source) -> Any:
     """The model's tokenizer, with a padding token."""
+    if not isinstance(source, str):
+        return source.tokenizer()
     tokenizer = reach(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

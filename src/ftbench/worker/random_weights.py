@@ -36,7 +36,7 @@ _CHUNK = 64 * 2**20  # elements drawn by one generator: bounds memory and lets l
 def materialise(model: Model) -> Path:
     """The directory with the random weights, made if it is not there yet. Raises SpecError for a shape that
     transformers does not know, MissingError for a disk without room."""
-    config = _config(model)
+    config = configuration(model)
     key = hashlib.sha256(json.dumps([FORMAT, _shape(model), model.dtype, model.seed], sort_keys=True).encode())
     name = "".join(c if c.isalnum() or c in ".-" else "-" for c in model.id)
     folder = cache_dir() / "models" / f"{name}-{key.hexdigest()[:12]}"
@@ -87,7 +87,8 @@ def _shape(model: Model) -> dict[str, Any]:
     return shape
 
 
-def _config(model: Model) -> Any:
+def configuration(model: Model) -> Any:
+    """The shape as transformers' configuration. Raises SpecError for one that it does not know."""
     shape = dict(_shape(model))
     for key in ("quantization_config", "torch_dtype", "dtype", "auto_map"):
         shape.pop(key, None)

@@ -16,7 +16,7 @@ from torch.utils import _foreach_utils
 
 from ftbench.worker.simulate.guard import ensure_guard
 from ftbench.worker.simulate.mode import Simulation
-from ftbench.worker.simulate.sdpa import Functions
+from ftbench.worker.simulate.functions import Functions
 from ftbench.worker.simulate.tracker import Tracker
 
 

@@ -6,16 +6,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ftbench.worker.simulate.sdpa import Functions
-from ftbench.worker.simulate.tracker import Tracker, tensors
+from ftbench.worker.simulate.functions import Functions
+from ftbench.worker.simulate.tracker import ACCUMULATE, Tracker, tensors
 from ftbench.worker.simulate.values import Unknown, Values
 
 _DEVICE = torch.ops.prim.device.default
 _COPY = torch.ops.aten._to_copy.default
+_ADD = torch.ops.aten.add.Tensor
 _PIN, _ALIAS = torch.ops.aten._pin_memory.default, torch.ops.aten.alias.default
 _META, _CPU, _PLACE = torch.device("meta"), torch.device("cpu"), torch.device("cuda", 0)
 _SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -38,7 +44,8 @@ class Simulation(TorchDispatchMode):
             return self._device(args[0])
         if self.functions.engine and kwargs.get("device") == _META:
             kwargs["device"] = _PLACE
-        args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+        if any(not isinstance(t, FakeTensor) for t in tensors([*args, *kwargs.values()])):
+            args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         if func is _PIN or func is _COPY and _is_no_copy(args[0], kwargs):
             func, args, kwargs = _ALIAS, args[:1], {}
         if func is _SCALAR:
@@ -49,9 +56,10 @@ class Simulation(TorchDispatchMode):
             result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._by_values(func, args, kwargs)
+        name = ACCUMULATE if self.functions.engine and func is _ADD else func._opname
         for tensor in tensors(result):
-            if tensor.device.type == "cuda":
-                self.tracker.saw(tensor, func._opname)
+            if tensor.fake_device.type == "cuda":
+                self.tracker.saw(tensor, name)
         self.values.follow(func, args, kwargs, result)
         return result
 

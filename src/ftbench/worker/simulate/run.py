@@ -1,85 +1,147 @@
-"""A simulated run: the worker's own steps on a GPU that is not there."""
+"""A simulated run, top to bottom: the worker's own data, model, method, optimizations and trainer, for two steps."""
+
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
-import dataclasses, time, sys
 
 import torch
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback
 
 from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import methods, models, optimizations, trainer
-from ftbench.worker.data.prepare import prepare
-from ftbench.worker.tokenizer import build_tokenizer
-from ftbench.worker.random_weights import _config
+from ftbench.worker import methods
+from ftbench.worker.data.order import Row
+from ftbench.worker.data.prepare import Prepared
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.simulate.account import account
 from ftbench.worker.simulate.gpu import simulated
+from ftbench.worker.simulate.modules import follow_modules
+from ftbench.worker.simulate.refuse import refuse
+from ftbench.worker.simulate.tracker import Tracker
 from ftbench.worker.simulate.weights import Shape
-from collections import deque
-from pathlib import Path
+from ftbench.worker.train import assembled, prepared
+
+STEPS = 2  # the first makes the optimizer's state, the second runs beside it
+MICRO_STEPS = 2  # in the first there are no gradients yet, from the second on there are
+
+
+def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], memory_bytes: int) -> dict[str, Any]:
+    """simulation.json without its head. Raises SpecError for what cannot be simulated."""
+    refuse(spec)
+    shape = Shape(spec.model)
+    tokenizer, data = prepared(spec, shape)
+    batch = heaviest(spec, data)
+    short, data = shortened(spec, data, batch)
+    with simulated(capability, memory_bytes) as mode:
+        tracker = mode.tracker
+        model = methods.load(spec.method.name).load(short, shape)
+        tracker.enter("setup")
+        watch = Watch(tracker)
+        loop = assembled(short, directory, model, tokenizer, data, watch)
+        loop.attach(watch, SimpleNamespace(within=nullcontext))
+        watch.model = loop.model
+        with follow_modules(loop.model, tracker) as backbone:
+            loop.train()
+    found = account(tracker, backbone, int(shape.config.get_text_config().vocab_size))
+    return {"batch": _describe(spec, batch)} | found
+
+
+def heaviest(spec: Experiment, data: Prepared) -> list[Row]:
+    """The batch with the most positions among those that the run will see, and of these the most labels."""
+    train, flat = spec.train, spec.optimizations.packing or spec.optimizations.padding_free
+    batches = [data.train[at : at + train.batch_size] for at in range(0, len(data.train), train.batch_size)]
+    if train.max_steps:
+        batches = batches[: train.max_steps * train.gradient_accumulation_steps]
+    return max(batches, key=lambda rows: (_positions(rows, flat), _labels(rows)))
+
+
+def _positions(rows: Sequence[Row], flat: bool) -> int:
+    lengths = [sum(len(sample.ids) for sample in row) for row in rows]
+    return sum(lengths) if flat else max(lengths) * len(lengths)
+
+
+def _labels(rows: Sequence[Row]) -> int:
+    return sum(label != IGNORE for row in rows for sample in row for label in sample.labels[1:])
+
+
+def shortened(spec: Experiment, data: Prepared, batch: list[Row]) -> tuple[Experiment, Prepared]:
+    """The spec and its data cut to the steps that are simulated, each of that batch. The longest row stays among the
+    rows that are not trained on: `fixed_shape` pads to it."""
+    micro_steps = min(MICRO_STEPS, spec.train.gradient_accumulation_steps)
+    cut = {"max_steps": STEPS, "gradient_accumulation_steps": micro_steps, "batch_size": len(batch), "report_to": ()}
+    train = spec.train.model_copy(update=cut)
+    measure = spec.measure.model_copy(update={"eval": "off"})
+    longest = max((*data.train, *data.evaluation), key=lambda row: sum(len(sample.ids) for sample in row))
+    rows = replace(data, train=batch * (STEPS * micro_steps), evaluation=[longest])
+    return spec.model_copy(update={"train": train, "measure": measure}), rows
+
+
+def _describe(spec: Experiment, batch: list[Row]) -> dict[str, int]:
+    flat = spec.optimizations.packing or spec.optimizations.padding_free
+    return {
+        "rows": len(batch),
+        "positions": _positions(batch, flat),
+        "real_tokens": _positions(batch, True),
+        "label_tokens": _labels(batch),
+        "longest": max(len(sample.ids) for row in batch for sample in row),
+    }
+
 
 class Watch(TrainerCallback):
-    def __init__(self, mode):
-        self.mode=mode; self.batches=deque(); self.grad_norm=None; self.step=0
+    """Stands where the recorder stands in a real run: tells the tracker in which part of a step the trainer is, and
+    what the tensors that outlive a step are."""
+
+    model: Any = None
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self.batches: deque[Any] = deque()
+        self.grad_norm: Any = None
+
     @property
-    def position(self): return self.mode.tracker.phase
+    def position(self) -> str:
+        return self._tracker.phase
+
     @position.setter
-    def position(self, v): self.mode.tracker.phase=v
-    def micro_step(self, loss): self.batches.clear(); self.position="forward"
-    def on_step_begin(self, args, state, control, **k):
-        self.mode.tracker.mark(f"step {state.global_step+1}"); self.position="forward"
-    def on_pre_optimizer_step(self,*a,**k): self.position="optimizer"
-    def on_step_end(self,*a,**k): self.position="data"
+    def position(self, phase: str) -> None:
+        self._tracker.enter(phase)
 
-def main(spec: Experiment, path):
-    t0=time.time()
-    run = RunDir(Path(path))
-    config=_config(spec.model)
-    vocab=config.get_text_config().vocab_size
-    tok=build_tokenizer(vocab)
-    data=prepare(spec,tok,vocab)
-    t1=time.time()
-    with simulated((9,0), 141*10**9) as mode:
-        method=methods.load(spec.method.name)
-        model=method.load(spec, Shape(config))
-        mode.tracker.phase="setup"
-        t2=time.time()
-        set_seed(spec.train.seed)
-        model.config.use_cache=False
-        model=method.adapt(model,spec)
-        for m in optimizations.modules().values(): m.apply(model,spec)
-        watch=Watch(mode)
-        loop=trainer.build(spec,run,model,tok,data,watch)
-        from types import SimpleNamespace
-        from contextlib import nullcontext
-        loop.attach(watch, SimpleNamespace(within=lambda n: nullcontext()))
-        if spec.optimizations.gradient_checkpointing == "selective":
-            loop.add_callback(optimizations.load("gradient_checkpointing").Selective())
-        t3=time.time()
-        loop.train()
-        t4=time.time()
-    T=mode.tracker
-    print("times prep %.1f load %.1f build %.1f train %.1f"%(t1-t0,t2-t1,t3-t2,t4-t3), len(T.storages), T.events)
-    ev=[0]*(T.events)
-    r=lambda b:-(-b//512)*512
-    for s in T.storages:
-        ev[s.born]+=r(s.bytes)
-        if s.freed is not None: ev[s.freed]-=r(s.bytes)
-    cur=0;curve=[]
-    for e in ev: cur+=e;curve.append(cur)
-    for (a,n),(b,_) in zip(T.marks,[*T.marks[1:],(T.events,"")]):
-        seg=curve[a:b]; p=max(seg); i=a+seg.index(p)
-        print(n, "peak %.4f end %.4f"%(p/2**30, curve[b-1]/2**30))
-    alive=[s for s in T.storages if s.born<=i and (s.freed is None or s.freed>i)]
-    from collections import Counter
-    c=Counter(); n=Counter()
-    for s in alive: k=(s.phase,s.operation,s.shape,s.dtype); c[k]+=r(s.bytes); n[k]+=1
-    for k,v in c.most_common(30): print("%8.3f"%(v/2**30),n[k],k)
-    born=[s for s in T.storages if s.born==i]; print(born)
+    def micro_step(self, loss: torch.Tensor) -> None:
+        self.batches.clear()
+        self.position = "forward"
 
-if __name__=="__main__":
-    import json
-    v=json.load(open(sys.argv[1]))
-    spec=Experiment.model_validate({k:v[k] for k in Experiment.model_fields})
-    upd={"train":spec.train.model_copy(update={"max_steps":2})}
-    main(spec.model_copy(update=upd), "/tmp/simrun")
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        adapted = hasattr(self.model, "peft_config")
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._tracker.is_a(tensor, "adapters" if adapted and tensor.requires_grad else "weights")
+            for constant in _constants(getattr(tensor, "quant_state", None)):
+                self._tracker.is_a(constant, "weights")
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(lambda p: self._tracker.is_a(p.grad, "gradients"))
+        self.position = "data"
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._tracker.begin_step()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.position = "optimizer"
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for values in optimizer.state.values():
+            for value in values.values():
+                if torch.is_tensor(value):
+                    self._tracker.is_a(value, "optimizer")
+        self.position = "data"
+
+
+def _constants(state: Any) -> list[torch.Tensor]:
+    """What bitsandbytes keeps beside a 4-bit weight: the scales of its blocks, quantised again or not, and tables."""
+    if state is None:
+        return []
+    own = [value for value in (state.absmax, state.code, state.offset) if torch.is_tensor(value)]
+    return own + _constants(state.state2)

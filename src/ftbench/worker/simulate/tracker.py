@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+ACCUMULATE = "accumulate"  # the sum of two gradients, made by the engine of the backward pass
+
 
 @dataclass(slots=True)
 class Storage:
@@ -23,6 +25,7 @@ class Storage:
     shape: tuple[int, ...]
     dtype: str
     freed: int | None = None
+    freed_in: str | None = None
     kind: str | None = None
 
 
@@ -31,15 +34,24 @@ class Tracker:
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
-        self.phase = "load"
         self.module = ""
         self.events = 0
-        self.marks: list[tuple[int, str]] = []  # from which event on a step of the optimizer runs
+        self.steps: list[int] = []  # the event that each step of the optimizer begins with
+        self.phases: list[tuple[int, str]] = [(0, "load")]  # and each phase
         self._alive: dict[int, tuple[Storage, Any]] = {}
 
-    def mark(self, name: str) -> None:
-        """From the next event on, `name`."""
-        self.marks.append((self.events, name))
+    @property
+    def phase(self) -> str:
+        return self.phases[-1][1]
+
+    def enter(self, phase: str) -> None:
+        """The next event is the first of that phase."""
+        if phase != self.phase:
+            self.phases.append((self.events, phase))
+
+    def begin_step(self) -> None:
+        self.steps.append(self.events)
+        self.enter("forward")
 
     def saw(self, tensor: torch.Tensor, operation: str) -> None:
         """A tensor that an operation gave back: new, or a view of what is known."""
@@ -67,7 +79,7 @@ class Tracker:
 
     def _free(self, key: int) -> None:
         record, _ = self._alive.pop(key)
-        record.freed = self.events
+        record.freed, record.freed_in = self.events, self.phase
         self.events += 1
 
 

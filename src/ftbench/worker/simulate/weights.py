@@ -11,14 +11,28 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.quantizers.auto import get_hf_quantizer
 
+from ftbench.spec.experiment import Model
+from ftbench.worker import models
 from ftbench.worker.device import device
+from ftbench.worker.random_weights import configuration
+from ftbench.worker.tokenizer import build_tokenizer
 
 
 class Shape:
     """What `models.load_model` takes in place of a directory."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init__(self, model: Model) -> None:
+        """Raises MissingError where a published model's configuration cannot be reached, SpecError for a shape that
+        transformers does not know."""
+        self._model = model
+        published = model.path or model.id
+        self.config = configuration(model) if model.weights == "random" else models.load_config(model, published)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer that comes with the model; with random weights, the one that is made for them."""
+        if self._model.weights == "random":
+            return build_tokenizer(int(self.config.get_text_config().vocab_size))
+        return models.load_tokenizer(self._model, self._model.path or self._model.id)
 
     def load(self, arguments: dict[str, Any]) -> Any:
         """The model on the device, in the dtype, attention and quantisation that from_pretrained would be given."""
