@@ -39,7 +39,7 @@ def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json
     from ftbench.summary import as_dict
 
     live = _Progress()
-    result = runner.run(spec, sets or [], out, live.start, live.tick)
+    result = runner.run(spec, sets or [], out, live.start, live.tick, live.warn)
     live.stop()
     if as_json:
         print(json.dumps({"run_dir": str(result.run.path), "state": result.summary.state,
@@ -132,6 +132,36 @@ def report(
     ))  # fmt: skip
     _result(found.text, output)
     raise typer.Exit(1 if found.regressed else 0)
+
+
+@app.command()
+def estimate(
+    spec: Annotated[Path | None, typer.Argument(help="YAML file that says what to train and how")] = None,
+    sets: Sets = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="a name of `ftbench list gpus`, or all; this machine's if left out")
+    ] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
+    gpus: Annotated[int, typer.Option(help="how many GPUs share the work")] = 1,
+    strategy: Annotated[
+        str | None, typer.Option(help="how they share it", metavar="ddp|fsdp|zero1|zero2|zero3")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="config.json of a model that is not known")] = None,
+    check: Annotated[bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not fit")] = False,
+    calibrate: Annotated[Path | None, typer.Option(help="learn from the runs in this folder", metavar="DIR")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how much memory a spec needs, and whether it fits, without training."""
+    from ftbench.estimate import command
+
+    if calibrate is not None:
+        print(command.calibrate(calibrate))
+        return
+    if spec is None:
+        raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
+    answer = command.estimate(command.Request(spec, sets or [], gpu, memory_gb, gpus, strategy, config))
+    print(answer.document if as_json else answer.text)
+    raise typer.Exit(answer.code if check else 0)
 
 
 @app.command()
@@ -246,6 +276,9 @@ class _Progress:
 
     def start(self, run: RunDir) -> None:
         print(f"run {run.path}", file=sys.stderr)
+
+    def warn(self, text: str) -> None:
+        print(f"ftbench: {text}", file=sys.stderr)
 
     def tick(self, follower: Follower) -> None:
         if self._live:

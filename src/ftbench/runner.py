@@ -14,6 +14,7 @@ from ftbench import machine, rundir, summary
 from ftbench.core import oom
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
+from ftbench.estimate import here
 from ftbench.launch import mock, process, trl
 from ftbench.launch.follow import Follower, Watchdog
 from ftbench.rundir import RunDir
@@ -50,14 +51,17 @@ def run(
     out: Path,
     on_start: Callable[[RunDir], None] = lambda run: None,
     on_tick: Callable[[Follower], None] = lambda follower: None,
+    on_warning: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Trains the spec once. Raises SpecError or MissingError before anything is loaded; once a directory is claimed,
-    every end is a state in it."""
+    """Trains the spec once; `on_warning` hears of what is not refused and will not end well. Raises SpecError or
+    MissingError before anything is loaded; once a directory is claimed, every end is a state in it."""
     spec = load(spec_path, sets)
     described = describe(spec)
     spec = resolve(spec, capability(described))
     check(spec, described)
     check_disk(out)
+    if (text := here.warning(spec, described["gpu"])) is not None:
+        on_warning(text)
     claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(claimed)
     with process.signals() as asked:

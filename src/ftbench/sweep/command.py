@@ -13,6 +13,7 @@ from typing import Any
 from ftbench import runner
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import SpecError
+from ftbench.estimate import here
 from ftbench.spec import identity
 from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
@@ -49,7 +50,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A plan that can be started. `impossible` are the cells that can be on no machine, with the reason."""
+    """A plan that can be started. `device` is the GPU of machine.json; `impossible` are the cells that can be on no
+    machine, with the reason."""
 
     request: Request
     folder: Path
@@ -57,6 +59,7 @@ class Ready:
     plan: Plan
     places: Sequence[Place]
     gpu: str | None
+    device: dict[str, Any] | None
     impossible: Sequence[tuple[str, str]]
 
 
@@ -91,11 +94,13 @@ def prepare(request: Request, stack: ExitStack) -> Ready:
             runner.check(spec, described)
         return "; ".join(problems) or None
 
-    plan: Plan = _search(request, found, resolved, refused, options) if request.until_oom else _grid(
+    plan: Plan = _search(request, found, resolved, refused, options, described["gpu"]) if request.until_oom else _grid(
         request, found, resolved, refused, options
     )  # fmt: skip
     nowhere = [(_named(cell.values), cell.refused) for cell in found if cell.refused]
-    return Ready(request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, nowhere)
+    return Ready(
+        request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, described["gpu"], nowhere
+    )
 
 
 def _places(request: Request, spec: Experiment, stack: ExitStack) -> tuple[Sequence[Place], dict[str, Any]]:
@@ -126,7 +131,14 @@ def _grid(request: Request, found: Sequence[Cell], resolved: Resolved, refused: 
     return Grid(jobs, reasons, options)
 
 
-def _search(request: Request, found: Sequence[Cell], resolved: Resolved, refused: Refused, options: Options) -> Search:
+def _search(
+    request: Request,
+    found: Sequence[Cell],
+    resolved: Resolved,
+    refused: Refused,
+    options: Options,
+    gpu: dict[str, Any] | None,
+) -> Search:
     families: dict[str, Family] = {}
     for cell in found:
         if cell.spec is not None:
@@ -141,7 +153,7 @@ def _search(request: Request, found: Sequence[Cell], resolved: Resolved, refused
             "--until-oom needs a GPU: a CPU's memory ends in swapping, not in an answer (`--set launch.mock=oom` tries "
             "the search without one)"
         )
-    return Search(families.values(), options, request.trial_steps, request.effective_batch)
+    return Search(families.values(), options, request.trial_steps, request.effective_batch, gpu)
 
 
 def run(ready: Ready) -> tuple[int, Tables]:
@@ -169,13 +181,15 @@ def run(ready: Ready) -> tuple[int, Tables]:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A line of --dry-run: seconds and GiB are estimates from runs that have ended, where there are such."""
+    """A line of --dry-run: seconds and GiB are estimates from runs that have ended, where there are such; `verdict` is
+    that of `ftbench estimate`, and so are GiB where no run has ended."""
 
     what: str
     state: str
     reason: str | None
     seconds: float | None
     peak_gb: float | None
+    verdict: str | None
     command: list[str]
 
 
@@ -195,8 +209,11 @@ def dry_run(ready: Ready) -> list[Planned]:
         state = "pending" if found.state == "running" else found.state
         peak = frontier.peak_on_the_line(trials.get(job.family, []), job.spec.train.batch_size)
         expected = None if found.done else plan.history.at_most_s(job)
-        lines.append(Planned(job.what, state, found.reason, expected, peak, _command(request, job)))
-    return lines + [Planned(what, "impossible", reason, None, None, []) for what, reason in ready.impossible]
+        said = None if found.done else here.on_machine(job.spec, ready.device)
+        peak = said.reserved.expected if peak is None and said is not None else peak
+        verdict = said.verdict if said else None
+        lines.append(Planned(job.what, state, found.reason, expected, peak, verdict, _command(request, job)))
+    return lines + [Planned(what, "impossible", reason, None, None, None, []) for what, reason in ready.impossible]
 
 
 def _command(request: Request, job: Job) -> list[str]:
@@ -209,7 +226,8 @@ def as_text(lines: Sequence[Planned]) -> str:
     for line in lines:
         duration = f"at most {seconds(line.seconds)}" if line.seconds else ""
         memory = f"{gibibytes(line.peak_gb)} GiB" if line.peak_gb else ""
-        told = ", ".join(part for part in (line.reason, duration, memory) if part)
+        verdict = line.verdict if line.verdict != "fits" else None
+        told = ", ".join(part for part in (line.reason, duration, memory, verdict) if part)
         shown.append(f"{line.state:<10} {line.what}" + (f": {told}" if told else ""))
         if line.command:
             shown.append(f"           {shlex.join(line.command)}")

@@ -26,10 +26,11 @@ class Trial:
     oom: dict[str, Any] | None = None
 
 
-def next_batch(trials: Sequence[Trial], candidates: Sequence[int]) -> int | None:
+def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> int | None:
     """The batch to try next of `candidates` (ascending), or None when the frontier is known: doubling up to the first
     that does not fit, then between the two. The first tries in between follow the line through the measured peaks;
-    where it misleads, bisection takes over."""
+    where it misleads, bisection takes over. `seed` is the largest that is expected to fit: doubling ends there, and
+    goes on from there in steps of 1, 2, 4."""
     if any(trial.fits is None for trial in trials):
         return None
     fitting = [trial.batch for trial in trials if trial.fits]
@@ -37,9 +38,7 @@ def next_batch(trials: Sequence[Trial], candidates: Sequence[int]) -> int | None
     if not trials:
         return candidates[0]
     if not failing:
-        larger = [batch for batch in candidates if batch > max(fitting)]
-        doubled = [batch for batch in larger if batch >= 2 * max(fitting)]
-        return min(doubled) if doubled else max(larger, default=None)
+        return _larger(max(fitting), candidates, seed)
     low, high = max(fitting, default=0), min(failing)
     between = [batch for batch in candidates if low < batch < high]
     if not between or not fitting:
@@ -48,6 +47,18 @@ def next_batch(trials: Sequence[Trial], candidates: Sequence[int]) -> int | None
         below = [batch for batch in between if batch <= guess]
         return max(below) if below else min(between)
     return between[len(between) // 2]
+
+
+def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | None:
+    """The next batch while all have fitted."""
+    larger = [batch for batch in candidates if batch > largest]
+    wanted = 2 * largest
+    if seed is not None and largest < seed:
+        below = [batch for batch in larger if batch <= seed]
+        wanted = min(wanted, max(below, default=wanted))
+    elif seed is not None:
+        wanted = largest + max(1, 2 * (largest - seed))
+    return min((batch for batch in larger if batch >= wanted), default=max(larger, default=None))
 
 
 def _guessed(trials: Sequence[Trial], candidates: Sequence[int]) -> int:
@@ -96,7 +107,7 @@ class Edge:
     note: str
 
 
-def edge(trials: Sequence[Trial], candidates: Sequence[int], limited_by: str) -> Edge:
+def edge(trials: Sequence[Trial], candidates: Sequence[int], limited_by: str, seed: int | None = None) -> Edge:
     """`limited_by` says what ends the candidates: `the data set has 200 samples`."""
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.batch)
     failing = sorted((trial for trial in trials if trial.fits is False), key=lambda trial: trial.batch)
@@ -104,7 +115,7 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], limited_by: str) ->
     note = ""
     if broken:
         note = f"stopped at batch {broken[0].batch}: {broken[0].reason}"
-    elif next_batch(trials, candidates) is not None:
+    elif next_batch(trials, candidates, seed) is not None:
         note = "not finished"
     elif fitting and not failing:
         note = f"not reached: {limited_by}"

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ftbench.estimate import here
 from ftbench.report.collect import summary_of
 from ftbench.rundir import read_json
 from ftbench.spec import identity
@@ -123,11 +124,20 @@ class Family:
 class Search:
     """For each family the frontier of batch sizes: its trials are runs like any other and found again."""
 
-    def __init__(self, families: Iterable[Family], options: Options, steps: int, effective: int | None) -> None:
+    def __init__(
+        self,
+        families: Iterable[Family],
+        options: Options,
+        steps: int,
+        effective: int | None,
+        gpu: dict[str, Any] | None = None,
+    ) -> None:
+        """`gpu` is the one of machine.json, on which the trials run."""
         self.history = History()
         self.standings: dict[Job, Standing] = {}
         self.families = list(families)
         self._options, self._steps, self._effective = options, steps, effective
+        self._seeds = [here.first_trial(family.spec, gpu, LARGEST_BATCH) for family in self.families]
         self._trials: dict[int, dict[int, frontier.Trial]] = {place: {} for place in range(len(self.families))}
         self._busy: dict[Job, int] = {}
         self._kills: Counter[Job] = Counter()
@@ -145,7 +155,7 @@ class Search:
 
     def _advance(self, place: int) -> Job | None:
         """The next trial that is to be run; those that were run before are taken from their directories."""
-        while (batch := frontier.next_batch(list(self._trials[place].values()), self.candidates(place))) is not None:
+        while (batch := self._next_batch(place)) is not None:
             wanted = self._job(self.families[place], batch)
             found = on_resume(standing(wanted.run), self._options.retry_failed)
             if found.state == "running":  # in another process: a later sitting reads how it ended
@@ -159,6 +169,9 @@ class Search:
                 return wanted
             self._note(wanted, place, found)
         return None
+
+    def _next_batch(self, place: int) -> int | None:
+        return frontier.next_batch(list(self._trials[place].values()), self.candidates(place), self._seeds[place])
 
     def ended(self, job: Job) -> None:
         place = self._busy.pop(job)
@@ -209,7 +222,7 @@ class Search:
         found = []
         for place, family in enumerate(self.families):
             trials = sorted(self._trials[place].values(), key=lambda trial: trial.batch)
-            edge = frontier.edge(trials, self.candidates(place), self.limited_by(place))
+            edge = frontier.edge(trials, self.candidates(place), self.limited_by(place), self._seeds[place])
             found.append((family, trials, replace(edge, note=family.refused) if family.refused else edge))
         return found
 

@@ -1,0 +1,111 @@
+"""Weights, adapters, gradients, optimizer state: what stays in memory between steps. All in bytes."""
+
+from __future__ import annotations
+
+from ftbench.core.memory.model import ModelShape
+from ftbench.core.memory.recipe import Recipe
+
+BLOCK = 64  # weights that share an absmax constant (bitsandbytes, Linear4bit)
+OUTER = 256  # constants that share one of their own under double quantisation (Dettmers et al. 2023, section 3)
+SMALLEST_8BIT = 4096  # elements below which bitsandbytes keeps an optimizer state in 32 bits
+BLOCK_8BIT = 256  # elements that share a scale in an 8-bit state (bitsandbytes, blockwise quantisation)
+
+
+def plain(count: float, width: float) -> float:
+    """`count` parameters of `width` bytes."""
+    return count * width
+
+
+def four_bit(count: float, double_quant: bool) -> float:
+    """4-bit weights with their block constants: n/2, plus n/64 constants of 4 bytes, or, quantised once more, of 1 byte
+    and 4 bytes for every 256 of them (Dettmers et al. 2023; 0.5 and 0.127 bits a parameter)."""
+    constants = count / BLOCK
+    return count / 2 + (constants * (1 + 4 / OUTER) if double_quant else constants * 4)
+
+
+def mxfp4(count: float) -> float:
+    """Weights as gpt-oss publishes its experts: 4 bits and a byte of scale for 32 (OCP Microscaling 1.0)."""
+    return count / 2 + count / 32
+
+
+def linear_count(model: ModelShape) -> int:
+    """Parameters that bitsandbytes quantises: those of `nn.Linear` within the layers. Embedding, head, norms, routers
+    and the fused three-dimensional experts of transformers 5 are none, nor are biases and attention sinks."""
+    biases = {"qwen2": model.query + 2 * model.key, "gpt_oss": model.query + 2 * model.key + model.hidden + model.heads}
+    attention = model.parameters["attention"] - model.layers * biases.get(model.family, 0)
+    return attention + model.parameters["mlp"]
+
+
+def weights(model: ModelShape, recipe: Recipe) -> float:
+    """The base model: 16-bit, or 4-bit linear layers and the rest in 16 bits, or in 32 where peft's
+    prepare_model_for_kbit_training casts what is not quantised (dense models; `worker/methods/qlora.py`)."""
+    if not recipe.quantised:
+        return plain(model.total, recipe.weight)
+    linear = linear_count(model)
+    return four_bit(linear, recipe.double_quant) + plain(model.total - linear, recipe.upcast)
+
+
+def loading(model: ModelShape, recipe: Recipe) -> float:
+    """The most that loading takes: the weights, or for 4 bits the quantised ones, the rest still in 16 bits, one matrix
+    before it is quantised, and then, while peft casts it, embedding or head in both types."""
+    resident = weights(model, recipe)
+    if not recipe.quantised:
+        return resident
+    return resident + model.vocab * model.hidden * (recipe.weight if recipe.upcast > recipe.weight else 0)
+
+
+def adapter_count(model: ModelShape, recipe: Recipe) -> int:
+    """Trained parameters of LoRA: r (in + out) for each targeted matrix (Hu et al. 2021). On fused experts peft gives
+    the joint gate and up matrix twice the rank."""
+    h, q, k, i, r = model.hidden, model.query, model.key, model.inner, recipe.rank
+    sizes = {"q": h + q, "k": h + k, "v": h + k, "o": q + h}
+    if not model.experts:
+        sizes |= {"gate": h + i, "up": h + i, "down": i + h}
+    dense = sum(size for name, size in sizes.items() if name in recipe.targets)
+    experts = model.experts * (2 * (h + 2 * i) + (i + h)) if "experts" in recipe.targets else 0
+    return model.layers * r * (dense + experts)
+
+
+def adapters(model: ModelShape, recipe: Recipe) -> float:
+    """peft keeps adapters of a 16-bit model in float32; trl casts those of a quantised one to bfloat16."""
+    return plain(adapter_count(model, recipe), recipe.adapter)
+
+
+def trained(model: ModelShape, recipe: Recipe) -> tuple[float, int]:
+    """How many parameters are trained, and the bytes of each."""
+    if recipe.full:
+        return model.total, recipe.weight
+    return adapter_count(model, recipe), recipe.adapter
+
+
+def gradients(count: float, width: float) -> float:
+    """A gradient has the type of its parameter (torch.autograd)."""
+    return count * width
+
+
+def optimizer_state(name: str, count: float, width: float) -> float:
+    """What the optimizer keeps for `count` parameters of `width` bytes.
+
+    adamw_torch and its fused form keep two moments in the parameter's type (torch.optim.AdamW, zeros_like);
+    bitsandbytes keeps two of 1 byte and a 4-byte scale for every 256 (Dettmers et al. 2022), paged ones in unified
+    memory that the driver moves to the host when it must; sgd without momentum keeps nothing.
+    """
+    moments = {
+        "adamw_torch": 2 * width,
+        "adamw_torch_fused": 2 * width,
+        "adamw_bnb_8bit": 2 * (1 + 4 / BLOCK_8BIT),
+        "paged_adamw_8bit": 0,
+        "sgd": 0,
+    }
+    return count * moments[name]
+
+
+def paged_state(name: str, count: float) -> float:
+    """What a paged optimizer keeps outside torch's allocator, on the device as long as there is room."""
+    return count * 2 * (1 + 4 / BLOCK_8BIT) if name.startswith("paged") else 0
+
+
+def optimizer_step(name: str, count: float, width: float) -> float:
+    """What the step itself takes: AdamW without `fused` works on all parameters at once (foreach) and needs one tensor
+    of their size for the denominator (torch.optim.adamw, _multi_tensor_adamw); the others work in place."""
+    return count * width if name == "adamw_torch" else 0

@@ -1,0 +1,1 @@
+"""What a run will need, before anything is trained."""

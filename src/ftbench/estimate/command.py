@@ -1,0 +1,122 @@
+"""`ftbench estimate`: what was asked for → GPUs, their estimates, a text, an exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench import machine
+from ftbench.core.hardware import Gpu, find_gpu, gpus
+from ftbench.core.memory.share import STRATEGIES
+from ftbench.errors import SpecError
+from ftbench.estimate import view
+from ftbench.estimate.memory import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
+from ftbench.estimate.shapes import read_config
+from ftbench.spec.base import nearest
+from ftbench.spec.load import load
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The command line. `gpu` is a name of the table, as the driver says it, or all; `memory_gb` is in GiB."""
+
+    spec: Path
+    sets: Sequence[str] = ()
+    gpu: str | None = None
+    memory_gb: float | None = None
+    gpus: int = 1
+    strategy: str | None = None
+    config: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is printed, and the exit code of --check: the verdict of the GPU, or of the best of them."""
+
+    text: str
+    document: str
+    code: int
+
+
+def estimate(request: Request) -> Answer:
+    """Raises SpecError for what is wrong or cannot be known, with a way to say it."""
+    spec = load(request.spec, request.sets)
+    options: dict[str, Any] = {"gpus": _count(request), "strategy": _strategy(request)}
+    if request.config is not None:
+        options["config"] = read_config(request.config)
+    found: list[tuple[str, MemoryEstimate, int | None]] = [
+        (name, estimate_memory(spec, gpu, total=total, **options), largest_batch(spec, gpu, total=total, **options))
+        for name, gpu, total in _gpus(request)
+    ]
+    best = min(VERDICTS.index(one.verdict) for _, one, _ in found)
+    return Answer(view.as_text(spec, found), json.dumps(view.as_document(spec, found)), best)
+
+
+def _count(request: Request) -> int:
+    if request.gpus < 1:
+        raise SpecError(f"--gpus {request.gpus}: there must be 1 or more")
+    if request.gpus > 1 and request.strategy is None:
+        raise SpecError(f"--gpus {request.gpus}: say how they share the work: --strategy {'|'.join(STRATEGIES[1:])}")
+    return request.gpus
+
+
+def _strategy(request: Request) -> str:
+    asked = request.strategy or "none"
+    if asked.removesuffix("-offload") not in STRATEGIES:
+        raise SpecError(f"--strategy {asked}: is none of {', '.join(STRATEGIES)}; -offload may follow a zero strategy")
+    return asked
+
+
+def _gpus(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
+    """The GPUs asked about, with their memory where a driver says it; with none named, this machine's."""
+    if request.memory_gb is not None:
+        if request.gpu is not None:
+            raise SpecError("--memory-gb and --gpu both say how much memory there is: give one")
+        if not math.isfinite(request.memory_gb) or request.memory_gb <= 0:
+            raise SpecError(f"--memory-gb {request.memory_gb}: must be a number of GiB above 0")
+        return [(f"a GPU of {request.memory_gb:g} GiB", request.memory_gb, None)]
+    if request.gpu == "all":
+        return [(gpu.name, gpu, None) for gpu in gpus()]
+    if request.gpu is not None:
+        return [_named(request.gpu)]
+    here = machine.gpu()
+    if here is None or not here.get("memory_gb"):
+        raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
+    return [(here["name"], find_gpu(here["name"]) or here["memory_gb"], here["memory_gb"])]
+
+
+def _named(name: str) -> tuple[str, Gpu, None]:
+    exact = next((gpu for gpu in gpus() if gpu.name.lower() == name.lower()), None)
+    gpu = exact or find_gpu(name) or next((gpu for gpu in gpus() if name.lower() in gpu.name.lower().split()), None)
+    if gpu is None:
+        near = nearest(name, [gpu.name for gpu in gpus()])
+        raise SpecError(
+            f"--gpu {name}: no such GPU is in the table{near}: see `ftbench list gpus`, or give its memory with "
+            "--memory-gb"
+        )
+    return gpu.name, gpu, None
+
+
+def calibrate(store: Path) -> str:
+    """Refits the constants to a store of runs, keeps them for this user, and says how wrong they are about runs that
+    they were not fitted to."""
+    from ftbench.estimate import calibrate as fitting
+    from ftbench.estimate import constants, measured
+
+    runs = measured.read([store])
+    fitted = fitting.fit(runs)
+    rows = fitting.left_out(runs)
+    path = constants.write(fitted)
+    lines = [f"fitted to {len(rows)} runs; each estimated by constants fitted to the others:"]
+    lines += [f"{'':<10} {'runs':>5} {'mean':>8} {'worst':>8} {'bias':>8}"]
+    for tier in measured.TIERS:
+        if (error := fitting.error(rows, tier)) is not None:
+            lines.append(f"{tier:<10} {error.count:>5} {error.mean:>8.2%} {error.worst:>8.2%} {error.bias:>+8.2%}")
+    lines += [f"{name:<17} {getattr(fitted, name):.4f}" for name in constants.FITTED]
+    wrong = fitting.false_fits(runs, fitted)
+    lines.append(f"said to fit and did not: {', '.join(wrong) or 'none'}")
+    return "\n".join([*lines, f"kept in {path}; remove it to go back to the shipped constants"])

@@ -1,0 +1,54 @@
+"""What an estimate says to `run` and `sweep` about the machine that they are on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.core.hardware import find_gpu
+from ftbench.core.units import gibibytes
+from ftbench.errors import FtbenchError
+from ftbench.estimate.memory import MemoryEstimate, estimate_memory, largest_batch, likely_largest_batch
+from ftbench.spec.experiment import Experiment
+
+
+def on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> MemoryEstimate | None:
+    """The estimate for the GPU of a machine.json; None without one, for a mock, and for a model that no formula
+    knows."""
+    if gpu is None or not gpu.get("memory_gb") or spec.launch.mock != "off":
+        return None
+    try:
+        return estimate_memory(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
+    except FtbenchError:
+        return None
+
+
+def largest_on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> int | None:
+    """The largest batch that is estimated to fit the GPU of a machine.json; None where none is, or nothing is known."""
+    if gpu is None or on_machine(spec, gpu) is None:
+        return None
+    return largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
+
+
+def first_trial(spec: Experiment, gpu: dict[str, Any] | None, most: int) -> int | None:
+    """The batch at which a search for the largest one is expected to end, at most `most`: its trials have the longest
+    samples first, and synthetic data as many samples as it takes."""
+    if gpu is None or on_machine(spec, gpu) is None:
+        return None
+    changed: dict[str, Any] = {"longest_first": True}
+    if spec.dataset.name == "synthetic":
+        changed["samples"] = max(spec.dataset.samples or 0, most)
+    spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update=changed)})
+    return likely_largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
+
+
+def warning(spec: Experiment, gpu: dict[str, Any] | None) -> str | None:
+    """A sentence where a run will not fit the GPU of a machine.json."""
+    found = on_machine(spec, gpu)
+    if found is None or found.verdict != "does not fit":
+        return None
+    largest = largest_on_machine(spec, gpu)
+    way_out = f"train.batch_size={largest} would fit" if largest else "`ftbench estimate` shows what takes it"
+    return (
+        f"this will run out of memory: it needs about {gibibytes(found.device.expected)} GiB (at least "
+        f"{gibibytes(found.device.low)}) and the GPU has {gibibytes(found.total)}; {way_out}"
+    )

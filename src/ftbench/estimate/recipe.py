@@ -1,0 +1,92 @@
+"""A spec → the recipe that the terms of `core.memory` are written for."""
+
+from __future__ import annotations
+
+from ftbench.core.memory.model import ModelShape
+from ftbench.core.memory.recipe import Attention, Checkpointing, Loss, Recipe
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import Full, Lora, Qlora, Unsloth
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
+                "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}  # fmt: skip
+_MLP = frozenset(("gate", "up", "down"))
+
+
+def recipe_of(spec: Experiment, model: ModelShape, padded: bool) -> Recipe:
+    """The recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples."""
+    method, on = spec.method, spec.optimizations
+    weight = _BYTES[spec.model.dtype]
+    autocast = spec.train.precision != "fp32"
+    unsloth = isinstance(method, Unsloth)
+    prepared = isinstance(method, Qlora) and not model.experts  # worker/methods/qlora.py casts what is not quantised
+    compute = 2 if autocast or weight == 2 else 4
+    return Recipe(
+        full=isinstance(method, Full),
+        quantised=method.quantised,
+        unsloth=unsloth,
+        weight=weight,
+        upcast=4 if prepared else weight,
+        compute=_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
+        autocast=autocast,
+        adapter=_adapter(method),
+        rank=0 if isinstance(method, Full) else method.rank,
+        targets=targets(method, model),
+        double_quant=method.double_quant if isinstance(method, Qlora) else True,
+        optimizer=spec.train.optimizer,
+        checkpointing=_checkpointing(spec),
+        offload=on.activation_offload,
+        attention=_attention(spec, model, padded),
+        loss=_loss(spec),
+        liger=on.liger,
+        compiled=bool(on.compile),
+        fp8=on.fp8 != "off",
+    )
+
+
+def _adapter(method: Full | Lora | Qlora | Unsloth) -> int:
+    """peft keeps adapters in float32; trl casts those of a model quantised by us to bfloat16."""
+    return 0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) else 4
+
+
+def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozenset[str]:
+    """What gets adapters. Names that the model has not (gate_proj on gpt_oss) get none; on qwen3_moe peft puts those of
+    the MLP on the fused experts; all-linear means `nn.Linear`, which fused experts are not."""
+    if isinstance(method, Full):
+        return frozenset()
+    if method.targets == "all-linear":
+        named = frozenset(_PROJECTIONS.values()) - (_MLP if model.experts else frozenset())
+    else:
+        last = (name.rsplit(".", 1)[-1] for name in method.targets)
+        named = frozenset(_PROJECTIONS[name] for name in last if name in _PROJECTIONS)
+    if not model.experts:
+        return named
+    converted = model.family == "qwen3_moe" and bool(named & _MLP) and not method.quantised
+    return named - _MLP | (frozenset(("experts",)) if method.experts or converted else frozenset())
+
+
+def _checkpointing(spec: Experiment) -> Checkpointing:
+    if isinstance(spec.method, Unsloth):
+        own = spec.method.use_gradient_checkpointing
+        return "full" if own == "on" else own
+    asked = spec.optimizations.gradient_checkpointing
+    return "selective" if asked == "selective" else "full" if asked else "off"
+
+
+def _attention(spec: Experiment, model: ModelShape, padded: bool) -> Attention:
+    asked = spec.optimizations.attention
+    if asked == "auto":
+        asked = "eager" if model.family == "gpt_oss" else "sdpa"  # transformers has no sdpa for attention sinks
+    if asked in ("eager", "varlen"):
+        return asked
+    if asked == "sdpa":
+        return "masked" if padded and spec.method.name != "unsloth" else "sdpa"
+    return "flash"
+
+
+def _loss(spec: Experiment) -> Loss:
+    if spec.method.name == "unsloth":
+        return "unsloth"
+    if spec.optimizations.chunked_loss:
+        return "chunked"
+    return "liger" if spec.optimizations.liger else "trl"

@@ -1,0 +1,39 @@
+"""The shape of a spec's model: from facts, from its config.json on this disk, or from one that is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.architectures import architectures
+from ftbench.core.memory.model import ModelShape, model_shape
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Model
+
+
+def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
+    """`config` is taken before model.path, and that before facts. Raises SpecError with a way out."""
+    found = config or (read_config(Path(model.path)) if model.path else architectures().get(model.id))
+    if found is None:
+        raise SpecError(
+            f"no shape is known for {model.id}: give --config FILE with its config.json, model.path, or one of "
+            "`ftbench list models`"
+        )
+    try:
+        return model_shape(found)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise SpecError(f"model {model.id}: {reason}; `ftbench estimate --simulate` needs no formula") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json, or the one of a model's directory. Raises SpecError for what is none."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise SpecError(f"{path}: has no model_type, so it is no model's config.json")
+    return found

@@ -1,0 +1,197 @@
+"""Each term against what it must be: published rules, the parameters of real models, what an H200 allocated."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftbench.core.architectures import architectures
+from ftbench.core.draws import standard_normal
+from ftbench.core.memory import layer, loss, share, weights
+from ftbench.core.memory.model import FAMILIES, ModelShape, model_shape
+from ftbench.core.memory.phases import Plan, peak, phases, resident
+from ftbench.core.memory.recipe import Batch, Recipe
+
+GIB, GB = 2**30, 10**9
+EVERYWHERE = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
+LORA = Recipe(adapter=4, rank=8, targets=EVERYWHERE)
+QLORA = Recipe(adapter=2, rank=8, targets=EVERYWHERE, quantised=True, upcast=4)
+
+
+def model(name: str) -> ModelShape:
+    return model_shape(architectures()[name])
+
+
+def test_the_rules_of_thumb_are_special_cases_of_the_terms() -> None:
+    """1600, 412 and 103 GB for 100 B parameters: float32 and AdamW in full, 1 % LoRA, 8-bit weights with 1 % LoRA."""
+    n, adapted = 100 * 10**9, 10**9
+
+    def total(weight_bytes: float, count: int, width: float) -> float:
+        trained = weights.plain(count, width) if count != n else 0
+        states = weights.gradients(count, width) + weights.optimizer_state("adamw_torch", count, width)
+        return (weights.plain(n, weight_bytes) + trained + states) / GB
+
+    assert total(4, n, 4) == 1600
+    frozen = weights.plain(n, 4) / GB
+    states = (weights.gradients(adapted, 4) + weights.optimizer_state("adamw_torch", adapted, 4)) / GB
+    assert frozen + states == 412
+    small = (weights.gradients(adapted, 1) + weights.optimizer_state("adamw_torch", adapted, 1)) / GB
+    assert weights.plain(n, 1) / GB + small == 103
+
+
+def test_weights_of_qwen3_8b_are_what_an_h200_held() -> None:
+    """results/h200/qwen3-8b-frontier: weights_gb_by_dtype of the applied.json files."""
+    shape = model("Qwen/Qwen3-8B")
+    assert weights.weights(shape, LORA) / GIB == pytest.approx(15.2564, abs=1e-4)
+    assert weights.adapters(shape, LORA) / GIB == pytest.approx(0.08130, abs=1e-5)
+    linear = weights.linear_count(shape)
+    assert linear / 2 / GIB == pytest.approx(3.234375)
+    assert (shape.total - linear) * 4 / GIB == pytest.approx(4.63787, abs=1e-4)
+    assert weights.adapter_count(shape, QLORA) == 21_823_488
+
+
+def test_double_quantisation_saves_what_its_paper_says() -> None:
+    """Dettmers et al. 2023: constants take 0.5 bits a parameter, and 0.127 quantised again."""
+    n = 10**9
+    assert (weights.four_bit(n, False) - n / 2) * 8 / n == pytest.approx(0.5)
+    assert (weights.four_bit(n, True) - n / 2) * 8 / n == pytest.approx(0.127, abs=0.001)
+
+
+def test_mxfp4_is_four_and_a_quarter_bits() -> None:
+    assert weights.mxfp4(32) * 8 / 32 == 4.25
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b"])
+def test_fused_experts_stay_in_16_bits(name: str) -> None:
+    shape = model(name)
+    quantised = Recipe(adapter=2, rank=8, quantised=True)
+    assert weights.weights(shape, quantised) > shape.parameters["experts"] * 2
+
+
+def test_a_layer_of_lora_saves_what_the_slope_of_the_frontier_says() -> None:
+    """GiB a sample of 2,048 tokens, between batch 2 and 7 of results/h200/qwen3-8b-frontier."""
+    shape = model("Qwen/Qwen3-8B")
+
+    def slope(recipe: Recipe) -> float:
+        two, six = (peak(phases(Plan(shape, recipe, Batch(b, 2048, b * 2047))))[1] for b in (2, 6))
+        return (six - two) / 4 / GIB
+
+    assert slope(LORA) == pytest.approx((123.646 - 46.678) / 5, rel=0.005)
+    assert slope(QLORA) == pytest.approx((128.586 - 49.470) / 4, rel=0.002)
+    assert slope(Recipe(full=True)) == pytest.approx((138.509 - 79.048) / 4, rel=0.002)
+
+
+def test_the_optimizer_step_sets_the_peak_of_a_small_batch_in_full_fine_tuning() -> None:
+    shape = model("Qwen/Qwen3-8B")
+    small = Plan(shape, Recipe(full=True), Batch(1, 2048, 2047))
+    large = Plan(shape, Recipe(full=True), Batch(4, 2048, 8188))
+    assert peak(phases(small))[0] == "optimizer step"
+    assert peak(phases(large))[0] == "loss"
+    fused = Plan(shape, Recipe(full=True, optimizer="adamw_torch_fused"), Batch(1, 2048, 2047))
+    assert peak(phases(fused))[1] < peak(phases(small))[1]
+
+
+def test_optimizers_keep_what_they_say() -> None:
+    n = 10**6
+    assert weights.optimizer_state("sgd", n, 2) == 0
+    assert weights.optimizer_state("adamw_torch", n, 2) == 4 * n
+    assert weights.optimizer_state("adamw_bnb_8bit", n, 2) == pytest.approx(2.03 * n, rel=0.001)
+    assert weights.paged_state("paged_adamw_8bit", n) == weights.optimizer_state("adamw_bnb_8bit", n, 2)
+
+
+@given(st.sampled_from(sorted(architectures())), st.integers(1, 64), st.integers(2, 8192))
+def test_every_saving_saves(name: str, rows: int, length: int) -> None:
+    """Checkpointing keeps less than half of the layers' activations, selective lies between, offloading below all."""
+    shape, batch = model(name), Batch(rows, length, rows * (length - 1))
+
+    def acts(**options: object) -> float:
+        found = phases(Plan(shape, Recipe(adapter=4, rank=8, targets=frozenset("q"), **options), batch))["loss"]  # type: ignore[arg-type]
+        return found["activations"] + found["checkpoints"]
+
+    assert acts(checkpointing="full") < acts(checkpointing="selective") < acts()
+    assert acts(offload=True) < acts()
+    assert acts(checkpointing="unsloth") <= acts(checkpointing="full")
+
+
+@given(st.sampled_from(sorted(architectures())), st.integers(1, 64), st.integers(2, 4096))
+def test_a_larger_batch_never_needs_less(name: str, rows: int, length: int) -> None:
+    shape = model(name)
+    for recipe in (LORA, QLORA, Recipe(full=True, checkpointing="full"), Recipe(full=True, attention="eager")):
+        one, more, longer = (peak(phases(Plan(shape, recipe, Batch(r, n, r * (n - 1)))))[1]
+                             for r, n in ((rows, length), (rows + 1, length), (rows, length + 16)))  # fmt: skip
+        assert one <= more
+        assert one <= longer
+
+
+def test_the_hump_of_logits_is_one_chunk_and_not_the_whole_batch() -> None:
+    shape = model("Qwen/Qwen3-8B")
+    small, large = Batch(1, 1024, 1023), Batch(64, 1024, 64 * 1023)
+    assert loss.logits(shape, LORA, small) == loss.logits(shape, LORA, large) == 256 * 151936 * 16
+    assert loss.plain_logits(shape, large) == 64 * 1024 * 151936 * 14
+
+
+def test_shares_of_several_gpus() -> None:
+    shape, batch = model("Qwen/Qwen3-8B"), Batch(1, 512, 511)
+
+    def held(strategy: str, gpus: int) -> float:
+        return sum(resident(Plan(shape, Recipe(full=True), batch, gpus=gpus, strategy=strategy)).values()) / GIB
+
+    assert held("none", 1) == pytest.approx(15.2564 * 3, rel=1e-4)
+    assert held("ddp", 8) == pytest.approx(15.2564 * 4, rel=1e-4)  # the buckets are one more copy of the gradients
+    assert held("zero1", 8) == pytest.approx(15.2564 * (1 + 2 / 8), rel=1e-4)
+    assert held("zero1", 8) > held("zero3", 8) == held("fsdp", 8) > held("zero3-offload", 8)
+    with pytest.raises(ValueError, match="strategy"):
+        share.share("tensor", 2)
+    with pytest.raises(ValueError, match="1 or more"):
+        share.share("ddp", 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_known_family_has_a_model(family: str) -> None:
+    names = [name for name, config in architectures().items() if config["model_type"] == family]
+    for name in names:
+        shape = model(name)
+        assert shape.layers * shape.layer_parameters < shape.total
+    assert names
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [({"model_type": "mamba"}, "mamba"), ({"hidden_size": 0}, "hidden_size"), ({"vocab_size": None}, "vocab_size"),
+     ({"num_hidden_layers": "36"}, "num_hidden_layers"), ({"num_attention_heads": -1}, "num_attention_heads")],
+)  # fmt: skip
+def test_a_config_that_cannot_be_is_told_by_its_key(change: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        model_shape({**architectures()["Qwen/Qwen3-8B"], **change})
+
+
+def test_a_model_of_a_trillion_parameters_is_computed() -> None:
+    config = architectures()["Qwen/Qwen3-8B"] | {"hidden_size": 10**5, "num_hidden_layers": 1000}
+    found = phases(Plan(model_shape(config), LORA, Batch(65536, 10**6, 10**6)))
+    assert all(math.isfinite(value) for parts in found.values() for value in parts.values())
+
+
+def test_a_vision_tower_is_counted() -> None:
+    """CLIP ViT-L/14 at 336 pixels has 303.5 M parameters (facts/architectures.yaml names the shape)."""
+    clip = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 14}
+    text = architectures()["mistralai/Mistral-7B-v0.1"]
+    shape = model_shape({"model_type": "llava_next", "text_config": text, "vision_config": clip})
+    assert shape.vision == pytest.approx(303.5e6, rel=0.01)
+    assert weights.weights(shape, LORA) == pytest.approx(2 * (7_241_732_096 + 303.5e6), rel=0.001)
+
+
+def test_a_mask_costs_its_square_in_every_layer() -> None:
+    shape, batch = model("Qwen/Qwen3-8B"), Batch(4, 1024, 4 * 1023)
+    plain = layer.attention(shape, LORA, batch)
+    masked = layer.attention(shape, Recipe(adapter=4, rank=8, attention="masked"), batch)
+    assert (masked - plain) * batch.tokens == 4 * 1024**2 * 2 + batch.tokens * 2 * 2 * (shape.query - shape.key)
+
+
+@pytest.mark.parametrize("seed", [0, 42, 43, 2**33 + 5, 2**140 + 1])
+def test_draws_are_numpys(seed: int) -> None:
+    ours, theirs = standard_normal(seed, 5000), np.random.default_rng(seed).standard_normal(5000)
+    assert np.abs(np.array(ours) - theirs).max() < 1e-12

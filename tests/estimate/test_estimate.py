@@ -1,0 +1,210 @@
+"""`ftbench estimate` from a spec: what it says, what it refuses, how fast."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ftbench.core.architectures import architectures
+from ftbench.core.hardware import find_gpu, gpus
+from ftbench.errors import SpecError
+from ftbench.estimate import batches, here
+from ftbench.estimate.command import Request, estimate
+from ftbench.estimate.memory import estimate_memory, largest_batch
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.data import synthetic
+
+H200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
+
+
+def spec(**changes: object) -> Experiment:
+    values = {
+        "name": "x",
+        "model": {"id": "Qwen/Qwen3-8B", "weights": "random"},
+        "method": {"name": "lora"},
+        "dataset": {"name": "synthetic", "samples": 64, "length": 2048},
+    }
+    return Experiment.model_validate({**values, **changes})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump({
+        "model": {"id": "Qwen/Qwen3-8B", "weights": "random"},
+        "dataset": {"name": "synthetic", "samples": 64, "length": 2048},
+    }))  # fmt: skip
+    return path
+
+
+def test_the_parts_add_up_to_the_peak_and_the_bands_are_in_order() -> None:
+    for gpu in (H200, 24.0):
+        found = estimate_memory(spec(), gpu)
+        assert sum(found.parts.values()) == pytest.approx(found.allocated.expected)
+        assert found.phases[found.peak_phase] == pytest.approx(max(found.phases.values()))
+        for band in (found.allocated, found.reserved, found.device):
+            assert band.low <= band.expected <= band.high
+        assert found.allocated.expected < found.reserved.expected < found.device.expected
+
+
+def test_the_largest_batch_is_the_last_whose_verdict_is_fits() -> None:
+    largest = largest_batch(spec(), H200)
+    assert largest == 7  # what the frontier of results/h200 found: 7 fits and 8 does not
+
+    def verdict(batch: int) -> str:
+        return estimate_memory(spec(train={"batch_size": batch}), H200).verdict
+
+    assert verdict(7) == "fits"
+    assert verdict(8) == "uncertain"
+    assert verdict(16) == "does not fit"
+    assert largest_batch(spec(), 8.0) is None
+
+
+def test_no_more_samples_are_put_in_a_batch_than_there_are() -> None:
+    few = spec(dataset={"name": "synthetic", "samples": 3, "length": 128})
+    assert largest_batch(few, H200) == 3
+
+
+@pytest.mark.parametrize("like", ["japanese-alpaca", "wikipedia-ja"])
+@pytest.mark.parametrize("seed", [0, 42])
+def test_synthetic_lengths_are_known_before_they_are_drawn(like: str, seed: int) -> None:
+    dataset = spec(dataset={"name": "synthetic", "samples": 500, "like": like, "seed": seed}).dataset
+    assert batches.sample_lengths(dataset)[0] == synthetic.lengths(dataset, 500)
+
+
+def test_the_largest_batch_of_each_way_to_lay_samples_out() -> None:
+    """As results/h200/qwen3-8b-packing had them: 4 x 675 positions padded, 1,131 without padding, rows of 2,048 packed."""
+    data = {"name": "synthetic", "samples": 160, "like": "japanese-alpaca"}
+
+    def shape(**on: object) -> tuple[int, int, bool]:
+        found = batches.largest(spec(dataset=data, optimizations=on))
+        return found.expected.rows, found.expected.length, found.padded
+
+    assert shape() == (4, 675, True)
+    assert shape(fixed_shape=True) == (4, 675, True)
+    assert shape(padding_free=True) == (1, 1131, True)
+    assert shape(packing=True) == (1, 8192, True)
+    even = batches.largest(spec())
+    assert (even.expected.rows, even.expected.length, even.padded) == (4, 2048, False)
+
+
+def test_real_data_is_bounded_by_max_length() -> None:
+    known = batches.largest(spec(dataset={"name": "japanese-alpaca", "samples": 1000, "max_length": 2048}))
+    assert 500 < known.expected.length < 1000  # 742 in the synthetic set that is drawn like it
+    assert known.most.length == 2048
+    unknown = batches.largest(spec(dataset={"name": "file", "path": "x.jsonl", "max_length": 512}))
+    assert unknown.expected.length == unknown.most.length == 512
+
+
+def test_accumulated_gradients_wait_through_the_next_forward_pass() -> None:
+    one = estimate_memory(spec(method={"name": "full"}), 1000.0)
+    several = estimate_memory(spec(method={"name": "full"}, train={"gradient_accumulation_steps": 4}), 1000.0)
+    assert several.allocated.expected > one.allocated.expected + 10
+
+
+def test_unseen_ways_have_a_wider_band() -> None:
+    seen = estimate_memory(spec(), H200).allocated
+    unseen = estimate_memory(spec(optimizations={"attention": "eager"}), H200).allocated
+    assert unseen.high / unseen.expected > seen.high / seen.expected
+
+
+def test_an_unknown_model_says_how_to_give_its_shape(tmp_path: Path, file: Path) -> None:
+    with pytest.raises(SpecError, match="--config"):
+        estimate(Request(file, ["model.id=someone/new", "model.weights=pretrained"], memory_gb=80))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(architectures()["Qwen/Qwen3-4B"]))
+    sets = ["model.id=someone/new", "model.weights=pretrained"]
+    given = estimate(Request(file, sets, memory_gb=80, config=config))
+    local = estimate(Request(file, [*sets, f"model.path={tmp_path}"], memory_gb=80))
+    known = estimate(Request(file, ["model.id=Qwen/Qwen3-4B"], memory_gb=80))
+    document = [json.loads(answer.document)["gpus"] for answer in (given, local, known)]
+    assert document[0] == document[1] == document[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [({"gpu": "RTX 9999"}, "--memory-gb"), ({"memory_gb": 0.0}, "above 0"), ({"memory_gb": float("nan")}, "above 0"),
+     ({"memory_gb": 80.0, "gpu": "L4"}, "give one"), ({"gpu": "L4", "gpus": 0}, "1 or more"),
+     ({"gpu": "L4", "gpus": 2}, "--strategy"), ({"gpu": "L4", "gpus": 2, "strategy": "magic"}, "none of"),
+     ({"gpu": "L4", "config": Path("/nowhere/config.json")}, "cannot be read"),
+     ({"gpu": "L4", "sets": ["train.batch_size=0"]}, "train.batch_size"),
+     ({"gpu": "L4", "sets": ["dataset.length=-5"]}, "dataset.length")],
+)  # fmt: skip
+def test_nonsense_is_a_sentence(file: Path, change: dict[str, object], sentence: str) -> None:
+    with pytest.raises(SpecError, match=sentence):
+        estimate(Request(file, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": 3}', '{"model_type": "qwen3"}'])
+def test_a_config_that_is_none_is_a_sentence(tmp_path: Path, file: Path, text: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(text)
+    with pytest.raises(SpecError):
+        estimate(Request(file, memory_gb=80, config=config))
+
+
+def test_check_says_it_by_its_exit_code(file: Path) -> None:
+    codes = [estimate(Request(file, [f"train.batch_size={batch}"], gpu="H200 SXM")).code for batch in (7, 8, 16)]
+    assert codes == [0, 1, 2]
+    assert estimate(Request(file, ["train.batch_size=15"], gpu="all")).code == 0  # some card holds it
+
+
+def test_a_gpu_is_found_by_what_people_call_it(file: Path) -> None:
+    for name in ("H200 SXM", "NVIDIA H200", "h200 sxm", "NVIDIA H100 80GB HBM3", "L4"):
+        assert estimate(Request(file, gpu=name)).document
+
+
+def test_the_run_that_will_not_fit_is_told_before_it_starts() -> None:
+    gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
+    assert here.warning(spec(train={"batch_size": 4}), gpu) is None
+    told = here.warning(spec(train={"batch_size": 16}), gpu)
+    assert told is not None
+    assert "train.batch_size=7" in told
+    assert here.warning(spec(train={"batch_size": 16}), None) is None
+    assert here.warning(spec(train={"batch_size": 16}, launch={"mock": "ok"}), gpu) is None
+    assert here.first_trial(spec(), gpu, 4096) in (7, 8)
+
+
+def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
+    from ftbench.spec.load import load
+
+    for path in sorted(Path("configs").glob("qwen3-*.yaml")) + sorted(Path("configs").glob("gpt-oss-*.yaml")):
+        one = load(path)
+        for gpu in gpus():
+            assert estimate_memory(one, gpu).allocated.expected > 0, path
+
+
+def test_one_estimate_takes_at_most_50_ms_and_all_gpus_half_a_second(file: Path) -> None:
+    estimate(Request(file, gpu="L4"))  # facts are read once
+    begun = time.perf_counter()
+    estimate_memory(spec(), H200)
+    once = time.perf_counter() - begun
+    estimate(Request(file, gpu="all"))
+    assert once < 0.05
+    assert time.perf_counter() - begun < 0.55
+
+
+def test_the_command_loads_no_heavy_module(file: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom ftbench.estimate.command import Request, estimate\n"
+        f"print(estimate(Request(Path({str(file)!r}), gpu='L4')).text)\n"
+        "heavy = {'torch', 'pandas', 'numpy', 'transformers'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "does not fit" in done.stdout
+
+
+def test_find_gpu_agrees_with_the_totals() -> None:
+    from ftbench.estimate.totals import _DRIVER_MIB, total_gib
+
+    assert set(_DRIVER_MIB) <= {gpu.name for gpu in gpus()}
+    found = find_gpu("NVIDIA H200")
+    assert found is not None
+    assert total_gib(found) == pytest.approx(140.4014, abs=1e-3)  # machine.json of results/h200
