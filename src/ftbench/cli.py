@@ -148,6 +148,9 @@ def estimate(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="config.json of a model that is not known")] = None,
     check: Annotated[bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not fit")] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="run two steps of the real code on tensors without memory (needs torch)")
+    ] = False,
     calibrate: Annotated[Path | None, typer.Option(help="learn from the runs in this folder", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
@@ -159,7 +162,13 @@ def estimate(
         return
     if spec is None:
         raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
-    answer = command.estimate(command.Request(spec, sets or [], gpu, memory_gb, gpus, strategy, config))
+    request = command.Request(spec, sets or [], gpu, memory_gb, gpus, strategy, config)
+    if simulate:
+        from ftbench import simulation
+
+        answer = simulation.answer(request)
+    else:
+        answer = command.estimate(request)
     print(answer.document if as_json else answer.text)
     raise typer.Exit(answer.code if check else 0)
 

@@ -3,22 +3,29 @@ says what would have been allocated. Needs torch and no GPU. No torch here."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ftbench import rundir
 from ftbench.core.hardware import Gpu
+from ftbench.core.units import gibibytes
 from ftbench.errors import FtbenchError, MissingError, SpecError
+from ftbench.estimate import command, view
+from ftbench.estimate.memory import VERDICTS, Verdict, estimate_memory
+from ftbench.estimate.totals import total_gib
 from ftbench.launch import process, trl
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.load import load
 
 LIMIT_S = 600.0
+SHOWN = 12  # tensors on the card
 _ERRORS: dict[int, type[FtbenchError]] = {1: FtbenchError, 2: SpecError, 3: MissingError}
 
 
@@ -96,7 +103,11 @@ def _run(scratch: Path, limit_s: float) -> None:
         raise MissingError("the simulation ran out of the host's memory: free some, or estimate without --simulate")
     if ended.stop or ended.code != 0:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        why = ended.stop.reason if ended.stop else f"ended with exit code {ended.code}: {(lines or ['no output'])[-1][:300]}"
+        why = (
+            ended.stop.reason
+            if ended.stop
+            else f"ended with exit code {ended.code}: {(lines or ['no output'])[-1][:300]}"
+        )
         raise FtbenchError(f"the process that simulates {why}")
 
 
@@ -116,3 +127,73 @@ def read(document: dict[str, Any]) -> Simulation:
         transformers=document["transformers"],
         seconds=document["seconds"],
     )
+
+
+# --- ftbench estimate --simulate --------------------------------------------------------------------------------------
+
+
+def answer(request: command.Request) -> command.Answer:
+    """The simulation of a spec on one GPU as text, document and exit code. Raises SpecError for what a simulation does
+    not take, and what `simulate` raises."""
+    given = {
+        "--memory-gb": request.memory_gb is not None,
+        "--gpu all": request.gpu == "all",
+        "--gpus": request.gpus != 1,
+        "--strategy": request.strategy is not None,
+        "--config": request.config is not None,
+    }
+    if found := [name for name, is_given in given.items() if is_given]:
+        raise SpecError(
+            f"--simulate runs one process on one GPU of the table: leave out {', '.join(found)}"
+            + (", and set model.path to the config.json with model.weights=random" if "--config" in found else "")
+        )
+    spec = load(request.spec, request.sets)
+    ((name, gpu, total),) = command.gpus_of(request)
+    if not isinstance(gpu, Gpu):
+        raise SpecError(f"{name} is in no table, so its compute capability is not known: name a GPU with --gpu")
+    room = total or total_gib(gpu)
+    simulated = simulate(spec, gpu)
+    verdict = verdict_of(simulated, spec, gpu, room)
+    head = {"schema": 1, "gpu": name, "model": spec.model.id, "method": spec.method.name, "total": room}
+    document = json.dumps(head | {"verdict": verdict, **asdict(simulated)})
+    return command.Answer(as_text(simulated, spec, name, room, verdict), document, VERDICTS.index(verdict))
+
+
+def verdict_of(found: Simulation, spec: Experiment, gpu: Gpu, room: float) -> Verdict:
+    """Whether it fits `room` GiB: the tensors as simulated, and beside them what the estimate knows of the allocator's
+    pool and the CUDA context. Uncertain for a model that no estimate knows, unless the tensors alone are too many."""
+    if found.peak_gb > room:
+        return "does not fit"
+    try:
+        estimate = estimate_memory(spec, gpu, total=room)
+    except FtbenchError:
+        return "uncertain"
+    beside = estimate.device.expected - estimate.allocated.expected
+    return "fits" if found.peak_gb + 2 * beside <= room else "uncertain"
+
+
+def as_text(found: Simulation, spec: Experiment, gpu: str, room: float, verdict: Verdict) -> str:
+    """The card: the peak, its parts as bars, the highest of each phase, the largest tensors."""
+    batch = found.batch
+    lines = [
+        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}: simulated in {found.seconds:.0f} s",
+        f"heaviest batch: {batch['rows']} rows, {batch['positions']:,} positions, {batch['label_tokens']:,} labels",
+        "",
+        f"allocated at the peak: {gibibytes(found.peak_gb)} GiB, phase {found.phase}",
+        *view.bars(found.parts_gb),
+        "",
+        "highest of each phase: " + " · ".join(f"{name} {gibibytes(size)}" for name, size in found.phases_gb.items()),
+        f"between steps: {gibibytes(found.after_step_gb)} GiB",
+        "",
+        "largest tensors at the peak:",
+        *(_line(tensors) for tensors in found.tensors[:SHOWN]),
+        "",
+        f"{gpu} has {gibibytes(room)} GiB: {verdict}",
+    ]
+    return "\n".join(lines)
+
+
+def _line(tensors: Tensors) -> str:
+    shape = "x".join(map(str, tensors.shape)) or "scalar"
+    where = ".".join(tensors.module.split(".")[-3:]) or tensors.operation
+    return f"  {gibibytes(tensors.gb):>8}  {tensors.count:>4} x {tensors.dtype} {shape:<20} {tensors.part} ({where})"

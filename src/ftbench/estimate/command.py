@@ -50,7 +50,7 @@ def estimate(request: Request) -> Answer:
         options["config"] = read_config(request.config)
     found: list[tuple[str, MemoryEstimate, int | None]] = [
         (name, estimate_memory(spec, gpu, total=total, **options), largest_batch(spec, gpu, total=total, **options))
-        for name, gpu, total in _gpus(request)
+        for name, gpu, total in gpus_of(request)
     ]
     best = min(VERDICTS.index(one.verdict) for _, one, _ in found)
     return Answer(view.as_text(spec, found), json.dumps(view.as_document(spec, found)), best)
@@ -71,7 +71,7 @@ def _strategy(request: Request) -> str:
     return asked
 
 
-def _gpus(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
+def gpus_of(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
     """The GPUs asked about, with their memory where a driver says it; with none named, this machine's."""
     if request.memory_gb is not None:
         if request.gpu is not None:

@@ -1,4 +1,4 @@
-"""The log of a simulated run → what simulation.json says: peaks by step and phase, and what was alive at the highest."""
+"""The log of a simulated run → what simulation.json says: peaks by step and phase, what was alive at the highest."""
 
 from __future__ import annotations
 

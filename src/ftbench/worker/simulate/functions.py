@@ -63,7 +63,9 @@ def _attention(
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, needed, dropout_p, is_causal, scale=scale
         )[0]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _cast(part: Any) -> Any:

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils
 
+from ftbench.worker.simulate.functions import Functions
 from ftbench.worker.simulate.guard import ensure_guard
 from ftbench.worker.simulate.mode import Simulation
-from ftbench.worker.simulate.functions import Functions
 from ftbench.worker.simulate.tracker import Tracker
 
 
@@ -46,9 +46,12 @@ def simulated(capability: tuple[int, int], memory_bytes: int) -> Iterator[Simula
 def _patches(functions: Functions, capability: tuple[int, int], memory_bytes: int) -> list[tuple[Any, str, Any]]:
     place = torch.device("cuda", 0)
     properties = SimpleNamespace(
-        name="simulated", major=capability[0], minor=capability[1], total_memory=memory_bytes, multi_processor_count=132,
+        name="simulated",
+        major=capability[0],
+        minor=capability[1],
+        total_memory=memory_bytes,
         gcnArchName="",
-    )  # fmt: skip
+    )
     known = [*optim._foreach_supported_types, FakeTensor]
 
     def nothing(*args: Any, **kwargs: Any) -> None:

@@ -46,7 +46,7 @@ class Simulation(TorchDispatchMode):
             kwargs["device"] = _PLACE
         if any(not isinstance(t, FakeTensor) for t in tensors([*args, *kwargs.values()])):
             args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
-        if func is _PIN or func is _COPY and _is_no_copy(args[0], kwargs):
+        if func is _PIN or (func is _COPY and _is_no_copy(args[0], kwargs)):
             func, args, kwargs = _ALIAS, args[:1], {}
         if func is _SCALAR:
             return self.values.scalar(args[0])

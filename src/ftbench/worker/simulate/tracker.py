@@ -59,7 +59,8 @@ class Tracker:
         key = storage._cdata
         if key in self._alive:
             return
-        record = self._record(storage.nbytes(), operation, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        record = self._record(storage.nbytes(), operation, tuple(tensor.shape), dtype)
         self._alive[key] = (record, weakref.ref(storage, lambda _, key=key: self._free(key)))
 
     def persistent(self, size: int, operation: str) -> None:

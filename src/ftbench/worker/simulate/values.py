@@ -71,7 +71,6 @@ class Values:
         raise Unknown("the program asks for a whole number that depends on the model's weights")
 
 
-
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an operation writes to."""
     for place, argument in enumerate(func._schema.arguments):
