@@ -214,6 +214,9 @@ def estimate(
     strategy: Annotated[str | None, typer.Option(help="how they share it: ddp, fsdp, zero1, zero2 or zero3")] = None,
     config: Config = None,
     check: Annotated[bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not fit")] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="run two steps of the real code on tensors without memory (needs torch)")
+    ] = False,
     calibrate: Annotated[Path | None, typer.Option(help="learn from the runs in this folder", metavar="DIR")] = None,
     samples: Annotated[float | None, typer.Option(help="how many to train on, if not the spec's")] = None,
     hours: Annotated[float | None, typer.Option(help="how long a night is (8)")] = None,
@@ -229,9 +232,13 @@ def estimate(
         return
     if spec is None:
         raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
-    answer = command.estimate(command.Request(
-        spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store,
-    ))  # fmt: skip
+    request = command.Request(spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store)
+    if simulate:
+        from ftbench import simulation
+
+        answer = simulation.answer(request)
+    else:
+        answer = command.estimate(request)
     print(answer.document if as_json else answer.text)
     raise typer.Exit(answer.code if check else 0)
 

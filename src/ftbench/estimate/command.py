@@ -56,7 +56,7 @@ def estimate(request: Request) -> Answer:
     options: dict[str, Any] = {"gpus": _count(request), "strategy": _strategy(request)}
     if request.config is not None:
         options["config"] = read_config(request.config)
-    places = _gpus(request)
+    places = gpus_of(request)
     found: list[tuple[str, MemoryEstimate, int | None]] = [
         (name, estimate_memory(spec, gpu, total=total, **options), largest_batch(spec, gpu, total=total, **options))
         for name, gpu, total in places
@@ -85,7 +85,7 @@ def _strategy(request: Request) -> str:
     return asked
 
 
-def _gpus(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
+def gpus_of(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
     """The GPUs asked about, with their memory where a driver says it; with none named, this machine's."""
     if request.memory_gb is not None:
         if request.gpu is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,7 +36,7 @@ def _card(spec: Experiment, name: str, found: MemoryEstimate, largest: int | Non
         _tier("device", found.device),
         "",
         f"peak: {found.peak_phase}, most of it {found.peak_term}",
-        *_bars(found.parts),
+        *bars(found.parts),
         "",
         f"{name} has {gibibytes(found.total)} GiB: {found.verdict}",
         f"largest batch that fits: {largest}" if largest else "no batch is sure to fit",
@@ -48,7 +48,8 @@ def _tier(name: str, band: Band) -> str:
     return f"{name:<18} {gibibytes(band.low):>8} {gibibytes(band.expected):>9} {gibibytes(band.high):>8}"
 
 
-def _bars(parts: dict[str, float]) -> list[str]:
+def bars(parts: Mapping[str, float]) -> list[str]:
+    """A line a part, the largest first, GiB."""
     longest = max(parts.values(), default=1.0)
     shown = [(name, size) for name, size in sorted(parts.items(), key=lambda pair: -pair[1]) if size >= 0.0005]
     return [f"  {name:<16} {gibibytes(size):>8}  {'█' * max(1, round(WIDTH * size / longest))}" for name, size in shown]

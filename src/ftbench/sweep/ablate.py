@@ -73,8 +73,16 @@ def prepare(request: Request) -> command.Ready:
         force=request.force,
     )  # fmt: skip
     return command.Ready(
-        sweep, folder, request.spec.read_bytes(), plan, places, gpu, list(plan.refused.items()), Ablation
-    )
+        sweep,
+        folder,
+        request.spec.read_bytes(),
+        plan,
+        places,
+        gpu,
+        described["gpu"],
+        list(plan.refused.items()),
+        Ablation,
+    )  # fmt: skip
 
 
 def _refused(spec: Experiment, described: dict[str, Any], capability: tuple[int, int] | None) -> str | None:

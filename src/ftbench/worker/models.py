@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
@@ -12,6 +12,18 @@ from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker.device import device
 from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
 from ftbench.worker.random_weights import is_gpt_oss, materialise
+
+
+class Shape(Protocol):
+    """In place of what from_pretrained is given: a configuration, and a model of it whose weights were never read."""
+
+    config: Any
+
+    def load(self, arguments: dict[str, Any]) -> Any: ...
+    def tokenizer(self) -> Any: ...
+
+
+Source = str | Shape
 
 
 def source_of(model: Model, method: Any = None) -> str:
@@ -24,30 +36,36 @@ def source_of(model: Model, method: Any = None) -> str:
     return model.path or model.id
 
 
-def load_config(model: Model, source: str) -> Any:
+def load_config(model: Model, source: Source) -> Any:
     """The model's configuration. Raises MissingError where it cannot be reached."""
+    if not isinstance(source, str):
+        return source.config
     return reach(model, lambda: AutoConfig.from_pretrained(source, **hub_arguments(model)))
 
 
-def load_tokenizer(model: Model, source: str) -> Any:
+def load_tokenizer(model: Model, source: Source) -> Any:
     """The model's tokenizer, with a padding token."""
+    if not isinstance(source, str):
+        return source.tokenizer()
     tokenizer = reach(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_model(spec: Experiment, source: str, quantization_config: Any = None) -> Any:
+def load_model(spec: Experiment, source: Source, quantization_config: Any = None) -> Any:
     """The weights on the device, in the spec's dtype and with its attention implementation."""
     quantised = _quantised(spec, source) or quantization_config
     return read(spec, source, **({} if quantised is None else {"quantization_config": quantised}))
 
 
-def read(spec: Experiment, source: str, **more: Any) -> Any:
+def read(spec: Experiment, source: Source, **more: Any) -> Any:
     """from_pretrained with what the spec says, and `more`."""
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
     if device().type == "cuda":
         arguments["device_map"] = {"": device()}
+    if not isinstance(source, str):
+        return reach(spec.model, lambda: source.load(arguments))
     return reach(spec.model, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments))
 
 
@@ -59,7 +77,7 @@ def attention_of(spec: Experiment) -> dict[str, str]:
     return {} if attention == "auto" else {"attn_implementation": attention}
 
 
-def _quantised(spec: Experiment, source: str) -> Any:
+def _quantised(spec: Experiment, source: Source) -> Any:
     """How to load weights that were published quantised (gpt-oss: MXFP4): in 16 bits, so that they can be trained
     on. Raises SpecError for a method that would quantise them again."""
     config = getattr(load_config(spec.model, source), "quantization_config", None)

@@ -45,7 +45,7 @@ def materialise(model: Model, layout: str | None = None, weights: bool = True) -
     """The directory with the random weights, made if it is not there yet; with `layout` mxfp4 the experts of gpt-oss as
     they are published; without `weights` only what describes the model, for `fill`. Raises SpecError for a shape that
     transformers does not know, MissingError for a disk without room."""
-    config = _config(model)
+    config = configuration(model)
     special = [*([layout] if layout else []), *([] if weights else ["no weights"])]
     told = [FORMAT, _shape(model), model.dtype, model.seed, *special]
     key = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
@@ -100,7 +100,8 @@ def _shape(model: Model) -> dict[str, Any]:
     return shape
 
 
-def _config(model: Model) -> Any:
+def configuration(model: Model) -> Any:
+    """The shape as transformers' configuration. Raises SpecError for one that it does not know."""
     shape = dict(_shape(model))
     for key in ("quantization_config", "torch_dtype", "dtype", "auto_map"):
         shape.pop(key, None)

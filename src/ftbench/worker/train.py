@@ -13,7 +13,7 @@ from ftbench.machine import handle_of, nvml_module
 from ftbench.rundir import RunDir, StepsWriter, read_json, write_json
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import applied, methods, models, optimizations, trainer
-from ftbench.worker.data.prepare import prepare
+from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device, device
 from ftbench.worker.generate import Answers
 from ftbench.worker.meters import meters
@@ -66,32 +66,21 @@ def train(run: Run) -> None:
     phases.enter("make_weights")
     source = models.source_of(spec.model, spec.method)
     phases.enter("prepare_data")
-    config = models.load_config(spec.model, source)
-    vocabulary = config.get_text_config().vocab_size
-    synthetic = spec.dataset.name == "synthetic"
-    tokenizer = build_tokenizer(vocabulary) if synthetic else models.load_tokenizer(spec.model, source)
-    data = prepare(spec, tokenizer, vocabulary)
+    tokenizer, data = prepared(spec, source)
 
     phases.enter("load")
     _watch_memory(phases)
     model = method.load(spec, source)
 
     phases.enter("setup")
-    set_seed(spec.train.seed)
-    model.config.use_cache = False
-    model = method.adapt(model, spec)
-    for module in optimizations.modules().values():
-        module.apply(model, spec)
     run.recorder = _recorder(run.directory, spec)
-    loop = trainer.build(spec, run.directory, model, tokenizer, data, run.recorder)
+    loop = assembled(spec, run.directory, model, tokenizer, data, run.recorder)
     run.reporter = Reporter.of(loop, run.directory, run.recorder)  # before the recorder: what starts up is not timed
     loop.attach(run.recorder, phases)
     facts = applied.of_model(loop.model, spec)
     warned = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
     run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warned)
     _demand(run, method.proof(loop.model, spec))
-    if (changes := optimizations.load("gradient_checkpointing").callback(spec)) is not None:
-        loop.add_callback(changes)
     loop.add_callback(_AfterFirstStep(run, loop))
     if spec.measure.profile != "off":
         from ftbench.worker.profile.callback import Profiler
@@ -121,6 +110,29 @@ def train(run: Run) -> None:
         phases.enter("save")
         loop.save_model(str(run.directory.adapter))
     shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
+
+
+def prepared(spec: Experiment, source: models.Source) -> tuple[Any, Prepared]:
+    """The tokenizer, and the data in the order in which they are trained on."""
+    vocabulary = models.load_config(spec.model, source).get_text_config().vocab_size
+    synthetic = spec.dataset.name == "synthetic"
+    tokenizer = build_tokenizer(vocabulary) if synthetic else models.load_tokenizer(spec.model, source)
+    return tokenizer, prepare(spec, tokenizer, vocabulary)
+
+
+def assembled(
+    spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared, recorder: Any
+) -> trainer.Trainer:
+    """The trainer, around the loaded model with what its method trains and with its optimizations."""
+    set_seed(spec.train.seed)
+    model.config.use_cache = False
+    model = methods.load(spec.method.name).adapt(model, spec)
+    for module in optimizations.modules().values():
+        module.apply(model, spec)
+    loop = trainer.build(spec, directory, model, tokenizer, data, recorder)
+    if (changes := optimizations.load("gradient_checkpointing").callback(spec)) is not None:
+        loop.add_callback(changes)
+    return loop
 
 
 class _AfterFirstStep(TrainerCallback):

@@ -11,7 +11,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker import models
 
 
-def load(spec: Experiment, source: str) -> Any:
+def load(spec: Experiment, source: models.Source) -> Any:
     return models.load_model(spec, source)
 
 

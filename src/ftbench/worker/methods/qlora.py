@@ -16,7 +16,7 @@ from ftbench.worker.device import device
 from ftbench.worker.methods import lora
 
 
-def load(spec: Experiment, source: str) -> Any:
+def load(spec: Experiment, source: models.Source) -> Any:
     method: Any = spec.method
     if method.mxfp4:
         return _load_mxfp4(spec, source)
@@ -29,7 +29,7 @@ def load(spec: Experiment, source: str) -> Any:
     return models.load_model(spec, source, quantised)
 
 
-def _load_mxfp4(spec: Experiment, source: str) -> Any:
+def _load_mxfp4(spec: Experiment, source: models.Source) -> Any:
     """gpt-oss with its experts as published. Raises SpecError for weights that are not."""
     config = models.load_config(spec.model, source)
     kind = getattr(config, "quantization_config", None) or {}

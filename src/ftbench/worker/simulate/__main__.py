@@ -1,0 +1,61 @@
+"""The child process: `python -m ftbench.worker.simulate DIRECTORY`. Reads request.json, writes simulation.json.
+
+A sentence for the user goes into error.json with the exit code of its kind.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import transformers
+
+from ftbench.errors import FtbenchError
+from ftbench.owner import die_with_parent
+from ftbench.rundir import RunDir, read_json, write_json
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.simulate.run import simulate
+from ftbench.worker.simulate.values import Unknown
+
+SCHEMA = 1
+
+
+def main(path: Path) -> int:
+    begun = time.monotonic()
+    request = read_json(path / "request.json")
+    spec = Experiment.model_validate(request["spec"])
+    try:
+        found = simulate(spec, RunDir(path), tuple(request["capability"]), int(request["memory_bytes"]))
+    except FtbenchError as error:
+        write_json(path / "error.json", {"message": str(error), "exit_code": error.exit_code})
+        return 1
+    except Unknown as error:
+        message = f"{spec.model.id}: {error}, so that it cannot be simulated: estimate without --simulate"
+        write_json(path / "error.json", {"message": message, "exit_code": 2})
+        return 1
+    except Exception as error:  # noqa: BLE001 - the libraries under the worker raise anything
+        traceback.print_exc()
+        reason = (str(error).strip().splitlines() or [""])[0][:300]
+        message = f"{spec.model.id} cannot be simulated: {type(error).__name__}: {reason}. Estimate without --simulate"
+        write_json(path / "error.json", {"message": message, "exit_code": 1})
+        return 1
+    head = {
+        "schema": SCHEMA,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "seconds": time.monotonic() - begun,
+    }
+    write_json(path / "simulation.json", head | found)
+    return 0
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of libraries have nothing left to do

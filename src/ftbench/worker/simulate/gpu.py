@@ -1,0 +1,89 @@
+"""A GPU that is not there: torch is told that there is one, and its tensors have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer as optim
+from torch.utils import _foreach_utils
+
+from ftbench.worker.simulate.functions import Functions
+from ftbench.worker.simulate.guard import ensure_guard
+from ftbench.worker.simulate.mode import Simulation
+from ftbench.worker.simulate.tracker import Tracker
+
+
+def workspace(capability: tuple[int, int]) -> int:
+    """Bytes of cuBLAS's workspace in each thread that multiplies: 32 MiB on Hopper and data-centre Blackwell, else
+    8,320 KiB (at::cuda::getChosenWorkspaceSize, CUDABlas.cpp)."""
+    return 32 * 2**20 if capability in ((9, 0), (10, 0)) else (4096 * 2 + 16 * 8) * 1024
+
+
+@contextmanager
+def simulated(capability: tuple[int, int], memory_bytes: int) -> Iterator[Simulation]:
+    """Within the block torch has one GPU of that compute capability, and every tensor is fake."""
+    ensure_guard()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    functions = Functions()
+    mode = Simulation(fake, functions, Tracker(), workspace(capability))
+    with ExitStack() as stack:
+        for target, name, value in _patches(functions, capability, memory_bytes):
+            stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(functions)
+        stack.enter_context(fake)
+        stack.enter_context(mode)
+        yield mode
+
+
+def _patches(functions: Functions, capability: tuple[int, int], memory_bytes: int) -> list[tuple[Any, str, Any]]:
+    place = torch.device("cuda", 0)
+    properties = SimpleNamespace(
+        name="simulated",
+        major=capability[0],
+        minor=capability[1],
+        total_memory=memory_bytes,
+        gcnArchName="",
+    )
+    known = [*optim._foreach_supported_types, FakeTensor]
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return [
+        (torch.autograd, "_engine_run_backward", functions.within_engine(torch.autograd._engine_run_backward)),
+        (FakeTensorMode, "avoid_device_init", True),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "is_initialized", lambda: False),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "set_device", nothing),
+        (torch.cuda, "synchronize", nothing),
+        (torch.cuda, "empty_cache", nothing),
+        (torch.cuda, "get_device_capability", lambda *_: capability),
+        (torch.cuda, "get_device_properties", lambda *_: properties),
+        (torch.cuda, "get_device_name", lambda *_: properties.name),
+        (torch.cuda, "mem_get_info", lambda *_: (memory_bytes, memory_bytes)),
+        (torch.cuda, "is_bf16_supported", lambda *_, **__: capability >= (8, 0)),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "_lazy_init", nothing),
+        (torch.accelerator, "is_available", lambda: True),
+        (torch.accelerator, "current_accelerator", lambda *_, **__: place),
+        (torch.accelerator, "current_device_index", lambda: 0),
+        (torch.accelerator, "current_stream", lambda *_: SimpleNamespace(is_capturing=lambda: False)),
+        (torch.accelerator, "synchronize", nothing),
+        # The batched forms of the optimizers: they hold more at a time, and torch takes them for its own tensors only.
+        (optim, "_foreach_supported_types", known),
+        (_foreach_utils, "_foreach_supported_types", known),
+        # Moving a module swaps its fake tensors, which the fake mode's memo of them, a weak one, must not forbid.
+        (torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda _: [])),
+        # transformers takes other ways for fake tensors; here their values are known where it asks.
+        (transformers.utils.import_utils, "is_fake_tensor", lambda _: False),
+    ]

@@ -1,0 +1,147 @@
+"""A simulated run, top to bottom: the worker's own data, model, method, optimizations and trainer, for two steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from transformers import TrainerCallback
+
+from ftbench.rundir import RunDir
+from ftbench.spec.experiment import Experiment
+from ftbench.worker import methods
+from ftbench.worker.data.order import Row
+from ftbench.worker.data.prepare import Prepared
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.simulate.account import account
+from ftbench.worker.simulate.gpu import simulated
+from ftbench.worker.simulate.modules import follow_modules
+from ftbench.worker.simulate.refuse import refuse
+from ftbench.worker.simulate.tracker import Tracker
+from ftbench.worker.simulate.weights import Shape
+from ftbench.worker.train import assembled, prepared
+
+STEPS = 2  # the first makes the optimizer's state, the second runs beside it
+MICRO_STEPS = 2  # in the first there are no gradients yet, from the second on there are
+
+
+def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], memory_bytes: int) -> dict[str, Any]:
+    """simulation.json without its head. Raises SpecError for what cannot be simulated."""
+    refuse(spec)
+    shape = Shape(spec.model)
+    tokenizer, data = prepared(spec, shape)
+    batch = heaviest(spec, data)
+    short, data = shortened(spec, data, batch)
+    with simulated(capability, memory_bytes) as mode:
+        tracker = mode.tracker
+        model = methods.load(spec.method.name).load(short, shape)
+        tracker.enter("setup")
+        watch = Watch(tracker)
+        loop = assembled(short, directory, model, tokenizer, data, watch)
+        loop.attach(watch, cast(Any, SimpleNamespace(within=nullcontext)))
+        watch.model = loop.model
+        with follow_modules(loop.model, tracker) as backbone:
+            loop.train()
+    found = account(tracker, backbone, int(shape.config.get_text_config().vocab_size))
+    return {"batch": _describe(spec, batch)} | found
+
+
+def heaviest(spec: Experiment, data: Prepared) -> list[Row]:
+    """The batch with the most positions among those that the run will see, and of these the most labels."""
+    train, flat = spec.train, spec.optimizations.packing or spec.optimizations.padding_free
+    batches = [data.train[at : at + train.batch_size] for at in range(0, len(data.train), train.batch_size)]
+    if train.max_steps:
+        batches = batches[: train.max_steps * train.gradient_accumulation_steps]
+    return max(batches, key=lambda rows: (_positions(rows, flat), _labels(rows)))
+
+
+def _positions(rows: Sequence[Row], flat: bool) -> int:
+    lengths = [sum(len(sample.ids) for sample in row) for row in rows]
+    return sum(lengths) if flat else max(lengths) * len(lengths)
+
+
+def _labels(rows: Sequence[Row]) -> int:
+    return sum(label != IGNORE for row in rows for sample in row for label in sample.labels[1:])
+
+
+def shortened(spec: Experiment, data: Prepared, batch: list[Row]) -> tuple[Experiment, Prepared]:
+    """The spec and its data cut to the steps that are simulated, each of that batch. The longest row stays among the
+    rows that are not trained on: `fixed_shape` pads to it."""
+    micro_steps = min(MICRO_STEPS, spec.train.gradient_accumulation_steps)
+    cut = {"max_steps": STEPS, "gradient_accumulation_steps": micro_steps, "batch_size": len(batch), "report_to": ()}
+    train = spec.train.model_copy(update=cut)
+    measure = spec.measure.model_copy(update={"eval": "off"})
+    longest = max((*data.train, *data.evaluation), key=lambda row: sum(len(sample.ids) for sample in row))
+    rows = replace(data, train=batch * (STEPS * micro_steps), evaluation=[longest])
+    return spec.model_copy(update={"train": train, "measure": measure}), rows
+
+
+def _describe(spec: Experiment, batch: list[Row]) -> dict[str, int]:
+    flat = spec.optimizations.packing or spec.optimizations.padding_free
+    return {
+        "rows": len(batch),
+        "positions": _positions(batch, flat),
+        "real_tokens": _positions(batch, True),
+        "label_tokens": _labels(batch),
+        "longest": max(len(sample.ids) for row in batch for sample in row),
+    }
+
+
+class Watch(TrainerCallback):
+    """Stands where the recorder stands in a real run: tells the tracker in which part of a step the trainer is, and
+    what the tensors that outlive a step are."""
+
+    model: Any = None
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self.batches: deque[Any] = deque()
+        self.grad_norm: Any = None
+
+    @property
+    def position(self) -> str:
+        return self._tracker.phase
+
+    @position.setter
+    def position(self, phase: str) -> None:
+        self._tracker.enter(phase)
+
+    def micro_step(self, loss: torch.Tensor) -> None:
+        self.batches.clear()
+        self.position = "forward"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        adapted = hasattr(self.model, "peft_config")
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._tracker.is_a(tensor, "adapters" if adapted and tensor.requires_grad else "weights")
+            for constant in _constants(getattr(tensor, "quant_state", None)):
+                self._tracker.is_a(constant, "weights")
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(lambda p: self._tracker.is_a(p.grad, "gradients"))
+        self.position = "data"
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._tracker.begin_step()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.position = "optimizer"
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for values in optimizer.state.values():
+            for value in values.values():
+                if torch.is_tensor(value):
+                    self._tracker.is_a(value, "optimizer")
+        self.position = "data"
+
+
+def _constants(state: Any) -> list[torch.Tensor]:
+    """What bitsandbytes keeps beside a 4-bit weight: the scales of its blocks, quantised again or not, and tables."""
+    if state is None:
+        return []
+    own = [value for value in (state.absmax, state.code, state.offset) if torch.is_tensor(value)]
+    return own + _constants(state.state2)

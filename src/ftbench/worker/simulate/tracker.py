@@ -1,0 +1,97 @@
+"""Every storage that a run makes on the simulated GPU: how large, when born, when freed, and who made it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ACCUMULATE = "accumulate"  # the sum of two gradients, made by the engine of the backward pass
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation. `born` and `freed` are numbers of events; `freed` is None while it lives. `kind` is what the
+    tensor turned out to be: weights, adapters, gradients, optimizer; None where it is told from phase and module."""
+
+    bytes: int
+    born: int
+    phase: str
+    module: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    freed: int | None = None
+    freed_in: str | None = None
+    kind: str | None = None
+
+
+class Tracker:
+    """The log of allocations, in the order in which the program makes them."""
+
+    def __init__(self) -> None:
+        self.storages: list[Storage] = []
+        self.module = ""
+        self.events = 0
+        self.steps: list[int] = []  # the event that each step of the optimizer begins with
+        self.phases: list[tuple[int, str]] = [(0, "load")]  # and each phase
+        self._alive: dict[int, tuple[Storage, Any]] = {}
+
+    @property
+    def phase(self) -> str:
+        return self.phases[-1][1]
+
+    def enter(self, phase: str) -> None:
+        """The next event is the first of that phase."""
+        if phase != self.phase:
+            self.phases.append((self.events, phase))
+
+    def begin_step(self) -> None:
+        self.steps.append(self.events)
+        self.enter("forward")
+
+    def saw(self, tensor: torch.Tensor, operation: str) -> None:
+        """A tensor that an operation gave back: new, or a view of what is known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        record = self._record(storage.nbytes(), operation, tuple(tensor.shape), dtype)
+
+        def freed(_: Any, key: int = key) -> None:
+            self._free(key)
+
+        self._alive[key] = (record, weakref.ref(storage, freed))
+
+    def persistent(self, size: int, operation: str) -> None:
+        """Memory that the libraries under torch take from its allocator and keep."""
+        self._record(size, operation, (size,), "uint8").kind = "workspace"
+
+    def is_a(self, tensor: torch.Tensor | None, kind: str) -> None:
+        """Says what a live tensor is."""
+        if tensor is not None and (found := self._alive.get(tensor.untyped_storage()._cdata)):
+            found[0].kind = kind
+
+    def _record(self, size: int, operation: str, shape: tuple[int, ...], dtype: str) -> Storage:
+        record = Storage(size, self.events, self.phase, self.module, operation, shape, dtype)
+        self.events += 1
+        self.storages.append(record)
+        return record
+
+    def _free(self, key: int) -> None:
+        record, _ = self._alive.pop(key)
+        record.freed, record.freed_in = self.events, self.phase
+        self.events += 1
+
+
+def tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the arguments or results of an operation, which nest lists at most."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors(value)

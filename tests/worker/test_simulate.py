@@ -1,0 +1,194 @@
+"""A simulated step holds what a real one holds: byte for byte against live objects, and against runs of an H200."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conftest import spec_of
+from ftbench.core.hardware import find_gpu
+from ftbench.core.units import GIB
+from ftbench.errors import SpecError
+from ftbench.rundir import RunDir, read_json
+from ftbench.simulation import simulate as simulate_in_child
+from ftbench.spec.experiment import Experiment
+from ftbench.worker import methods
+from ftbench.worker.models import source_of
+from ftbench.worker.simulate.account import account, rounded
+from ftbench.worker.simulate.refuse import refuse
+from ftbench.worker.simulate.run import Watch, heaviest, shortened
+from ftbench.worker.simulate.tracker import ACCUMULATE, Storage, Tracker
+from ftbench.worker.train import assembled, prepared
+
+H200 = Path(__file__).parents[2] / "results" / "h200"
+
+
+FIXED = {"dataset": {"length": 64, "mean_length": None, "samples": 12}}
+CASES: dict[str, dict[str, Any]] = {
+    "full": {"method": {"name": "full"}},
+    "lora": {},
+    "moe": {"model": {"id": "tiny/qwen3-moe", "dtype": "bfloat16"}, "train": {"precision": "bf16"}},
+    "eager": {"optimizations": {"attention": "eager"}, **FIXED},
+    "sdpa": {"optimizations": {"attention": "sdpa"}, **FIXED},
+    "selective": {"optimizations": {"gradient_checkpointing": "selective"}, **FIXED},
+    "checkpointing": {"optimizations": {"gradient_checkpointing": True}, **FIXED},
+    "accumulation": {"train": {"gradient_accumulation_steps": 4}, **FIXED},
+    "qlora": {"method": {"name": "qlora"}},  # the last: bitsandbytes keeps its tables, fake ones too, for the process
+}
+CHILD = """
+import json, sys
+from pathlib import Path
+from ftbench.rundir import RunDir
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.simulate.run import simulate
+specs, folder = json.loads(sys.argv[1]), RunDir(Path(sys.argv[2]))
+found = {n: simulate(Experiment.model_validate(s), folder, (9, 0), 141 * 10**9) for n, s in specs.items()}
+(folder.path / "found.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every case simulated, in a process of its own, as a simulation always is."""
+    folder = tmp_path_factory.mktemp("simulated")
+    specs = {name: spec_of(**changes).model_dump(mode="json") for name, changes in CASES.items()}
+    ran = subprocess.run([sys.executable, "-P", "-c", CHILD, json.dumps(specs), str(folder)], capture_output=True)
+    assert ran.returncode == 0, ran.stderr.decode()[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+def live_bytes(tmp_path: Path, **changes: Any) -> dict[str, int]:
+    """What the objects of a real run on this CPU hold, in blocks of the GPU's allocator."""
+    spec = spec_of(**changes)
+    source = source_of(spec.model)
+    tokenizer, data = prepared(spec, source)
+    short, data = shortened(spec, data, heaviest(spec, data))
+    model = methods.load(spec.method.name).load(short, source)
+    watch = Watch(Tracker())
+    loop = assembled(short, RunDir(tmp_path / "real"), model, tokenizer, data, watch)
+    loop.attach(watch, SimpleNamespace())
+    watch.model = loop.model
+    loop.train()
+    storages: dict[str, dict[int, int]] = {"weights": {}, "adapters": {}, "optimizer": {}}
+
+    def add(part: str, tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        storages[part][storage.data_ptr()] = rounded(storage.nbytes())
+
+    for tensor in (*loop.model.parameters(), *loop.model.buffers()):
+        trained = tensor.requires_grad and spec.method.name != "full"
+        add("adapters" if trained else "weights", tensor)
+        if (state := getattr(tensor, "quant_state", None)) is not None:
+            for constant in (state.absmax, state.offset, state.code, state.state2.absmax, state.state2.code):
+                add("weights", constant)
+    for values in loop.optimizer.state.values():
+        for value in values.values():
+            if value.numel() > 1:  # the count of steps stays on the host
+                add("optimizer", value)
+    return {part: sum(sizes.values()) for part, sizes in storages.items()}
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_weights_adapters_and_optimizer_are_byte_for_byte_those_of_a_real_run(
+    tmp_path: Path, cache: Path, found: dict[str, Any], method: str
+) -> None:
+    parts, live = found[method]["peak"]["parts_gb"], live_bytes(tmp_path, **CASES[method])
+    assert {part: round(parts[part] * GIB) for part in live} == live
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_add_up_to_the_peak_and_the_second_step_holds_the_optimizers_state(
+    found: dict[str, Any], case: str
+) -> None:
+    peak, (first, second) = found[case]["peak"], found[case]["steps"]
+    assert sum(peak["parts_gb"].values()) == pytest.approx(peak["gb"], abs=1e-9)
+    assert peak["gb"] == max(found[case]["phases"].values()) == second["peak_gb"] > first["peak_gb"]
+
+
+def test_attention_without_a_mask_never_holds_the_square_of_the_length_and_eager_does(found: dict[str, Any]) -> None:
+    squares = {
+        name: sum(tuple(group["shape"][-2:]) == (64, 64) for group in found[name]["peak"]["tensors"])
+        for name in ("sdpa", "eager")
+    }
+    assert squares["sdpa"] == 0 < squares["eager"]
+
+
+def test_checkpointing_keeps_fewer_activations_and_selective_lies_between(found: dict[str, Any]) -> None:
+    plain, selective, every = (found[name]["phases"]["forward"] for name in ("sdpa", "selective", "checkpointing"))
+    assert plain > selective > every
+
+
+def test_gradients_wait_while_the_next_micro_batch_runs(found: dict[str, Any]) -> None:
+    adapters = found["accumulation"]["peak"]["parts_gb"]["adapters"]
+    assert found["accumulation"]["peak"]["parts_gb"]["gradients"] == pytest.approx(adapters)
+    assert found["accumulation"]["phases"]["forward"] > found["sdpa"]["phases"]["forward"]
+
+
+def test_a_mixture_of_experts_is_simulated(found: dict[str, Any]) -> None:
+    assert any("experts" in group["module"] for group in found["moe"]["peak"]["tensors"])
+
+
+def test_the_heaviest_batch_is_among_those_that_the_run_will_see(cache: Path) -> None:
+    spec = spec_of(train={"batch_size": 2, "max_steps": 2})
+    _, data = prepared(spec, source_of(spec.model))
+    lengths = [len(row[0].ids) for row in data.train[:4]]
+    chosen = [len(row[0].ids) for row in heaviest(spec, data)]
+    assert max(chosen) == max(lengths)
+    assert len(chosen) == 2
+
+
+def test_a_sum_of_gradients_takes_the_place_of_a_term_that_nobody_else_holds() -> None:
+    tracker = Tracker()
+    tracker.enter("backward")
+    tracker.storages = [
+        Storage(1024, 0, "backward", "", "mm", (), "", freed=2),
+        Storage(1024, 1, "backward", "", ACCUMULATE, (), ""),
+    ]
+    tracker.events, tracker.steps = 3, [0]
+    assert account(tracker, "model", 7)["peak"]["gb"] == 1024 / GIB
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": {"name": "unsloth"}},
+        {"optimizations": {"liger": True}},
+        {"optimizations": {"compile": True}},
+        {"optimizations": {"fp8": "rowwise"}},
+    ],
+)
+def test_what_a_simulation_would_get_wrong_is_refused_with_a_way_out(changes: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="estimate without --simulate"):
+        refuse(spec_of(**changes))
+
+
+def test_what_the_child_says_reaches_the_user_as_a_sentence(tmp_path: Path) -> None:
+    spec = spec_of(model={"id": "tiny/llama", "weights": "pretrained", "path": str(tmp_path)})
+    with pytest.raises(SpecError, match="model_type"):
+        simulate_in_child(spec, gpu("NVIDIA H200"))
+
+
+def gpu(name: str) -> Any:
+    found = find_gpu(name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["qwen3-8b-frontier/qwen3-8b-full-b2-5ffb01a1f7dd-r1"])
+def test_an_8b_model_from_its_shape_alone_peaks_where_the_h200_did(run: str) -> None:
+    directory = RunDir(H200 / run)
+    values = json.loads(directory.spec_json.read_text())
+    spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
+    found = simulate_in_child(spec, gpu(read_json(directory.machine)["gpu"]["name"]))
+    with directory.steps.open() as file:
+        first, second = [float(row["peak_memory_gb"]) for row in csv.DictReader(file)][:2]
+    assert found.steps_gb == pytest.approx((first, second), rel=0.002)
+    assert found.peak_gb == pytest.approx(read_json(directory.summary)["memory_gb"]["allocated_peak"], rel=0.002)
