@@ -21,6 +21,10 @@ def refuse(spec: Experiment) -> None:
         found.append("optimizations.fp8: it is made for compiled layers")
     if on.attention in ("flash_attention_2", "flash_attention_3", "flex_attention"):
         found.append(f"optimizations.attention {on.attention}: its kernel is no operation of torch's own")
+    if on.gradient_checkpointing == "offload":
+        found.append("optimizations.gradient_checkpointing offload: it moves tensors by streams that only a GPU has")
+    if spec.method.mxfp4:
+        found.append("method.quant_type mxfp4: its experts are made in the memory of a GPU")
     if on.activation_offload:
         found.append("optimizations.activation_offload: it moves tensors by streams that only a GPU has")
     if found:
