@@ -48,9 +48,8 @@ def test_a_run_warns_once_and_goes_on(
 
 
 def test_a_dry_run_lists_estimated_memory_and_what_does_not_fit(spec: Path, tmp_path: Path) -> None:
-    asked = command.Request(
-        spec, ["model.dtype=bfloat16", "train.precision=bf16"], ["train.batch_size=1,4,16"], tmp_path
-    )
+    half = ["model.dtype=bfloat16", "train.precision=bf16"]
+    asked = command.Request(spec, half, ["train.batch_size=1,4,16"], tmp_path)
     with ExitStack() as stack:
         ready = command.prepare(asked, stack)
         lines = command.dry_run(dataclasses.replace(ready, device=H200))
