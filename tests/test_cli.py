@@ -215,6 +215,15 @@ def test_markdown_is_a_table_with_a_row_a_run(ftbench, study):
     assert any("oom" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("name", "begins"), [("a.html", "<!doctype html>"), ("a.tex", "% "), ("a.CSV", "name,"), ("a.txt", "model qwen3")]
+)
+def test_a_file_gets_the_format_that_its_name_asks_for(ftbench, study, tmp_path, name, begins):
+    code, out, err = ftbench("report", study, "-o", tmp_path / name)
+    assert (code, out) == (0, ""), err
+    assert (tmp_path / name).read_text().lower().startswith(begins)
+
+
 def test_the_table_tells_why_a_run_failed(ftbench, study, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     code, out, _ = ftbench("report", study)

@@ -390,6 +390,43 @@ def test_steps_that_get_slower_are_named(run):
     assert not warned(run(training([3.0, *[1.0] * 30])), "at the end of the steady window")
 
 
+def test_a_step_that_was_far_slower_is_named_with_what_came_with_it(run):
+    times, graphs = list(TIMES), [0] * 20
+    times[14], graphs[14] = 2.5, 3
+    made = run(training(times, recompiles=graphs))
+    (told,) = warned(made, "far slower")
+    assert told == "1 steps were far slower than the others: step 15 (2.5 times the median, 3 graphs compiled)"
+    (found,) = summarise(made).outliers
+    assert (found["step"], found["step_time_s"]) == (15, 2.5)
+
+
+def test_a_step_that_was_longer_because_it_held_more_is_not_named(run):
+    times, positions = list(TIMES), [600] * 20
+    times[14], positions[14] = 2.5, 1500
+    assert not warned(run(training(times, padded_tokens=positions)), "far slower")
+
+
+def test_what_a_run_was_bound_by_is_told_with_its_figures(run):
+    busy = training(gpu_busy=[0.5] * 20, data_time_s=[0.0] * 20)
+    made = run(busy, applied=APPLIED | {"gpu_busy_method": "GPM counters"})
+    assert summarise(made).bound["verdict"] == "launch-bound"
+    assert summarise(made).bound["gpu_busy_method"] == "GPM counters"
+    assert warned(made, "launch-bound: the GPU worked 50% of the time")
+
+
+def test_the_rate_that_a_probe_measured_is_a_ceiling_of_its_own(run):
+    made = run(machine={"gpu": GPU, "ceilings": {"tflops": {APPLIED["product_precision"]: 20.0}}})
+    summary = summarise(made)
+    assert summary.mfu_measured == pytest.approx(summary.model_tflops / 20.0)
+    assert summarise(run()).mfu_measured is None
+
+
+def test_more_than_the_measured_rate_cannot_be(run):
+    made = run(machine={"gpu": GPU, "ceilings": {"tflops": {APPLIED["product_precision"]: 1e-9}}})
+    assert summarise(made).mfu_measured is None
+    assert warned(made, "mfu_measured would be")
+
+
 def clock(gap):
     """Ends of the steps on a host clock that sees the steady steps take `gap` longer."""
     return np.cumsum([time * (1 + gap * (i >= WARM)) for i, time in enumerate(TIMES)]).tolist()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import stats
+from ftbench.core.bound import THERMAL
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
 
 WALL_TOLERANCE = 0.02  # sum of the steps against the wall clock of the window
 DRIFT_TOLERANCE = 0.05
-DATA_BOUND = 0.10  # share of the steady window
 FOREIGN_MEMORY_GB = 1.0
-_THERMAL = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
+# A step is named where it took this many times the median of the window, and this many times what spreads it.
+OUTLIER_RATIO, OUTLIER_SPREAD = 1.2, 6.0
+OUTLIERS_NAMED = 10
 
 
 def warnings(
@@ -22,6 +25,7 @@ def warnings(
     train: Sequence[StepRow],
     warm: int,
     machine: dict[str, Any],
+    bound: dict[str, Any],
     ended_well: bool,
 ) -> list[str]:
     """What makes the figures weak, as sentences."""
@@ -33,19 +37,20 @@ def warnings(
         found.append(
             f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on"
         )
-    if abs(change := _drift(steady)) > DRIFT_TOLERANCE:
+    if abs(change := drift(steady) or 0.0) > DRIFT_TOLERANCE:
         found.append(f"steps took {change:+.0%} at the end of the steady window against its beginning")
     gap = None if machine.get("imported") else wall_gap(everything, train, warm)  # a line may tell of several steps
     if gap is not None and abs(gap) > WALL_TOLERANCE:
         found.append(f"the sum of the steady steps and their wall clock differ by {gap:+.1%}")
+    if slow := outliers(steady):
+        found.append(f"{len(slow)} steps were far slower than the others: {_named(slow)}")
     reasons = {reason for row in steady for reason in (row.throttle or "").split("|")}
-    if hot := sorted(reasons.intersection(_THERMAL)):
+    if hot := sorted(reasons.intersection(THERMAL)):
         found.append(f"the GPU was throttled by heat or by its power supply ({', '.join(hot)})")
     if retries := total(row.allocator_retries for row in steady):
         found.append(f"the allocator ran full and flushed its cache {retries:.0f} times in the steady window")
-    waited, steps = total(row.data_time_s for row in steady), total(row.step_time_s for row in steady)
-    if steps and waited / steps > DATA_BOUND:
-        found.append(f"data-bound: {waited / steps:.0%} of the steady window was spent waiting for batches")
+    if bound.get("verdict") in ("data-bound", "launch-bound"):
+        found.append(f"{bound['verdict']}: {bound['why']}")
     gpu = machine.get("gpu") or {}
     if gpu.get("ecc_uncorrected"):
         found.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
@@ -57,14 +62,58 @@ def warnings(
     return found
 
 
-def _drift(steady: Sequence[StepRow]) -> float:
+def _named(slow: Sequence[dict[str, Any]]) -> str:
+    """`step 17 (2.1 times the median, 1 graphs compiled)`, the three slowest."""
+    words = (", ".join([f"{one['times_the_median']:.1f} times the median", *one["with"]]) for one in slow[:3])
+    return "; ".join(f"step {one['step']} ({text})" for one, text in zip(slow[:3], words, strict=True))
+
+
+def drift(steady: Sequence[StepRow]) -> float | None:
     """How much slower steps became, as a share. Batches differ in length, so a trend counts only where the time of a
-    step and its time per position agree on it; the smaller of the two is told."""
+    step and its time per position agree on it; the smaller of the two is told. None for a short window."""
     raw = stats.drift([row.step_time_s or 0.0 for row in steady])
-    per_position = stats.drift([(row.step_time_s or 0.0) / (row.padded_tokens or 1) for row in steady])
-    if raw is None or per_position is None or raw * per_position <= 0:
-        return 0.0
-    return min(raw, per_position, key=abs)
+    per_position = stats.drift(_per_position(steady))
+    if raw is None or per_position is None:
+        return None
+    return 0.0 if raw * per_position <= 0 else min(raw, per_position, key=abs)
+
+
+def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
+    """The steady steps that took far longer than the others, also for their length, the slowest first: `step`, its
+    `step_time_s`, how many `times_the_median`, and what its row shows beside (`with`)."""
+    times, rates = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
+    if len(steady) < stats.MINIMUM_STEADY:
+        return []
+    limits = [_limit(times), _limit(rates)]
+    middle = statistics.median(times)
+    waits = statistics.median(row.data_time_s or 0.0 for row in steady)
+    found: list[dict[str, Any]] = [
+        {"step": row.step, "step_time_s": time, "times_the_median": time / middle, "with": _signs(row, middle, waits)}
+        for row, time, rate in zip(steady, times, rates, strict=True)
+        if time > limits[0] and rate > limits[1]
+    ]
+    return sorted(found, key=lambda one: -one["step_time_s"])[:OUTLIERS_NAMED]
+
+
+def _limit(values: Sequence[float]) -> float:
+    middle = statistics.median(values)
+    spread = stats.MAD_TO_SIGMA * statistics.median(abs(value - middle) for value in values)
+    return max(OUTLIER_RATIO * middle, middle + OUTLIER_SPREAD * spread)
+
+
+def _signs(row: StepRow, middle: float, waits: float) -> list[str]:
+    """What else was unusual in a slow step."""
+    signs = {
+        f"{row.recompiles} graphs compiled": row.recompiles,
+        f"{row.allocator_retries} flushes of the allocator's cache": row.allocator_retries,
+        "a wait for the batch": (row.data_time_s or 0.0) - waits > 0.1 * middle,
+        "throttling by heat": set((row.throttle or "").split("|")).intersection(THERMAL),
+    }
+    return [sign for sign, seen in signs.items() if seen]
+
+
+def _per_position(steady: Sequence[StepRow]) -> list[float]:
+    return [(row.step_time_s or 0.0) / (row.padded_tokens or 1) for row in steady]
 
 
 def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:

@@ -114,7 +114,9 @@ def sweep(
 @app.command()
 def report(
     paths: Annotated[list[Path], typer.Argument(help="run directories, or folders that hold some")],
-    format: Annotated[str, typer.Option("--format", help="table, md, csv, json, latex or html")] = "table",
+    format: Annotated[
+        str | None, typer.Option("--format", help="table, md, csv, json, latex or html; else as the file is named")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write to this file instead of stdout")] = None,
     compare: Annotated[str | None, typer.Option(help="hold runs against each other along this", metavar="AXIS")] = None,
     baseline: Annotated[str | None, typer.Option(help="--compare: the value that the others are held against")] = None,
@@ -131,11 +133,11 @@ def report(
     ] = False,
 ) -> None:
     """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|model|KEY`."""
-    from ftbench.report import command
+    from ftbench.report import command, render
 
     found = command.report(command.Request(
-        paths, format, compare, baseline, strict, repeats, answers, hours, against, fail_above, prices, references,
-        estimates,
+        paths, format or render.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
+        fail_above, prices, references, estimates,
     ))  # fmt: skip
     _result(found.text, output)
     raise typer.Exit(1 if found.regressed else 0)

@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ftbench import machine, owner, rundir
+from ftbench import ceilings, machine, owner, rundir
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
 
 SCHEMA = 1
-FOLDER = "probe"
 LIMIT_S = 60.0
 # What the child plans with; the rest is for its start, and for an item that takes longer than it was thought to.
 _CHILD_S = 55.0
@@ -52,7 +51,7 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
             f"probe needs torch, which this Python ({sys.executable}) does not have: pip install 'ftbench[train]'"
         )
     described = machine.describe()
-    folder = out / FOLDER
+    folder = out / ceilings.FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # before a minute is spent: can it be written?
@@ -106,23 +105,6 @@ def file_name(described: dict[str, Any]) -> str:
     key = gpu.get("uuid") or platform.node()
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]
     return f"{slug}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
-
-
-def measured_tflops(store: Path, gpu_name: str, precision: str) -> float | None:
-    """The highest rate in TFLOP/s that a probe under `store` has seen on a GPU of this name (as the driver tells it)
-    for `bf16`, `fp16`, `tf32`, `fp32`, `fp8` or `int8`; None where there is none.
-
-    It is a ceiling, so of several cards and several probes the fastest counts: a card that is hot or sick, or was not
-    free, says little about what others of its kind can do.
-    """
-    rates = [
-        (document.get("products", {}).get(precision) or {}).get("best_tflops")
-        for path in sorted((store / FOLDER).glob("*.json"))
-        if (document := rundir.read_json(path))
-        and ((document.get("machine") or {}).get("gpu") or {}).get("name") == gpu_name
-        and (document.get("device") or {}).get("kind") == "cuda"
-    ]
-    return max((float(rate) for rate in rates if rate is not None), default=None)
 
 
 # --- what a document says --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench import machine, rundir, summary
+from ftbench import ceilings, machine, rundir, summary
 from ftbench.core import oom
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
@@ -106,7 +106,8 @@ def carry_out(
         claimed.spec_yaml.write_bytes(order.source)
         resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(order.sets)}
         rundir.write_json(claimed.spec_json, resolved)
-        rundir.write_json(claimed.machine, described)
+        store = claimed.path.parents[1]
+        rundir.write_json(claimed.machine, described | {"ceilings": ceilings.of(store, gpu_name(described))})
         follower = Follower(claimed)
         watchdog = Watchdog(spec, follower, deadline)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ftbench import checks
 from ftbench.core import flops, hardware, stats
+from ftbench.core.bound import bound
 from ftbench.core.rows import RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.rundir import RunDir, read_json, read_state, read_steps
@@ -51,10 +52,14 @@ def summarise(run: RunDir) -> RunSummary:
             summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
     if steady:
         _speed(summary, steady)
-        _flops(summary, steady, applied)
+        _flops(summary, steady, applied, machine)
         _energy(summary, steady, machine)
+        summary.drift = checks.drift(steady)
+        summary.outliers = checks.outliers(steady)
     timed = bool(train) or not everything  # an imported log may hold losses and no times
-    summary.warnings += checks.warnings(everything, train, warm, machine, ended_well=state["state"] == "ok" and timed)
+    summary.warnings += checks.warnings(
+        everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed
+    )
     return summary
 
 
@@ -101,29 +106,43 @@ def _rate(counts: Sequence[int | None], window: float) -> float | None:
     return None if None in counts else total(counts) / window
 
 
-def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> None:
-    """Model TFLOP/s from real tokens, and against the dense peak of the precision used. A share above 100 % is a
-    mistake in a count or in the table: it is named and the field stays empty."""
+def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
+    """Model TFLOP/s from real tokens, their share of what the GPU can do at the precision used, and what the run was
+    bound by. A share above 100 % is a mistake in a count or in a table: it is named and the field stays empty."""
+    rates = _rates(summary, steady, applied)
+    precision = applied.get("product_precision", "")
+    gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
+    peak = gpu.peak_tflops(precision) if gpu else None
+    measured = (machine.get("ceilings") or {}).get("tflops", {}).get(precision)
+    if rates:
+        summary.model_tflops = rates[0]
+        for name, rate, best, word in (
+            ("mfu", rates[0], peak, "dense peak"),
+            ("hfu", rates[1], peak, "dense peak"),
+            ("mfu_measured", rates[0], measured, "measured rate"),
+        ):
+            if best and rate > best:
+                summary.warnings.append(
+                    f"{name} would be {rate / best:.0%} of the {word} of {best:.4g} TFLOP/s, which cannot be: it is "
+                    "left out"
+                )
+            elif best:
+                setattr(summary, name, rate / best)
+    ceiling = measured or peak
+    products = rates[1] / ceiling if rates and ceiling and rates[1] <= ceiling else None
+    summary.bound = bound(steady, summary.gpu is not None, products, applied.get("gpu_busy_method")).as_dict()
+
+
+def _rates(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> tuple[float, float] | None:
+    """TFLOP/s of the model's mathematics and of what was computed for it; None where a count is not known."""
     shape, length = _shape(applied), summary.dataset.get("tokens", {}).get("weighted_mean")
     window = total(row.step_time_s for row in steady)
     if shape is None or not length or not window or any(None in (row.real_tokens, row.label_tokens) for row in steady):
-        return
+        return None
     real, labels = total(row.real_tokens for row in steady), total(row.label_tokens for row in steady)
-    model = flops.model_flops(shape, real, labels, length) / window
-    hardware_rate = sum(_computed(shape, row, applied) for row in steady) / window
-    summary.model_tflops = model / 1e12
-    gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
-    peak = gpu.peak_tflops(applied.get("product_precision", "")) if gpu else None
-    if peak is None:
-        return
-    for name, rate in (("mfu", model), ("hfu", hardware_rate)):
-        share = rate / 1e12 / peak
-        if share > 1:
-            summary.warnings.append(
-                f"{name} would be {share:.0%} of the dense peak of {peak} TFLOP/s, which cannot be: it is left out"
-            )
-        else:
-            setattr(summary, name, share)
+    model = flops.model_flops(shape, real, labels, length)
+    computed = sum(_computed(shape, row, applied) for row in steady)
+    return model / window / 1e12, computed / window / 1e12
 
 
 def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench import unbundle
-from ftbench.core.rows import SCHEMA
+from ftbench.core.rows import FIELDS, SCHEMA
 from ftbench.rundir import RunDir, find_runs, read_json
 from ftbench.summary import as_dict, summarise
 
@@ -56,8 +56,8 @@ def _check(run: RunDir, name: str, verdict: Verdict) -> None:
     if not written:
         verdict.notes.append(f"{name}: has no summary to compare with its steps")
         return
-    if written.get("schema") != SCHEMA:
-        verdict.notes.append(f"{name}: its summary is of schema {written.get('schema')!r}; a report computes its own")
+    if written.get("schema") != SCHEMA or not written.keys() >= FIELDS:
+        verdict.notes.append(f"{name}: its summary is of another version of ftbench; a report computes its own")
         return
     try:
         computed = json.loads(json.dumps(as_dict(summarise(run))))

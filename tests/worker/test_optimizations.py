@@ -4,6 +4,7 @@ tests/gpu."""
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
 
 from conftest import spec_of
 from ftbench import rundir
@@ -22,7 +24,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.data import order
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
-from ftbench.worker.optimizations import chunked_loss
+from ftbench.worker.optimizations import attention, chunked_loss, compile
 from ftbench.worker.random_weights import materialise
 
 
@@ -40,7 +42,7 @@ def row(*samples: Tokens) -> dict:
 
 
 def collator(**optimizations) -> Collator:
-    return Collator(spec_of(optimizations=optimizations), 0, 64, lambda count: None)
+    return Collator(spec_of(optimizations=optimizations), 0, 64, 8, lambda count: None)
 
 
 def losses(run) -> list[float]:
@@ -85,7 +87,7 @@ def test_attention_by_boundaries_is_told_where_samples_begin():
     values = spec_of(optimizations={"packing": True}).model_dump()
     values["optimizations"] |= {"attention": "varlen"}
     values["train"] |= {"precision": "bf16"}
-    batch = Collator(Experiment.model_validate(values), 0, 64, lambda count: None)([row(sample(5, 1), sample(4, 2))])
+    batch = Collator(Experiment.model_validate(values), 0, 64, 8, lambda count: None)([row(sample(5, 1), sample(4, 2))])
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 5, 9]
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert batch["max_length_q"] == 64
@@ -94,11 +96,96 @@ def test_attention_by_boundaries_is_told_where_samples_begin():
 def test_a_fixed_row_is_filled_up_with_a_sample_that_carries_no_loss():
     counts = []
     spec = spec_of(optimizations={"packing": True, "fixed_shape": True})
-    batch = Collator(spec, 0, 64, counts.append)([row(sample(40, 1), sample(10, 2)), row(sample(60, 3))])
+    batch = Collator(spec, 0, 64, 8, counts.append)([row(sample(40, 1), sample(10, 2)), row(sample(60, 3))])
     assert batch["input_ids"].shape == (1, 128)
     assert (batch["labels"][0, 110:] == IGNORE).all()
     assert batch["position_ids"][0, 110:].tolist() == list(range(18))
     assert (counts[0].real, counts[0].padded, counts[0].samples) == (110, 128, 3)
+
+
+def varlen_collator(**optimizations) -> Collator:
+    values = spec_of(optimizations={"packing": True, **optimizations}).model_dump()
+    values["optimizations"] |= {"attention": "varlen"}
+    values["train"] |= {"precision": "bf16"}
+    return Collator(Experiment.model_validate(values), 0, 64, 6, lambda count: None)
+
+
+def test_bounds_of_a_fixed_shape_are_as_many_in_every_batch():
+    made = varlen_collator(fixed_shape=True)
+    for rows in ([[5, 4], [9]], [[20, 20, 20], [10, 10, 10]], [[3], [2]], [[64], [64]]):
+        batch = made([row(*(sample(length, length) for length in lengths)) for lengths in rows])
+        bounds = batch["cu_seq_lens_q"]
+        assert bounds.shape == (6 + 2 + 1,)
+        assert bounds[0] == 0
+        assert bounds[-1] == 128
+        assert (bounds.diff() >= 0).all()
+        assert bounds.diff().max() <= batch["max_length_q"] == 64
+
+
+@pytest.fixture
+def by_boundaries(model):
+    """The tiny model with `varlen` around a kernel for the CPU, as opaque to the compiler as torch's own."""
+
+    @torch.library.custom_op("ftbench_test::varlen", mutates_args=())
+    def segments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        for begin, end in pairwise(bounds.tolist()):
+            parts = [part[begin:end].transpose(0, 1)[None] for part in (query, key, value)]
+            if end > begin:
+                out[begin:end] = F.scaled_dot_product_attention(*parts, is_causal=True)[0].transpose(0, 1)
+        return out
+
+    segments.register_fake(lambda query, key, value, bounds: torch.empty_like(query))
+
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, is_causal=False, scale=None):
+        assert is_causal
+        return segments(query, key, value, cu_seq_q)
+
+    AttentionInterface.register("varlen_on_cpu", attention.attention(kernel))
+    AttentionMaskInterface.register("varlen_on_cpu", lambda *args, **kwargs: None)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("varlen_on_cpu")
+    yield model
+    model.set_attn_implementation(before)
+
+
+def test_attention_by_boundaries_keeps_neighbours_apart(by_boundaries):
+    before, alone, after = sample(9, 2), sample(17, 1), sample(23, 3)
+    results = []
+    for rows in ([before, alone, after], [alone]):
+        batch = varlen_collator()([row(*rows)])
+        del batch["labels"]
+        with torch.no_grad():
+            results.append(by_boundaries(**batch, use_cache=False).logits[0])
+    torch.testing.assert_close(results[0][9:26], results[1], atol=0.02, rtol=0.02)  # the kernel's inputs are bfloat16
+
+
+def test_a_fixed_shape_compiles_one_graph(by_boundaries):
+    model, made = by_boundaries, varlen_collator(fixed_shape=True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    for lengths in ([[17], [9, 23]], [[9, 20, 17], [64]], [[12, 12, 12, 12], [5, 6]]):
+        batch = made([row(*(sample(length, length) for length in each)) for each in lengths])
+        del batch["labels"]
+        with torch.no_grad():
+            model(**batch, use_cache=False)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for layer in model.model.layers:
+        layer._compiled_call_impl = None
+    torch._dynamo.reset()
+    assert graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("hits", "misses", "word"), [(0, 0, None), (0, 3, "cold"), (3, 0, "warm"), (2, 1, "partly warm")]
+)
+def test_where_graphs_came_from_is_told(monkeypatch, hits, misses, word):
+    counters = defaultdict(Counter)
+    counters["inductor"] |= Counter(fxgraph_cache_hit=hits, fxgraph_cache_miss=misses)
+    monkeypatch.setattr(torch._dynamo.utils, "counters", counters)
+    assert compile.cache() == word
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200))

@@ -82,3 +82,89 @@ def test_a_counter_the_driver_lacks_is_empty_and_the_others_stay(sampled):
 
 def test_no_sample_no_columns():
     assert Sampler(driver(), None).over(0.0, 1.0) == {}
+
+
+# --- how busy the GPU was --------------------------------------------------------------------------------------------
+
+
+class Nothing(NotSupported):
+    value = 6  # NVML_ERROR_NOT_FOUND
+
+
+def sampling(percents, supported=False):
+    """A driver that took a utilisation sample every 0.25 s on the test's clock; `percents` by the moment."""
+
+    def samples(handle, kind, last):
+        found = [
+            types.SimpleNamespace(timeStamp=round(t * 1e6), sampleValue=types.SimpleNamespace(uiVal=percents(t)))
+            for t in (n / 4 for n in range(1, round(clock.now * 4) + 1))
+            if round(t * 1e6) > last
+        ]
+        if not found:
+            raise Nothing
+        return 1, found
+
+    def gpm(asked):
+        asked.metrics[0].value, asked.metrics[0].nvmlReturn = asked.sample2.at * 10, 0
+        asked.metrics[1].value, asked.metrics[1].nvmlReturn = 50.0, 0
+        asked.metrics[2].nvmlReturn = 3
+
+    def metrics():
+        return types.SimpleNamespace(metrics=[types.SimpleNamespace(value=None) for _ in range(3)])
+
+    calls = vars(driver()) | {
+        "nvmlDeviceGetSamples": samples,
+        "nvmlDeviceGetUtilizationRates": lambda _: None,
+        "NVML_GPU_UTILIZATION_SAMPLES": 1,
+        "NVML_ERROR_NOT_FOUND": 6,
+        "NVML_SUCCESS": 0,
+        "nvmlGpmQueryDeviceSupport": lambda _: types.SimpleNamespace(isSupportedDevice=int(supported)),
+        "nvmlGpmSampleAlloc": lambda: types.SimpleNamespace(at=None),
+        "nvmlGpmSampleGet": lambda _, sample: setattr(sample, "at", clock.now),
+        "nvmlGpmMetricsGet": gpm,
+        "c_nvmlGpmMetricsGet_t": metrics,
+        "NVML_GPM_METRICS_GET_VERSION": 1,
+        "NVML_GPM_METRIC_GRAPHICS_UTIL": 1,
+        "NVML_GPM_METRIC_ANY_TENSOR_UTIL": 5,
+        "NVML_GPM_METRIC_DRAM_BW_UTIL": 10,
+    }
+    return types.SimpleNamespace(**calls)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(module.time, "time", lambda: clock.now)
+
+    def take(nvml, until=4.0):
+        clock.now = 0.0
+        found = Sampler(nvml, None)
+        for tick in range(round(until * 2) + 1):
+            clock.now = tick / 2
+            found.take()
+        return found
+
+    return take
+
+
+def test_the_busy_share_of_a_step_is_that_of_the_samples_it_lies_in(watched):
+    found = watched(sampling(lambda t: 100 if t <= 2 else 20))
+    assert found.busy_method == "NVML utilisation samples"
+    assert found.over(0.6, 1.9)["gpu_busy"] == pytest.approx(1.0)
+    assert found.over(1.5, 2.5)["gpu_busy"] == pytest.approx(0.6)
+    assert found.over(2.30, 2.35)["gpu_busy"] == pytest.approx(0.2)
+    assert found.over(1.0, 2.0)["tensor_busy"] is None
+
+
+def test_gpm_counters_are_taken_where_there_are_some(watched):
+    found = watched(sampling(lambda t: 0, supported=True))
+    assert found.busy_method == "GPM counters"
+    step = found.over(1.0, 2.0)  # two intervals, which end at 1.5 and 2.0
+    assert step["gpu_busy"] == pytest.approx((0.15 + 0.20) / 2)
+    assert (step["tensor_busy"], step["memory_busy"]) == (0.5, None)
+
+
+def test_a_driver_without_either_leaves_the_share_unknown(sampled):
+    found = sampled()
+    assert found.busy_method is None
+    assert found.over(0.5, 1.0)["gpu_busy"] is None

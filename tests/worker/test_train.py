@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import pytest
 
@@ -12,6 +13,7 @@ from ftbench.rundir import read_json, read_steps
 from ftbench.spec.experiment import Model
 from ftbench.summary import summarise
 from ftbench.worker import trainer
+from ftbench.worker.data.collate import Collator
 from ftbench.worker.random_weights import materialise
 
 METHODS = [{"name": "lora"}, {"name": "qlora"}, {"name": "full"}]
@@ -218,3 +220,18 @@ def test_a_model_that_cannot_be_reached_is_a_sentence_with_ways_out(train_here, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(MissingError, match=r"cannot be loaded: .* set model\.weights=random"):
         train_here(model={"id": "nobody/nothing", "weights": "pretrained"})
+
+
+def test_a_loader_that_is_too_slow_is_what_the_run_is_bound_by(train_here, monkeypatch):
+    collate = Collator.__call__
+
+    def slow(self, rows):
+        time.sleep(0.15)
+        return collate(self, rows)
+
+    monkeypatch.setattr(Collator, "__call__", slow)
+    found = summarise(train_here(dataset={"samples": 24})).bound
+    assert found["verdict"] == "data-bound"
+    assert found["data_wait"] > 0.3
+    monkeypatch.undo()
+    assert summarise(train_here(dataset={"samples": 24})).bound["verdict"] is None

@@ -53,6 +53,9 @@ class StepRow:
     temperature_c: float | None = _column("°C", "highest sampled GPU temperature")
     throttle: str | None = _column("", "throttle reasons seen, joined by |; `none` where the driver named none")
     recompiles: int | None = _column("", "graphs torch.compile compiled within the step; empty without compile")
+    gpu_busy: float | None = _column("", "share of the time in which the GPU worked, by the driver's counters")
+    tensor_busy: float | None = _column("", "share of the tensor cores' time in which they worked, by the same")
+    memory_busy: float | None = _column("", "share of the memory's bandwidth that was used, by the same")
 
 
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(StepRow))
@@ -93,7 +96,8 @@ def _value(name: str, text: str) -> Any:
 @dataclass(slots=True)
 class RunSummary:
     """summary.json. Times in seconds, memory in GiB, energy in joules; every figure comes from the steady window of
-    steps.csv unless its name says otherwise. A run that did not end well keeps the figures it can still prove."""
+    steps.csv unless its name says otherwise. A run that did not end well keeps the figures it can still prove. `mfu` is
+    against the data sheet's dense peak, `mfu_measured` against the product rate that a probe of the store had seen."""
 
     name: str
     run_id: str
@@ -117,6 +121,10 @@ class RunSummary:
     model_tflops: float | None = None
     mfu: float | None = None
     hfu: float | None = None
+    mfu_measured: float | None = None
+    bound: dict[str, Any] = field(default_factory=dict)
+    drift: float | None = None
+    outliers: list[dict[str, Any]] = field(default_factory=list)
     energy: dict[str, float | None] = field(default_factory=dict)
     loss: dict[str, float | None] = field(default_factory=dict)
     parameters: dict[str, int | None] = field(default_factory=dict)
@@ -125,3 +133,7 @@ class RunSummary:
     oom: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
     schema: int = SCHEMA
+
+
+# Of a summary.json; one with fewer was written by an earlier version.
+FIELDS: frozenset[str] = frozenset(f.name for f in fields(RunSummary))

@@ -32,6 +32,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("padding", _padding(summary.tokens_per_s)),
         ("memory", _memory(summary.memory_gb)),
         ("model", _model(summary)),
+        ("bound by", _bound(summary.bound)),
         ("energy", _energy(summary.energy)),
         ("loss", _loss(summary.loss)),
     ]
@@ -55,7 +56,16 @@ def _memory(memory: dict[str, Any]) -> str:
 def _model(summary: RunSummary) -> str:
     if not summary.model_tflops:
         return ""
-    return f"{summary.model_tflops:.3g} TFLOP/s" + (f", MFU {units.percent(summary.mfu)}" if summary.mfu else "")
+    shares = [f"MFU {units.percent(summary.mfu)}"] if summary.mfu else []
+    shares += [f"{units.percent(summary.mfu_measured)} of the measured rate"] if summary.mfu_measured else []
+    return ", ".join([f"{summary.model_tflops:.3g} TFLOP/s", *shares])
+
+
+def _bound(bound: dict[str, Any]) -> str:
+    """`compute-bound, power-capped: the GPU worked 99 % of the time; …`; nothing where there is no verdict."""
+    if not bound.get("verdict"):
+        return ""
+    return f"{', '.join([bound['verdict'], *bound['also']])}: {bound['why']}"
 
 
 def _step_time(times: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import sys
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftbench.core.rows import SCHEMA, RunSummary
+from ftbench.core.rows import FIELDS, SCHEMA
 from ftbench.errors import SpecError
 from ftbench.rundir import RunDir, find_runs, read_json, read_state
 from ftbench.spec.methods import METHODS
@@ -18,8 +17,6 @@ from ftbench.summary import as_dict, summarise
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_FIELDS = {field.name for field in dataclasses.fields(RunSummary)}
 
 
 def collect(paths: Sequence[Path]) -> pd.DataFrame:
@@ -82,7 +79,7 @@ def summary_of(run: RunDir, state: str | None = None) -> dict[str, Any]:
     where it is of another schema. `state` is the run's, where it is known."""
     written = read_json(run.summary)
     state = state or read_state(run)["state"]
-    if written.get("schema") == SCHEMA and written.keys() >= _FIELDS and written["state"] == state:
+    if written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state:
         return written
     return as_dict(summarise(run))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftbench.core.rows import SCHEMA
@@ -36,6 +37,12 @@ def known_format(format_name: str) -> None:
     """Raises SpecError, naming those that there are, for an unknown format."""
     if format_name not in FORMATS:
         raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
+
+
+def format_of(file: Path | None) -> str:
+    """The format that a file's name asks for: `table` for none, and for a name that asks for nothing."""
+    suffix = file.suffix.lower().lstrip(".") if file else ""
+    return {"tex": "latex", "htm": "html"}.get(suffix, suffix if suffix in FORMATS else "table")
 
 
 def _terminal(frame: pd.DataFrame, axes: Sequence[str]) -> str:

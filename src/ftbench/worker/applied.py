@@ -66,6 +66,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
             "state": dict(state),
         },
         "compiled_graphs": compiled.graphs() if spec.optimizations.compile else None,
+        "compile_cache": compiled.cache(),
     }
 
 

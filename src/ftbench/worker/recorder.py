@@ -202,6 +202,11 @@ class Recorder(TrainerCallback):
         """SHA-256 of the real tokens in the order in which they were trained on, padding and batch borders left out."""
         return self._order.hexdigest()
 
+    @property
+    def busy_method(self) -> str | None:
+        """Where the shares of gpu_busy come from; None where nothing tells them."""
+        return self._sampler.busy_method if self._sampler else None
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _tokens(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the driver says about the GPU, at most ten times a second: power, energy, clock, heat, throttling, memory.
+"""What the driver says about the GPU, at most ten times a second: power, energy, clock, heat, throttling, memory, load.
 
 Standard library and NVML only. A counter that the driver does not have stays None in every sample.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftbench.core.units import GIB
+from ftbench.worker.busy import COLUMNS, BusyMeter, Interval
 
 # nvml.h, nvmlClocksEventReasons; idle (0x1) and the display's own clock (0x100) say nothing about a training run.
 THROTTLE = {
@@ -40,6 +41,9 @@ class Sampler:
         self._nvml, self._handle = nvml, handle
         self._times: list[float] = []
         self._samples: list[Sample] = []
+        self._busy = BusyMeter(nvml, handle)
+        self._intervals: list[Interval] = []
+        self._ends: list[float] = []
         memory = getattr(nvml, "nvmlDeviceGetMemoryInfo", None)
         self._readers: dict[str, Callable[[], Any]] = {
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
@@ -63,6 +67,14 @@ class Sampler:
         sample = Sample(time.perf_counter(), **values)
         self._times.append(sample.time)
         self._samples.append(sample)
+        for interval in self._busy.read():
+            self._intervals.append(interval)
+            self._ends.append(interval.end)
+
+    @property
+    def busy_method(self) -> str | None:
+        """Where the shares of gpu_busy come from."""
+        return self._busy.method
 
     @property
     def latest(self) -> float:
@@ -86,7 +98,17 @@ class Sampler:
             "temperature_c": max((s.temperature_c for s in inside if s.temperature_c is not None), default=None),
             "throttle": throttle_names(reasons) if reasons else None,
             "device_memory_gb": max((s.memory_gb for s in inside if s.memory_gb is not None), default=None),
+            **self._shares(begin, end),
         }
+
+    def _shares(self, begin: float, end: float) -> dict[str, float | None]:
+        """The busy shares of a step: the mean of the intervals it lies in, each for the time they share."""
+        found: list[tuple[float, Interval]] = []
+        for interval in self._intervals[bisect_left(self._ends, begin) :]:
+            if interval.begin >= end:
+                break
+            found.append((min(end, interval.end) - max(begin, interval.begin), interval))
+        return {name: _weighted([(w, getattr(interval, name)) for w, interval in found]) for name in COLUMNS}
 
     def _energy(self, begin: float, end: float) -> float | None:
         first, last = self._counter(begin), self._counter(end)
@@ -114,3 +136,9 @@ def throttle_names(masks: list[int]) -> str:
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def _weighted(pairs: list[tuple[float, float | None]]) -> float | None:
+    known = [(weight, value) for weight, value in pairs if value is not None and weight > 0]
+    total = sum(weight for weight, _ in known)
+    return sum(weight * value for weight, value in known) / total if total else None

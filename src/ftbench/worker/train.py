@@ -94,7 +94,9 @@ def train(run: Run) -> None:
     if data.evaluation and spec.measure.eval == "end":
         loop.evaluate()
     run.finish()
-    run.write_facts(dataset=data.description | {"order_hash": run.recorder.order_hash})
+    run.write_facts(
+        dataset=data.description | {"order_hash": run.recorder.order_hash}, gpu_busy_method=run.recorder.busy_method
+    )
     if spec.measure.save_adapter:
         phases.enter("save")
         loop.save_model(str(run.directory.adapter))
@@ -112,6 +114,9 @@ class _AfterFirstStep(TrainerCallback):
             return
         spec = self._run.spec
         self._run.write_facts(**applied.of_trainer(self._loop, spec))
+        if "warm" in (self._run.facts["compile_cache"] or ""):
+            told = "graphs came from the compiler's cache on disk: where it is empty the first step takes longer"
+            self._run.write_facts(warnings=[*self._run.facts["warnings"], told])
         found = [p for module in optimizations.modules().values() for p in module.proof(self._loop.model, spec)]
         _demand(self._run, found + trainer.proof(self._loop, spec))
         self._loop.restart_clock()  # the proof is no part of the second step

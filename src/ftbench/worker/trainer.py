@@ -96,7 +96,10 @@ class Trainer(SFTTrainer):
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, recorder: Recorder) -> Trainer:
     """The trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every method
     sees the same tokens in the same order."""
-    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, lambda count: recorder.batches.append(count))
+    most = data.most_samples(spec.train.batch_size)
+    collator = Collator(
+        spec, tokenizer.pad_token_id or 0, data.longest, most, lambda count: recorder.batches.append(count)
+    )
     loop = Trainer(
         model=model,
         args=arguments(spec, run, on_gpu=next(model.parameters()).device.type == "cuda"),
@@ -133,6 +136,7 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         eval_strategy="epoch" if spec.measure.eval == "epoch" else "no",
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
+        accelerator_config={"non_blocking": on_gpu},  # else each copy waits for all that the device has still to do
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
         max_length=None,

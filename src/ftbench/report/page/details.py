@@ -32,6 +32,9 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("model TFLOP/s", "model_tflops", lambda value: f"{value:.3g}"),
     ("MFU", "mfu", units.percent),
     ("HFU", "hfu", units.percent),
+    ("MFU against the measured product rate", "mfu_measured", units.percent),
+    ("GPU busy", "bound.gpu_busy", units.percent),
+    ("waiting for batches", "bound.data_wait", units.percent),
     ("joules per 1,000 samples, GPU only", "energy.joules_per_1k_samples", units.rate),
     ("mean watts, GPU only", "energy.mean_watts", units.rate),
     ("idle watts", "energy.idle_watts", units.rate),
@@ -91,7 +94,7 @@ def applied(values: dict[str, Any]) -> Pairs:
     found += _pairs(optimizer, ("class", "fused"), "optimizer")
     found += _counts("optimizer state", _section(optimizer, "state"), str)
     found += _pairs(values, ("product_precision", "autocast", "gradient_checkpointing", "loss", "fp8_layers",
-                             "compiled_graphs"), "")  # fmt: skip
+                             "compiled_graphs", "compile_cache"), "")  # fmt: skip
     kinds = _section(_section(values, "parameters"), "by_kind")
     trained = {kind: count.get("trainable") for kind, count in kinds.items() if isinstance(count, dict)}
     return found + _counts("trained", {kind: count for kind, count in trained.items() if count}, _parameters)

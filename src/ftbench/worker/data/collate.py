@@ -18,14 +18,18 @@ BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attentio
 class Collator:
     """Makes batches as the spec's optimizations ask, and hands the counts to `sink`, batch by batch."""
 
-    def __init__(self, spec: Experiment, pad_token_id: int, longest: int, sink: Callable[[BatchCount], None]) -> None:
-        """`longest` is the length in tokens that `fixed_shape` pads a row to."""
+    def __init__(
+        self, spec: Experiment, pad_token_id: int, longest: int, most: int, sink: Callable[[BatchCount], None]
+    ) -> None:
+        """`longest` is the length in tokens that `fixed_shape` pads a row to, `most` the samples of the fullest
+        batch."""
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
         self._fixed = longest if on.fixed_shape else None
         self._positions = on.chunked_loss
         self._boundaries = on.attention in BY_BOUNDARIES
         self._max_length = max(longest, spec.dataset.max_length)
+        self._most = most
         self._pad, self._sink = pad_token_id, sink
         self._shapes: set[tuple[int, int]] = set()
         self._has_padding = False
@@ -65,13 +69,10 @@ class Collator:
 
     def _laid_out(self, samples: Sequence[tuple[np.ndarray, np.ndarray]], rows: int) -> dict[str, Any]:
         """One row. Positions begin at 0 in each sample, by which attention knows where it begins; the first token of a
-        sample is nobody's to predict. With a fixed shape the rest of the row is a sample without labels."""
-        total = sum(len(ids) for ids, _ in samples)
+        sample is nobody's to predict. With a fixed shape the rest of the row is samples without labels."""
+        if self._fixed:
+            samples = [*samples, *self._filler(self._fixed * rows - sum(len(ids) for ids, _ in samples))]
         lengths = [len(ids) for ids, _ in samples]
-        if self._fixed and self._fixed * rows > total:
-            filler = np.full(self._fixed * rows - total, self._pad, dtype=np.int64)
-            samples = [*samples, (filler, np.full_like(filler, IGNORE))]
-            lengths.append(len(filler))
         targets = np.concatenate([labels for _, labels in samples])
         starts = np.cumsum([0, *lengths])
         targets[starts[:-1]] = IGNORE
@@ -81,11 +82,23 @@ class Collator:
             "position_ids": np.concatenate([np.arange(length) for length in lengths])[None],
         }
         if self._boundaries:
-            bounds = starts.astype(np.int32)
+            bounds = self._bounds(starts, rows)
             longest = max(self._max_length, *lengths)  # the same in every batch: a compiled graph is made for its value
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             batch |= {"max_length_q": longest, "max_length_k": longest}
         return batch
+
+    def _filler(self, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Samples of padding, none longer than a sample may be."""
+        ids = np.full(length, self._pad, dtype=np.int64)
+        cuts = range(self._max_length, length, self._max_length)
+        return [(part, np.full_like(part, IGNORE)) for part in np.split(ids, cuts) if len(part)]
+
+    def _bounds(self, starts: np.ndarray, rows: int) -> np.ndarray:
+        """Where the samples begin and the last one ends. With a fixed shape there are as many bounds in every batch:
+        what follows the last sample is empty."""
+        missing = self._most + rows + 1 - len(starts) if self._fixed else 0
+        return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
     def proof(self, spec: Experiment) -> list[str]:
         """What was asked of the batches and is not so in those made so far."""

@@ -35,6 +35,14 @@ class Prepared:
     def longest(self) -> int:
         return max(sum(len(sample.ids) for sample in row) for row in (*self.train, *self.evaluation))
 
+    def most_samples(self, batch_size: int) -> int:
+        """How many samples the fullest batch of `batch_size` rows holds."""
+        counts = [len(row) for row in self.train]
+        evaluated = [len(row) for row in self.evaluation]
+        return max(
+            sum(rows[at : at + batch_size]) for rows in (counts, evaluated) for at in range(0, len(rows), batch_size)
+        )
+
 
 def prepare(spec: Experiment, tokenizer: Any, vocab_size: int) -> Prepared:
     """Reads, draws, formats, tokenises, and orders as the spec asks. Raises DataError for rows that cannot be used."""

@@ -16,46 +16,52 @@ VARLEN = "varlen"
 
 def register() -> None:
     """Makes `varlen` a name that from_pretrained takes."""
+    from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(VARLEN, varlen)
+    AttentionInterface.register(VARLEN, attention(varlen_attn))
     AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)  # the boundaries come as cu_seq_lens
 
 
-def varlen(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    scaling: float | None = None, cu_seq_lens_q: Any = None, max_length_q: Any = None, sliding_window: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Causal attention within each sample of one row: 1 x heads x tokens x width in, 1 x tokens x heads x width out.
-    Raises SpecError for what torch's kernel does not compute."""
-    from torch.nn.attention.varlen import varlen_attn
+def attention(kernel: Any) -> Any:
+    """An attention function for transformers around torch's kernel, whose arguments differ between versions of torch:
+    they are looked up here, once, and not in what is compiled."""
+    takes = frozenset(inspect.signature(kernel).parameters)
 
-    if cu_seq_lens_q is None or query.shape[0] != 1:
-        raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
-    if kwargs.get("s_aux") is not None or kwargs.get("softcap"):
-        raise SpecError("optimizations.attention varlen knows no attention sinks or caps: use sdpa or eager")
-    groups = query.shape[1] // key.shape[1]
-    options: dict[str, Any] = {"scale": scaling}
-    parameters = inspect.signature(varlen_attn).parameters
-    if "window_size" in parameters:
-        options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
-    elif sliding_window:
-        raise SpecError("optimizations.attention varlen: this version of torch knows no sliding window: use sdpa")
-    else:
-        options["is_causal"] = True
-    if "enable_gqa" in parameters:
-        options["enable_gqa"] = groups > 1
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if "scale" not in parameters:  # then it is 1 / sqrt(width)
-        del options["scale"]
-        query = query if scaling is None else query * (scaling * query.shape[-1] ** 0.5)
-    half = [part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in (query, key, value)]
-    rows = [part[0].transpose(0, 1) for part in half]
-    out = varlen_attn(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)
-    return out[None], None
+    def varlen(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+        scaling: float | None = None, cu_seq_lens_q: Any = None, max_length_q: Any = None, sliding_window: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Causal attention within each sample of one row: 1 x heads x tokens x width in, 1 x tokens x heads x width
+        out. Raises SpecError for what torch's kernel does not compute."""
+        if cu_seq_lens_q is None or query.shape[0] != 1:
+            raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
+        if kwargs.get("s_aux") is not None or kwargs.get("softcap"):
+            raise SpecError("optimizations.attention varlen knows no attention sinks or caps: use sdpa or eager")
+        options: dict[str, Any] = {}
+        if "window_size" in takes:
+            options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
+        elif sliding_window:
+            raise SpecError("optimizations.attention varlen: this version of torch knows no sliding window: use sdpa")
+        else:
+            options["is_causal"] = True
+        groups = query.shape[1] // key.shape[1]
+        if "enable_gqa" in takes:
+            options["enable_gqa"] = groups > 1
+        elif groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if "scale" in takes:
+            options["scale"] = scaling
+        elif scaling is not None:  # then it is 1 / sqrt(width)
+            query = query * (scaling * query.shape[-1] ** 0.5)
+        half = [part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in (query, key, value)]
+        rows = [part[0].transpose(0, 1) for part in half]
+        out = kernel(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)
+        return out[None].to(query.dtype), None
+
+    return varlen
 
 
 def apply(model: Any, spec: Experiment) -> None:

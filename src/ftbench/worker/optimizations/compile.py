@@ -26,6 +26,18 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def cache() -> str | None:
+    """Where the graphs compiled so far came from: `cold` (all were compiled), `warm` (all were in the compiler's cache
+    on disk, from an earlier process), `partly warm`; None where nothing was compiled or the cache is off."""
+    from torch._dynamo.utils import counters
+
+    found = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    made = counters["inductor"]["fxgraph_cache_miss"]
+    if not found:
+        return "cold" if made else None
+    return "partly warm" if made else "warm"
+
+
 def proof(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.compile:
         return []

@@ -1,0 +1,111 @@
+"""What a run waits for: the data, the CPU that launches kernels, the arithmetic, the memory, heat or power.
+
+The verdict names one resource; `also` names what held the GPU's clock down meanwhile. Every figure behind it is there,
+and what is not known is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ftbench.core.rows import StepRow
+from ftbench.core.stats import total
+
+DATA_BOUND = 0.10  # share of the steady window spent waiting for batches
+BUSY = 0.90  # a GPU that works less than this waits for somebody
+# Products that at the measured rate would take this share of the time are what the time goes into; with less, it goes
+# into moving numbers about. Where the driver tells the memory's share, the larger of the two decides instead.
+COMPUTE_BOUND = 1 / 3
+THROTTLED = 0.5  # share of the steady window under a limit
+THERMAL = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
+POWER = ("sw_power_cap",)
+
+
+@dataclass(slots=True)
+class Bound:
+    """`verdict` is data-bound, launch-bound, compute-bound, memory-bound, thermally limited or None with the reason in
+    `why`; shares are of the steady window."""
+
+    verdict: str | None = None
+    also: list[str] = field(default_factory=list)
+    why: str = ""
+    gpu_busy: float | None = None
+    gpu_busy_method: str | None = None
+    data_wait: float | None = None
+    products: float | None = None
+    tensor_busy: float | None = None
+    memory_busy: float | None = None
+    power_capped: float | None = None
+    thermally_limited: float | None = None
+    sm_clock_mhz: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bound(steady: Sequence[StepRow], on_gpu: bool, products: float | None, busy_method: str | None = None) -> Bound:
+    """The verdict on a steady window. `products` is the share of its time that the run's products would take at the
+    highest rate known for this GPU."""
+    if not steady:
+        return Bound(why="there is no steady step")
+    found = Bound(
+        data_wait=_over_time(steady, [row.data_time_s for row in steady], of_time=True),
+        gpu_busy=_over_time(steady, [row.gpu_busy for row in steady]),
+        gpu_busy_method=busy_method,
+        products=products,
+        tensor_busy=_over_time(steady, [row.tensor_busy for row in steady]),
+        memory_busy=_over_time(steady, [row.memory_busy for row in steady]),
+        power_capped=_under(steady, POWER),
+        thermally_limited=_under(steady, THERMAL),
+        sm_clock_mhz=_over_time(steady, [row.sm_clock_mhz for row in steady]),
+    )
+    found.verdict, found.why = _judge(found, on_gpu)
+    for name, share in (("power-capped", found.power_capped), ("thermally limited", found.thermally_limited)):
+        if share is not None and share > THROTTLED and name != found.verdict:
+            found.also.append(name)
+    return found
+
+
+def _judge(found: Bound, on_gpu: bool) -> tuple[str | None, str]:
+    idle = None if found.gpu_busy is None else 1 - found.gpu_busy
+    waits = found.data_wait is not None and found.data_wait > DATA_BOUND
+    if waits and (idle is None or idle > 1 - BUSY):
+        return "data-bound", f"{found.data_wait:.0%} of the steady window was spent waiting for batches"
+    if not on_gpu:
+        return None, "there is no GPU whose load could be read"
+    if idle is None:
+        return None, "the driver does not say how busy the GPU was"
+    if idle > 1 - BUSY:
+        return "launch-bound", f"the GPU worked {found.gpu_busy:.0%} of the time and waited for the CPU in the rest"
+    if (found.thermally_limited or 0) > THROTTLED:
+        return "thermally limited", f"heat held the clock down in {found.thermally_limited:.0%} of the time"
+    return _busy(found)
+
+
+def _busy(found: Bound) -> tuple[str | None, str]:
+    """What a GPU that always works is busy with."""
+    busy = f"the GPU worked {found.gpu_busy:.0%} of the time"
+    if found.products is None:
+        return None, f"{busy}; how fast it could multiply is not known (`ftbench probe` measures it)"
+    products = f"{busy}; its products alone, at the best rate known, take {found.products:.0%} of it"
+    if found.memory_busy is None:
+        return ("compute-bound" if found.products >= COMPUTE_BOUND else "memory-bound"), products
+    kind = "compute-bound" if found.products >= found.memory_busy else "memory-bound"
+    return kind, f"{products}, and {found.memory_busy:.0%} of the memory's bandwidth was used"
+
+
+def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
+    """The mean over the window's time of a step's share, or (`of_time`) of its seconds."""
+    pairs = [(row.step_time_s or 0.0, value) for row, value in zip(steady, values, strict=True) if value is not None]
+    seconds = sum(time for time, _ in pairs)
+    return sum(value * (1.0 if of_time else time) for time, value in pairs) / seconds if seconds > 0 else None
+
+
+def _under(steady: Sequence[StepRow], reasons: Sequence[str]) -> float | None:
+    """Share of the time in steps in which the driver named one of the reasons."""
+    told = [row for row in steady if row.throttle]
+    seconds = total(row.step_time_s for row in told)
+    held = [row for row in told if set((row.throttle or "").split("|")).intersection(reasons)]
+    return total(row.step_time_s for row in held) / seconds if seconds else None

@@ -1,0 +1,110 @@
+"""How busy the GPU was, by the driver's own counters over back-to-back intervals: nothing is added to a step for it.
+
+Two sources. Where the GPU has performance monitoring counters that the driver reads for everyone (GPM: Hopper and
+later data-centre cards), they also tell how busy the tensor cores and the memory were. Elsewhere it is the utilisation
+that nvidia-smi shows: the share of each sampling period in which a kernel ran.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+# nvml.h, nvmlGpmMetricId_t: percentages over the time between two samples.
+_GPM = {"gpu_busy": "GRAPHICS_UTIL", "tensor_busy": "ANY_TENSOR_UTIL", "memory_busy": "DRAM_BW_UTIL"}
+COLUMNS = tuple(_GPM)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Shares (0 to 1) between `begin` and `end`, in seconds of perf_counter."""
+
+    begin: float
+    end: float
+    gpu_busy: float | None
+    tensor_busy: float | None = None
+    memory_busy: float | None = None
+
+
+class BusyMeter:
+    """`read` gives the intervals since the call before; a source that fails is not asked again."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._failures = (nvml.NVMLError, AttributeError, TypeError)
+        self.method: str | None = None
+        self._read: Callable[[], list[Interval]] | None = None
+        for method, start, read in (
+            ("GPM counters", self._start_gpm, self._by_gpm),
+            ("NVML utilisation samples", self._start_samples, self._by_samples),
+        ):
+            with suppress(*self._failures):
+                start()
+                self.method, self._read = method, read
+                break
+
+    def read(self) -> list[Interval]:
+        if self._read is None:
+            return []
+        try:
+            return self._read()
+        except self._failures:
+            self._read = None
+            return []
+
+    def _start_gpm(self) -> None:
+        nvml = self._nvml
+        if not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
+            raise AttributeError("the driver reads no such counters on this GPU")
+        self._metrics = {name: getattr(nvml, f"NVML_GPM_METRIC_{metric}") for name, metric in _GPM.items()}
+        self._before, self._spare = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
+        self._begin = self._sample(self._before)
+
+    def _sample(self, into: Any) -> float:
+        self._nvml.nvmlGpmSampleGet(self._handle, into)
+        return time.perf_counter()
+
+    def _by_gpm(self) -> list[Interval]:
+        nvml = self._nvml
+        begin, self._begin = self._begin, self._sample(self._spare)
+        asked = nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(self._metrics)
+        asked.sample1, asked.sample2 = self._before, self._spare
+        for place, metric in enumerate(self._metrics.values()):
+            asked.metrics[place].metricId = metric
+        nvml.nvmlGpmMetricsGet(asked)
+        self._before, self._spare = self._spare, self._before
+        shares = {
+            name: asked.metrics[place].value / 100 if asked.metrics[place].nvmlReturn == nvml.NVML_SUCCESS else None
+            for place, name in enumerate(self._metrics)
+        }
+        return [Interval(begin, self._begin, **shares)]
+
+    def _start_samples(self) -> None:
+        self._last = int(time.time() * 1e6)
+        with suppress(self._nvml.NVMLError):  # no sample since the moment before is no failure
+            self._samples()
+        self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+
+    def _samples(self) -> list[tuple[int, int]]:
+        """(µs since the epoch, percent) of the samples since the last one seen."""
+        kind = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
+        _, found = self._nvml.nvmlDeviceGetSamples(self._handle, kind, self._last)
+        return [(s.timeStamp, s.sampleValue.uiVal) for s in found if s.timeStamp > self._last]
+
+    def _by_samples(self) -> list[Interval]:
+        try:
+            found = self._samples()
+        except self._nvml.NVMLError as error:
+            if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND:  # none since the last call
+                return []
+            raise
+        shift = time.perf_counter() - time.time()
+        intervals = []
+        for stamp, percent in found:
+            intervals.append(Interval(self._last / 1e6 + shift, stamp / 1e6 + shift, percent / 100))
+            self._last = stamp
+        return intervals

@@ -1,0 +1,78 @@
+"""What a run waits for, from the figures of its steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftbench.core.bound import bound
+from ftbench.core.rows import StepRow
+
+
+def window(times=(0.5,) * 10, **columns):
+    rows = [StepRow(step=n + 1, phase="train", step_time_s=time) for n, time in enumerate(times)]
+    for name, value in columns.items():
+        for place, row in enumerate(rows):
+            setattr(row, name, value[place] if isinstance(value, list) else value)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("columns", "products", "verdict"),
+    [
+        ({"gpu_busy": 0.99, "data_time_s": 0.01}, 0.55, "compute-bound"),
+        ({"gpu_busy": 0.99, "data_time_s": 0.01}, 0.12, "memory-bound"),
+        ({"gpu_busy": 0.99, "memory_busy": 0.6}, 0.45, "memory-bound"),
+        ({"gpu_busy": 0.99, "memory_busy": 0.1}, 0.25, "compute-bound"),
+        ({"gpu_busy": 0.40, "data_time_s": 0.01}, 0.05, "launch-bound"),
+        ({"gpu_busy": 0.40, "data_time_s": 0.20}, 0.05, "data-bound"),
+        ({"gpu_busy": 0.97, "throttle": "sw_thermal|sw_power_cap"}, 0.5, "thermally limited"),
+    ],
+)
+def test_the_verdict_names_what_the_gpu_waits_for(columns, products, verdict):
+    found = bound(window(**columns), True, products)
+    assert found.verdict == verdict
+    assert "%" in found.why
+
+
+def test_a_wait_that_the_gpu_works_through_costs_nothing():
+    assert bound(window(gpu_busy=0.98, data_time_s=0.2), True, 0.5).verdict == "compute-bound"
+
+
+def test_a_wait_counts_where_nobody_knows_how_busy_the_gpu_was():
+    assert bound(window(data_time_s=0.2), True, 0.5).verdict == "data-bound"
+    assert bound(window(data_time_s=0.2), False, None).verdict == "data-bound"
+
+
+@pytest.mark.parametrize(
+    ("columns", "on_gpu", "products", "why"),
+    [
+        ({}, True, 0.5, "does not say how busy"),
+        ({}, False, None, "no GPU"),
+        ({"gpu_busy": 0.99}, True, None, "ftbench probe"),
+    ],
+)
+def test_what_is_not_known_gives_no_verdict_and_the_reason(columns, on_gpu, products, why):
+    found = bound(window(**columns), on_gpu, products)
+    assert found.verdict is None
+    assert why in found.why
+
+
+def test_a_window_without_steps_gives_no_verdict():
+    assert bound([], True, 0.5).verdict is None
+
+
+def test_the_power_limit_is_told_beside_what_the_gpu_is_busy_with():
+    found = bound(window(gpu_busy=0.99, throttle=["sw_power_cap"] * 8 + ["none"] * 2, sm_clock_mhz=1650.0), True, 0.6)
+    assert (found.verdict, found.also) == ("compute-bound", ["power-capped"])
+    assert found.power_capped == pytest.approx(0.8)
+    assert found.sm_clock_mhz == pytest.approx(1650)
+
+
+def test_shares_are_of_the_time_and_not_of_the_steps():
+    found = bound(window([1.0, 3.0], gpu_busy=[1.0, 0.5], data_time_s=[0.0, 0.4]), True, 0.5)
+    assert found.gpu_busy == pytest.approx((1 * 1.0 + 3 * 0.5) / 4)
+    assert found.data_wait == pytest.approx(0.1)
+
+
+def test_steps_without_a_share_do_not_dilute_the_others():
+    assert bound(window([1.0, 1.0], gpu_busy=[None, 0.8]), True, 0.5).gpu_busy == pytest.approx(0.8)
