@@ -19,7 +19,7 @@ def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
     not free, says little about what others of its kind can do.
     """
     documents = _documents(store, gpu_name) if gpu_name else []
-    precisions = {name for document in documents for name in document.get("products") or {}}
+    precisions = {name for document in documents for name in _section(document, "products")}
     rates = {name: _best(documents, max, "products", name, "best_tflops") for name in sorted(precisions)}
     found = {
         "tflops": {name: rate for name, rate in rates.items() if rate is not None},
@@ -29,6 +29,12 @@ def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
         "launch_us": _best(documents, min, "launch_us"),
     }
     return {name: value for name, value in found.items() if value not in (None, {})}
+
+
+def gpus(store: Path) -> list[str]:
+    """The names, as drivers tell them, of the GPUs that have been probed."""
+    documents = (rundir.read_json(path) for path in sorted((store / FOLDER).glob("*.json")))
+    return sorted({name for each in documents if isinstance(name := _value(each, "machine", "gpu", "name"), str)})
 
 
 def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
@@ -42,17 +48,23 @@ def _documents(store: Path, gpu_name: str) -> list[dict[str, Any]]:
         document
         for path in sorted((store / FOLDER).glob("*.json"))
         if (document := rundir.read_json(path))
-        and ((document.get("machine") or {}).get("gpu") or {}).get("name") == gpu_name
-        and (document.get("device") or {}).get("kind") == "cuda"
+        and _value(document, "machine", "gpu", "name") == gpu_name
+        and _value(document, "device", "kind") == "cuda"
     ]
 
 
 def _best(documents: list[dict[str, Any]], pick: Any, *keys: str) -> float | None:
-    values = []
-    for document in documents:
-        value: Any = document
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        if isinstance(value, (int, float)) and value > 0:
-            values.append(float(value))
+    found = [_value(document, *keys) for document in documents]
+    values = [float(value) for value in found if isinstance(value, (int, float)) and value > 0]
     return pick(values) if values else None
+
+
+def _section(document: Any, key: str) -> dict[str, Any]:
+    found = _value(document, key)
+    return found if isinstance(found, dict) else {}
+
+
+def _value(document: Any, *keys: str) -> Any:
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document

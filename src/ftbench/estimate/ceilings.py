@@ -3,19 +3,16 @@ data sheet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ftbench import rundir
+from ftbench import ceilings as probes
 from ftbench.core.hardware import Gpu
 from ftbench.errors import SpecError
 from ftbench.spec.prices import canonical
 
-_PARTS = ("machine", "device", "products", "memory", "host_link")
-PROBES = "probe"  # the folder of a store in which `ftbench probe` keeps its documents
 # Shares of the data sheet that large products and copies reach where nobody measured this GPU: the medians of the GPU
 # table's `gemm_bf16` over `bf16` (0.83), and of triad over data sheet bandwidth as usually published (0.9).
 _PRODUCTS, _MEMORY = 0.83, 0.9
@@ -35,11 +32,11 @@ class Ceilings:
 
 def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
     """`precision` is the spec's `train.precision`: bf16, fp16 or fp32. Of several probes the fastest counts."""
-    documents = list(_probes(store, gpu)) if store else []
-    probed = max((rate for each in documents if (rate := _product(each, precision))), default=None)
-    fp8 = max((rate for each in documents if (rate := _product(each, "fp8"))), default=None)
-    copied = max((rate for each in documents if (rate := _memory(each))), default=None)
-    link = max((each["host_link"].get("to_host_gbs") or 0 for each in documents if each.get("host_link")), default=0)
+    found = _probed(store, gpu) if store else []
+    probed = max((each.get("tflops", {}).get(precision, 0.0) for each in found), default=0.0) or None
+    fp8 = max((each.get("tflops", {}).get("fp8", 0.0) for each in found), default=0.0) or None
+    copied = max((each.get("memory_gbs", 0.0) for each in found), default=0.0)
+    link = max((each.get("to_host_gbs", 0.0) for each in found), default=0.0)
     sheet = gpu.peak_tflops(precision)
     rate, source = probed, "ceilings measured by `ftbench probe`"
     if rate is None and sheet is not None:
@@ -71,21 +68,6 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
     return limits
 
 
-def _probes(store: Path, gpu: Gpu) -> Iterator[dict[str, Any]]:
-    for path in sorted((store / PROBES).glob("*.json")):
-        document = rundir.read_json(path)
-        if not all(isinstance(document.get(part) or {}, dict) for part in _PARTS):
-            continue
-        name = ((document.get("machine") or {}).get("gpu") or {}).get("name")
-        if name and canonical(name) == gpu.name and (document.get("device") or {}).get("kind") == "cuda":
-            yield document
-
-
-def _product(document: dict[str, Any], precision: str) -> float | None:
-    """The best, as others publish it: what a hot card makes of it is in the coefficients."""
-    return ((document.get("products") or {}).get(precision) or {}).get("best_tflops")
-
-
-def _memory(document: dict[str, Any]) -> float | None:
-    found = document.get("memory") or {}
-    return max(found.get("copy_gbs") or 0, found.get("triad_gbs") or 0) or None
+def _probed(store: Path, gpu: Gpu) -> list[dict[str, Any]]:
+    """What probes say, by the name of the GPU: of cards that the table takes for one there may be several."""
+    return [probes.of(store, name) for name in probes.gpus(store) if canonical(name) == gpu.name]
