@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -126,9 +127,10 @@ def test_weights_made_in_memory_are_those_of_the_files(cache):
 @pytest.mark.parametrize("experts", [False, True])
 def test_it_trains_and_says_what_it_is(train_here, experts):
     method = {**MXFP4, "experts": experts}
-    run = train_here(model=GPT_OSS, method=method, train={"learning_rate": 0.05, "epochs": 4})
+    run = train_here(model=GPT_OSS, method=method, train={"learning_rate": 0.01, "epochs": 4})
     losses = [row.loss for row in read_steps(run.steps)[0]]
-    assert losses[-1] < losses[0] - 0.03
+    learned = (sum(losses[:6]) - sum(losses[-6:])) / 6
+    assert learned > (0.3 if experts else 0.1)  # the same six batches, three epochs later
     found = read_json(run.applied)
     kinds = found["parameters"]["by_kind"]
     assert (kinds["experts"]["trainable"] > 0) == experts
@@ -205,3 +207,10 @@ def test_transformers_is_as_it_was_afterwards():
     with pytest.raises(RuntimeError), mxfp4.as_experts():
         raise RuntimeError
     assert modeling_gpt_oss.GptOssExperts is before is not mxfp4.Mxfp4Experts
+
+
+def test_every_code_is_drawn_as_often_as_any_other(cache):
+    (file,) = materialise(spec_of(model={**GPT_OSS, "dtype": "bfloat16"}).model, "mxfp4").glob("*.safetensors")
+    blocks = load_file(file)["model.layers.1.mlp.experts.gate_up_proj_blocks"]
+    counts = torch.bincount(torch.cat([blocks & 15, blocks >> 4]).flatten().to(torch.int64), minlength=16)
+    assert counts.min() > 0.9 * counts.float().mean()

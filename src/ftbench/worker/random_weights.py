@@ -196,7 +196,7 @@ def _tensor(
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         piece = flat[start : start + _CHUNK]
         if dtype == torch.uint8:
-            piece.random_(0, 256, generator=generator)
+            piece.view(torch.int64).random_(-(2**63), None, generator=generator)  # eight bytes in one draw
         else:
             piece.copy_(torch.empty(piece.shape, dtype=torch.float32).normal_(0, std, generator=generator))
 
