@@ -1,0 +1,97 @@
+"""On a GPU: what a run waits for, from the driver's counters, held against the profiler. About three minutes,
+most of it Qwen3-8B: `pytest tests/gpu/test_bound.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftbench import runner
+from ftbench.launch import trl
+
+torch = pytest.importorskip("torch", reason="training libraries are not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+    pytest.mark.timeout(300),
+]
+SPECS = {
+    "launch-bound": """
+model: {id: Qwen/Qwen3-0.6B, weights: random}
+dataset: {name: synthetic, samples: 120, length: 64, max_length: 64}
+train: {batch_size: 1}
+""",
+    "compute-bound": """
+model: {id: Qwen/Qwen3-8B, weights: random}
+dataset: {name: synthetic, samples: 72, length: 2048, max_length: 2048}
+train: {batch_size: 4}
+""",
+}
+# The worker as `ftbench run` starts it, with a collator that takes its time.
+SLOW_WORKER = """
+import sys, time
+from ftbench.worker.data.collate import Collator
+collate = Collator.__call__
+def slow(self, rows):
+    time.sleep(0.2)
+    return collate(self, rows)
+Collator.__call__ = slow
+from ftbench.worker.__main__ import main
+sys.exit(main(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory):
+    """What `ftbench run` and `ftbench profile` say of a spec."""
+    done: dict[tuple[str, str], dict] = {}
+
+    def once(command: str, name: str) -> dict:
+        if (command, name) not in done:
+            folder = tmp_path_factory.mktemp(name)
+            (folder / "spec.yaml").write_text(SPECS[name])
+            ended = subprocess.run(
+                [sys.executable, "-m", "ftbench", command, str(folder / "spec.yaml"), "--json", "--out", str(folder)],
+                stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert ended.returncode == 0, ended.stdout
+            done[command, name] = json.loads(ended.stdout)
+        return done[command, name]
+
+    return once
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_cheap_share_is_the_profilers(measured, name):
+    bound = measured("run", name)["summary"]["bound"]
+    profiled = measured("profile", name)["profile"]["busy_share_unprofiled"]
+    assert bound["gpu_busy_method"] in ("GPM counters", "NVML utilisation samples")
+    assert bound["gpu_busy"] == pytest.approx(profiled, abs=0.05)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_verdict_is_right(measured, name):
+    bound = measured("run", name)["summary"]["bound"]
+    assert bound["verdict"] == name, bound
+
+
+def test_a_slowed_loader_is_what_the_run_waits_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(trl, "command", lambda run: [sys.executable, "-P", "-c", SLOW_WORKER, str(run.path.resolve())])
+    (tmp_path / "spec.yaml").write_text(SPECS["launch-bound"])
+    bound = runner.run(tmp_path / "spec.yaml", [], tmp_path).summary.bound
+    assert bound["verdict"] == "data-bound", bound
+    assert bound["data_wait"] > 0.3
+
+
+def test_every_figure_behind_the_verdict_is_told(measured):
+    document = measured("run", "compute-bound")
+    assert {"data_wait", "power_capped", "sm_clock_mhz", "products"} <= {
+        name for name, value in document["summary"]["bound"].items() if value is not None
+    }
+    assert (
+        Path(document["run_dir"], "steps.csv").read_text().splitlines()[0].endswith("gpu_busy,tensor_busy,memory_busy")
+    )
