@@ -23,7 +23,7 @@ class Values:
     """Real values beside fake tensors, carried through every operation whose inputs all have one."""
 
     def learn(self, fake: torch.Tensor, value: torch.Tensor) -> None:
-        fake.known_values = value  # type: ignore[attr-defined]
+        fake.known_values = value
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return getattr(tensor, "known_values", None)
@@ -37,7 +37,7 @@ class Values:
         found = self.compute(func, args, kwargs, outputs)
         if found is None:
             for fake in written:
-                fake.known_values = None  # type: ignore[attr-defined]
+                fake.known_values = None
         elif not written:
             for fake, value in zip(outputs, tensors(found), strict=True):
                 self.learn(fake, value)
