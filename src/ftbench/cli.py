@@ -123,12 +123,16 @@ def report(
     fail_above: Annotated[str | None, typer.Option(help="--against: how much worse is too much (5%)")] = None,
     prices: Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")] = None,
     references: Annotated[bool, typer.Option("--references", help="published figures beside the runs")] = False,
+    estimates: Annotated[
+        bool, typer.Option("--estimates", help="also what `ftbench estimate` says of the runs")
+    ] = False,
 ) -> None:
     """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|model|KEY`."""
     from ftbench.report import command
 
     found = command.report(command.Request(
         paths, format, compare, baseline, strict, repeats, answers, hours, against, fail_above, prices, references,
+        estimates,
     ))  # fmt: skip
     _result(found.text, output)
     raise typer.Exit(1 if found.regressed else 0)

@@ -72,6 +72,13 @@ def test_fused_experts_stay_in_16_bits(name: str) -> None:
     assert weights.weights(shape, quantised) > shape.parameters["experts"] * 2
 
 
+def test_unsloth_puts_the_experts_of_gpt_oss_in_four_bits() -> None:
+    """The founding study trained gpt-oss-120b on 96 GB with unsloth, and with nothing else (facts/seed figures)."""
+    shape = model("openai/gpt-oss-120b")
+    assert weights.weights(shape, Recipe(quantised=True, unsloth=True)) / GIB < 75
+    assert weights.weights(shape, Recipe(quantised=True)) / GIB > 200
+
+
 def test_a_layer_of_lora_saves_what_the_slope_of_the_frontier_says() -> None:
     """GiB a sample of 2,048 tokens, between batch 2 and 7 of results/h200/qwen3-8b-frontier."""
     shape = model("Qwen/Qwen3-8B")

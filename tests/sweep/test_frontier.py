@@ -235,3 +235,24 @@ def test_the_two_nearest_measured_make_the_line():
 @pytest.mark.parametrize("trials", [[], [Trial(1, True)], [Trial(1, True, peak_gb=3.0), Trial(2, False)]])
 def test_fewer_than_two_measured_peaks_expect_nothing(trials):
     assert peak_on_the_line(trials, 5) is None
+
+
+def seeded(candidates, tried, seed):
+    trials = []
+    while (batch := next_batch(trials, candidates, seed)) is not None:
+        assert batch not in [trial.batch for trial in trials], "a batch is never tried twice"
+        trials.append(tried(batch))
+    return trials
+
+
+@given(st.integers(0, 256), st.integers(1, 256))
+def test_an_estimate_that_is_wrong_leads_to_the_same_frontier(limit, seed):
+    trials = seeded(EVERY, fits_up_to(limit), seed)
+    assert max((trial.batch for trial in trials if trial.fits), default=0) == limit
+    assert len(trials) <= 2 * len(searched(EVERY, fits_up_to(limit)))
+
+
+def test_an_estimate_that_is_right_ends_the_search_with_one_trial_that_does_not_fit():
+    assert order(seeded(EVERY, fits_up_to(23), 23)) == [1, 2, 4, 8, 16, 23, 24]
+    assert order(seeded(EVERY, fits_up_to(24), 23)) == [1, 2, 4, 8, 16, 23, 24, 26, 25]
+    assert edge(seeded(EVERY, fits_up_to(23), 23), EVERY, "", 23).note == ""

@@ -41,7 +41,7 @@ def fit(runs: Sequence[Measured], base: Constants | None = None) -> Constants:
     base = base or shipped()
     found = [run for run in runs if run.fits and run.allocated is not None]
     if len(found) < FEWEST:
-        raise SpecError(f"{len(found)} runs say how much memory they took and calibrating needs {FEWEST} or more")
+        raise SpecError(f"runs that say how much memory they took: {len(found)}; calibrating needs {FEWEST} or more")
     plain = Constants(1.0, *(getattr(base, name) for name in ("context_gib", "logits_share", "compiled_gib",
                                                               "varying_share", "optimizer_share")))  # fmt: skip
     factors = [run.allocated / run.estimate(plain).allocated.expected for run in found if run.allocated]

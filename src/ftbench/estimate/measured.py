@@ -44,6 +44,10 @@ class Measured:
 def read(paths: Iterable[Path]) -> list[Measured]:
     """The runs at or below some folders that say something of memory: on a GPU, no mock; in the order of their paths.
     Raises SpecError for a folder that is not there or holds no such run."""
+    paths = list(paths)
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        raise SpecError(f"{', '.join(missing)}: no such folder")
     directories = {run.path for path in paths for run in find_runs(path)}
     found = [run for path in sorted(directories) if (run := measured(RunDir(path))) is not None]
     if not found:

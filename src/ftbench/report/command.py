@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
-from ftbench.report import compare_table, cost, gate, layout, references, render
+from ftbench.report import compare_table, cost, estimates, gate, layout, references, render
 from ftbench.report.answers import NIGHT_H, answers
 from ftbench.report.assemble import Parts, assembled
 from ftbench.report.cells import cells_of, runs_of
@@ -40,6 +40,7 @@ class Request:
     fail_above: str | None = None
     prices: Path | None = None
     references: bool = False
+    estimates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def report(request: Request) -> Result:
 def _sections(request: Request, frame: pd.DataFrame, prices: Prices | None) -> list[Section]:
     page = request.format == "html"  # has room for every answer, and draws the curves itself
     every = request.answers or request.hours is not None or page
-    if not every and request.compare is None and prices is None and not request.references:
+    if not every and request.compare is None and prices is None and not (request.references or request.estimates):
         return []
     runs = runs_of(frame)
     cells = cells_of(runs)
@@ -85,7 +86,8 @@ def _sections(request: Request, frame: pd.DataFrame, prices: Prices | None) -> l
         found += answers(cells, request.hours or NIGHT_H, curves=not page)
     asked = [cost.energy(cells) if every or prices else None,
              cost.money(cells, prices, request.hours or NIGHT_H) if prices else None,
-             references.beside(cells) if request.references else None]  # fmt: skip
+             references.beside(cells) if request.references else None,
+             estimates.memory(runs) if request.estimates else None]  # fmt: skip
     return found + [section for section in asked if section is not None]
 
 

@@ -86,10 +86,12 @@ def attention(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """
     q, k, c = model.query, model.key, recipe.compute
     scores = float(model.heads * batch.length)
-    if recipe.attention == "eager" and model.family == "gpt_oss":
-        return c * (4 * q + scores + model.heads) + INDEX * model.heads
     if recipe.attention == "eager":
-        return c * 4 * q + (FLOAT + c) * scores
+        output = q if recipe.full or recipe.adapter == c else 0  # only where o reads it as it is
+        weights = (
+            c * (scores + model.heads) + INDEX * model.heads if model.family == "gpt_oss" else (FLOAT + c) * scores
+        )
+        return c * (3 * q + output) + weights
     spread = {"masked": q, "varlen": q}.get(recipe.attention, k)
     mask = c * batch.length if recipe.attention == "masked" else 0
     before = c * (q + k) if recipe.unsloth else 0
@@ -191,12 +193,12 @@ def experts_hump(model: ModelShape, recipe: Recipe) -> float:
 
 def attention_hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """The most that one layer's attention needs at once beyond what is saved: gradients of queries, keys, values and
-    output, and for eager attention those of the weights (float32 twice, less the cast ones that are freed; gpt_oss three
-    times in the product's type)."""
+    output, and for eager attention those of the weights (float32 twice, less the cast ones that are freed; gpt_oss
+    twice more in the product's type)."""
     q, k, c = model.query, model.key, recipe.compute
     scores = float(model.heads * batch.length)
     if recipe.attention == "eager":
-        return c * 2 * q + scores * (3 * c if model.family == "gpt_oss" else 2 * FLOAT - c)
+        return c * 2 * q + scores * (2 * c if model.family == "gpt_oss" else 2 * FLOAT - c)
     spread = {"masked": q, "varlen": q}.get(recipe.attention, k)
     return c * (2 * q + 2 * spread) + (FLOAT * q if model.qk_norm else 0)
 
@@ -216,6 +218,6 @@ def hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     inside = experts_hump(model, recipe) if model.experts else mlp_hump(model, recipe)
     beside = experts(model, recipe) + router(model, recipe) if model.experts else mlp(model, recipe)
     each = max(inside, attention_hump(model, recipe, batch) - beside) * batch.tokens
-    copies = 2 / 3 * expert_copies(model, recipe)  # the gradient of the larger of the two copies
+    copies = expert_copies(model, recipe) / 3  # the gradient of gate and up together, when the copy of down is gone
     bits = 0.0 if recipe.unsloth else dequantised(model, recipe)
     return max(each, copies, each / 2 + bits)  # dequantised in 16 bits, before gradients add up

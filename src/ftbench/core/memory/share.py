@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
+STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2-offload", "zero3-offload")
 DDP_BUCKET = 25 * 2**20  # DistributedDataParallel's default bucket_cap_mb
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """The parts of weights, gradients and optimizer state that one GPU holds, 1 for all; `gathered` of one layer is
-    held whole while it computes; `offload` keeps the optimizer (and with `parameters` the weights) in host memory."""
+    held whole while it computes. Offloading keeps the optimizer state in host memory: 0 here."""
 
     weights: float
     gradients: float
@@ -26,8 +26,8 @@ class Share:
 def share(strategy: str, gpus: int) -> Share:
     """ZeRO-1 divides the optimizer state, ZeRO-2 the gradients too, ZeRO-3 and FSDP the weights too; DDP nothing.
     Raises ValueError for an unknown strategy or fewer than one GPU."""
-    if strategy.removesuffix("-offload") not in STRATEGIES:
-        raise ValueError(f"strategy {strategy!r} is none of {', '.join(STRATEGIES)}, or zero2-offload, zero3-offload")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is none of {', '.join(STRATEGIES)}")
     if gpus < 1:
         raise ValueError(f"{gpus} GPUs: there must be 1 or more")
     part = 1 / gpus

@@ -38,10 +38,13 @@ def linear_count(model: ModelShape) -> int:
 
 def weights(model: ModelShape, recipe: Recipe) -> float:
     """The base model: 16-bit, or 4-bit linear layers and the rest in 16 bits, or in 32 where peft's
-    prepare_model_for_kbit_training casts what is not quantised (dense models; `worker/methods/qlora.py`)."""
+    prepare_model_for_kbit_training casts what is not quantised (dense models; `worker/methods/qlora.py`). unsloth
+    makes linear layers of gpt-oss's experts and quantises them: the founding study trained the 120b on 96 GB."""
     if not recipe.quantised:
         return plain(model.total, recipe.weight)
     linear = linear_count(model)
+    if recipe.unsloth and model.family == "gpt_oss":
+        linear += model.parameters["experts"]
     return four_bit(linear, recipe.double_quant) + plain(model.total - linear, recipe.upcast)
 
 

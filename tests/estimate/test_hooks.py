@@ -1,0 +1,59 @@
+"""What `run` and `sweep` say of memory before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ftbench import runner
+from ftbench.sweep import command
+
+H200 = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
+SMALL = {"name": "NVIDIA L4", "memory_gb": 22.5, "compute_capability": [8, 9]}
+
+
+class Claimed(Exception):
+    pass
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump({
+        "model": {"id": "Qwen/Qwen3-8B", "weights": "random"},
+        "dataset": {"name": "synthetic", "samples": 64, "length": 2048},
+    }))  # fmt: skip
+    return path
+
+
+@pytest.mark.parametrize(("gpu", "told"), [(SMALL, 1), (H200, 0)])
+def test_a_run_warns_once_and_goes_on(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: dict[str, object], told: int
+) -> None:
+    def claim(*_: object) -> None:
+        raise Claimed
+
+    monkeypatch.setattr(runner.machine, "describe", lambda visible: {"gpu": gpu})
+    monkeypatch.setattr(runner.rundir, "claim", claim)
+    monkeypatch.setattr(runner, "check", lambda spec, described: None)
+    heard: list[str] = []
+    with pytest.raises(Claimed):
+        runner.run(spec, [], tmp_path, on_warning=heard.append)
+    assert len(heard) == told
+    assert all("out of memory" in text and "22.5" in text for text in heard)
+
+
+def test_a_dry_run_lists_estimated_memory_and_what_does_not_fit(spec: Path, tmp_path: Path) -> None:
+    half = ["model.dtype=bfloat16", "train.precision=bf16"]
+    asked = command.Request(spec, half, ["train.batch_size=1,4,16"], tmp_path)
+    with ExitStack() as stack:
+        ready = command.prepare(asked, stack)
+        lines = command.dry_run(dataclasses.replace(ready, device=H200))
+        assert [line.verdict for line in lines] == ["fits", "fits", "does not fit"]
+        assert [round(line.peak_gb or 0) for line in lines] == [32, 78, 263]
+        assert "does not fit" in command.as_text(lines)
+        assert [line.peak_gb for line in command.dry_run(ready)] == [None] * 3  # no GPU here, nothing to estimate for

@@ -1,0 +1,25 @@
+"""`ftbench report --estimates`: every run beside what the estimator says of it."""
+
+import json
+from pathlib import Path
+
+from ftbench.report.command import Request, report
+
+
+def test_every_run_of_the_frontier_has_its_estimate_beside_it():
+    found = json.loads(report(Request([Path("results/h200/qwen3-8b-frontier")], "json", estimates=True)).text)
+    section = found["sections"]["estimates"] if "sections" in found else found["estimates"]
+    records = section["records"] if isinstance(section, dict) else section
+    assert len(records) == 24
+    ended = [record for record in records if record["state"] == "oom"]
+    assert len(ended) == 7
+    assert all(record["allocated"] is None and record["verdict"] != "fits" for record in ended)
+    assert all(abs(record["allocated_error"]) < 0.01 for record in records if record["state"] == "ok")
+
+
+def test_the_errors_of_the_store_are_told_in_words():
+    text = report(Request([Path("results/h200/study")], "md", estimates=True)).text
+    assert "Memory: estimated and measured" in text
+    assert "allocated 0." in text
+    assert "Said to fit and did not: none." in text
+    assert "Memory: estimated" not in report(Request([Path("results/h200/study")], "md")).text
