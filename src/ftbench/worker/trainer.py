@@ -18,7 +18,6 @@ from ftbench.worker.data.order import Row
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.optimizations import gradient_checkpointing
 from ftbench.worker.phases import Phases
-from ftbench.worker.recorder import Recorder
 
 # The module and class that stand for each choice of train.optimizer.
 OPTIMIZERS = {
@@ -36,7 +35,8 @@ class Trainer(SFTTrainer):
 
     without_trls_metrics = False
 
-    def attach(self, recorder: Recorder, phases: Phases) -> None:
+    def attach(self, recorder: Any, phases: Phases | None = None) -> None:
+        """Who hears of each micro-batch: a recorder, or what stands in its place. `phases` hears of evaluations."""
         self._recorder, self._phases = recorder, phases
         self.add_callback(recorder)
         clip = self.accelerator.clip_grad_norm_
@@ -65,6 +65,7 @@ class Trainer(SFTTrainer):
         return result
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        assert self._phases is not None
         with self._phases.within("evaluate"):
             self._recorder.evaluation_begin()
             self._evaluated: list[torch.Tensor] = []
@@ -93,7 +94,7 @@ class Trainer(SFTTrainer):
         return 0
 
 
-def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, recorder: Recorder) -> Trainer:
+def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, recorder: Any) -> Trainer:
     """The trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every method
     sees the same tokens in the same order."""
     most = data.most_samples(spec.train.batch_size)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from ftbench.core.units import GIB
-from ftbench.worker.simulate.tracker import ACCUMULATE, Storage, Tracker
+from ftbench.worker.simulate.tracker import Storage, Tracker
 
 BLOCK = 512  # what torch's allocator rounds up to, in bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize)
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss", "workspace", "inputs", "temporary")
@@ -67,11 +67,11 @@ def part(storage: Storage, backbone: str, vocabulary: int) -> str:
 
 def _in_place(storages: Sequence[Storage]) -> list[Storage]:
     """The engine adds a gradient to one that nobody else holds in place, but not where tensors are of a class of their
-    own, as fake ones are (torch/csrc/autograd/input_buffer.cpp). A sum after which one of its terms is freed at once
-    begins with that term's end."""
+    own, as fake ones are (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). A sum after which one of its
+    terms is freed at once begins with that term's end."""
     freed = {s.freed: s for s in storages if s.freed is not None}
     for storage in storages:
-        if storage.operation == ACCUMULATE:
+        if storage.in_place:
             for event in (storage.born + 1, storage.born + 2):
                 if (term := freed.get(event)) and term.bytes == storage.bytes:
                     storage.born = event

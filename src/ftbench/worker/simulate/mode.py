@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ftbench.worker.simulate.functions import Functions
-from ftbench.worker.simulate.tracker import ACCUMULATE, Tracker, tensors
+from ftbench.worker.simulate.tracker import Tracker, tensors
 from ftbench.worker.simulate.values import Unknown, Values
 
 _DEVICE = torch.ops.prim.device.default
@@ -46,7 +46,7 @@ class Simulation(TorchDispatchMode):
             kwargs["device"] = _PLACE
         if any(not isinstance(t, FakeTensor) for t in tensors([*args, *kwargs.values()])):
             args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
-        if func is _PIN or (func is _COPY and _is_no_copy(args[0], kwargs)):
+        if func is _PIN or (self.functions.engine and func is _COPY and _is_no_copy(args[0], kwargs)):
             func, args, kwargs = _ALIAS, args[:1], {}
         if func is _SCALAR:
             return self.values.scalar(args[0])
@@ -56,10 +56,11 @@ class Simulation(TorchDispatchMode):
             result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._by_values(func, args, kwargs)
-        name = ACCUMULATE if self.functions.engine and func is _ADD else func._opname
+        if self.functions.engine and func is _ADD and result.fake_device.type == "cuda":
+            self.tracker.sums(args[0], result)
         for tensor in tensors(result):
             if tensor.fake_device.type == "cuda":
-                self.tracker.saw(tensor, name)
+                self.tracker.saw(tensor, func._opname)
         self.values.follow(func, args, kwargs, result)
         return result
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -43,7 +41,7 @@ def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], m
         tracker.enter("setup")
         watch = Watch(tracker)
         loop = assembled(short, directory, model, tokenizer, data, watch)
-        loop.attach(watch, cast(Any, SimpleNamespace(within=nullcontext)))
+        loop.attach(watch)
         watch.model = loop.model
         with follow_modules(loop.model, tracker) as backbone:
             loop.train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Storage:
     freed: int | None = None
     freed_in: str | None = None
     kind: str | None = None
+    in_place: bool = False  # a sum that a GPU would have made in the place of its first term
 
 
 class Tracker:
@@ -53,7 +55,7 @@ class Tracker:
         self.steps.append(self.events)
         self.enter("forward")
 
-    def saw(self, tensor: torch.Tensor, operation: str) -> None:
+    def saw(self, tensor: Any, operation: str) -> None:
         """A tensor that an operation gave back: new, or a view of what is known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -61,11 +63,15 @@ class Tracker:
             return
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = self._record(storage.nbytes(), operation, tuple(tensor.shape), dtype)
+        tensor.is_whole = True
+        self._alive[key] = (record, weakref.ref(storage, partial(self._free, key)))
 
-        def freed(_: Any, key: int = key) -> None:
-            self._free(key)
-
-        self._alive[key] = (record, weakref.ref(storage, freed))
+    def sums(self, first: Any, result: torch.Tensor) -> None:
+        """The engine's sum of two gradients. Its first term is written to unless it is a view, as the gradient of a
+        weight is, transposed: then the first sum is made beside it, and those after it in that one's place."""
+        in_place = getattr(first, "is_whole", False)
+        self.saw(result, ACCUMULATE)
+        self._alive[result.untyped_storage()._cdata][0].in_place = in_place
 
     def persistent(self, size: int, operation: str) -> None:
         """Memory that the libraries under torch take from its allocator and keep."""
@@ -82,7 +88,7 @@ class Tracker:
         self.storages.append(record)
         return record
 
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, _: Any) -> None:
         record, _ = self._alive.pop(key)
         record.freed, record.freed_in = self.events, self.phase
         self.events += 1

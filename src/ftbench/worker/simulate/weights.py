@@ -40,7 +40,9 @@ class Shape:
         quantised = arguments.get("quantization_config")
         if quantised is None:
             with no_init_weights(), device():
-                return AutoModelForCausalLM.from_config(self.config, **chosen).eval()
+                model = AutoModelForCausalLM.from_config(self.config, **chosen)
+            model.tie_weights()  # which is left undone where weights are not initialised
+            return model.eval()
         where = arguments.get("device_map")
         quantiser, config, where = get_hf_quantizer(self.config, quantised, where, True, {})
         with _disable_current_modes():  # bitsandbytes' class of parameter can be on meta, but not fake
