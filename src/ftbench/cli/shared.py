@@ -1,0 +1,66 @@
+"""What the commands share: the application, options that several take, and where results and progress go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ftbench.launch.follow import Follower
+    from ftbench.rundir import RunDir
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Measures what fine-tuning a language model costs on this machine: time, memory, energy, step by step.",
+)
+Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train and how")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
+Out = Annotated[Path, typer.Option("--out", help="where runs are kept")]
+Prices = Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")]
+Config = Annotated[Path | None, typer.Option(help="config.json of a model that is not known")]
+Store = Annotated[Path, typer.Option(help="runs and probes to learn from")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Budget = Annotated[str | None, typer.Option("--time-budget", help="start nothing that would end later", metavar="8h")]
+Retry = Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")]
+Force = Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")]
+
+
+def deliver(text: str, output: Path | None) -> None:
+    """A result to stdout, or to the file that was named."""
+    if output is None:
+        print(text, end="")
+    else:
+        from ftbench import rundir
+
+        rundir.write_text(output, text)
+
+
+class Progress:
+    """One line on stderr that follows the run, on a terminal only."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+
+    def start(self, run: RunDir) -> None:
+        print(f"run {run.path}", file=sys.stderr)
+
+    def expect(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+    def warn(self, text: str) -> None:
+        print(f"ftbench: {text}", file=sys.stderr)
+
+    def tick(self, follower: Follower) -> None:
+        if self._live:
+            print(f"\r\033[K  {follower.text()}", end="", file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        if self._live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
