@@ -11,7 +11,7 @@ import torch
 _CUDA = 1  # c10::DeviceType::CUDA
 _REGISTRAR = "_ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
 _METHODS = 64  # more than a device guard has
-# One kernel on a GPU, and a formula of several operations where there is none: a build for the CPU takes the formula for
+# One kernel on a GPU, a formula of several operations where there is none: a build for the CPU takes the formula for
 # the GPU's tensors, and its temporaries with it (native_functions.yaml, CompositeImplicitAutograd beside CUDA).
 _ONE_KERNEL = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _kept: list[object] = []  # what torch holds pointers to
