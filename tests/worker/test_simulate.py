@@ -162,6 +162,7 @@ def test_a_sum_of_gradients_takes_the_place_of_a_term_that_nobody_else_holds() -
         {"optimizations": {"liger": True}},
         {"optimizations": {"compile": True}},
         {"optimizations": {"fp8": "rowwise"}},
+        {"train": {"optimizer": "paged_adamw_8bit"}},
     ],
 )
 def test_what_a_simulation_would_get_wrong_is_refused_with_a_way_out(changes: dict[str, Any]) -> None:

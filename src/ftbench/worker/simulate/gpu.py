@@ -15,7 +15,7 @@ from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils
 
 from ftbench.worker.simulate.functions import Functions
-from ftbench.worker.simulate.guard import ensure_guard
+from ftbench.worker.simulate.guard import ensure_guard, ensure_kernels
 from ftbench.worker.simulate.mode import Simulation
 from ftbench.worker.simulate.tracker import Tracker
 
@@ -30,6 +30,7 @@ def workspace(capability: tuple[int, int]) -> int:
 def simulated(capability: tuple[int, int], memory_bytes: int) -> Iterator[Simulation]:
     """Within the block torch has one GPU of that compute capability, and every tensor is fake."""
     ensure_guard()
+    ensure_kernels()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     functions = Functions()
     mode = Simulation(fake, functions, Tracker(), workspace(capability))

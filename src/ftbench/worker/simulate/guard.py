@@ -11,6 +11,9 @@ import torch
 _CUDA = 1  # c10::DeviceType::CUDA
 _REGISTRAR = "_ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
 _METHODS = 64  # more than a device guard has
+# One kernel on a GPU, a formula of several operations where there is none: a build for the CPU takes the formula for
+# the GPU's tensors, and its temporaries with it (native_functions.yaml, CompositeImplicitAutograd beside CUDA).
+_ONE_KERNEL = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _kept: list[object] = []  # what torch holds pointers to
 
 
@@ -26,3 +29,20 @@ def ensure_guard() -> None:
         library[_REGISTRAR](ctypes.create_string_buffer(8), ctypes.c_int8(_CUDA), ctypes.byref(guard))
         _kept.extend((zero, table, guard))
     torch._C._ensureCUDADeviceGuardSet()
+
+
+def ensure_kernels() -> None:
+    """Makes the GPU's single kernels known to a build of torch for the CPU. They are never run: fake tensors ask for
+    the shape of their results alone."""
+    missing = [
+        name for name in _ONE_KERNEL if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+    ]
+    if missing:
+        library = torch.library.Library("aten", "IMPL")
+        for name in missing:
+            library.impl(name, _never, "CUDA")
+        _kept.append(library)
+
+
+def _never(*args: object, **kwargs: object) -> None:
+    raise AssertionError("a fake tensor's kernel was run")

@@ -17,6 +17,8 @@ def refuse(spec: Experiment) -> None:
         found.append("optimizations.liger: its kernels are Triton's")
     if on.compile:
         found.append("optimizations.compile: the compiler chooses what is kept for the backward pass")
+    if spec.train.optimizer.startswith("paged"):
+        found.append("train.optimizer paged: bitsandbytes takes its state from the driver, past torch's allocator")
     if on.fp8 != "off":
         found.append("optimizations.fp8: it is made for compiled layers")
     if on.attention in ("flash_attention_2", "flash_attention_3", "flex_attention"):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.quantizers.auto import get_hf_quantizer
 
+from ftbench.core.architectures import architectures
 from ftbench.spec.experiment import Model
 from ftbench.worker import models
 from ftbench.worker.device import device
@@ -22,11 +23,11 @@ class Shape:
     """What `models.load_model` takes in place of a directory."""
 
     def __init__(self, model: Model) -> None:
-        """Raises MissingError where a published model's configuration cannot be reached, SpecError for a shape that
-        transformers does not know."""
+        """A model of the table needs no network. Raises MissingError where the configuration of another cannot be
+        reached, SpecError for a shape that transformers does not know."""
         self._model = model
-        published = model.path or model.id
-        self.config = configuration(model) if model.weights == "random" else models.load_config(model, published)
+        known = model.weights == "random" or (not model.path and model.id in architectures())
+        self.config = configuration(model) if known else models.load_config(model, model.path or model.id)
 
     def tokenizer(self) -> Any:
         """The tokenizer that comes with the model; with random weights, the one that is made for them."""
