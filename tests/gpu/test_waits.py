@@ -1,5 +1,5 @@
 """On a GPU: what a run waits for, from the driver's counters, held against the profiler. About three minutes,
-most of it Qwen3-8B: `pytest tests/gpu/test_bound.py`."""
+most of it Qwen3-8B: `pytest tests/gpu/test_waits.py`."""
 
 from __future__ import annotations
 
