@@ -22,6 +22,7 @@ _BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
     ("fp8", "tensorwise"): {"optimizations.compile": True},
     ("fp8", "rowwise"): {"optimizations.compile": True},
     ("fixed_shape", True): {"optimizations.compile": True},
+    ("fused_lora", True): {"optimizations.compile": True},
 }
 _LEFT_OUT = {("attention", "sdpa"), ("attention", "eager")}  # what auto takes already; what keeps every score
 

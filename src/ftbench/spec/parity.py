@@ -36,6 +36,7 @@ TOLERANCES: dict[str, Tolerance] = {
     "optimizations.liger": Tolerance(ROUNDING),
     "optimizations.compile": Tolerance(ROUNDING),
     "optimizations.fp8": Tolerance(COARSE),
+    "optimizations.fused_lora": Tolerance(ROUNDING),
     "train.optimizer": Tolerance(COARSE),
     "method.name": Tolerance(COARSE),
     "method.quant_type": Tolerance(COARSE),
