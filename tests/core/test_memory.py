@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core.architectures import architectures
-from ftbench.core.draws import standard_normal
 from ftbench.core.memory import layer, loss, share, weights
 from ftbench.core.memory.model import FAMILIES, ModelShape, model_shape
 from ftbench.core.memory.phases import Plan, peak, phases, resident
@@ -196,9 +194,3 @@ def test_a_mask_costs_its_square_in_every_layer() -> None:
     plain = layer.attention(shape, LORA, batch)
     masked = layer.attention(shape, Recipe(adapter=4, rank=8, attention="masked"), batch)
     assert (masked - plain) * batch.tokens == 4 * 1024**2 * 2 + batch.tokens * 2 * 2 * (shape.query - shape.key)
-
-
-@pytest.mark.parametrize("seed", [0, 42, 43, 2**33 + 5, 2**140 + 1])
-def test_draws_are_numpys(seed: int) -> None:
-    ours, theirs = standard_normal(seed, 5000), np.random.default_rng(seed).standard_normal(5000)
-    assert np.abs(np.array(ours) - theirs).max() < 1e-12

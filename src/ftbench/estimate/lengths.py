@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ftbench.spec import batches
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -71,11 +72,7 @@ def lengths_of(dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any
 
 @lru_cache(maxsize=32)
 def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
-    if dataset.length is not None:
-        return (dataset.length,) * min(count, 1024)
-    from ftbench.spec import batches
-
-    return tuple(batches.synthetic_lengths(dataset, count))
+    return tuple(batches.synthetic_lengths(dataset, min(count, 1024) if dataset.length is not None else count))
 
 
 def _same_data(wanted: Dataset, other: Dataset) -> bool:
@@ -162,8 +159,6 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int, seed:
     """Of each row in training order its tokens, the sum of its samples' squared lengths, and its samples. `grouping` is
     the size of the batches that hold samples of like length, 0 where they do not."""
     import numpy as np
-
-    from ftbench.spec import batches
 
     values = np.array(lengths.values, dtype=np.int64)
     if packing:

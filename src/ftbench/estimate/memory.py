@@ -86,7 +86,9 @@ def estimate_memory(
     expected = _plan(spec, model, found.expected, found.padded, capability, gpus, strategy)
     try:
         named = phases(expected)
-        most = phases(_plan(spec, model, found.most, found.padded, capability, gpus, strategy))
+        most = named
+        if found.most != found.expected:
+            most = phases(_plan(spec, model, found.most, found.padded, capability, gpus, strategy))
     except ValueError as error:
         raise SpecError(str(error)) from None
     return _estimate(expected, named, most, room, fitted, found, _varies(spec, found))
