@@ -50,9 +50,7 @@ def largest(spec: Experiment) -> Largest:
     steps, passes = train.max_steps, train.gradient_accumulation_steps
     seen = None if steps is None else steps * train.batch_size * passes
     ordered = spec.dataset.longest_first or on.length_grouping
-    return _largest(
-        spec.dataset, _Layout(train.batch_size, seen, on.packing, on.padding_free, on.fixed_shape, ordered)
-    )
+    return _largest(spec.dataset, _Layout(train.batch_size, seen, on.packing, on.padding_free, on.fixed_shape, ordered))
 
 
 @lru_cache(maxsize=1024)
