@@ -63,7 +63,8 @@ def _largest(dataset: Dataset, layout: _Layout) -> Largest:
         found = _unknown(dataset, layout)
     else:
         longest = max(lengths)
-        tried = (_shape(layout, batch, longest) for batch in _trained(layout, lengths))
+        in_order = _longest_first(dataset) if layout.ordered else lengths
+        tried = (_shape(layout, batch, longest) for batch in _trained(layout, in_order))
         found = max(tried, key=lambda batch: batch.tokens)
     most = found
     if lengths is None:
@@ -92,10 +93,15 @@ def _drawn(dataset: Dataset, count: int) -> list[int]:
     return synthetic_lengths(dataset, count)
 
 
+@lru_cache(maxsize=32)
+def _longest_first(dataset: Dataset) -> list[int]:
+    return sorted(sample_lengths(dataset)[0] or (), reverse=True)
+
+
 def _trained(layout: _Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
-    """The batches that are trained on, as lengths; of samples ordered by length, those with the longest."""
+    """The batches that are trained on, as lengths; of samples ordered by length, the first."""
     if layout.ordered:
-        return [sorted(lengths, reverse=True)[: layout.size]]
+        return [lengths[: layout.size]]
     seen = len(lengths) if layout.seen is None else min(len(lengths), layout.seen)
     return [lengths[at : at + layout.size] for at in range(0, seen, layout.size)]
 

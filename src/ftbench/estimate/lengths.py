@@ -139,18 +139,13 @@ def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
     real, samples = totals.sum(1), counts.sum(1)
     positions, square, masked = _laid_out(layout, totals, squares.sum(1), samples, longest)
     order = np.argsort(positions, kind="stable")
-    parts = [order] if positions[order[0]] == positions[order[-1]] else np.array_split(order, min(CLASSES, whole))
+    classes = 1 if positions[order[0]] == positions[order[-1]] else min(CLASSES, whole)
+    starts = np.array([-(-whole * place // classes) for place in range(classes)])
+    held = np.diff(np.append(starts, whole))
+    means = np.add.reduceat(np.stack((samples, positions, real, square, masked))[:, order], starts, axis=1) / held
     return tuple(
-        Batch(
-            weight=len(part) / whole,
-            samples=float(samples[part].mean()),
-            positions=float(positions[part].mean()),
-            real=float(real[part].mean()),
-            labels=float(real[part].mean()) * lengths.labels,
-            square=float(square[part].mean()),
-            masked=bool(masked[part].mean() > 0.5),
-        )
-        for part in parts
+        Batch(weight, of, computed, tokens, tokens * lengths.labels, pairs, share > 0.5)
+        for weight, of, computed, tokens, pairs, share in zip((held / whole).tolist(), *means.tolist(), strict=True)
     )
 
 
