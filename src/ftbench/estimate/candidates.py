@@ -57,22 +57,25 @@ class Way:
 
     spec: Experiment
     problems: tuple[str, ...] = field(default=())
-    _sized: dict[Any, Experiment] = field(default_factory=dict, compare=False, repr=False)
+    _resolved: dict[tuple[int, int] | None, Experiment] = field(default_factory=dict, compare=False, repr=False)
+    _sized: dict[tuple[int, int, int], Experiment] = field(default_factory=dict, compare=False, repr=False)
 
     def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
         """The spec with this batch, resolved for a GPU: the same object for GPUs of one kind."""
-        resolved = self._sized.get(capability)
-        if resolved is None:
-            resolved = self._sized[capability] = resolve(self.spec, capability)
-        key = (batch, accumulation, resolved.model.dtype)
+        if capability not in self._resolved:
+            found = resolve(self.spec, capability)
+            alike = (other for other in self._resolved.values() if other == found)
+            self._resolved[capability] = next(alike, found)
+        resolved = self._resolved[capability]
+        key = (batch, accumulation, id(resolved))
         if key not in self._sized:
             self._sized[key] = with_batch(resolved, batch, accumulation)
         return self._sized[key]
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
-    """The spec as it is, if its method is among them, then the shipped recipes and every combination; each once. `equal_lengths` says that no
-    batch has padding."""
+    """The spec as it is, if its method is among them, then the shipped recipes and every combination; each once.
+    `equal_lengths` says that no batch has padding."""
     seen = set()
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):

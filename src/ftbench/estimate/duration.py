@@ -98,7 +98,7 @@ def estimate_duration(
     spread = SPREAD[basis]
     if basis != MEASURED:
         spread *= (HOST_SPREAD if found.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
-    watts, source = power.watts(spec, gpu, same, store.runs, found)
+    watts, source = power.watts(spec, gpu, same, store.on(gpu), found)
     positions, real = (per_step(spec, batches, name) for name in ("positions", "real"))
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,

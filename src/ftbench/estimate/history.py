@@ -15,6 +15,7 @@ from ftbench import rundir
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import Unsloth
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.prices import canonical
 from ftbench.summary import optimizations_on
@@ -54,7 +55,7 @@ class Settings:
 
 
 def settings_of(spec: Experiment) -> Settings:
-    again = getattr(spec.method, "use_gradient_checkpointing", "off")
+    again = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
     return Settings((spec.method.name, spec.method.quantised, again), _switches(spec.optimizations))
 
 

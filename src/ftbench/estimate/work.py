@@ -17,6 +17,7 @@ from ftbench.estimate.adapted import Adapted
 from ftbench.estimate.lengths import Batch
 from ftbench.estimate.recipe import fused, is_upcast
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import Unsloth
 
 # Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
 # one each of queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
@@ -66,7 +67,7 @@ def kind_of(spec: Experiment) -> str:
 
 def recomputed(spec: Experiment) -> float:
     """The share of the layers whose forward pass is done twice."""
-    own = getattr(spec.method, "use_gradient_checkpointing", "off")
+    own = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
     if spec.optimizations.gradient_checkpointing == "selective":
         return 0.5
     return float(bool(spec.optimizations.gradient_checkpointing) or own != "off")
@@ -81,7 +82,7 @@ def micro_step(spec: Experiment, shape: Adapted, batch: Batch, older: bool = Fal
         {name: value for name, value in done.items() if value},
         _moved(spec, shape, batch, again, older),
         _linked(spec, shape, batch),
-        _operations(spec, shape, batch),
+        _operations(spec, shape, batch, again),
     )
 
 
@@ -168,12 +169,12 @@ def _kept(shape: Adapted) -> float:
     )
 
 
-def _operations(spec: Experiment, shape: Adapted, batch: Batch) -> float:
+def _operations(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> float:
     layer = _LAYER_OPS + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[fused(spec)]
     layer += _QUANTISED_OPS * shape.linears.count if spec.method.quantised and not spec.method.mxfp4 else 0
     layer += _MASK_OPS if batch.masked else 0
     layer += _EXPERT_OPS if shape.model.experts else 0
-    return shape.model.layers * layer * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * recomputed(spec))
+    return shape.model.layers * layer * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * again)
 
 
 def update(spec: Experiment, shape: Adapted) -> Work:

@@ -40,17 +40,15 @@ def linear_count(model: ModelShape) -> int:
 def weights(model: ModelShape, recipe: Recipe) -> float:
     """The base model: 16-bit, or 4-bit linear layers and the rest in 16 bits, or in 32 where peft's
     prepare_model_for_kbit_training casts what is not quantised (dense models; `worker/methods/qlora.py`). unsloth
-    makes linear layers of gpt-oss's experts and quantises them: the founding study trained the 120b on 96 GB. fp8 keeps
+    keeps gpt-oss's experts as they are published: the founding study trained the 120b on 96 GB. fp8 keeps
     two layouts of 8 bits of each linear layer and drops the 16-bit one (worker/optimizations/fp8.py)."""
-    if recipe.mxfp4:
+    if recipe.mxfp4 or (recipe.unsloth and model.family == "gpt_oss"):
         matrices = expert_matrices(model)
         return mxfp4(matrices) + plain(model.total - matrices, recipe.weight)
     if not recipe.quantised:
         eight = linear_count(model) if recipe.fp8 else 0
         return plain(model.total - eight, recipe.weight) + 2 * eight + augmented(model, recipe)
     linear = linear_count(model)
-    if recipe.unsloth and model.family == "gpt_oss":
-        linear += model.parameters["experts"]
     return four_bit(linear, recipe.double_quant) + plain(model.total - linear, recipe.upcast)
 
 
