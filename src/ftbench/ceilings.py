@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,15 @@ from ftbench import rundir
 FOLDER = "probe"  # in a store, beside the experiments
 
 
-def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
-    """The ceilings of a GPU of this name (as the driver tells it): `tflops` by precision (`bf16`, `fp16`, `tf32`,
-    `fp32`, `fp8`, `int8`), `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s, `launch_us` in µs. What no probe
-    has measured is left out; without a probe there is nothing.
+def of(store: Path, *gpu_names: str | None) -> dict[str, Any]:
+    """The ceilings of a GPU of this name, or these (as drivers tell them): `tflops` by precision (`bf16`, `fp16`,
+    `tf32`, `fp32`, `fp8`, `int8`), `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s, `launch_us` in µs. What no
+    probe has measured is left out; without a probe there is nothing.
 
     They are ceilings, so of several cards and several probes the fastest counts: a card that is hot or sick, or was
     not free, says little about what others of its kind can do.
     """
-    documents = _documents(store, gpu_name) if gpu_name else []
+    documents = _documents(store, gpu_names)
     precisions = {name for document in documents for name in _section(document, "products")}
     rates = {name: _best(documents, max, "products", name, "best_tflops") for name in sorted(precisions)}
     found = {
@@ -43,12 +44,13 @@ def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
     return rate
 
 
-def _documents(store: Path, gpu_name: str) -> list[dict[str, Any]]:
+def _documents(store: Path, gpu_names: Sequence[str | None]) -> list[dict[str, Any]]:
     return [
         document
         for path in sorted((store / FOLDER).glob("*.json"))
         if (document := rundir.read_json(path))
-        and _value(document, "machine", "gpu", "name") == gpu_name
+        and (name := _value(document, "machine", "gpu", "name")) is not None
+        and name in gpu_names
         and _value(document, "device", "kind") == "cuda"
     ]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ftbench import rundir
 from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.errors import SpecError
-from ftbench.estimate import duration_table, here, speeds
+from ftbench.estimate import duration_table, here, measured, speeds
 from ftbench.estimate.adapted import adapted
 from ftbench.estimate.duration import MEASURED, OTHER, SCALED, SHEET, DurationEstimate, estimate_duration
 from ftbench.estimate.history import known_runs
@@ -22,7 +22,7 @@ from ftbench.estimate.lengths import batches_of, lengths_of
 from ftbench.estimate.observations import per_step
 from ftbench.estimate.store import Store
 from ftbench.estimate.work import micro_step
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.sweep import command
 from made_runs import REAL, make_run, steps
 
@@ -94,6 +94,62 @@ def test_checkpointing_dequantises_a_third_time_and_computes_the_forward_pass_ag
     assert again == pytest.approx(
         layers / 2, rel=0.01
     )  # a forward pass is a third of LoRA's 2 N + 2 N, and a half more
+
+
+def _work(older: bool = False, **parts: Any) -> Any:
+    spec = resolve(spec_of(**parts), (9, 0))
+    return micro_step(spec, adapted(spec), batches_of(spec, lengths_of(spec.dataset))[0], older)
+
+
+def test_the_loss_over_chunks_multiplies_with_the_head_twice_and_used_to_three_times():
+    now, before = (_work(older, optimizations={"chunked_loss": True}) for older in (False, True))
+    head = 2 * 2047 * 4 * adapted(spec_of()).matmul.head
+    assert before.flops["products"] - now.flops["products"] == pytest.approx(head, rel=1e-3)
+    assert before.flops["products"] == _work().flops["products"]
+
+
+def test_adapters_within_the_base_product_pass_less_over_the_activations():
+    """worker/adapter_products.py counts 91.5 passes of peft's, 35 of ours and 70 beside other products."""
+    term = "elementwise.compiled"
+    peft = _work(optimizations={"compile": True}).bytes[term]
+    fused = _work(optimizations={"compile": True, "fused_lora": True}).bytes[term]
+    beside = _work(optimizations={"compile": True, "fused_lora": True, "fp8": "tensorwise"}).bytes[term]
+    assert (peft - fused) / (peft - beside) == pytest.approx((91.5 - 35) / (91.5 - 70))
+
+
+def test_weights_in_eight_bits_are_no_longer_cast_in_every_pass():
+    on = {"compile": True, "fp8": "tensorwise"}
+    now, before = (_work(older, optimizations=on).bytes["casts"] for older in (False, True))
+    assert before - now == 2 * 5 * adapted(spec_of()).matmul.base
+
+
+def test_checkpoints_cross_the_link_and_back():
+    moved = _work(optimizations={"gradient_checkpointing": "offload"}).link
+    assert moved == {"offload.checkpoints": 2 * 2 * 4096 * 36 * 4 * 2048}
+
+
+def test_what_stays_in_16_bits_is_not_moved_in_32():
+    assert "elementwise.float32" in _work(method={"name": "qlora"}).bytes
+    assert "elementwise.float32" not in _work(method={"name": "qlora", "upcast": False}).bytes
+
+
+def test_experts_in_mxfp4_are_written_out_for_each_product():
+    published = {"name": "qlora", "quant_type": "mxfp4"}
+    model = {"id": "openai/gpt-oss-20b", "weights": "random"}
+    plain, again = (
+        _work(model=model, method=published, optimizations={"gradient_checkpointing": on}).bytes for on in (False, True)
+    )
+    assert plain["dequantise.mxfp4"] == 2 * 24 * 32 * 3 * 2880 * 2880 * (4.25 / 8 + 2)
+    assert again["dequantise.mxfp4"] == 1.5 * plain["dequantise.mxfp4"]
+    assert "dequantise" not in plain
+
+
+def test_runs_of_an_older_loss_are_no_measurements_of_todays(store):
+    older = [run for run in RUNS if run.older]
+    assert len(older) == 3
+    for run in older:
+        assert estimate_duration(run.spec, H200, store).basis != MEASURED
+    assert not {run.run_id.split("/")[1] for run in older} & {run.name for run in measured.read([RESULTS])}
 
 
 # --- how wrong it is -------------------------------------------------------------------------------------------------

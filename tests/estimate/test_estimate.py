@@ -19,6 +19,7 @@ from ftbench.estimate.command import Request, estimate
 from ftbench.estimate.memory import estimate_memory, largest_batch
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import load, recipe
 
 H200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
 
@@ -31,6 +32,45 @@ def spec(**changes: object) -> Experiment:
         "dataset": {"name": "synthetic", "samples": 64, "length": 2048},
     }
     return Experiment.model_validate({**values, **changes})
+
+
+# What the worker's own code allocated on fake tensors: `ftbench estimate --simulate --gpu h200` with torch 2.13, for
+# Qwen3-8B, 4 samples of 2,048 tokens, and where it is trained in full for Qwen3-0.6B.
+SIMULATED = [
+    ("lora", {"fused_lora": True, "chunked_loss": True}, 77.140),
+    ("lora", {"fused_lora": True}, 74.004),
+    ("lora", {"gradient_checkpointing": True, "chunked_loss": True}, 22.178),
+    ("lora", {"gradient_checkpointing": True, "chunked_loss": True, "fused_lora": True}, 22.410),
+    ("lora", {"gradient_checkpointing": True, "chunked_loss": 256}, 20.381),
+    ("qlora", {"chunked_loss": True}, 91.36),
+    ("qlora", {"chunked_loss": True, "fused_lora": True}, 84.65),
+    ("16-bit qlora", {"chunked_loss": True}, 61.90),
+    ("16-bit qlora", {"chunked_loss": True, "fused_lora": True}, 61.94),
+    ("full", {"chunked_loss": True}, 23.17),
+    ("full", {"chunked_loss": 256, "gradient_checkpointing": True}, 5.61),
+]
+
+
+@pytest.mark.parametrize(("method", "on", "gib"), SIMULATED)
+def test_the_terms_add_up_to_what_a_simulation_of_the_worker_allocates(method: str, on: object, gib: float) -> None:
+    upcast = {"upcast": False} if method == "16-bit qlora" else {}
+    name = "Qwen/Qwen3-0.6B" if method == "full" else "Qwen/Qwen3-8B"
+    one = spec(model={"id": name, "weights": "random"}, method={"name": method.split()[-1], **upcast}, optimizations=on,
+               train={"batch_size": 4, "precision": "bf16"})  # fmt: skip
+    assert estimate_memory(one, H200).allocated.expected == pytest.approx(gib, rel=0.005)
+
+
+def test_the_smallest_recipe_is_as_small_as_its_tensors_added_up() -> None:
+    """7.44 GiB: its tensors followed one by one through a step."""
+    one = Experiment.model_validate({**spec().model_dump(), **recipe("smallest", Path())})
+    found = estimate_memory(one.model_copy(update={"train": one.train.model_copy(update={"batch_size": 4})}), H200)
+    assert found.allocated.expected == pytest.approx(7.44, rel=0.03)
+
+
+def test_gpt_oss_120b_as_published_fits_an_h200() -> None:
+    published = {"name": "qlora", "quant_type": "mxfp4"}
+    one = spec(model={"id": "openai/gpt-oss-120b", "weights": "random"}, method=published, train={"batch_size": 1})
+    assert estimate_memory(one, H200).verdict == "fits"
 
 
 @pytest.fixture
@@ -172,12 +212,18 @@ def test_the_run_that_will_not_fit_is_told_before_it_starts() -> None:
 
 
 def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
-    from ftbench.spec.load import load
-
     for path in sorted(Path("configs").glob("qwen3-*.yaml")) + sorted(Path("configs").glob("gpt-oss-*.yaml")):
         one = load(path)
         for gpu in gpus():
             assert estimate_memory(one, gpu).allocated.expected > 0, path
+
+
+@pytest.mark.parametrize("sets", [["measure.profile=on"], ["measure.generate=configs/prompts/ja.yaml"],
+                                  ["recipe=smallest"], ["recipe=fastest-fp8", "optimizations.fused_lora=on"],
+                                  ["optimizations.attention=cudnn"], ["launch.mock=ok"], ["model.dtype=float32"],
+                                  ["method.name=qlora", "optimizations.liger=on"]])  # fmt: skip
+def test_whatever_a_spec_may_say_has_an_estimate_for_every_gpu(file: Path, sets: list[str]) -> None:
+    assert len(json.loads(estimate(Request(file, sets, gpu="all")).document)["gpus"]) == len(gpus())
 
 
 def test_one_estimate_takes_at_most_50_ms_and_all_gpus_half_a_second(file: Path) -> None:

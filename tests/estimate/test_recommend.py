@@ -20,8 +20,10 @@ from ftbench.estimate.room import Room
 from ftbench.estimate.store import Store
 from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.load import load
+from ftbench.spec.load import load, recipe
+from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.prices import load_prices
+from ftbench.spec.recipes import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = {"name": "night", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "lora", "rank": 16},
@@ -83,6 +85,18 @@ def test_the_best_by_the_objective_is_first(objective, figure):
     options = ask(objective=objective, prices=prices, deadline_s=24 * 3600).options
     assert len(options) > 20
     assert [figure(option) for option in options] == sorted(figure(option) for option in options)
+
+
+def test_the_shipped_recipes_are_among_the_ways():
+    found = [way.spec for way in candidates.ways(Experiment.model_validate(SPEC), ("lora", "qlora"), False)]
+    for name in recipes():
+        asked = recipe(name, Path())
+        on = Optimizations.model_validate(asked["optimizations"])
+        method = asked.get("method", {}).get("name", "lora")
+        alike = [each for each in found if each.optimizations == on and each.method.name == method]
+        assert any(each.train.optimizer == asked["train"]["optimizer"] for each in alike), name
+        assert all(each.method.rank == 16 and each.train.learning_rate == 1e-4 for each in alike)
+    assert {True, False} == {each.optimizations.fused_lora for each in found}
 
 
 def test_the_same_matrices_are_trained_unless_others_are_asked_for():

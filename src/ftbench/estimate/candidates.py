@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ftbench.spec.combinations import impossible
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.recipes import recipes
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # these train the same matrices; full trains others
 _SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts"}
 _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
 
-# What a step does with memory and time, each alone and the pairs that help each other.
+# What a step does with memory and time: the switches that help alone, and those that help each other. The shipped
+# recipes come on top, each as it is.
 _SWITCHES: tuple[dict[str, Any], ...] = (
     {},
     {"chunked_loss": True},
     {"liger": True},
+    {"fused_lora": True, "chunked_loss": True},
     {"gradient_checkpointing": "selective"},
-    {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "chunked_loss": True},
     {"gradient_checkpointing": True, "liger": True},
+    {"gradient_checkpointing": "offload", "chunked_loss": 512},
     {"activation_offload": True, "chunked_loss": True},
-    {"compile": True},
     {"compile": True, "chunked_loss": True},
+    {"compile": True, "chunked_loss": True, "fused_lora": True},
     {"compile": True, "chunked_loss": True, "gradient_checkpointing": True},
     {"compile": True, "chunked_loss": True, "fp8": "tensorwise"},
 )
@@ -51,18 +57,59 @@ class Way:
 
     spec: Experiment
     problems: tuple[str, ...] = field(default=())
+    _resolved: dict[tuple[int, int] | None, Experiment] = field(default_factory=dict, compare=False, repr=False)
+    _sized: dict[tuple[int, int, int], Experiment] = field(default_factory=dict, compare=False, repr=False)
+
+    def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
+        """The spec with this batch, resolved for a GPU: the same object for GPUs of one kind."""
+        if capability not in self._resolved:
+            found = resolve(self.spec, capability)
+            alike = (other for other in self._resolved.values() if other == found)
+            self._resolved[capability] = next(alike, found)
+        resolved = self._resolved[capability]
+        key = (batch, accumulation, id(resolved))
+        if key not in self._sized:
+            self._sized[key] = with_batch(resolved, batch, accumulation)
+        return self._sized[key]
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
-    """The spec as it is, if its method is among them, then every combination; each once. `equal_lengths` says that no
-    batch has padding."""
+    """The spec as it is, if its method is among them, then the shipped recipes and every combination; each once.
+    `equal_lengths` says that no batch has padding."""
     seen = set()
     own = [spec] if spec.method.name in methods else []
-    for candidate in (*own, *_combined(spec, methods, equal_lengths)):
+    for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen:
             seen.add(key)
             yield Way(candidate, tuple(impossible(candidate)))
+
+
+def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
+    """The shipped recipes laid over the spec: their method with the options that it shares with the spec's own, their
+    optimizations and optimizer. The precision stays; rows that need no packing are not packed."""
+    unpacked = {"packing": False, "attention": "auto"}
+    for found in _shipped():
+        asked = found.get("method", {})
+        name = asked.get("name", spec.method.name)
+        if name not in methods or name == "unsloth":
+            continue
+        chosen = next(_variants(spec, name))
+        train = {key: value for key, value in found.get("train", {}).items() if key == "optimizer"}
+        on = found["optimizations"]
+        on = {**on, **unpacked} if equal_lengths and on["packing"] else on
+        yield spec.model_copy(
+            update={
+                "method": type(chosen).model_validate({**chosen.model_dump(), **asked}),
+                "optimizations": Optimizations.model_validate(on),
+                "train": spec.train.model_copy(update=train),
+            }
+        )
+
+
+@cache
+def _shipped() -> tuple[dict[str, Any], ...]:
+    return tuple(recipe(name, Path()) for name in recipes())
 
 
 def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:

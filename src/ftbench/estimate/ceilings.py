@@ -31,14 +31,11 @@ class Ceilings:
 
 
 def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
-    """`precision` is the spec's `train.precision`: bf16, fp16 or fp32. Of several probes the fastest counts."""
-    found = _probed(store, gpu) if store else []
-    probed = max((each.get("tflops", {}).get(precision, 0.0) for each in found), default=0.0) or None
-    fp8 = max((each.get("tflops", {}).get("fp8", 0.0) for each in found), default=0.0) or None
-    copied = max((each.get("memory_gbs", 0.0) for each in found), default=0.0)
-    link = max((each.get("to_host_gbs", 0.0) for each in found), default=0.0)
-    sheet = gpu.peak_tflops(precision)
-    rate, source = probed, "ceilings measured by `ftbench probe`"
+    """`precision` is the spec's `train.precision`: bf16, fp16 or fp32."""
+    found = _probed(store, gpu) if store else {}
+    rates = found.get("tflops", {})
+    fp8, sheet = rates.get("fp8"), gpu.peak_tflops(precision)
+    rate, source = rates.get(precision), "ceilings measured by `ftbench probe`"
     if rate is None and sheet is not None:
         rate, source = gpu.gemm_bf16, "ceilings published for this GPU"
         if rate is None:
@@ -48,8 +45,8 @@ def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
     return Ceilings(
         None if rate is None else rate * 1e12,
         None if fp8 is None else fp8 * 1e12,
-        (copied or gpu.bandwidth * _MEMORY) * 1e9,
-        (link or _LINK_GBS) * 1e9,
+        found.get("memory_gbs", gpu.bandwidth * _MEMORY) * 1e9,
+        found.get("to_host_gbs", _LINK_GBS) * 1e9,
         source,
     )
 
@@ -68,6 +65,6 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
     return limits
 
 
-def _probed(store: Path, gpu: Gpu) -> list[dict[str, Any]]:
-    """What probes say, by the name of the GPU: of cards that the table takes for one there may be several."""
-    return [probes.of(store, name) for name in probes.gpus(store) if canonical(name) == gpu.name]
+def _probed(store: Path, gpu: Gpu) -> dict[str, Any]:
+    """What probes say of a GPU, under all the names that the table takes for one."""
+    return probes.of(store, *(name for name in probes.gpus(store) if canonical(name) == gpu.name))

@@ -78,14 +78,15 @@ def estimate_duration(
     *,
     config: dict[str, Any] | None = None,
     coefficients: dict[str, float] | None = None,
+    older: bool = False,
 ) -> DurationEstimate:
-    """`config` is the model's config.json where facts do not know it. Raises SpecError for a model whose shape is not
-    known, and for products in a precision of which no rate is known."""
+    """`config` is the model's config.json where facts do not know it; `older` as `history.Known` has it. Raises
+    SpecError for a model whose shape is not known, and for products in a precision of which no rate is known."""
     store = store or Store()
     spec = resolve(spec, capability_of(gpu))
     lengths = store.lengths(spec.dataset)
     batches = batches_of(spec, lengths)
-    shape, work = store.work(spec, batches, config)
+    shape, work = store.work(spec, batches, config, older)
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)
     learned = coefficients or speeds.values(speeds.shipped())
     found = speeds.step(speeds.ideal(work, limits), learned)
@@ -97,7 +98,7 @@ def estimate_duration(
     spread = SPREAD[basis]
     if basis != MEASURED:
         spread *= (HOST_SPREAD if found.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
-    watts, source = power.watts(spec, gpu, same, store.runs, found)
+    watts, source = power.watts(spec, gpu, same, store.on(gpu), found)
     positions, real = (per_step(spec, batches, name) for name in ("positions", "real"))
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,

@@ -15,6 +15,7 @@ from ftbench import rundir
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import Unsloth
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.prices import canonical
 from ftbench.summary import optimizations_on
@@ -27,7 +28,9 @@ MOST_RUNS = 500  # reading them takes a second at the most
 @dataclass(frozen=True, slots=True)
 class Known:
     """A run that ended well. `gpu` is the table's name; `step_s` the mean of the steady steps, and `samples` how many a
-    step had; `start_s` the seconds before the first steady step, `watts` the mean power, `described` the data set."""
+    step had; `start_s` the seconds before the first steady step, `watts` the mean power, `described` the data set.
+    `older` says that the code of that day did more: losses over chunks that made the logits again, 8-bit products that
+    cast the weight each time."""
 
     run_id: str
     spec: Experiment
@@ -39,6 +42,7 @@ class Known:
     described: dict[str, Any]
     key: StepKey
     settings: Settings
+    older: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,11 @@ class Settings:
 
 
 def settings_of(spec: Experiment) -> Settings:
-    again = getattr(spec.method, "use_gradient_checkpointing", "off")
+    again = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
     return Settings((spec.method.name, spec.method.quantised, again), _switches(spec.optimizations))
 
 
-def step_key(spec: Experiment) -> StepKey:
+def step_key(spec: Experiment, older: bool = False) -> StepKey:
     """Equal for specs whose steps take the same time on the same GPU."""
     model, data, train = spec.model, spec.dataset, spec.train
     return (
@@ -65,6 +69,7 @@ def step_key(spec: Experiment) -> StepKey:
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,
         spec.launch.framework,
+        older,
     )
 
 
@@ -112,15 +117,21 @@ def _told(run: RunDir) -> Known | None:
         return None
     if (spec := _spec(rundir.read_json(run.spec_json))) is None or spec.launch.mock != "off":
         return None
+    older = is_older(run)
     rate = summary.get("samples_per_s")
     phases = summary.get("phases_s") or {}
     start = phases.get("total", 0.0) - phases.get("steady", 0.0) if phases.get("total") else None
     return Known(
         f"{summary['name']}/{summary['run_id']}", spec, canonical(summary["gpu"]), step,
         rate * step if rate else spec.train.batch_size * spec.train.gradient_accumulation_steps,
-        start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {}, step_key(spec),
-        settings_of(spec),
+        start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {},
+        step_key(spec, older), settings_of(spec), older,
     )  # fmt: skip
+
+
+def is_older(run: RunDir) -> bool:
+    """By what applied.json calls the loss."""
+    return rundir.read_json(run.applied).get("loss") == "chunked (ftbench)"
 
 
 def _spec(values: dict[str, Any]) -> Experiment | None:

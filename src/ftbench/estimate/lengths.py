@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ftbench.spec import batches
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -71,11 +72,7 @@ def lengths_of(dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any
 
 @lru_cache(maxsize=32)
 def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
-    if dataset.length is not None:
-        return (dataset.length,) * min(count, 1024)
-    from ftbench.spec import batches
-
-    return tuple(batches.synthetic_lengths(dataset, count))
+    return tuple(batches.synthetic_lengths(dataset, min(count, 1024) if dataset.length is not None else count))
 
 
 def _same_data(wanted: Dataset, other: Dataset) -> bool:
@@ -142,18 +139,13 @@ def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
     real, samples = totals.sum(1), counts.sum(1)
     positions, square, masked = _laid_out(layout, totals, squares.sum(1), samples, longest)
     order = np.argsort(positions, kind="stable")
-    parts = [order] if positions[order[0]] == positions[order[-1]] else np.array_split(order, min(CLASSES, whole))
+    classes = 1 if positions[order[0]] == positions[order[-1]] else min(CLASSES, whole)
+    starts = np.array([-(-whole * place // classes) for place in range(classes)])
+    held = np.diff(np.append(starts, whole))
+    means = np.add.reduceat(np.stack((samples, positions, real, square, masked))[:, order], starts, axis=1) / held
     return tuple(
-        Batch(
-            weight=len(part) / whole,
-            samples=float(samples[part].mean()),
-            positions=float(positions[part].mean()),
-            real=float(real[part].mean()),
-            labels=float(real[part].mean()) * lengths.labels,
-            square=float(square[part].mean()),
-            masked=bool(masked[part].mean() > 0.5),
-        )
-        for part in parts
+        Batch(weight, of, computed, tokens, tokens * lengths.labels, pairs, share > 0.5)
+        for weight, of, computed, tokens, pairs, share in zip((held / whole).tolist(), *means.tolist(), strict=True)
     )
 
 
@@ -162,8 +154,6 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int, seed:
     """Of each row in training order its tokens, the sum of its samples' squared lengths, and its samples. `grouping` is
     the size of the batches that hold samples of like length, 0 where they do not."""
     import numpy as np
-
-    from ftbench.spec import batches
 
     values = np.array(lengths.values, dtype=np.int64)
     if packing:

@@ -13,6 +13,7 @@ from ftbench.core.memory.recipe import Batch
 from ftbench.errors import FtbenchError, SpecError
 from ftbench.estimate import batches
 from ftbench.estimate.constants import Constants
+from ftbench.estimate.history import is_older
 from ftbench.estimate.memory import MemoryEstimate, estimate_memory
 from ftbench.rundir import RunDir, find_runs
 from ftbench.spec import identity
@@ -56,14 +57,14 @@ def read(paths: Iterable[Path]) -> list[Measured]:
 
 
 def measured(run: RunDir) -> Measured | None:
-    """One run; None where it says nothing of memory."""
+    """One run; None where it says nothing of memory, or of that of other code than today's (`history.is_older`)."""
     try:
         spec = spec_of(run)
         summary, described = rundir.read_json(run.summary), rundir.read_json(run.machine)
     except (FtbenchError, OSError, ValueError):
         return None
     gpu, state = described.get("gpu") or {}, summary.get("state")
-    if spec.launch.mock != "off" or not gpu.get("memory_gb") or state not in ("ok", "oom"):
+    if is_older(run) or spec.launch.mock != "off" or not gpu.get("memory_gb") or state not in ("ok", "oom"):
         return None
     memory = summary.get("memory_gb") or {}
     reserved, device = memory.get("reserved_peak"), memory.get("device_peak")

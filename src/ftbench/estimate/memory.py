@@ -86,7 +86,9 @@ def estimate_memory(
     expected = _plan(spec, model, found.expected, found.padded, capability, gpus, strategy)
     try:
         named = phases(expected)
-        most = phases(_plan(spec, model, found.most, found.padded, capability, gpus, strategy))
+        most = named
+        if found.most != found.expected:
+            most = phases(_plan(spec, model, found.most, found.padded, capability, gpus, strategy))
     except ValueError as error:
         raise SpecError(str(error)) from None
     return _estimate(expected, named, most, room, fitted, found, _varies(spec, found))
@@ -157,9 +159,10 @@ def verdict_of(device: Band, total: float) -> Verdict:
 
 def _unseen(plan: Plan) -> bool:
     recipe = plan.recipe
-    return bool(
-        plan.model.experts or plan.gpus > 1 or recipe.offload or recipe.attention in ("eager", "flash") or recipe.fp8
-    )
+    moved = recipe.offload or recipe.checkpointing == "offload"
+    kept16 = recipe.quantised and not recipe.unsloth and recipe.upcast == 2
+    new = recipe.fp8 or recipe.fused != "off" or recipe.mxfp4 or kept16
+    return bool(plan.model.experts or plan.gpus > 1 or moved or recipe.attention in ("eager", "flash") or new)
 
 
 @dataclass(frozen=True, slots=True)

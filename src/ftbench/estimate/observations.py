@@ -45,7 +45,9 @@ def observed(run: Known, gpu: Gpu, store: Path | None) -> Observation | None:
         limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store)
     except SpecError:
         return None
-    return Observation(run, speeds.ideal(step_work(spec, shape, batches), limits), per_step(spec, batches, "samples"))
+    return Observation(
+        run, speeds.ideal(step_work(spec, shape, batches, run.older), limits), per_step(spec, batches, "samples")
+    )
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:

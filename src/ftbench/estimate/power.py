@@ -19,11 +19,12 @@ _MEASURED_SPREAD, _SCALED_SPREAD = 1.05, 1.2
 
 
 def watts(spec: Experiment, gpu: Gpu, same: Sequence[Known], runs: Sequence[Known], step: Step) -> tuple[Band, str]:
-    """Mean watts of the steady steps with their source; no more than the board may draw."""
+    """Mean watts of the steady steps with their source; no more than the board may draw. `runs` are those on such a
+    GPU."""
     if measured := [run.watts for run in same if run.watts]:
         return _band(statistics.median(measured), _MEASURED_SPREAD, gpu), "measured"
-    own = settings_of(spec)
-    alike = [run.watts for run in runs if run.watts and run.gpu == gpu.name and run.settings == own
+    own = settings_of(spec) if runs else None
+    alike = [run.watts for run in runs if run.watts and run.settings == own
              and _busy(run.watts, gpu) != step.host_bound]  # fmt: skip
     if alike:
         return _band(statistics.median(alike), _SCALED_SPREAD, gpu), "from runs like it"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ftbench.core.memory.model import ModelShape
-from ftbench.core.memory.recipe import Attention, Checkpointing, Loss, Recipe
+from ftbench.core.memory.recipe import Attention, Checkpointing, Fused, Loss, Recipe
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Full, Lora, Qlora, Unsloth
 
+CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
                 "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}  # fmt: skip
@@ -19,14 +20,14 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool) -> Recipe:
     weight = _BYTES[spec.model.dtype]
     autocast = spec.train.precision != "fp32"
     unsloth = isinstance(method, Unsloth)
-    prepared = isinstance(method, Qlora) and not model.experts  # worker/methods/qlora.py casts what is not quantised
     compute = 2 if autocast or weight == 2 else 4
     return Recipe(
         full=isinstance(method, Full),
         quantised=method.quantised,
+        mxfp4=method.mxfp4,
         unsloth=unsloth,
         weight=weight,
-        upcast=4 if prepared else weight,
+        upcast=4 if is_upcast(method, model) else weight,
         compute=_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
         autocast=autocast,
         adapter=_adapter(method),
@@ -41,12 +42,28 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool) -> Recipe:
         liger=on.liger,
         compiled=bool(on.compile),
         fp8=on.fp8 != "off",
+        chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
+        fused=fused(spec),
     )
 
 
 def _adapter(method: Full | Lora | Qlora | Unsloth) -> int:
-    """peft keeps adapters in float32; trl casts those of a model quantised by us to bfloat16."""
-    return 0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) else 4
+    """peft keeps adapters in float32; trl casts those of a model quantised by bitsandbytes to bfloat16."""
+    return 0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4
+
+
+def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
+    """Whether what is not quantised is cast to float32 (worker/methods/qlora.py, `adapt`)."""
+    return isinstance(method, Qlora) and method.upcast and not model.experts
+
+
+def fused(spec: Experiment) -> Fused:
+    """fused_lora takes adapters into the base product where that is a plain one of the type products are made in."""
+    if not spec.optimizations.fused_lora:
+        return "off"
+    other = spec.optimizations.fp8 != "off" or (spec.method.quantised and not spec.method.mxfp4)
+    products = "bfloat16" if spec.train.precision == "bf16" else "float32"
+    return "beside" if other or spec.model.dtype != products else "augmented"
 
 
 def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozenset[str]:
@@ -70,7 +87,9 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
         own = spec.method.use_gradient_checkpointing
         return "full" if own == "on" else own
     asked = spec.optimizations.gradient_checkpointing
-    return "selective" if asked == "selective" else "full" if asked else "off"
+    if asked == "selective" or asked == "offload":
+        return asked
+    return "full" if asked else "off"
 
 
 def _attention(spec: Experiment, model: ModelShape, padded: bool) -> Attention:
@@ -79,7 +98,7 @@ def _attention(spec: Experiment, model: ModelShape, padded: bool) -> Attention:
         asked = "eager" if model.family == "gpt_oss" else "sdpa"  # transformers has no sdpa for attention sinks
     if asked in ("eager", "varlen"):
         return asked
-    if asked == "sdpa":
+    if asked in ("sdpa", "cudnn"):
         return "masked" if padded and spec.method.name != "unsloth" else "sdpa"
     return "flash"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ftbench.core import units
@@ -89,7 +89,7 @@ def recommend(wanted: Wanted) -> Found:
     for way in candidates.ways(wanted.spec, methods, equal):
         for gpu in wanted.gpus:
             weighed += 1
-            found = _refused(way, gpu, wanted) or _best_batch(way.spec, gpu, wanted, room)
+            found = _refused(way, gpu, wanted) or _best_batch(way, gpu, wanted, room)
             if isinstance(found, str):
                 reasons[found] += 1
             else:
@@ -119,9 +119,10 @@ def _refused(way: Way, gpu: Gpu, wanted: Wanted) -> str | None:
     return None
 
 
-def _best_batch(spec: Experiment, gpu: Gpu, wanted: Wanted, room: Room) -> Option | str:
+def _best_batch(way: Way, gpu: Gpu, wanted: Wanted, room: Room) -> Option | str:
     """The best batch of a way by the objective, of those that fit; the reason where none does."""
-    one = candidates.with_batch(spec, 1, 2 if (wanted.effective_batch or 1) > 1 else 1)
+    capability = capability_of(gpu)
+    one = way.sized(1, 2 if (wanted.effective_batch or 1) > 1 else 1, capability)
     largest = room.largest_batch(one, gpu)
     if largest is None:
         uncertain = room.estimate(one, gpu).verdict == "uncertain"
@@ -130,9 +131,12 @@ def _best_batch(spec: Experiment, gpu: Gpu, wanted: Wanted, room: Room) -> Optio
     pairs = candidates.batches(most, wanted.effective_batch)
     if len(wanted.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller one needs less memory
         pairs = pairs[-2:] if wanted.objective == "memory" else pairs[:2]
-    found = [_option(candidates.with_batch(spec, *pair), gpu, wanted, room) for pair in pairs]
+    found = [_option(way.sized(*pair, capability), gpu, wanted, room) for pair in pairs]
     within = [option for option in found if not _missed(option, wanted)]
-    return min(within or found, key=lambda option: _rank(option, wanted.objective))
+    best = min(within or found, key=lambda option: _rank(option, wanted.objective))
+    train = best.spec.train
+    asked = candidates.with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps)
+    return replace(best, spec=asked)
 
 
 def _option(spec: Experiment, gpu: Gpu, wanted: Wanted, room: Room) -> Option:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from ftbench.spec.experiment import Model
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
     """`config` is taken before model.path, and that before facts. Raises SpecError with a way out."""
-    found = config or (read_config(Path(model.path)) if model.path else architectures().get(model.id))
+    if config is None and not model.path and model.id in architectures():
+        return _known(model.id)
+    found = config or (read_config(Path(model.path)) if model.path else None)
     if found is None:
         raise SpecError(
             f"no shape is known for {model.id}: give --config FILE with its config.json, model.path, or one of "
@@ -25,6 +28,11 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise SpecError(f"model {model.id}: {reason}; `ftbench estimate --simulate` needs no formula") from None
+
+
+@cache
+def _known(name: str) -> ModelShape:
+    return model_shape(architectures()[name])
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -25,7 +25,9 @@ class Store:
     def __init__(self, path: Path | None = None, runs: Sequence[Known] = ()) -> None:
         self.path, self.runs = path, runs
         self._same: dict[Any, list[Known]] = {}
+        self._on: dict[str, list[Known]] = {}
         for run in runs:
+            self._on.setdefault(run.gpu, []).append(run)
             self._same.setdefault((run.gpu, *run.key), []).append(run)
         self._seen: dict[str, list[Observation]] = {}
         self._near: dict[Any, list[Neighbour]] = {}
@@ -48,8 +50,14 @@ class Store:
 
     def same(self, spec: Experiment, gpu: Gpu) -> list[Known]:
         """Runs that took the very step which `spec` (resolved) asks for, on such a GPU."""
+        if gpu.name not in self._on:
+            return []
         key = step_key(spec)
         return [] if key == self._left_out else self._same.get((gpu.name, *key), [])
+
+    def on(self, gpu: Gpu) -> list[Known]:
+        """Runs on such a GPU."""
+        return self._on.get(gpu.name, [])
 
     def lengths(self, dataset: Dataset) -> Lengths:
         """The lengths of the samples, as the runs know them."""
@@ -58,19 +66,19 @@ class Store:
         return self._lengths[dataset]
 
     def work(
-        self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None
+        self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None, older: bool = False
     ) -> tuple[Adapted, StepWork]:
         """The model with its method on it, and what a step asks for: the same on every GPU."""
-        key = (id(config), *step_key(spec))
+        key = (id(config), *step_key(spec, older))
         if key not in self._work:
             shape = adapted(spec, config)
-            self._work[key] = shape, step_work(spec, shape, batches)
+            self._work[key] = shape, step_work(spec, shape, batches, older)
         return self._work[key]
 
     def observations(self, gpu: Gpu) -> list[Observation]:
         """The runs on such a GPU with their work."""
         if gpu.name not in self._seen:
-            found = (observed(run, gpu, self.path) for run in self.runs if run.gpu == gpu.name)
+            found = (observed(run, gpu, self.path) for run in self.on(gpu))
             self._seen[gpu.name] = [each for each in found if each is not None]
         return self._seen[gpu.name]
 

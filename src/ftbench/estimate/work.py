@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftbench.core import flops
+from ftbench.core.memory.recipe import Fused
 from ftbench.estimate.adapted import Adapted
 from ftbench.estimate.lengths import Batch
+from ftbench.estimate.recipe import fused, is_upcast
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import Unsloth
 
 # Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
 # one each of queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
@@ -22,7 +25,15 @@ _HIDDEN, _HEADS, _INNER = 2 * 36 + 12, 36 + 20 + 4, 10
 _ADAPTER_IN, _ADAPTER_OUT = 14, 12  # input to float32 and back to 16 bits; scaled output and its sum with the base's
 _BACKWARD = 2.0  # of what the forward pass moves
 _ADAPTER_BACKWARD = 1.3
-_LOGIT = 20  # bytes a logit: written in 16 bits, read and written in float32, and their gradient
+# What is left of the adapters' passes and operations with fused_lora (worker/adapter_products.py counts them).
+_FUSED_PASSES: dict[Fused, float] = {"off": 1.0, "augmented": 35 / 91.5, "beside": 70 / 91.5}
+_FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "beside": 33 / 42}
+# Bytes a logit: written in 16 bits, read and written in float32, and their gradient. Of our own loss by its passes, in
+# eager mode and compiled (worker/optimizations/chunked_loss.py).
+_LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
+# Bytes of an element on its way to 8 bits: read for the maximum, read, written; in eager mode by way of float32.
+_CAST, _CAST_EAGER = 5, 33
+_MXFP4_OUT = 17 / 32 + 2  # bytes of a weight that is read in 4 bits with its scale and written in 16
 # Operations that the host starts for a layer, forward and backward, each some microseconds of Python and launch.
 _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 36, 60, 120
 _HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # of the operations that are left
@@ -56,48 +67,69 @@ def kind_of(spec: Experiment) -> str:
 
 def recomputed(spec: Experiment) -> float:
     """The share of the layers whose forward pass is done twice."""
-    own = getattr(spec.method, "use_gradient_checkpointing", "off")
+    own = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
     if spec.optimizations.gradient_checkpointing == "selective":
         return 0.5
     return float(bool(spec.optimizations.gradient_checkpointing) or own != "off")
 
 
-def micro_step(spec: Experiment, shape: Adapted, batch: Batch) -> Work:
-    """One forward and backward pass."""
+def micro_step(spec: Experiment, shape: Adapted, batch: Batch, older: bool = False) -> Work:
+    """One forward and backward pass; `older` as `history.Known` has it."""
     again = recomputed(spec)
     attention = {f"attention.{'masked' if batch.masked else 'causal'}": _attention(shape, batch, again)}
-    done = _products(spec, shape, batch, again) | attention
-    link = {"offload": 2 * _kept(shape) * batch.positions} if spec.optimizations.activation_offload else {}
+    done = _products(spec, shape, batch, again, older) | attention
     return Work(
         {name: value for name, value in done.items() if value},
-        _moved(spec, shape, batch, again),
-        link,
-        _operations(spec, shape, batch),
+        _moved(spec, shape, batch, again, older),
+        _linked(spec, shape, batch),
+        _operations(spec, shape, batch, again),
     )
 
 
-def _products(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> dict[str, float]:
-    """FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights."""
+def _linked(spec: Experiment, shape: Adapted, batch: Batch) -> dict[str, float]:
+    """Bytes to the host and back."""
+    if spec.optimizations.activation_offload:
+        return {"offload": 2 * _kept(shape) * batch.positions}
+    if spec.optimizations.gradient_checkpointing == "offload":
+        stream = 4 if is_upcast(spec.method, shape.model) else 2
+        return {"offload.checkpoints": 2 * stream * shape.model.hidden * shape.model.layers * batch.positions}
+    return {}
+
+
+def _products(spec: Experiment, shape: Adapted, batch: Batch, again: float, older: bool) -> dict[str, float]:
+    """FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and Liger's
+    take the gradient in the forward pass; the others make the logits again."""
     matmul, n = shape.matmul, batch.positions
     layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
-    head = batch.labels * (flops.head_per_token(matmul) + 2 * matmul.head)  # every loss here is made over chunks, twice
+    once = spec.optimizations.liger or (spec.optimizations.chunked_loss and not older)
+    head = batch.labels * (flops.head_per_token(matmul) + (0 if once else 2 * matmul.head))
     experts = n * (4 + 2 * again + 2 * (spec.method.name == "full")) * shape.expert_matmul
     fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if spec.optimizations.fp8 != "off" else 0.0
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 
-def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> dict[str, float]:
+def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float, older: bool) -> dict[str, float]:
     """Bytes read and written, by term."""
-    n, kind = batch.positions, kind_of(spec)
+    n, kind, compiled = batch.positions, kind_of(spec), bool(spec.optimizations.compile)
     moved: dict[str, float] = defaultdict(float)
     base, adapters = _elementwise(shape, again)
+    adapters *= _FUSED_PASSES[fused(spec)]
     moved[f"elementwise.{kind}"] += base * n
     moved["elementwise.eager" if kind == "liger" else f"elementwise.{kind}"] += adapters * n
-    if spec.method.name == "qlora":  # trl keeps what is not quantised in float32, and so the stream between the layers
+    if is_upcast(spec.method, shape.model):  # and so is the stream between the layers
         moved["elementwise.float32"] += (base + adapters) * n
-    if spec.method.quantised:  # 4 bits are read and 16 written for each product
+    if spec.method.mxfp4:
+        matrices = shape.model.layers * shape.model.experts * 3 * shape.model.hidden * shape.model.inner
+        moved["dequantise.mxfp4"] += (2 + again) * matrices * _MXFP4_OUT
+    elif spec.method.quantised:  # 4 bits are read and 16 written for each product
         moved["dequantise"] += (2 + again) * shape.quantisable * 2.5
-    moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.model.vocab * _LOGIT
+    if spec.optimizations.fp8 != "off":
+        each = shape.linears.inputs * (1 + again) + shape.linears.outputs
+        moved["casts"] += shape.model.layers * each * n * (_CAST if compiled else _CAST_EAGER)
+        moved["casts"] += (2 + again) * shape.matmul.base * _CAST if older else 0.0
+    ours = spec.optimizations.chunked_loss and not older
+    bytes_ = (_OUR_LOGIT_COMPILED if compiled else _OUR_LOGIT) if ours else _LOGIT
+    moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.model.vocab * bytes_
     if spec.optimizations.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
         moved["elementwise.eager"] += 40 * batch.square * shape.model.heads * shape.model.layers
     if shape.model.experts:  # the weights of all experts that some token visits are read
@@ -137,12 +169,12 @@ def _kept(shape: Adapted) -> float:
     )
 
 
-def _operations(spec: Experiment, shape: Adapted, batch: Batch) -> float:
-    layer = _LAYER_OPS + _ADAPTER_OPS * shape.adapters.count
-    layer += _QUANTISED_OPS * shape.linears.count if spec.method.quantised else 0
+def _operations(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> float:
+    layer = _LAYER_OPS + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[fused(spec)]
+    layer += _QUANTISED_OPS * shape.linears.count if spec.method.quantised and not spec.method.mxfp4 else 0
     layer += _MASK_OPS if batch.masked else 0
     layer += _EXPERT_OPS if shape.model.experts else 0
-    return shape.model.layers * layer * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * recomputed(spec))
+    return shape.model.layers * layer * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * again)
 
 
 def update(spec: Experiment, shape: Adapted) -> Work:
@@ -165,7 +197,7 @@ class StepWork:
     update: Work
 
 
-def step_work(spec: Experiment, shape: Adapted, batches: Sequence[Batch]) -> StepWork:
+def step_work(spec: Experiment, shape: Adapted, batches: Sequence[Batch], older: bool = False) -> StepWork:
     """Raises nothing: a spec whose products have no known rate is for `ceilings.py` to refuse."""
-    groups = tuple((batch.weight, micro_step(spec, shape, batch)) for batch in batches)
+    groups = tuple((batch.weight, micro_step(spec, shape, batch, older)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))

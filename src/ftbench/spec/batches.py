@@ -8,10 +8,12 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ftbench.spec.datasets import DATASETS, Dataset
+
+if TYPE_CHECKING:  # imported where it is used: most commands begin without it
+    import numpy as np
 
 SHORTEST = 2
 DEFAULT_SIGMA = 0.65  # spread of the log of the lengths of instruction data
@@ -22,6 +24,8 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
     """Fixed, or log-normal with the mean asked for after cutting at `max_length`."""
     if dataset.length is not None:
         return [dataset.length] * count
+    import numpy as np
+
     source = DATASETS[dataset.like] if dataset.like else None
     mean = dataset.mean_length if source is None else source.mean_tokens
     sigma = (source.sigma if source else None) or DEFAULT_SIGMA
@@ -38,6 +42,8 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
 
 
 def _cut(normal: np.ndarray, mu: float, sigma: float, longest: int) -> np.ndarray:
+    import numpy as np
+
     return np.clip(np.rint(np.exp(mu + sigma * normal)), SHORTEST, longest)
 
 
@@ -61,6 +67,8 @@ def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
     """The places in an order in which batches hold samples of like length: windows of fifty batches are sorted by
     length, cut into batches, and the batches shuffled, so that length does not follow the step."""
+    import numpy as np
+
     random = np.random.default_rng(seed)
     result: list[int] = []
     for start in range(0, len(lengths), WINDOW * batch_size):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from ftbench.core.memory.model import ModelShape
 from ftbench.core.memory.recipe import Batch, Recipe
+from ftbench.core.memory.weights import groups
 
 FLOAT = 4
 INDEX = 8
@@ -49,24 +50,46 @@ def adapter_input(recipe: Recipe, name: str, width: int) -> float:
 def linear_inputs(model: ModelShape, recipe: Recipe) -> float:
     """What the layer's matrices save of their inputs. Trained ones save it in the type of the product, shared by those
     that read the same, unless autocast casts a float32 one for each; frozen ones save nothing but what adapters save.
-    unsloth saves one input for q, k, v and one for gate, up (LoRA_QKV, LoRA_MLP). FP8 products save their input, bf16,
-    in eager mode (torchao, matmul_with_hp_or_float8_args)."""
-    h, q, i = model.hidden, model.query, model.inner
+    unsloth saves one input for q, k, v and one for gate, up (LoRA_QKV, LoRA_MLP), and fused_lora likewise. Products in
+    8 bits save none: their backward pass reads the turned weight alone."""
+    h, i = model.hidden, model.inner
     dense = not model.experts
     if recipe.unsloth:
         return recipe.compute * (2 * h + recipe.rank * len(recipe.targets))
-    if recipe.full or recipe.fp8:
+    if recipe.fused != "off":
+        return fused_inputs(model, recipe)
+    if recipe.full:
         cast = recipe.autocast and recipe.stream > recipe.compute
         reads = (3 + 2 * dense) * h if cast else (1 + dense) * h
-        saved = recipe.compute * (reads + (i if dense else 0))
-        return saved if recipe.full else saved + _adapter_inputs(model, recipe)
+        return recipe.compute * (reads + (i if dense else 0))
     shared = 0.0
     if recipe.adapter == recipe.stream == recipe.compute:  # nothing is cast: the inputs themselves are saved, once
-        shared = recipe.compute * ((h if recipe.targets & {"q", "k", "v"} else 0) + (q if "o" in recipe.targets else 0))
+        shared = recipe.compute * (h if recipe.targets & {"q", "k", "v"} else 0)  # o's is the attention's output
         if dense:
             shared += recipe.compute * (h if recipe.targets & {"gate", "up"} else 0)
             shared += recipe.compute * (i if "down" in recipe.targets else 0)
     return shared + _adapter_inputs(model, recipe)
+
+
+def fused_inputs(model: ModelShape, recipe: Recipe) -> float:
+    """What fused_lora saves of a group's input (worker/adapter_products.py). `augmented`: a copy, and beside it the
+    product with A. `beside`: the input, cast where it has another type, and the product with A; the attention's output,
+    which is saved already, needs no copy."""
+    if recipe.fused == "augmented":
+        return recipe.compute * sum(width + room for width, _, room in groups(recipe, model))
+    between = recipe.rank * len(recipe.targets)
+    shared = {model.query} if "o" in recipe.targets else set()
+    return recipe.compute * (sum(width for width, _, _ in groups(recipe, model)) - sum(shared) + between)
+
+
+def fused_outputs(model: ModelShape, recipe: Recipe) -> float:
+    """What is kept because a group's outputs are parts of one buffer: queries and keys as they came, beside the values
+    that attention saves, and the columns left free."""
+    if recipe.fused != "augmented":
+        return 0.0
+    rooms = sum(room for width, out, room in groups(recipe, model) if out != model.hidden)
+    before = (model.query + model.key) if {"q", "k", "v"} <= recipe.targets else 0
+    return recipe.compute * (rooms + before)
 
 
 def _adapter_inputs(model: ModelShape, recipe: Recipe) -> float:
@@ -129,6 +152,8 @@ def expert_copies(model: ModelShape, recipe: Recipe) -> float:
         return 0.0
     h, i = model.hidden, model.inner
     adapters = recipe.compute * recipe.rank * (2 * (h + 2 * i) + (i + h))
+    if recipe.mxfp4:  # two thin products beside the frozen one (worker/mxfp4.py)
+        return model.experts * adapters
     return model.experts * (recipe.weight * 3 * h * i + adapters)
 
 
@@ -141,6 +166,10 @@ def compiled(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     inside = c * 3 * i if not model.experts else experts(model, recipe) + router(model, recipe)
     scales = FLOAT * (2 + model.heads + model.kv_heads)
     between = c * recipe.rank * len(recipe.targets)
+    if recipe.fused == "augmented":  # the inputs and outputs above, in buffers that are wider
+        outs = (room for _, out, room in groups(recipe, model) if out != h)
+        between = c * (sum(room for _, _, room in groups(recipe, model)) + sum(outs))
+        before = c * (q + k)
     out = c * q if recipe.targets else 0
     return (2 * recipe.stream + 2 * c) * h + before + attention(model, recipe, batch) + out + inside + scales + between
 
@@ -152,13 +181,13 @@ def saved(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     else:
         inside = experts(model, recipe) + router(model, recipe) if model.experts else mlp(model, recipe)
         each = norms(model, recipe) + head_norms(model, recipe) + linear_inputs(model, recipe)
-        each += attention(model, recipe, batch) + inside
+        each += attention(model, recipe, batch) + inside + fused_outputs(model, recipe)
     return each * batch.tokens + expert_copies(model, recipe)
 
 
 def checkpoint(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
-    """Bytes that a checkpointed layer saves: its input (Chen et al. 2016). unsloth's own and trl's activation
-    offloading keep it in host memory."""
+    """Bytes that a checkpointed layer saves: its input (Chen et al. 2016). unsloth's own keeps it in host memory; so
+    does `offload`, of which `phases` counts the ones on their way."""
     return 0.0 if recipe.checkpointing == "unsloth" else float(recipe.stream * model.hidden * batch.tokens)
 
 
@@ -173,6 +202,8 @@ def mlp_hump(model: ModelShape, recipe: Recipe) -> float:
     h, i, p, c = model.hidden, model.inner, recipe.product, recipe.compute
     if recipe.unsloth:
         return c * (2 * i + 2 * h)
+    if recipe.fused == "augmented" and not recipe.compiled:
+        return c * (2 * i + 3 * h)
     if recipe.full or not recipe.targets & {"gate", "up", "down"}:
         return p * (2 if recipe.full else 3) * i + recipe.stream * h
     if recipe.compiled:
@@ -205,11 +236,21 @@ def attention_hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
 
 def dequantised(model: ModelShape, recipe: Recipe) -> float:
     """The largest matrix back in 16 bits: bitsandbytes dequantises it for its backward product (MatMul4Bit.backward),
-    unsloth into a buffer that it keeps (fast_dequantize)."""
+    unsloth into a buffer that it keeps (fast_dequantize); gate and up of all experts in MXFP4 (worker/mxfp4.py)."""
+    if recipe.mxfp4:
+        return float(recipe.compute * model.experts * 2 * model.inner * model.hidden)
     if not recipe.quantised:
         return 0.0
     widest = max(model.query, model.inner if not model.experts else 0)
     return float(recipe.compute * model.hidden * widest)
+
+
+def fp8_casts(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
+    """The widest input on its way to 8 bits: float32 twice, and itself (worker/optimizations/fp8.py, `cast`); a
+    compiled layer writes the 8 bits alone."""
+    if not recipe.fp8 or model.experts:
+        return 0.0
+    return float((1 if recipe.compiled else 2 * FLOAT + 1) * model.inner * batch.tokens)
 
 
 def hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
@@ -218,6 +259,9 @@ def hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     inside = experts_hump(model, recipe) if model.experts else mlp_hump(model, recipe)
     beside = experts(model, recipe) + router(model, recipe) if model.experts else mlp(model, recipe)
     each = max(inside, attention_hump(model, recipe, batch) - beside) * batch.tokens
-    copies = expert_copies(model, recipe) / 3  # the gradient of gate and up together, when the copy of down is gone
+    copies = (
+        0 if recipe.mxfp4 else expert_copies(model, recipe) / 3
+    )  # the gradient of gate and up together, when the copy of down is gone
     bits = 0.0 if recipe.unsloth else dequantised(model, recipe)
-    return max(each, copies, each / 2 + bits)  # dequantised in 16 bits, before gradients add up
+    casts = fp8_casts(model, recipe, batch)
+    return max(each, copies, each / 2 + max(bits, casts))  # dequantised in 16 bits, before gradients add up

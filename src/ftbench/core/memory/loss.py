@@ -10,7 +10,6 @@ from ftbench.core.memory.recipe import Batch, Recipe
 
 FLOAT = 4
 TRL_CHUNK = 256  # label tokens (trl.trainer.sft_trainer, _CHUNKED_LM_HEAD_CHUNK_SIZE)
-OUR_CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
 UNSLOTH_ROWS = 1024  # whose logits unsloth's fused loss holds, fitted: unsloth 2026.10 sizes chunks by free memory
 
 
@@ -38,8 +37,9 @@ def head_cast(model: ModelShape, recipe: Recipe) -> float:
 def logits(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """The hump of the logits.
 
-    trl: for a chunk logits, log-probabilities, probabilities and their product, 16 V bytes a token. ftbench's chunk:
-    log-probabilities, their gradient and that of the logits, 12 V. Liger: chunks of T h / V tokens rounded up to a
+    trl: for a chunk logits, log-probabilities, probabilities and their product, 16 V bytes a token. Ours: logits and
+    their gradient, and in eager mode log-probabilities and probabilities in float32, beside the gradient of the chunk
+    before, which is still there (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded up to a
     power of two, logits twice, 16-bit and float32. Plain logits, for comparison: `plain_logits`.
     """
     if recipe.loss == "unsloth":
@@ -49,7 +49,9 @@ def logits(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
         rows = 1 << max(0, -(-batch.tokens // parts) - 1).bit_length()
         return float(min(rows, batch.tokens) * model.vocab * (recipe.compute + FLOAT))
     if recipe.loss == "chunked":
-        return float(min(OUR_CHUNK, batch.labels) * model.vocab * 3 * FLOAT)
+        c, several = recipe.compute, batch.labels > recipe.chunk
+        each = 2 * c + (0 if recipe.compiled else 2 * FLOAT) + (c if several else 0)
+        return float(min(recipe.chunk, batch.labels) * model.vocab * each)
     return float(TRL_CHUNK * model.vocab * 4 * FLOAT)
 
 
@@ -60,12 +62,12 @@ def plain_logits(model: ModelShape, batch: Batch) -> float:
 
 
 def head_gradient(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
-    """A trained head: the gradients of two chunks and their sum are alive together (autograd adds them up)."""
+    """A trained head: of trl's loss the gradients of two chunks and their sum are alive together (autograd adds them
+    up); of ours the sum and what a chunk adds, then the sum and what the backward pass makes of it."""
     if not recipe.full:
         return 0.0
-    chunk = {"trl": TRL_CHUNK, "chunked": OUR_CHUNK}.get(recipe.loss)
-    several = chunk is not None and batch.labels > chunk
-    return float(model.vocab * model.hidden * recipe.weight * (3 if several else 1))
+    copies = 2 if recipe.loss == "chunked" else 3 if recipe.loss == "trl" and batch.labels > TRL_CHUNK else 1
+    return float(model.vocab * model.hidden * recipe.weight * copies)
 
 
 def tied_gradients(model: ModelShape, recipe: Recipe) -> float:
@@ -76,6 +78,15 @@ def tied_gradients(model: ModelShape, recipe: Recipe) -> float:
 
 def loss_hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """The most that the loss needs at once beyond what is saved: logits with the head's cast, or the head's gradients,
-    and one gradient or copy of the hidden states."""
+    and one gradient or copy of the hidden states. Ours casts the head for a product, and computes probabilities when
+    that copy is gone; it adds up the head's gradient beside the logits."""
     hidden = recipe.stream * model.hidden * batch.tokens
-    return max(logits(model, recipe, batch) + head_cast(model, recipe), head_gradient(model, recipe, batch)) + hidden
+    found, cast, head = (
+        logits(model, recipe, batch),
+        head_cast(model, recipe),
+        head_gradient(model, recipe, batch),
+    )
+    if recipe.loss != "chunked":
+        return max(found + cast, head) + hidden
+    product = 2 * recipe.compute * min(recipe.chunk, batch.labels) * model.vocab
+    return max(found + head / 2, product + max(cast, head)) + hidden

@@ -54,6 +54,8 @@ def phases(plan: Plan) -> dict[str, Parts]:
     one, inputs = layer.saved(model, recipe, batch), layer.checkpoint(model, recipe, batch)
     if recipe.offload:
         kept, remade, inputs = 1, 0, 0.0
+    if recipe.checkpointing == "offload":  # one on its way out or in use, and the next
+        remade = min(2, remade)
     acts, marks = kept * one - _unsaved(model, recipe, batch), remade * inputs
     hump = layer.hump(model, recipe, batch)
     cast = autocast_weights(model, recipe)
@@ -61,7 +63,11 @@ def phases(plan: Plan) -> dict[str, Parts]:
     stream = 2 * recipe.stream * model.hidden * batch.tokens if kept else 0
     count, width = weights.trained(model, recipe)
     grads = weights.gradients(count, width) * part.gradients
-    top = loss.head_gradient(model, recipe, batch) / 3 if not plan.accumulates else 0.0
+    top = (
+        loss.head_gradient(model, recipe, batch) / (2 if recipe.loss == "chunked" else 3)
+        if not plan.accumulates
+        else 0.0
+    )
     held = {"activations": acts, "checkpoints": marks, "cast weights": cast}
     tail = loss.tail(model, recipe, batch)
     final = max(loss.loss_hump(model, recipe, batch), loss.final_norm_hump(model, recipe, batch))

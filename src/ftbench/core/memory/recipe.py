@@ -7,7 +7,8 @@ from typing import Literal
 
 Loss = Literal["trl", "chunked", "liger", "unsloth"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
-Checkpointing = Literal["off", "full", "selective", "unsloth"]
+Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
+Fused = Literal["off", "augmented", "beside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,15 @@ class Recipe:
     weight: of the 16- or 32-bit weights as loaded; upcast: of embedding, head and norms once peft has prepared a
     quantised model (float32); compute: of what products are made in; autocast: whether products cast their inputs.
     adapter: of the adapters, 0 without. targets: what has adapters, of `q k v o gate up down experts`.
-    checkpointing: `unsloth` keeps layer inputs in host memory.
+    mxfp4: the experts stay in 4 bits as gpt-oss is published. checkpointing: `offload` and `unsloth` keep layer inputs
+    in host memory. chunk: label tokens of a chunk of our loss. fused: how fused_lora multiplies adapters
+    (worker/adapter_products.py).
     attention: `masked` is sdpa with a mask, made where rows hold padding or several samples.
     """
 
     full: bool = False
     quantised: bool = False
+    mxfp4: bool = False
     unsloth: bool = False
     weight: int = 2
     upcast: int = 2
@@ -37,9 +41,11 @@ class Recipe:
     offload: bool = False
     attention: Attention = "sdpa"
     loss: Loss = "trl"
+    chunk: int = 2048
     liger: bool = False
     compiled: bool = False
     fp8: bool = False
+    fused: Fused = "off"
 
     @property
     def stream(self) -> int:
@@ -50,7 +56,7 @@ class Recipe:
     def product(self) -> int:
         """Bytes of an element that a linear layer puts out: bitsandbytes gives back the type it was given, others
         the type they compute in."""
-        return self.stream if self.quantised else self.compute
+        return self.stream if self.quantised and not self.mxfp4 else self.compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ftbench.core.memory.model import ModelShape
 from ftbench.core.memory.recipe import Recipe
 
+ALIGNED = 64  # columns that fused_lora widens by (worker/adapter_products.py)
 BLOCK = 64  # weights that share an absmax constant (bitsandbytes, Linear4bit)
 OUTER = 256  # constants that share one of their own under double quantisation (Dettmers et al. 2023, section 3)
 SMALLEST_8BIT = 4096  # elements below which bitsandbytes keeps an optimizer state in 32 bits
@@ -39,20 +40,51 @@ def linear_count(model: ModelShape) -> int:
 def weights(model: ModelShape, recipe: Recipe) -> float:
     """The base model: 16-bit, or 4-bit linear layers and the rest in 16 bits, or in 32 where peft's
     prepare_model_for_kbit_training casts what is not quantised (dense models; `worker/methods/qlora.py`). unsloth
-    makes linear layers of gpt-oss's experts and quantises them: the founding study trained the 120b on 96 GB."""
+    keeps gpt-oss's experts as they are published: the founding study trained the 120b on 96 GB. fp8 keeps
+    two layouts of 8 bits of each linear layer and drops the 16-bit one (worker/optimizations/fp8.py)."""
+    if recipe.mxfp4 or (recipe.unsloth and model.family == "gpt_oss"):
+        matrices = expert_matrices(model)
+        return mxfp4(matrices) + plain(model.total - matrices, recipe.weight)
     if not recipe.quantised:
-        return plain(model.total, recipe.weight)
+        eight = linear_count(model) if recipe.fp8 else 0
+        return plain(model.total - eight, recipe.weight) + 2 * eight + augmented(model, recipe)
     linear = linear_count(model)
-    if recipe.unsloth and model.family == "gpt_oss":
-        linear += model.parameters["experts"]
     return four_bit(linear, recipe.double_quant) + plain(model.total - linear, recipe.upcast)
+
+
+def expert_matrices(model: ModelShape) -> int:
+    """Parameters of the experts' matrices; gpt_oss's biases are none."""
+    return model.layers * model.experts * 3 * model.hidden * model.inner
+
+
+def groups(recipe: Recipe, model: ModelShape) -> list[tuple[int, int, int]]:
+    """The adapted layers that fused_lora computes together: input, outputs together, columns that their buffers are
+    wider by (worker/optimizations/fused_lora.py)."""
+    h, q, k, i = model.hidden, model.query, model.key, model.inner
+    together: list[tuple[int, dict[str, int]]] = [(h, {"q": q, "k": k, "v": k}), (q, {"o": h})]
+    if not model.experts:
+        together += [(h, {"gate": i, "up": i}), (i, {"down": h})]
+    found = []
+    for width, layers in together:
+        outs = [out for name, out in layers.items() if name in recipe.targets]
+        if outs:
+            found.append((width, sum(outs), -(-recipe.rank * len(outs) // ALIGNED) * ALIGNED))
+    return found
+
+
+def augmented(model: ModelShape, recipe: Recipe) -> float:
+    """What fused_lora's matrices hold beyond the weights in them."""
+    if recipe.fused != "augmented":
+        return 0.0
+    more = sum((out + room) * (width + room) - out * width for width, out, room in groups(recipe, model))
+    return float(model.layers * recipe.weight * more)
 
 
 def loading(model: ModelShape, recipe: Recipe) -> float:
     """The most that loading takes: the weights, or for 4 bits the quantised ones, the rest still in 16 bits, one matrix
     before it is quantised, and then, while peft casts it, embedding or head in both types."""
     resident = weights(model, recipe)
-    if not recipe.quantised:
+    if not recipe.quantised or recipe.mxfp4:
         return resident
     return resident + model.vocab * model.hidden * (recipe.weight if recipe.upcast > recipe.weight else 0)
 
