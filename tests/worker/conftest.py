@@ -33,18 +33,19 @@ def spec_of(**changes: Any) -> Experiment:
     return resolve(Experiment.model_validate(values), None)
 
 
+def train_in(folder: Path, **changes: Any) -> RunDir:
+    """Trains the tiny spec with changes in this process, below `folder`; its directory."""
+    spec = spec_of(**changes)
+    directory = rundir.claim(folder, "tests", spec.method.name)
+    rundir.write_json(directory.spec_json, spec.model_dump(mode="json"))
+    rundir.write_json(directory.state, rundir.running() | {"state": "ok"})
+    phases = Phases(directory, "import")
+    train(Run(spec, directory, phases))
+    phases.close()
+    return directory
+
+
 @pytest.fixture
 def train_here(tmp_path: Path, cache: Path) -> Callable[..., RunDir]:
     """Trains a spec in this process and returns its directory."""
-
-    def run(**changes: Any) -> RunDir:
-        spec = spec_of(**changes)
-        directory = rundir.claim(tmp_path, "tests", spec.method.name)
-        rundir.write_json(directory.spec_json, spec.model_dump(mode="json"))
-        rundir.write_json(directory.state, rundir.running() | {"state": "ok"})
-        phases = Phases(directory, "import")
-        train(Run(spec, directory, phases))
-        phases.close()
-        return directory
-
-    return run
+    return lambda **changes: train_in(tmp_path, **changes)
