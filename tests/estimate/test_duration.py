@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ftbench import rundir
 from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.errors import SpecError
-from ftbench.estimate import duration_table, here, measured, speeds
+from ftbench.estimate import duration_table, duration_text, here, measured, speeds
 from ftbench.estimate.adapted import adapted
 from ftbench.estimate.duration import MEASURED, OTHER, SCALED, SHEET, DurationEstimate, estimate_duration
 from ftbench.estimate.history import known_runs
@@ -142,6 +142,10 @@ def test_experts_in_mxfp4_are_written_out_for_each_product():
     assert plain["dequantise.mxfp4"] == 2 * 24 * 32 * 3 * 2880 * 2880 * (4.25 / 8 + 2)
     assert again["dequantise.mxfp4"] == 1.5 * plain["dequantise.mxfp4"]
     assert "dequantise" not in plain
+
+
+def test_every_term_of_a_step_has_a_word():
+    assert set(duration_text._TERMS) == set(speeds.shipped()) - {"host"}
 
 
 def test_runs_of_an_older_loss_are_no_measurements_of_todays(store):

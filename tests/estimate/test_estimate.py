@@ -38,14 +38,16 @@ def spec(**changes: object) -> Experiment:
 # Qwen3-8B, 4 samples of 2,048 tokens, and where it is trained in full for Qwen3-0.6B.
 SIMULATED = [
     ("lora", {"fused_lora": True, "chunked_loss": True}, 77.140),
-    ("lora", {"fused_lora": True}, 74.004),
+    ("lora", {"fused_lora": True}, 73.647),
     ("lora", {"gradient_checkpointing": True, "chunked_loss": True}, 22.178),
     ("lora", {"gradient_checkpointing": True, "chunked_loss": True, "fused_lora": True}, 22.410),
     ("lora", {"gradient_checkpointing": True, "chunked_loss": 256}, 20.381),
+    ("lora", {"gradient_checkpointing": True, "chunked_loss": 256, "fused_lora": True}, 20.239),
     ("qlora", {"chunked_loss": True}, 91.36),
     ("qlora", {"chunked_loss": True, "fused_lora": True}, 84.65),
     ("16-bit qlora", {"chunked_loss": True}, 61.90),
     ("16-bit qlora", {"chunked_loss": True, "fused_lora": True}, 61.94),
+    ("16-bit qlora", {"chunked_loss": 256, "gradient_checkpointing": True}, 9.97),
     ("full", {"chunked_loss": True}, 23.17),
     ("full", {"chunked_loss": 256, "gradient_checkpointing": True}, 5.61),
 ]
@@ -57,7 +59,7 @@ def test_the_terms_add_up_to_what_a_simulation_of_the_worker_allocates(method: s
     name = "Qwen/Qwen3-0.6B" if method == "full" else "Qwen/Qwen3-8B"
     one = spec(model={"id": name, "weights": "random"}, method={"name": method.split()[-1], **upcast}, optimizations=on,
                train={"batch_size": 4, "precision": "bf16"})  # fmt: skip
-    assert estimate_memory(one, H200).allocated.expected == pytest.approx(gib, rel=0.005)
+    assert estimate_memory(one, H200).allocated.expected == pytest.approx(gib, rel=0.015)
 
 
 def test_the_smallest_recipe_is_as_small_as_its_tensors_added_up() -> None:
@@ -223,6 +225,7 @@ def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
                                   ["optimizations.attention=cudnn"], ["launch.mock=ok"], ["model.dtype=float32"],
                                   ["method.name=qlora", "optimizations.liger=on"]])  # fmt: skip
 def test_whatever_a_spec_may_say_has_an_estimate_for_every_gpu(file: Path, sets: list[str]) -> None:
+    assert "samples/h" in estimate(Request(file, sets, gpu="H200 SXM")).text
     assert len(json.loads(estimate(Request(file, sets, gpu="all")).document)["gpus"]) == len(gpus())
 
 

@@ -23,8 +23,10 @@ _TERMS = {
     "attention.causal": "attention", "attention.masked": "masked attention", "elementwise.eager": "elementwise",
     "elementwise.compiled": "compiled elementwise", "elementwise.liger": "Liger's kernels",
     "elementwise.unsloth": "unsloth's kernels", "elementwise.float32": "the float32 stream",
-    "logits.trl": "logits", "logits.chunked": "logits", "dequantise": "dequantisation", "optimizer": "optimizer",
-    "optimizer.fused": "optimizer", "offload": "offloading", "experts": "experts' weights",
+    "logits.trl": "logits", "logits.chunked": "logits", "dequantise": "dequantisation",
+    "dequantise.mxfp4": "writing experts out", "casts": "casts to 8 bits", "optimizer": "optimizer",
+    "optimizer.fused": "optimizer", "offload": "offloading", "offload.checkpoints": "offloading",
+    "experts": "experts' weights",
 }  # fmt: skip
 
 

@@ -104,10 +104,10 @@ def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
     if recipe == "off":
         return
-    for name, module in [*model.named_modules()]:
-        if _wanted(module, name):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, Fp8Linear(module, recipe))
+    names = [name for name, module in model.named_modules() if _wanted(module, name)]
+    for name in names:  # by name: a list of modules would keep every 16-bit weight until the last one is cast
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, Fp8Linear(model.get_submodule(name), recipe))
 
 
 def layers(model: Any) -> int:
