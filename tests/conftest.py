@@ -3,6 +3,7 @@ runs keep their random weights in a cache of this session's own."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from hypothesis import settings
 
 settings.register_profile("ftbench", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("ftbench")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hangups() -> None:
+    """Processes that tests start hear a hangup, also where the suite itself runs under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
