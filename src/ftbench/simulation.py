@@ -137,7 +137,7 @@ def answer(request: command.Request) -> command.Answer:
     not take, and what `simulate` raises."""
     given = {
         "--memory-gb": request.memory_gb is not None,
-        "--gpu all": request.gpu == "all",
+        "all but one of --gpu": request.gpu is not None and len(command.listed(request.gpu)) > 1,
         "--gpus": request.gpus != 1,
         "--strategy": request.strategy is not None,
         "--config": request.config is not None,

@@ -17,12 +17,16 @@ from ftbench.errors import MissingError, SpecError
 def estimate(
     spec: Annotated[Path | None, typer.Argument(help="YAML file that says what to train and how")] = None,
     sets: Sets = None,
-    gpu: Annotated[str | None, typer.Option(help="of `ftbench list gpus`, or all; this machine's if left out")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="NAME,NAME of `ftbench list gpus`, or all; this machine's if left out")
+    ] = None,
     memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
     gpus: Annotated[int, typer.Option(help="how many GPUs share the work")] = 1,
     strategy: Annotated[str | None, typer.Option(help="how they share it: ddp, fsdp, zero1, zero2 or zero3")] = None,
     config: Config = None,
-    check: Annotated[bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not fit")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not (of GPUs the best)")
+    ] = False,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="run two steps of the real code on tensors without memory (needs torch)")
     ] = False,

@@ -67,7 +67,10 @@ def estimate(request: Request) -> Answer:
     document = view.as_document(spec, found)
     for one, time in zip(document["gpus"], times.as_documents(spec, rows, asked), strict=True):
         one["time"] = time
-    return Answer(f"{view.as_text(spec, found)}\n\n{times.as_text(spec, rows, asked)}", json.dumps(document), best)
+    text = f"{view.as_text(spec, found)}\n\n{times.as_text(spec, rows, asked)}"
+    if any(one.verdict == VERDICTS[-1] for _, one, _ in found):
+        text += "\nWhere it does not fit, times are those that the GPU would reach with more memory."
+    return Answer(text, json.dumps(document), best)
 
 
 def _count(request: Request) -> int:
@@ -93,27 +96,39 @@ def gpus_of(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
         if not math.isfinite(request.memory_gb) or request.memory_gb <= 0:
             raise SpecError(f"--memory-gb {request.memory_gb}: must be a number of GiB above 0")
         return [(f"a GPU of {request.memory_gb:g} GiB", request.memory_gb, None)]
-    if request.gpu == "all":
-        return [(gpu.name, gpu, None) for gpu in gpus()]
     if request.gpu is not None:
-        return [named(request.gpu)]
+        return [(gpu.name, gpu, None) for gpu in listed(request.gpu)]
     here = machine.gpu()
     if here is None or not here.get("memory_gb"):
         raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
     return [(here["name"], find_gpu(here["name"]) or here["memory_gb"], here["memory_gb"])]
 
 
-def named(name: str) -> tuple[str, Gpu, None]:
-    """A GPU of the table by its name there, the driver's, or a word of it. Raises SpecError for another."""
-    exact = next((gpu for gpu in gpus() if gpu.name.lower() == name.lower()), None)
-    gpu = exact or find_gpu(name) or next((gpu for gpu in gpus() if name.lower() in gpu.name.lower().split()), None)
-    if gpu is None:
-        near = nearest(name, [gpu.name for gpu in gpus()])
-        raise SpecError(
-            f"--gpu {name}: no such GPU is in the table{near}: see `ftbench list gpus`, or give its memory with "
-            "--memory-gb"
-        )
-    return gpu.name, gpu, None
+def listed(text: str) -> list[Gpu]:
+    """The GPUs of `--gpu NAME[,NAME]` or `--gpu all`, each once. Raises SpecError for a name of none or of several."""
+    asked = [part.strip() for part in text.split(",") if part.strip()]
+    if not asked:
+        raise SpecError("--gpu: name GPUs of `ftbench list gpus`, separated by commas, or all")
+    return [*dict.fromkeys(gpu for part in asked for gpu in (gpus() if part == "all" else [named(part)]))]
+
+
+def named(name: str) -> Gpu:
+    """A GPU of the table by its name there, by the driver's, or by words of it that no other has."""
+    plain = name.casefold()
+    if (exact := next((gpu for gpu in gpus() if plain == gpu.name.casefold()), None)) is not None:
+        return exact
+    near = [gpu for gpu in gpus() if f" {plain} " in f" {gpu.name.casefold()} "]
+    drivers = next((gpu for gpu in gpus() if plain in map(str.casefold, gpu.match)), None) or find_gpu(name)
+    if drivers is not None and len({gpu.memory_gb for gpu in near}) < 2:
+        return drivers
+    if len(near) == 1:
+        return near[0]
+    if near:
+        raise SpecError(f"--gpu {name}: there are several: {', '.join(gpu.name for gpu in near)}; say which")
+    raise SpecError(
+        f"--gpu {name}: no such GPU is in the table{nearest(name, [gpu.name for gpu in gpus()])}: see `ftbench list "
+        "gpus`, or give its memory with --memory-gb"
+    )
 
 
 def calibrate(store: Path) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import cast
 
 from ftbench import machine
-from ftbench.core.hardware import Gpu, find_gpu, gpus
+from ftbench.core.hardware import Gpu, find_gpu
 from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
-from ftbench.estimate.command import named
+from ftbench.estimate.command import listed
 from ftbench.estimate.duration import epochs_samples
 from ftbench.estimate.duration_text import MOST_SAMPLES
 from ftbench.estimate.recommend import OBJECTIVES, Found, Objective, Wanted, recommend
@@ -70,10 +70,7 @@ def _gpus(text: str | None) -> tuple[Gpu, ...]:
         if found is None:
             raise SpecError("this machine has no GPU of the table: name some with --gpu (`ftbench list gpus`), or all")
         return (found,)
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise SpecError("--gpu: name GPUs of `ftbench list gpus`, separated by commas, or all")
-    return gpus() if "all" in names else tuple(dict.fromkeys(named(name)[1] for name in names))
+    return tuple(listed(text))
 
 
 def _output(request: Request) -> list[str]:

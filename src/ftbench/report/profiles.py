@@ -20,7 +20,10 @@ from ftbench.report.tables import Table
 from ftbench.rundir import MEMORY
 
 _MOST_KERNELS = 10
-_NOTE = "Profiling slows launches, so busy is the GPU's time in the profiled steps over the steps just before them."
+_NOTE = (
+    "Profiling slows launches, so busy is the GPU's time in the profiled steps over the steps just before them; "
+    "without a GPU it is the operators' time over the profiled steps themselves."
+)
 
 
 def groups(cells: Sequence[Cell]) -> Section | None:

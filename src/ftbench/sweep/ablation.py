@@ -114,6 +114,8 @@ class Ablation(Tables):
                 f"Against the plain recipe: speed {change(pair.speed)}, peak GiB {_change_of_peak(pair)}, loss "
                 f"{_loss(pair.parity)}"
             )
+        if plan.start.spec.launch.mock != "off":
+            told.append("launch.mock: nothing was trained, and every figure here is made up.")
         return [*told, lines.format(spec_lines(ladder.sections(plan.best)))]
 
     def document(self) -> dict[str, Any]:
