@@ -15,9 +15,11 @@ settings.load_profile("ftbench")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def hangups() -> None:
-    """Processes that tests start hear a hangup, also where the suite itself runs under nohup."""
+def signals() -> None:
+    """Processes that tests start hear hangup and Ctrl-C, also where the suite runs under nohup or in the background."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
