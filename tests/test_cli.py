@@ -13,26 +13,12 @@ from pathlib import Path
 import pytest
 
 from commands import TINY, write_spec
-from ftbench import cli, rundir, runner, summary
+from ftbench import rundir, runner, summary
 from ftbench.core import rows
 from ftbench.errors import DataError, MissingError
 from ftbench.rundir import RunDir, StepsWriter
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
-
-
-@pytest.fixture
-def ftbench(monkeypatch, capsys):
-    """Calls the command in this process and gives exit code, stdout and stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return call
 
 
 # --- mistakes of `run`, told before anything is loaded ---------------------------------------------------------------

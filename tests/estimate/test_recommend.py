@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ftbench import cli
 from ftbench.core.hardware import capability_of, gpus
 from ftbench.estimate import candidates
 from ftbench.estimate.duration import estimate_duration
@@ -36,20 +35,6 @@ def ask(*names: str, spec: dict | None = None, samples: float = 1e6, **limits: o
     chosen = tuple(GPUS[name] for name in names or ("H200 SXM",))
     experiment = Experiment.model_validate({**SPEC, **(spec or {})})
     return recommend(Wanted(experiment, chosen, samples, store=STORE, **limits))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def ftbench(monkeypatch, capsys):
-    """Calls the command in this process and gives exit code, stdout and stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return call
 
 
 @pytest.fixture

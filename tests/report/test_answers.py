@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pandas as pd
 import pytest
 
-from ftbench import cli, rundir
+from ftbench import rundir
 from ftbench.report.answers import answers, frontier, memory, night, series, trained
 from ftbench.report.cells import cells_of, runs_of
 from ftbench.report.collect import collect
@@ -26,18 +25,6 @@ def cells(*paths):
 def words(*paths):
     found = decision(cells(*paths))
     return " ".join(found.paragraphs) if found else ""
-
-
-@pytest.fixture
-def ftbench(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return call
 
 
 # --- a night ---------------------------------------------------------------------------------------------------------

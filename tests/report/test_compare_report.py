@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import shutil
-import sys
 
 import numpy as np
 import pandas as pd
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ftbench import cli, rundir
+from ftbench import rundir
 from ftbench.errors import SpecError
 from ftbench.report import compare_table, layout
 from ftbench.report.cells import cells_of, runs_of
@@ -33,18 +32,6 @@ def compared(out, axis, baseline=None, **options):
 def only(found):
     (pair,) = found.pairs
     return pair
-
-
-@pytest.fixture
-def ftbench(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return call
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------

@@ -5,27 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 
 import pytest
 
-from ftbench import cli
 from ftbench.report.collect import collect
 from ftbench.report.gate import gate, limit_of
 from made_runs import H200, MAX_Q, OOM, RESULTS, make_run, method, steps
 
 
-@pytest.fixture
-def ftbench(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "300")  # no cell is folded
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return call
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    """No cell is folded."""
+    monkeypatch.setenv("COLUMNS", "300")
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from ftbench.spec.load import load
 from ftbench.spec.sweep import cells
 from ftbench.sweep.budget import most_telling_first
 from ftbench.sweep.frontier import next_batch
-from ftbench.sweep.plan import Family, Grid, Options, Search, jobs_of
+from ftbench.sweep.plan import Grid, Options, jobs_of
+from ftbench.sweep.search import Family, Search
 
 GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
 MODEL = {"id": "tiny/qwen3", "weights": "random"}

@@ -10,9 +10,10 @@ from typing import Any
 from ftbench.core.architectures import architectures
 from ftbench.core.flops import MatmulShape
 from ftbench.core.memory.model import ModelShape
-from ftbench.estimate.shapes import read_config, shape_of
+from ftbench.estimate.shapes import shape_of
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.spec.methods import PROJECTIONS
+from ftbench.spec.reading import read_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from ftbench.core.memory.share import STRATEGIES
 from ftbench.errors import SpecError
 from ftbench.estimate import duration_text, times, view
 from ftbench.estimate.memory import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
-from ftbench.estimate.shapes import read_config
 from ftbench.estimate.store import Store
 from ftbench.spec.base import nearest
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
+from ftbench.spec.reading import read_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from ftbench.estimate.command import listed
 from ftbench.estimate.duration import epochs_samples
 from ftbench.estimate.duration_text import MOST_SAMPLES
 from ftbench.estimate.recommend import OBJECTIVES, Found, Objective, Wanted, recommend
-from ftbench.estimate.shapes import read_config
 from ftbench.estimate.store import Store
 from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.methods import METHODS
 from ftbench.spec.prices import Prices, load_prices
+from ftbench.spec.reading import read_config
 
 MOST_BATCH = 65_536
 

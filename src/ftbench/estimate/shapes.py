@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from ftbench.core.architectures import architectures
 from ftbench.core.memory.model import ModelShape, model_shape
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Model
+from ftbench.spec.reading import read_config
 
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
@@ -33,15 +33,3 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
 @cache
 def _known(name: str) -> ModelShape:
     return model_shape(architectures()[name])
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A config.json, or the one of a model's directory. Raises SpecError for what is none."""
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(found, dict) or "model_type" not in found:
-        raise SpecError(f"{path}: has no model_type, so it is no model's config.json")
-    return found

@@ -1,7 +1,9 @@
-"""A YAML file → plain data, for text that nobody vouches for: no tags, no alias bombs, no giants, no duplicate keys."""
+"""A YAML file → plain data, for text that nobody vouches for: no tags, no alias bombs, no giants, no duplicate keys;
+and a model's config.json."""
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Sequence
 from functools import lru_cache
@@ -184,3 +186,15 @@ def _reason(error: yaml.YAMLError) -> str:
 
 def _kind(value: Any) -> str:
     return {list: "a list", str: "a text", type(None): "nothing"}.get(type(value), f"a {type(value).__name__}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json, or the one of a model's directory. Raises SpecError for what is none."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise SpecError(f"{path}: has no model_type, so it is no model's config.json")
+    return found

@@ -25,7 +25,8 @@ from ftbench.sweep.jobs import Job, command, short
 from ftbench.sweep.journal import JOURNAL, Journal, locked
 from ftbench.sweep.loop import Sweep
 from ftbench.sweep.places import Place, local_places
-from ftbench.sweep.plan import Family, Grid, Options, Plan, Search, jobs_of, trial_of
+from ftbench.sweep.plan import Grid, Options, Plan, jobs_of
+from ftbench.sweep.search import Family, Search, trial_of
 from ftbench.sweep.table import Tables
 
 _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")

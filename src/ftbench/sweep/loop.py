@@ -26,7 +26,8 @@ from ftbench.sweep import view
 from ftbench.sweep.jobs import FAILED, Job
 from ftbench.sweep.journal import Journal
 from ftbench.sweep.places import Place, Watch
-from ftbench.sweep.plan import Plan, Search
+from ftbench.sweep.plan import Plan
+from ftbench.sweep.search import Search
 from ftbench.sweep.table import TERMINAL_ROWS, Tables
 
 BOARD = "sweep.json"

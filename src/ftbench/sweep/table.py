@@ -16,7 +16,8 @@ from ftbench.report.collect import frame_of, summary_of
 from ftbench.report.tables import Table
 from ftbench.summary import optimizations_on
 from ftbench.sweep.jobs import Job, Standing, short
-from ftbench.sweep.plan import Plan, Search
+from ftbench.sweep.plan import Plan
+from ftbench.sweep.search import Search
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -28,6 +28,7 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.machine import cache_dir
 from ftbench.spec.combinations import GPT_OSS
 from ftbench.spec.experiment import Model
+from ftbench.spec.reading import read_config
 from ftbench.worker import mxfp4
 from ftbench.worker.tokenizer import save_tokenizer
 
@@ -87,17 +88,7 @@ def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: 
 
 def _shape(model: Model) -> dict[str, Any]:
     """The configuration as plain data: of the table, or of the user's config.json."""
-    if not model.path:
-        return architectures()[model.id]
-    path = Path(model.path)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        shape = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpecError(f"model.path: {path}: cannot be read as JSON ({error})") from None
-    if not isinstance(shape, dict) or "model_type" not in shape:
-        raise SpecError(f"model.path: {path}: has no model_type, so it is no model's config.json")
-    return shape
+    return read_config(Path(model.path)) if model.path else architectures()[model.id]
 
 
 def configuration(model: Model) -> Any:
