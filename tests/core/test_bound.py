@@ -34,6 +34,10 @@ def test_the_verdict_names_what_the_gpu_waits_for(columns, products, verdict):
     assert "%" in found.why
 
 
+def test_a_share_that_is_no_number_is_left_out():
+    assert bound(window(gpu_busy=[float("nan"), *[0.98] * 9]), True, 0.5).gpu_busy == pytest.approx(0.98)
+
+
 def test_a_wait_that_the_gpu_works_through_costs_nothing():
     assert bound(window(gpu_busy=0.98, data_time_s=0.2), True, 0.5).verdict == "compute-bound"
 

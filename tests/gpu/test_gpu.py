@@ -86,16 +86,18 @@ def train(tmp_path_factory):
 @pytest.fixture(scope="session")
 def run(request, train):
     """Each list of changes once, several at a time on the same GPU: for everything but speed."""
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        begun = {sets: pool.submit(train, *sets) for item in request.session.items for sets in needed(item)}
+    pool = ThreadPoolExecutor(SIDE_BY_SIDE)
+    asked = dict.fromkeys(sets for item in request.session.items for sets in needed(item))
+    begun = {sets: pool.submit(train, *sets) for sets in asked}
 
-        def once(*sets: str) -> tuple[int, dict]:
-            if sets not in begun:
-                begun[sets] = pool.submit(train, *sets)
-            return begun[sets].result()
+    def once(*sets: str) -> tuple[int, dict]:
+        if sets not in begun:
+            begun[sets] = pool.submit(train, *sets)
+        return begun[sets].result()
 
-        once.rest = lambda: wait(begun.values())
-        yield once
+    once.rest = lambda: wait(begun.values())
+    yield once
+    pool.shutdown(cancel_futures=True)
 
 
 def needed(item: pytest.Item) -> list[tuple[str, ...]]:

@@ -164,6 +164,18 @@ def test_gpm_counters_are_taken_where_there_are_some(watched):
     assert (step["tensor_busy"], step["memory_busy"]) == (0.5, None)
 
 
+def test_counters_that_did_not_move_are_no_share(watched):
+    nvml = sampling(lambda t: 0, supported=True)
+    told = nvml.nvmlGpmMetricsGet
+
+    def stands_still(asked):
+        told(asked)
+        asked.metrics[0].value = float("nan") if asked.sample2.at == 1.5 else asked.metrics[0].value
+
+    nvml.nvmlGpmMetricsGet = stands_still
+    assert watched(nvml).over(1.0, 2.0)["gpu_busy"] == pytest.approx(0.20)
+
+
 def test_a_driver_without_either_leaves_the_share_unknown(sampled):
     found = sampled()
     assert found.busy_method is None

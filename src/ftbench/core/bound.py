@@ -6,6 +6,7 @@ and what is not known is None.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -98,7 +99,10 @@ def _busy(found: Bound) -> tuple[str | None, str]:
 
 def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
     """The mean over the window's time of a step's share, or (`of_time`) of its seconds."""
-    pairs = [(row.step_time_s or 0.0, value) for row, value in zip(steady, values, strict=True) if value is not None]
+    told = [
+        (row, value) for row, value in zip(steady, values, strict=True) if value is not None and math.isfinite(value)
+    ]
+    pairs = [(row.step_time_s or 0.0, value) for row, value in told]
     seconds = sum(time for time, _ in pairs)
     return sum(value * (1.0 if of_time else time) for time, value in pairs) / seconds if seconds > 0 else None
 

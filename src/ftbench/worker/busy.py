@@ -7,6 +7,7 @@ that nvidia-smi shows: the share of each sampling period in which a kernel ran.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,10 +78,11 @@ class BusyMeter:
             asked.metrics[place].metricId = metric
         nvml.nvmlGpmMetricsGet(asked)
         self._before, self._spare = self._spare, self._before
+        told = [asked.metrics[place] for place in range(len(self._metrics))]
         shares = {
-            name: asked.metrics[place].value / 100 if asked.metrics[place].nvmlReturn == nvml.NVML_SUCCESS else None
-            for place, name in enumerate(self._metrics)
-        }
+            name: each.value / 100 if each.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(each.value) else None
+            for name, each in zip(self._metrics, told, strict=True)
+        }  # not a number where the counters did not move between the two samples
         return [Interval(begin, self._begin, **shares)]
 
     def _start_samples(self) -> None:
