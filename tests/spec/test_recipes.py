@@ -16,7 +16,7 @@ H200 = (9, 0)
 MODEL = "model: {id: Qwen/Qwen3-8B, weights: random}\n"
 IS_FOR = {
     "plain": ("lora", "qlora", "full", "unsloth"),
-    "fastest": ("lora", "qlora", "full"),
+    "fastest": ("lora", "qlora"),
     "fastest-fp8": ("lora",),
     "smallest": ("qlora", "lora"),
 }

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from conftest import TINY, spec_of, train_in
 from ftbench import rundir
+from ftbench.errors import SpecError
 from ftbench.rundir import read_json
 from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
@@ -124,7 +125,7 @@ def varlen_collator(**optimizations) -> Collator:
     values = spec_of(optimizations={"packing": True, **optimizations}).model_dump()
     values["optimizations"] |= {"attention": "varlen"}
     values["train"] |= {"precision": "bf16"}
-    return Collator(Experiment.model_validate(values), 0, 64, 6, lambda count: None)
+    return Collator(Experiment.model_validate(values), 0, 64, 8, lambda count: None)
 
 
 def test_bounds_of_a_fixed_shape_are_as_many_in_every_batch():
@@ -132,7 +133,7 @@ def test_bounds_of_a_fixed_shape_are_as_many_in_every_batch():
     for rows in ([[5, 4], [9]], [[20, 20, 20], [10, 10, 10]], [[3], [2]], [[64], [64]]):
         batch = made([row(*(sample(length, length) for length in lengths)) for lengths in rows])
         bounds = batch["cu_seq_lens_q"]
-        assert bounds.shape == (6 + 2 + 1,)
+        assert bounds.shape == (8 + 1,)
         assert bounds[0] == 0
         assert bounds[-1] == 128
         assert (bounds.diff() >= 0).all()
@@ -175,6 +176,25 @@ def test_attention_by_boundaries_keeps_neighbours_apart(by_boundaries):
         with torch.no_grad():
             results.append(by_boundaries(**batch, use_cache=False).logits[0])
     torch.testing.assert_close(results[0][9:26], results[1], atol=0.02, rtol=0.02)  # the kernel's inputs are bfloat16
+
+
+def test_samples_that_are_all_as_long_as_the_longest_are_rows(by_boundaries, monkeypatch):
+    batch = varlen_collator()([row(sample(64, 1)), row(sample(64, 2)), row(sample(64, 3))])
+    del batch["labels"]
+    with torch.no_grad():
+        apart = by_boundaries(**batch | {"max_length_q": 65}, use_cache=False).logits
+        monkeypatch.setattr(torch.ops.ftbench_test, "varlen", None)  # is not asked
+        rows = by_boundaries(**batch, use_cache=False).logits
+    torch.testing.assert_close(rows, apart, atol=0.02, rtol=0.02)  # the kernel's inputs are bfloat16
+
+
+def test_a_window_shorter_than_the_rows_is_kept(by_boundaries):
+    query = torch.randn(1, 2, 128, 8)
+    bounds = torch.tensor([0, 64, 128], dtype=torch.int32)
+    function = AttentionInterface()["varlen_on_cpu"]
+    with pytest.raises(SpecError, match="sliding window"):  # the kernel behind it knows none
+        function(None, query, query, query, None, cu_seq_lens_q=bounds, max_length_q=64, sliding_window=32)
+    function(None, query, query, query, None, cu_seq_lens_q=bounds, max_length_q=64, sliding_window=64)
 
 
 def test_a_fixed_shape_compiles_one_graph(by_boundaries):

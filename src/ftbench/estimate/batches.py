@@ -19,11 +19,12 @@ DRAWN = 20_000  # samples whose lengths are drawn one by one; of more the longes
 @dataclass(frozen=True, slots=True)
 class Largest:
     """The batch that is expected to be the largest, and the largest that can be. `padded` says that it holds padding,
-    or several samples in a row; `basis` where the lengths come from."""
+    or several samples in a row, `whole` that each has max_length tokens; `basis` where the lengths come from."""
 
     expected: Batch
     most: Batch
     padded: bool
+    whole: bool
     basis: str
 
 
@@ -72,7 +73,8 @@ def _largest(dataset: Dataset, layout: _Layout) -> Largest:
         most = Batch(1, rows * longest, rows * longest - rows) if flat else Batch(rows, longest, rows * (longest - 1))
     even = lengths is not None and min(lengths) == max(lengths)
     alone = found.rows == 1 and not flat and not layout.fixed
-    return Largest(found, most, not (even and not flat) and not alone, basis)
+    whole = lengths is not None and min(lengths) == dataset.max_length
+    return Largest(found, most, not (even and not flat) and not alone, whole, basis)
 
 
 def sample_lengths(dataset: Dataset) -> tuple[list[int] | None, str]:

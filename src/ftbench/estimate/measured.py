@@ -104,7 +104,9 @@ def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
     batch = Batch(count, -(-positions // count), labels)
     several = flat and (row.samples or 1) > 1
     padded = several or any((row.padded_tokens or 0) > (row.real_tokens or 0) for row in rows)
-    return batches.Largest(batch, batch, padded, "as the run had it")
+    most = spec.dataset.max_length
+    whole = all(row.real_tokens == row.padded_tokens == (row.samples or 0) * most for row in rows)
+    return batches.Largest(batch, batch, padded, whole, "as the run had it")
 
 
 def facts(run: Measured) -> dict[str, Any]:

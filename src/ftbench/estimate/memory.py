@@ -10,7 +10,7 @@ from ftbench.core.hardware import Gpu
 from ftbench.core.memory import loss
 from ftbench.core.memory.model import ModelShape
 from ftbench.core.memory.phases import Plan, peak, phases
-from ftbench.core.memory.recipe import Batch
+from ftbench.core.memory.recipe import Batch, Recipe
 from ftbench.core.memory.weights import paged_state, trained
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
@@ -83,12 +83,13 @@ def estimate_memory(
     model = shape_of(spec.model, config)
     found = batch or batches.largest(spec)
     fitted = known or constants()
-    expected = _plan(spec, model, found.expected, found.padded, capability, gpus, strategy)
+    recipe = recipe_of(spec, model, found.padded, found.whole)
+    expected = _plan(spec, model, recipe, found.expected, capability, gpus, strategy)
     try:
         named = phases(expected)
         most = named
         if found.most != found.expected:
-            most = phases(_plan(spec, model, found.most, found.padded, capability, gpus, strategy))
+            most = phases(_plan(spec, model, recipe, found.most, capability, gpus, strategy))
     except ValueError as error:
         raise SpecError(str(error)) from None
     return _estimate(expected, named, most, room, fitted, found, _varies(spec, found))
@@ -97,8 +98,8 @@ def estimate_memory(
 def _plan(
     spec: Experiment,
     model: ModelShape,
+    recipe: Recipe,
     batch: Batch,
-    padded: bool,
     capability: tuple[int, int],
     gpus: int,
     strategy: str,
@@ -107,7 +108,7 @@ def _plan(
     an eighth before (torch, CUDABlas.cpp, getChosenWorkspaceSize)."""
     workspace = 2 * (32 if capability >= HOPPER else 8.125) * MIB
     accumulates = spec.train.gradient_accumulation_steps > 1
-    return Plan(model, recipe_of(spec, model, padded), batch, accumulates, gpus, strategy, workspace)
+    return Plan(model, recipe, batch, accumulates, gpus, strategy, workspace)
 
 
 def _varies(spec: Experiment, found: batches.Largest) -> bool:
@@ -191,7 +192,9 @@ def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: batches.Largest | 
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
     found = batch or batches.largest(spec)
-    plan = _plan(spec, shape_of(spec.model), found.expected, found.padded, capability, 1, "none")
+    model = shape_of(spec.model)
+    recipe = recipe_of(spec, model, found.padded, found.whole)
+    plan = _plan(spec, model, recipe, found.expected, capability, 1, "none")
     return slack_basis(plan, phases(plan), _varies(spec, found))
 
 

@@ -14,8 +14,9 @@ _PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
 _MLP = frozenset(("gate", "up", "down"))
 
 
-def recipe_of(spec: Experiment, model: ModelShape, padded: bool) -> Recipe:
-    """The recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples."""
+def recipe_of(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Recipe:
+    """The recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples, `whole`
+    that every sample has max_length tokens."""
     method, on = spec.method, spec.optimizations
     weight = _BYTES[spec.model.dtype]
     autocast = spec.train.precision != "fp32"
@@ -37,7 +38,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool) -> Recipe:
         optimizer=spec.train.optimizer,
         checkpointing=_checkpointing(spec),
         offload=on.activation_offload,
-        attention=_attention(spec, model, padded),
+        attention=_attention(spec, model, padded, whole),
         loss=_loss(spec),
         liger=on.liger,
         compiled=bool(on.compile),
@@ -92,11 +93,13 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
     return "full" if asked else "off"
 
 
-def _attention(spec: Experiment, model: ModelShape, padded: bool) -> Attention:
+def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Attention:
     asked = spec.optimizations.attention
     if asked == "auto":
         asked = "eager" if model.family == "gpt_oss" else "sdpa"  # transformers has no sdpa for attention sinks
-    if asked in ("eager", "varlen"):
+    if asked == "varlen":
+        return "sdpa" if whole else asked  # worker/optimizations/attention.py, `_by_rows`
+    if asked == "eager":
         return asked
     if asked in ("sdpa", "cudnn"):
         return "masked" if padded and spec.method.name != "unsloth" else "sdpa"

@@ -97,7 +97,7 @@ class Trainer(SFTTrainer):
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, recorder: Any) -> Trainer:
     """The trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every method
     sees the same tokens in the same order."""
-    most = data.most_samples(spec.train.batch_size)
+    most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
     collator = Collator(
         spec, tokenizer.pad_token_id or 0, data.longest, most, lambda count: recorder.batches.append(count)
     )

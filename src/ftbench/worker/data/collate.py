@@ -21,8 +21,8 @@ class Collator:
     def __init__(
         self, spec: Experiment, pad_token_id: int, longest: int, most: int, sink: Callable[[BatchCount], None]
     ) -> None:
-        """`longest` is the length in tokens that `fixed_shape` pads a row to, `most` the samples of the fullest
-        batch."""
+        """`longest` is the length in tokens that `fixed_shape` pads a row to, `most` the samples of the fullest batch
+        with what fills its rows up."""
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
         self._fixed = longest if on.fixed_shape else None
@@ -82,7 +82,7 @@ class Collator:
             "position_ids": np.concatenate([np.arange(length) for length in lengths])[None],
         }
         if self._boundaries:
-            bounds = self._bounds(starts, rows)
+            bounds = self._bounds(starts)
             longest = max(self._max_length, *lengths)  # the same in every batch: a compiled graph is made for its value
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             batch |= {"max_length_q": longest, "max_length_k": longest}
@@ -94,10 +94,10 @@ class Collator:
         cuts = range(self._max_length, length, self._max_length)
         return [(part, np.full_like(part, IGNORE)) for part in np.split(ids, cuts) if len(part)]
 
-    def _bounds(self, starts: np.ndarray, rows: int) -> np.ndarray:
+    def _bounds(self, starts: np.ndarray) -> np.ndarray:
         """Where the samples begin and the last one ends. With a fixed shape there are as many bounds in every batch:
         what follows the last sample is empty."""
-        missing = self._most + rows + 1 - len(starts) if self._fixed else 0
+        missing = self._most + 1 - len(starts) if self._fixed else 0
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
     def proof(self, spec: Experiment) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from ftbench.worker.data.sources import Rows, open_rows
 from ftbench.worker.data.tokens import IGNORE, Tokens, tokenise
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prepared:
     """Rows in the order they are trained on, those set aside for evaluation, and `description`: the `dataset` section
     of the summary. `longest` is the length in tokens of the longest row."""
@@ -31,17 +33,22 @@ class Prepared:
     description: dict[str, Any]
     warnings: list[str]
 
-    @property
+    @cached_property
     def longest(self) -> int:
-        return max(sum(len(sample.ids) for sample in row) for row in (*self.train, *self.evaluation))
+        return max(_total([row]) for row in (*self.train, *self.evaluation))
 
-    def most_samples(self, batch_size: int) -> int:
-        """How many samples the fullest batch of `batch_size` rows holds."""
-        counts = [len(row) for row in self.train]
-        evaluated = [len(row) for row in self.evaluation]
+    def most_parts(self, batch_size: int, max_length: int) -> int:
+        """How many samples the fullest batch of `batch_size` rows holds, with those that fill its rows up, none of them
+        longer than `max_length`."""
         return max(
-            sum(rows[at : at + batch_size]) for rows in (counts, evaluated) for at in range(0, len(rows), batch_size)
+            sum(map(len, batch)) + math.ceil((len(batch) * self.longest - _total(batch)) / max_length)
+            for rows in (self.train, self.evaluation)
+            for batch in (rows[at : at + batch_size] for at in range(0, len(rows), batch_size))
         )
+
+
+def _total(rows: Sequence[Row]) -> int:
+    return sum(len(sample.ids) for row in rows for sample in row)
 
 
 def prepare(spec: Experiment, tokenizer: Any, vocab_size: int) -> Prepared:
