@@ -189,7 +189,8 @@ def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, s
         else:
             starts = range(0, out.numel(), _CHUNK)
             pieces += [(f"{seed}/{name}/{start}", out.view(-1)[start : start + _CHUNK]) for start in starts]
-    list(pool.map(lambda piece: _normal(*piece, std), pieces))
+    for future in [pool.submit(_normal, name, piece, std) for name, piece in pieces]:
+        future.result()
     return made
 
 
