@@ -1,6 +1,5 @@
 """On a GPU: what a run waits for, from the driver's counters, held against the profiler. About two minutes, most of it
-Qwen3-8B with compiled layers; as peft trains it, it is the memory that an H200 waits for: `pytest tests/gpu/test_waits.py`.
-"""
+Qwen3-8B with compiled layers (as peft trains it an H200 waits for memory): `pytest tests/gpu/test_waits.py`."""
 
 from __future__ import annotations
 
