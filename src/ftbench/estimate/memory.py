@@ -113,7 +113,8 @@ def _plan(
 
 def _varies(spec: Experiment, found: batches.Largest) -> bool:
     """Whether batches differ in shape, so that the pool holds blocks of many sizes."""
-    return found.padded and not spec.optimizations.fixed_shape and not spec.optimizations.packing
+    steady = found.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
+    return found.padded and not steady
 
 
 def _estimate(

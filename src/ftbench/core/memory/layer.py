@@ -36,6 +36,14 @@ def head_norms(model: ModelShape, recipe: Recipe) -> float:
     return (FLOAT + (recipe.product if recipe.full else 0)) * width + scales
 
 
+def saved_twice(model: ModelShape, recipe: Recipe) -> float:
+    """What two operations of an eager norm save, its input in float32: trl's offloading moves what is saved first and
+    keeps on the GPU what is saved again (activation_offloading.py, the deduplication of storages)."""
+    if recipe.liger or recipe.unsloth or recipe.compiled:
+        return 0.0
+    return FLOAT * (2 * model.hidden + (model.query + model.key if model.qk_norm else 0))
+
+
 def adapter_input(recipe: Recipe, name: str, width: int) -> float:
     """What the adapters of one matrix save: their input, cast to the type of the product, and r numbers between the two
     matrices. peft casts the input to the adapters' type and autocast casts it back, so each matrix saves a copy of its

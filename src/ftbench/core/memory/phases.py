@@ -57,6 +57,8 @@ def phases(plan: Plan) -> dict[str, Parts]:
     if recipe.checkpointing == "offload":  # one on its way out or in use, and the next
         remade = min(2, remade)
     acts, marks = kept * one - _unsaved(model, recipe, batch), remade * inputs
+    if recipe.offload:
+        acts += (model.layers - 1) * layer.saved_twice(model, recipe) * batch.tokens
     hump = layer.hump(model, recipe, batch)
     cast = autocast_weights(model, recipe)
     again = one - _shared_input(model, recipe, batch) if not kept else 0.0
