@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
+from methods import METHODS, SHARED
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 
@@ -24,47 +25,6 @@ dataset: {name: synthetic, samples: 96, length: 512, max_length: 512}
 train: {batch_size: 4}
 """
 SIDE_BY_SIDE = max(1, min(6, (os.cpu_count() or 1) // 3))
-METHODS = {
-    "lora": (),
-    "qlora": ("method=qlora",),
-    "full": ("method=full",),
-    "checkpointing": ("optimizations.gradient_checkpointing=on",),
-    "qlora-checkpointing": ("method=qlora", "optimizations.gradient_checkpointing=on"),
-    "compile": ("optimizations.compile=on",),
-    "fp8": ("optimizations.compile=on", "optimizations.fp8=tensorwise"),
-    "fp8-rowwise": ("optimizations.compile=on", "optimizations.fp8=rowwise"),
-    "fused-lora": ("optimizations.fused_lora=on",),
-    "fused-lora-compile": ("optimizations.fused_lora=on", "optimizations.compile=on", "optimizations.chunked_loss=on"),
-    "fused-lora-dynamic": ("optimizations.fused_lora=on", "optimizations.compile=dynamic"),
-    "fused-lora-qlora": ("method=qlora", "optimizations.fused_lora=on", "optimizations.gradient_checkpointing=on"),
-    "fused-lora-fp8": ("optimizations.fused_lora=on", "optimizations.compile=on", "optimizations.fp8=tensorwise"),
-    "cudnn": ("optimizations.attention=cudnn",),
-    "cudnn-compile": ("optimizations.attention=cudnn", "optimizations.compile=on"),
-    "eager": ("optimizations.attention=eager",),
-    "fused": ("train.optimizer=adamw_torch_fused",),
-    "paged-8bit": ("train.optimizer=paged_adamw_8bit",),
-    "unsloth": ("method=unsloth",),
-    "unsloth-lora": ("method={name: unsloth, load_in_4bit: off, use_gradient_checkpointing: off}",),
-    "chunked-loss": ("optimizations.chunked_loss=on",),
-    "liger": ("optimizations.liger=on",),
-    "compile-dynamic": ("optimizations.compile=dynamic", "optimizations.chunked_loss=on"),
-    "selective": ("optimizations.gradient_checkpointing=selective",),
-    "offload": ("optimizations.activation_offload=on",),
-    "checkpoint-offload": ("optimizations.gradient_checkpointing=offload",),
-    "qlora-16-bit": ("method={name: qlora, upcast: off}", "optimizations.gradient_checkpointing=on"),
-    "small-chunks": ("optimizations.chunked_loss=256",),
-    "recipe-fastest": ("recipe=fastest",),
-    "recipe-fastest-fp8": ("recipe=fastest-fp8",),
-    "recipe-smallest": ("recipe=smallest",),
-    "padding-free": ("optimizations.padding_free=on",),
-    "varlen": ("optimizations.padding_free=on", "optimizations.attention=varlen"),
-    "flex": ("optimizations.padding_free=on", "optimizations.attention=flex_attention"),
-    "packing": ("optimizations.packing=on", "optimizations.attention=varlen"),
-    "gpt-oss": ("model=tiny/gpt-oss", "method.experts=on"),
-    "gpt-oss-mxfp4": ("model=tiny/gpt-oss", "method={name: qlora, quant_type: mxfp4, experts: on}"),
-    "gpt-oss-unsloth": ("model=tiny/gpt-oss", "method=unsloth"),
-}
-SHARED = "measure.share_gpu=on"
 ASKED = "measure.generate={prompts: [{id: a, prompt: 東京は}, {id: b, prompt: Why does ice float}], max_new_tokens: 24}"
 LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02}
 
@@ -150,6 +110,21 @@ def test_an_optimization_learns_what_plain_lora_learns(run, name):
     plain, other = run()[1]["summary"], run(*METHODS[name])[1]["summary"]
     assert plain["dataset"]["order_hash"] == other["dataset"]["order_hash"]
     assert other["loss"]["last"] == pytest.approx(plain["loss"]["last"], rel=LOSS_TOLERANCE.get(name, 0.005))
+
+
+GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", GOLDEN["methods"])
+def test_it_is_as_it_was_on_the_same_gpu(run, name):
+    """golden.json says by which machine and commit it was made; `scripts/golden` makes it."""
+    if torch.cuda.get_device_name() != GOLDEN["gpu"]:
+        pytest.skip(f"the golden runs were made on {GOLDEN['gpu']}")
+    summary, golden = run(*METHODS[name])[1]["summary"], GOLDEN["methods"][name]
+    for place in ("first", "last"):
+        assert summary["loss"][place] == pytest.approx(golden[f"loss_{place}"], rel=LOSS_TOLERANCE.get(name, 0.001))
+    assert summary["memory_gb"]["allocated_peak"] == pytest.approx(golden["allocated_peak_gb"], rel=0.01)
+    assert summary["parameters"]["trainable"] == golden["trainable"]
 
 
 def test_checkpointing_saves_memory(run):
