@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from ftbench.errors import SpecError
 from ftbench.report import compare_table, layout
 from ftbench.report.cells import cells_of, runs_of
 from ftbench.report.collect import collect
+from ftbench.report.command import Request, report
 from ftbench.report.compare import compare
 from ftbench.rundir import RunDir
 from ftbench.spec.load import recipe
@@ -494,3 +496,11 @@ def test_an_unknown_axis_raises(tmp_path):
     make_run(tmp_path, "a")
     with pytest.raises(SpecError, match="no run has such a key"):
         compared(tmp_path, "nothing.at.all")
+
+
+def test_unsloth_is_a_recipe_of_its_own_beside_plain():
+    found = json.loads(report(Request([Path("results/h200/recipes/full")], "json", compare="recipe")).text)
+    rows = {row["value"]: row for row in found["comparison"]["records"]}
+    assert {"plain", "fastest", "smallest", "unsloth 16 bit", "unsloth 4 bit"} <= set(rows)
+    assert rows["unsloth 16 bit"]["baseline_run_ids"] == rows["plain"]["run_ids"]
+    assert {row["loss_parity"] for row in rows.values() if row["value"] != "plain"} == {"within"}

@@ -36,7 +36,7 @@ def table(found: Comparison) -> Table:
     """A row for each cell, the baseline's before those held against it. What all cells share stands in the title;
     what keeps a pair from being the same recipe stands in the numbered notes."""
     keys = _columns(found)
-    shared = {_name(key): _place(key, found.cells[0]) for key in _CONTEXT if key not in keys and key != found.axis}
+    shared = {_name(key): _place(key, found.cells[0]) for key in _CONTEXT if key not in keys and _is_shared(found, key)}
     pairs = {id(pair.cell): pair for pair in found.pairs}
     cells = [cell for cell in _ordered(found) if id(cell) in pairs or found.place(cell) == found.baseline]
     lists = _lists(found)
@@ -73,6 +73,10 @@ def _columns(found: Comparison) -> list[str]:
     varying = [key for key in candidates if len({_place(key, cell) for cell in found.cells}) > 1]
     told = [key for key in (*varying, *more) if not on_axis(found.axis, key) and not _of_axis(found, key)]
     return told[:MOST_AXES]
+
+
+def _is_shared(found: Comparison, key: str) -> bool:
+    return key != found.axis and len({_place(key, cell) for cell in found.cells}) == 1
 
 
 def _of_axis(found: Comparison, key: str) -> bool:

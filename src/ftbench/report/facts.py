@@ -158,7 +158,7 @@ NO_OPTIMIZATION = "none"
 
 def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
     """The place of a run on an axis; for `optimizations` all that are on, in words; for `recipe` the shipped one whose
-    keys the run has, however it came to them, else the words and the optimizer."""
+    keys the run has, however it came to them, else the words and the optimizer; unsloth is a recipe of its own."""
     if axis == RECIPE:
         return _recipe(facts)
     if axis != OPTIMIZATIONS:
@@ -172,12 +172,24 @@ def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
 
 
 def _recipe(facts: Mapping[str, str]) -> str:
+    unsloth = facts.get("method.name") == "unsloth"
     for name, keys in _recipes().items():
-        if all(facts.get(key) == text for key, text in keys.items()):
+        if not unsloth and all(facts.get(key) == text for key, text in keys.items()):
             return name
     optimizer = facts.get("train.optimizer", "adamw_torch")
-    told = [value_at(OPTIMIZATIONS, facts), *([optimizer] if optimizer != "adamw_torch" else [])]
+    told = [
+        *(_unsloth(facts) if unsloth else []),
+        value_at(OPTIMIZATIONS, facts),
+        "" if optimizer == "adamw_torch" else optimizer,
+    ]
     return " + ".join(part for part in told if part and part != NO_OPTIMIZATION) or NO_OPTIMIZATION
+
+
+def _unsloth(facts: Mapping[str, str]) -> list[str]:
+    """unsloth, in how many bits, and whether with its own checkpointing."""
+    bits = "4 bit" if facts.get("method.load_in_4bit") == "on" else "16 bit"
+    kept = facts.get("method.use_gradient_checkpointing", "unsloth")
+    return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"])]
 
 
 @cache
