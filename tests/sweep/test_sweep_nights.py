@@ -603,7 +603,7 @@ WRONG = [
     ({"axes": {"train.batch_size": [1, 2]}, "zip": [["train.batch_size", "method"]]}, [], [], 2, "no axis"),
     ({"axes": {"train.batch_size": [1]}, "exclude": [{"train.batch_size": 1}]}, [], [], 2, "leaves no cell"),
     ({"axes": {"launch.mock": ["ok", "off"]}}, [], [], 2, "a mock as a whole or not at all"),
-    ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--until-oom"], 2, "needs a GPU"),
+    ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--until-oom"], 3, "needs a GPU"),
     ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--gpus", "0,1"], 3, "no such GPU"),
 ]  # fmt: skip
 

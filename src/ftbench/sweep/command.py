@@ -12,7 +12,7 @@ from typing import Any
 
 from ftbench import runner
 from ftbench.core.units import gibibytes, seconds
-from ftbench.errors import SpecError
+from ftbench.errors import MissingError, SpecError
 from ftbench.estimate import here
 from ftbench.estimate.duration import SHEET, epochs_samples
 from ftbench.estimate.store import Store
@@ -131,7 +131,7 @@ def _grid(request: Request, found: Sequence[Cell], resolved: Resolved, refused: 
         jobs = budget.most_telling_first(jobs)
     reasons = {job: reason for job in jobs if (reason := refused(job.spec)) is not None}
     if len(reasons) == len(jobs):
-        raise SpecError(*dict.fromkeys(reasons.values()))
+        raise MissingError("\n".join(dict.fromkeys(reasons.values())))
     return Grid(jobs, reasons, options)
 
 
@@ -151,9 +151,9 @@ def _search(
             sets = (*request.sets, *replace(cell, values=values).sets)
             families.setdefault(identity.family(spec), Family(spec, sets, values, refused(spec)))
     if all(family.refused for family in families.values()):
-        raise SpecError(*dict.fromkeys(family.refused or "" for family in families.values()))
+        raise MissingError("\n".join(dict.fromkeys(family.refused or "" for family in families.values())))
     if options.gpu is None:
-        raise SpecError(
+        raise MissingError(
             "--until-oom needs a GPU: a CPU's memory ends in swapping, not in an answer (`--set launch.mock=oom` tries "
             "the search without one)"
         )
