@@ -45,7 +45,9 @@ def profile(
     from ftbench.report.card import card
 
     if diff is not None:
-        print(command.compared(diff, spec, as_json))
+        from ftbench.report.profile_diff import compared
+
+        print(compared(diff, spec, as_json))
         return
     result = trained(*command.request(spec, sets or [], steps, nsys), out)
     if as_json:

@@ -70,9 +70,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`options` meet every limit by what is expected, best first; what may miss the deadline comes last. Where none does,
-    `closest` fits a GPU and misses a limit by the least, and `missed` says which, or what comes closest to fitting.
-    `ruled_out` counts ways by the reason, of `weighed`."""
+    """`options` meet every limit by what is expected, best first; what may miss the deadline comes last. Where none
+    does, `closest` fits a GPU and misses a limit by the least, and `missed` says which, or what comes closest to
+    fitting. `ruled_out` counts ways by the reason, of `weighed`."""
 
     wanted: Wanted
     options: tuple[Option, ...]
