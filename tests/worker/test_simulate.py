@@ -198,6 +198,12 @@ def test_a_family_that_no_formula_knows_is_simulated_as_the_estimate_says(tmp_pa
     assert simulate_in_child(spec, gpu("NVIDIA H200")).peak_gb > 0
 
 
+def test_estimate_and_simulation_take_the_same_workspaces() -> None:
+    spec, blackwell = spec_of(), gpu("NVIDIA RTX PRO 6000 Blackwell Workstation Edition")
+    counted = estimate_memory(spec, blackwell).parts["workspace"]
+    assert simulate_in_child(spec, blackwell).parts_gb["workspace"] == pytest.approx(counted, abs=1e-4)
+
+
 def test_what_the_child_says_reaches_the_user_as_a_sentence(tmp_path: Path) -> None:
     spec = spec_of(model={"id": "tiny/llama", "weights": "pretrained", "path": str(tmp_path)})
     with pytest.raises(SpecError, match="model_type"):
