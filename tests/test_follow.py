@@ -5,7 +5,7 @@ import pytest
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.launch import follow
 from ftbench.launch.follow import COMPILE_S, START_S, STEP_S, Follower, Watchdog
-from ftbench.rundir import RunDir, StepsTail, StepsWriter, write_json
+from ftbench.rundir import WAITING, RunDir, StepsTail, StepsWriter, write_json
 from ftbench.spec.experiment import Experiment
 
 ROWS = [StepRow(step=i, phase="train", step_time_s=0.5, loss=2.0 - i / 10, throttle="名前") for i in range(1, 5)]
@@ -233,6 +233,18 @@ class Watched:
 @pytest.fixture
 def watched(run, clock):
     return lambda **more: Watched(run, clock, **more)
+
+
+def test_waiting_for_another_run_is_not_this_runs_time(watched):
+    run = watched(launch={"timeout_s": 60.0, "no_step_s": 30.0})
+    phase(run.run, "import", WAITING)
+    for _ in range(5):
+        run.clock.now += 25
+        assert run.look() is None
+    phase(run.run, "import", WAITING, "load")
+    assert run.look() is None
+    run.clock.now += 31
+    assert run.look().state == "timeout"
 
 
 def test_before_the_third_step_a_run_may_take_long(watched):

@@ -21,8 +21,9 @@ def window(times=(0.5,) * 10, **columns):
     [
         ({"gpu_busy": 0.99, "data_time_s": 0.01}, 0.55, "compute-bound"),
         ({"gpu_busy": 0.99, "data_time_s": 0.01}, 0.12, "memory-bound"),
-        ({"gpu_busy": 0.99, "memory_busy": 0.6}, 0.45, "memory-bound"),
-        ({"gpu_busy": 0.99, "memory_busy": 0.1}, 0.25, "compute-bound"),
+        ({"gpu_busy": 0.99, "tensor_busy": 0.5, "memory_busy": 0.6}, 0.45, "memory-bound"),
+        ({"gpu_busy": 0.98, "tensor_busy": 0.34, "memory_busy": 0.30}, 0.30, "compute-bound"),  # plain LoRA of 8B, H200
+        ({"gpu_busy": 0.99, "tensor_busy": 0.0, "memory_busy": 0.3}, 0.6, "compute-bound"),  # in fp32
         ({"gpu_busy": 0.40, "data_time_s": 0.01}, 0.05, "launch-bound"),
         ({"gpu_busy": 0.40, "data_time_s": 0.20}, 0.05, "data-bound"),
         ({"gpu_busy": 0.97, "throttle": "sw_thermal|sw_power_cap"}, 0.5, "thermally limited"),

@@ -128,6 +128,16 @@ def varlen_collator(**optimizations) -> Collator:
     return Collator(Experiment.model_validate(values), 0, 64, 8, lambda count: None)
 
 
+def test_the_last_batch_of_a_fixed_shape_is_as_wide_as_the_others():
+    counts = []
+    made = Collator(
+        spec_of(optimizations={"packing": True, "fixed_shape": True}, train={"batch_size": 2}), 0, 64, 8, counts.append
+    )
+    shapes = {made(rows)["input_ids"].shape for rows in ([row(sample(64, 1)), row(sample(50, 2))], [row(sample(3, 3))])}
+    assert shapes == {(1, 128)}
+    assert [(count.real, count.padded, count.samples) for count in counts] == [(114, 128, 2), (3, 128, 1)]
+
+
 def test_bounds_of_a_fixed_shape_are_as_many_in_every_batch():
     made = varlen_collator(fixed_shape=True)
     for rows in ([[5, 4], [9]], [[20, 20, 20], [10, 10, 10]], [[3], [2]], [[64], [64]]):

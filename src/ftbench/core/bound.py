@@ -17,7 +17,7 @@ from ftbench.core.stats import total
 DATA_BOUND = 0.10  # share of the steady window spent waiting for batches
 BUSY = 0.90  # a GPU that works less than this waits for somebody
 # Products that at the measured rate would take this share of the time are what the time goes into; with less, it goes
-# into moving numbers about. Where the driver tells the memory's share, the larger of the two decides instead.
+# into moving numbers about. Where the driver tells how busy tensor cores and memory were, the busier one decides.
 COMPUTE_BOUND = 1 / 3
 THROTTLED = 0.5  # share of the steady window under a limit
 THERMAL = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
@@ -88,13 +88,15 @@ def _judge(found: Bound, on_gpu: bool) -> tuple[str | None, str]:
 def _busy(found: Bound) -> tuple[str | None, str]:
     """What a GPU that always works is busy with."""
     busy = f"the GPU worked {found.gpu_busy:.0%} of the time"
+    if found.tensor_busy is not None and found.memory_busy is not None:
+        multiplied = max(found.tensor_busy, found.products or 0.0)  # products in fp32 take no tensor cores
+        kind = "compute-bound" if multiplied >= found.memory_busy else "memory-bound"
+        memory = f"{found.memory_busy:.0%} of the memory's bandwidth was used"
+        return kind, f"{busy}, its tensor cores {found.tensor_busy:.0%}; {memory}"
     if found.products is None:
         return None, f"{busy}; how fast it could multiply is not known (`ftbench probe` measures it)"
     products = f"{busy}; its products alone, at the best rate known, take {found.products:.0%} of it"
-    if found.memory_busy is None:
-        return ("compute-bound" if found.products >= COMPUTE_BOUND else "memory-bound"), products
-    kind = "compute-bound" if found.products >= found.memory_busy else "memory-bound"
-    return kind, f"{products}, and {found.memory_busy:.0%} of the memory's bandwidth was used"
+    return ("compute-bound" if found.products >= COMPUTE_BOUND else "memory-bound"), products
 
 
 def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:

@@ -111,15 +111,17 @@ def _trained(layout: _Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
 def _shape(layout: _Layout, batch: Sequence[int], longest: int) -> Batch:
     labels = sum(batch) - len(batch)
     if layout.padding_free:
-        return Batch(1, sum(batch), labels)
+        return Batch(1, layout.size * longest if layout.fixed else sum(batch), labels)
     return Batch(len(batch), longest if layout.fixed else max(batch), labels)
 
 
 def _packed(dataset: Dataset, layout: _Layout, lengths: Sequence[int] | None) -> Batch:
-    """Rows filled to max_length, laid end to end; fewer where the data set is too small to fill them."""
+    """Rows filled to max_length, laid end to end; fewer where the data set is too small to fill them, which a fixed
+    shape fills with padding."""
     room = layout.size * dataset.max_length
     tokens = min(room, sum(lengths)) if lengths else room
-    return Batch(1, tokens, tokens - layout.size)
+    laid = layout.size * min(dataset.max_length, tokens) if layout.fixed else tokens
+    return Batch(1, laid, tokens - layout.size)
 
 
 def _unknown(dataset: Dataset, layout: _Layout) -> Batch:

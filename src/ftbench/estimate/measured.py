@@ -127,8 +127,13 @@ def facts(run: Measured) -> dict[str, Any]:
 
 
 def held_out(run: Measured) -> bool:
-    """Whether a run is never fitted to: a third of them, by the hash of the experiment, which nobody chooses."""
-    return int(identity.fingerprint(run.spec, run.gpu), 16) % 3 == 0
+    """Whether a run is never fitted to."""
+    return is_held_out(run.spec, run.gpu)
+
+
+def is_held_out(spec: Experiment, gpu: str | None) -> bool:
+    """A third of all experiments, by their hash, which nobody chooses."""
+    return int(identity.fingerprint(spec, gpu), 16) % 3 == 0
 
 
 def once(runs: Iterable[Measured]) -> list[Measured]:

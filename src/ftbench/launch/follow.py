@@ -8,7 +8,7 @@ from pathlib import Path
 from ftbench.core.rows import StepRow
 from ftbench.core.units import gibibytes, seconds
 from ftbench.launch.process import Stop
-from ftbench.rundir import RunDir, StepsTail, read_json
+from ftbench.rundir import WAITING, RunDir, StepsTail, read_json
 from ftbench.spec.experiment import Experiment
 
 START_S = 1800.0  # without any sign of life before the third step: weights are fetched, kernels compiled and tuned
@@ -79,6 +79,8 @@ class Watchdog:
 
     def check(self) -> Stop | None:
         now, timeout = time.monotonic(), self._launch.timeout_s
+        if self._follower.phase == WAITING:  # another run's time
+            self._begin = self._follower.changed = now
         if timeout is not None and now > self._begin + timeout:
             return Stop("timeout", f"not done after launch.timeout_s = {timeout:g} seconds")
         if self._deadline is not None and now > self._deadline:

@@ -105,6 +105,9 @@ class Measure(Part):
     )
     eval: Literal["off", "end", "epoch"] = Field("end", description="when to evaluate, if dataset.eval_samples is set")
     allow_fallback: Switch = Field(False, description="measure even where a library did not do what was asked for")
+    share_gpu: Switch = Field(
+        False, description="do not wait for other runs of ftbench on this GPU; the speed measured is then nobody's"
+    )
     save_adapter: Switch = Field(
         False, description="keep what was trained in the run's directory: the adapters, or with method full the model"
     )

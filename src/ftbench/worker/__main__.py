@@ -14,6 +14,7 @@ from ftbench.machine import cache_dir
 from ftbench.owner import die_with_parent
 from ftbench.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.spec.experiment import Experiment
+from ftbench.worker import turn
 from ftbench.worker.outcome import Terminated, of_exception
 from ftbench.worker.phases import Phases
 
@@ -28,10 +29,12 @@ def main(path: str) -> int:
     outcome: dict[str, Any]
     try:
         spec = _spec(directory)
-        if spec.method.name == "unsloth":  # patches what the others import
+        if spec.method.name == "unsloth":  # patches what the others import, and looks at the GPU at once
+            _take_turn(spec, directory, phases)
             _import_unsloth()
         from ftbench.worker.train import Run, train
 
+        _take_turn(spec, directory, phases)
         run = Run(spec, directory, phases)
         train(run)
         outcome = {"state": "ok"}
@@ -48,6 +51,11 @@ def main(path: str) -> int:
 def _spec(directory: RunDir) -> Experiment:
     values = read_json(directory.spec_json)
     return Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
+
+
+def _take_turn(spec: Experiment, directory: RunDir, phases: Phases) -> None:
+    if not spec.measure.share_gpu:
+        turn.take(directory, phases)
 
 
 def _import_unsloth() -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,11 @@ def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> No
 
 def fill(module: Any, seed: int, std: float) -> None:
     """Draws every weight of a model that has none yet: the same as `materialise` would have written."""
+    held = module.state_dict()
     with ThreadPoolExecutor(os.cpu_count()) as pool, torch.no_grad():
-        for name, held in module.state_dict().items():
-            held.copy_(_tensor(pool, name, tuple(held.shape), std, seed, held.dtype))
+        for names in _shards({name: each.nbytes for name, each in held.items()}):
+            for name, drawn in _draw(pool, {name: held[name] for name in names}, std, seed).items():
+                held[name].copy_(drawn)
 
 
 def deviation(config: Any) -> float:
@@ -129,20 +131,22 @@ def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
         skeleton = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
     tied = set(getattr(skeleton, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     tensors = {name: t for name, t in skeleton.state_dict().items() if name not in tied}
-    sizes = {name: t.numel() * t.element_size() for name, t in tensors.items()}
+    sizes = {name: each.nbytes for name, each in tensors.items()}
     _check_space(folder, sum(sizes.values()))
     std = deviation(config)
     shards = list(_shards(sizes))
     index: dict[str, str] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool, ThreadPoolExecutor(1) as writer:
+        written: Future[None] | None = None
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            made = {
-                name: _tensor(pool, name, tuple(tensors[name].shape), std, model.seed, tensors[name].dtype)
-                for name in names
-            }
-            save_file(made, folder / file, metadata={"format": "pt"})
+            made = _draw(pool, {name: tensors[name] for name in names}, std, model.seed)
+            if written:
+                written.result()  # two shards in memory and no more
+            written = writer.submit(save_file, made, folder / file, {"format": "pt"})
             index |= dict.fromkeys(names, file)
+        if written:
+            written.result()
     total = {"total_size": sum(sizes.values())}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": total, "weight_map": index}))
 
@@ -168,28 +172,32 @@ def _shards(sizes: dict[str, int]) -> Iterator[list[str]]:
     yield shard
 
 
-def _tensor(
-    pool: ThreadPoolExecutor, name: str, shape: tuple[int, ...], std: float, seed: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Norms are ones and biases zeros, as transformers initialises them; everything else is normal with `std`. In MXFP4
-    every code is as likely as any other, and one scale for all brings the spread near `std`."""
-    out = torch.empty(shape, dtype=dtype)
-    if name.endswith("norm.weight"):
-        return out.fill_(1)
-    if name.endswith("bias"):
-        return out.zero_()
-    if name.endswith("_scales"):
-        return out.fill_(mxfp4.scale_for(std))
-    flat = out.view(-1)
-
-    def fill(start: int) -> None:
-        digest = hashlib.sha256(f"{seed}/{name}/{start}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        piece = flat[start : start + _CHUNK]
-        if dtype == torch.uint8:
-            piece.view(torch.int64).random_(-(2**63), None, generator=generator)  # eight bytes in one draw
+def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, seed: int) -> dict[str, torch.Tensor]:
+    """Tensors with the names, shapes and types of `like` in the host's memory, drawn at the same time. Norms are ones
+    and biases zeros, as transformers initialises them; everything else is normal with `std`. In MXFP4 every code is as
+    likely as any other, and one scale for all brings the spread near `std`."""
+    made: dict[str, torch.Tensor] = {}
+    pieces: list[tuple[str, torch.Tensor]] = []
+    for name, each in like.items():
+        out = made[name] = torch.empty(each.shape, dtype=each.dtype)
+        if name.endswith("norm.weight"):
+            out.fill_(1)
+        elif name.endswith("bias"):
+            out.zero_()
+        elif name.endswith("_scales"):
+            out.fill_(mxfp4.scale_for(std))
         else:
-            piece.copy_(torch.empty(piece.shape, dtype=torch.float32).normal_(0, std, generator=generator))
+            starts = range(0, out.numel(), _CHUNK)
+            pieces += [(f"{seed}/{name}/{start}", out.view(-1)[start : start + _CHUNK]) for start in starts]
+    for future in [pool.submit(_normal, name, piece, std) for name, piece in pieces]:
+        future.result()
+    return made
 
-    list(pool.map(fill, range(0, flat.numel(), _CHUNK)))
-    return out
+
+def _normal(name: str, piece: torch.Tensor, std: float) -> None:
+    seed = hashlib.sha256(name.encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
+    if piece.dtype == torch.uint8:
+        piece.view(torch.int64).random_(-(2**63), None, generator=generator)  # eight bytes in one draw
+    else:
+        piece.copy_(torch.empty(piece.shape, dtype=torch.float32).normal_(0, std, generator=generator))

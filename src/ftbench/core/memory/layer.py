@@ -170,7 +170,7 @@ def compiled(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
         outs = (room for _, out, room in groups(recipe, model) if out != h)
         between = c * (sum(room for _, _, room in groups(recipe, model)) + sum(outs))
         before = c * (q + k)
-    out = c * q if recipe.targets else 0
+    out = c * q if recipe.targets and recipe.fused != "beside" else 0
     return (2 * recipe.stream + 2 * c) * h + before + attention(model, recipe, batch) + out + inside + scales + between
 
 

@@ -26,6 +26,7 @@ class Collator:
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
         self._fixed = longest if on.fixed_shape else None
+        self._rows = spec.train.batch_size
         self._positions = on.chunked_loss
         self._boundaries = on.attention in BY_BOUNDARIES
         self._max_length = max(longest, spec.dataset.max_length)
@@ -36,7 +37,7 @@ class Collator:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         samples = [sample for row in rows for sample in _samples(row)]
-        batch = self._laid_out(samples, len(rows)) if self._flat else self._padded(samples)
+        batch = self._laid_out(samples) if self._flat else self._padded(samples)
         count = BatchCount(
             real=sum(len(ids) for ids, _ in samples),
             padded=batch["input_ids"].size,
@@ -67,11 +68,12 @@ class Collator:
             targets[row, : len(ids)] = labels
         return {"input_ids": input_ids, "attention_mask": mask, "labels": targets}
 
-    def _laid_out(self, samples: Sequence[tuple[np.ndarray, np.ndarray]], rows: int) -> dict[str, Any]:
-        """One row. Positions begin at 0 in each sample, by which attention knows where it begins; the first token of a
-        sample is nobody's to predict. With a fixed shape the rest of the row is samples without labels."""
+    def _laid_out(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+        """One row. Positions begin at 0 in each sample, by which attention knows where it begins; its first token is
+        nobody's to predict. With a fixed shape the rest of the row is samples without labels, in the last batch too,
+        which has fewer samples."""
         if self._fixed:
-            samples = [*samples, *self._filler(self._fixed * rows - sum(len(ids) for ids, _ in samples))]
+            samples = [*samples, *self._filler(self._fixed * self._rows - sum(len(ids) for ids, _ in samples))]
         lengths = [len(ids) for ids, _ in samples]
         targets = np.concatenate([labels for _, labels in samples])
         starts = np.cumsum([0, *lengths])

@@ -38,10 +38,10 @@ class Prepared:
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int:
-        """How many samples the fullest batch of `batch_size` rows holds, with those that fill its rows up, none of them
-        longer than `max_length`."""
+        """How many samples the fullest batch of `batch_size` rows holds, with those that fill it up, which have at most
+        `max_length` tokens."""
         return max(
-            sum(map(len, batch)) + math.ceil((len(batch) * self.longest - _total(batch)) / max_length)
+            sum(map(len, batch)) + math.ceil((batch_size * self.longest - _total(batch)) / max_length)
             for rows in (self.train, self.evaluation)
             for batch in (rows[at : at + batch_size] for at in range(0, len(rows), batch_size))
         )

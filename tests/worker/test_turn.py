@@ -1,0 +1,98 @@
+"""Two runs on one GPU: the second waits until the first one's process has ended, however it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ftbench import rundir
+from ftbench.rundir import WAITING, RunDir
+from ftbench.worker import turn
+from ftbench.worker.phases import Phases
+
+WORKER = """
+import sys, time
+from ftbench import machine
+from ftbench.rundir import RunDir
+from ftbench.worker import turn
+from ftbench.worker.phases import Phases
+from pathlib import Path
+directory = RunDir(Path(sys.argv[1]))
+machine.gpu = lambda uuid: {"uuid": uuid, "memory_used_before_gb": 0.5}
+phases = Phases(directory, "import")
+turn.take(directory, phases)
+phases.enter("load")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """Starts a process that takes its turn on a GPU and keeps it; its directory."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    processes = []
+
+    def start(name: str, uuid: str = "GPU-1") -> tuple[RunDir, subprocess.Popen]:
+        directory = RunDir(tmp_path / name)
+        directory.path.mkdir()
+        rundir.write_json(directory.machine, {"gpu": {"uuid": uuid, "memory_used_before_gb": 70.0}})
+        process = subprocess.Popen([sys.executable, "-c", WORKER, str(directory.path)])
+        processes.append(process)
+        return directory, process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def in_phase(directory: RunDir, name: str) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if rundir.read_json(directory.phases).get("phases", [{}])[-1].get("name") == name:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def memory_before(directory: RunDir) -> float:
+    return rundir.read_json(directory.machine)["gpu"]["memory_used_before_gb"]
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_the_second_begins_when_the_first_has_ended(begin, end):
+    first, process = begin("first")
+    assert in_phase(first, "load")
+    second, _ = begin("second")
+    assert in_phase(second, WAITING)
+    time.sleep(0.3)
+    assert in_phase(second, WAITING)
+    process.send_signal(end)
+    assert in_phase(second, "load")
+    assert (memory_before(first), memory_before(second)) == (70.0, 0.5)  # who waited looks again
+
+
+def test_another_gpu_is_not_waited_for(begin):
+    for name, uuid in (("first", "GPU-1"), ("second", "GPU-2")):
+        directory, _ = begin(name, uuid)
+        assert in_phase(directory, "load")
+
+
+def test_without_a_gpu_nobody_waits(tmp_path):
+    directory = RunDir(tmp_path)
+    rundir.write_json(directory.machine, {"gpu": None})
+    turn.take(directory, Phases(directory, "import"))
+    assert [phase["name"] for phase in rundir.read_json(directory.phases)["phases"]] == ["import"]
+
+
+def test_a_place_that_cannot_be_written_keeps_no_run_from_its_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(turn.tempfile, "gettempdir", lambda: str(Path(tmp_path, "missing")))
+    directory = RunDir(tmp_path)
+    rundir.write_json(directory.machine, {"gpu": {"uuid": "GPU-1"}})
+    turn.take(directory, Phases(directory, "import"))
+    assert not turn._held
