@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commands import TINY, write_spec
-from ftbench import rundir, runner, summary
+from ftbench import machine, rundir, runner, summary
 from ftbench.core import rows
 from ftbench.errors import DataError, MissingError
 from ftbench.rundir import RunDir, StepsWriter
@@ -85,9 +85,29 @@ def test_a_model_directory_without_weights(refused, tmp_path):
 
 
 def test_a_method_that_needs_a_gpu_says_so_and_names_those_that_do_not(refused):
-    err = refused(method="unsloth")
+    err = refused(method="unsloth", code=3)
     assert "method unsloth" in err
     assert "use lora or qlora" in err
+
+
+ONLY_WITH_A_GPU = [
+    ("run", {"optimizations": {"fp8": "rowwise"}}),
+    ("run", {"optimizations": {"liger": True}}),
+    ("run", {"train": {"optimizer": "paged_adamw_8bit"}}),
+    ("doctor", {"optimizations": {"fp8": "rowwise"}}),
+    ("sweep", {"optimizations": {"fp8": "rowwise"}}),
+    ("ablate", {"method": "unsloth"}),
+]
+
+
+@pytest.mark.parametrize(("command", "parts"), ONLY_WITH_A_GPU)
+def test_what_this_machine_cannot_do_is_3_whoever_is_asked(ftbench, tmp_path, monkeypatch, command, parts):
+    """Not the spec is wrong: on a machine with a GPU it runs."""
+    monkeypatch.setattr(machine, "gpu", lambda visible=None: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, out, err = ftbench(command, write_spec(tmp_path, **parts), "--out", tmp_path / "out")
+    assert code == 3
+    assert "GPU" in (out if command == "doctor" else err)
 
 
 def test_two_things_that_are_not_there_are_told_at_once(refused):

@@ -144,12 +144,15 @@ def capability(described: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def check(spec: Experiment, described: dict[str, Any]) -> None:
-    """Raises SpecError for what cannot work on this machine, MissingError for what is not installed."""
-    problems = impossible(spec) + _path_problems(spec)
+    """Raises SpecError for a file that is not there, MissingError for what cannot work on this machine or is not
+    installed there."""
+    here = impossible(spec)  # what no machine can do was refused as the spec was read: left is what `auto` became here
     if spec.launch.mock == "off":
-        problems += refused_here(spec, capability(described))
-    if problems:
-        raise SpecError(*problems)
+        here += refused_here(spec, capability(described))
+    if wrong := _path_problems(spec):
+        raise SpecError(*wrong, *here)
+    if here:
+        raise MissingError("\n".join(here))
     if spec.launch.mock == "off":
         trl.check_installed(spec)
 

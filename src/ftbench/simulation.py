@@ -71,7 +71,10 @@ def simulate(spec: Experiment, gpu: Gpu, limit_s: float = LIMIT_S) -> Simulation
     compute capability is unknown; SpecError for what cannot be simulated; FtbenchError where the child fails or takes
     longer than `limit_s` seconds; KeyboardInterrupt when interrupted."""
     if gpu.compute_capability is None:
-        raise MissingError(f"--simulate needs the compute capability of {gpu.name}, which facts/gpus.yaml does not say")
+        raise MissingError(
+            f"--simulate needs the compute capability of {gpu.name}, which facts/gpus.yaml does not say: name another "
+            "GPU, or estimate without --simulate"
+        )
     trl.check_installed(spec)
     with tempfile.TemporaryDirectory(prefix="ftbench-simulate-") as folder:
         scratch = Path(folder)

@@ -180,6 +180,9 @@ def test_the_error_of_a_median_is_near_that_of_a_normal_sample():
         (Pace(60, 10, 4), Pace(0, 20, 4), "at once", None),
         (Pace(0, 20, 4), Pace(60, 10, 4), "never", None),
         (Pace(1, 10, 4), Pace(1, 10, 4), "at once", None),
+        (Pace(0, 10, 4), Pace(0.1, 20, 4), "at once", None),  # behind for half of its first step
+        (Pace(0, 10, 4), Pace(0.3, 20, 4), "after", 1.5),
+        (Pace(0.1, 20, 4), Pace(0, 10, 4), "never", None),
     ],
 )
 def test_who_is_ahead_when(baseline, candidate, when, steps):

@@ -13,6 +13,7 @@ from ftbench.core.memory import layer, loss, share, weights
 from ftbench.core.memory.model import FAMILIES, ModelShape, model_shape
 from ftbench.core.memory.phases import Plan, peak, phases, resident
 from ftbench.core.memory.recipe import Batch, Recipe
+from ftbench.core.memory.workspace import cublas_workspace
 
 GIB, GB = 2**30, 10**9
 EVERYWHERE = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
@@ -108,8 +109,8 @@ def test_a_compiled_loss_over_chunks_holds_no_logits_in_float32() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), Batch(4, 2048, 8188)
     eager, compiled, small = (loss.logits(shape, Recipe(loss="chunked", **more), batch)  # type: ignore[arg-type]
                               for more in ({}, {"compiled": True}, {"chunk": 256}))  # fmt: skip
-    assert (eager, compiled, small) == (2048 * 151936 * 14, 2048 * 151936 * 6, 256 * 151936 * 14)
-    one = Batch(1, 1024, 1023)  # no chunk before it
+    assert (eager, compiled, small) == (2048 * 151936 * 12, 2048 * 151936 * 4, 256 * 151936 * 12)
+    one = Batch(1, 1024, 1023)
     assert loss.logits(shape, Recipe(loss="chunked"), one) == 1023 * 151936 * 12
 
 
@@ -237,3 +238,11 @@ def test_a_mask_costs_its_square_in_every_layer() -> None:
     plain = layer.attention(shape, LORA, batch)
     masked = layer.attention(shape, Recipe(adapter=4, rank=8, attention="masked"), batch)
     assert (masked - plain) * batch.tokens == 4 * 1024**2 * 2 + batch.tokens * 2 * 2 * (shape.query - shape.key)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib"),
+    [((8, 0), 8320), ((8, 9), 8320), ((9, 0), 32768), ((10, 0), 32768), ((10, 3), 8320), ((12, 0), 8320)],
+)
+def test_cublas_takes_more_on_hopper_and_data_centre_blackwell_alone(capability, kib):
+    assert cublas_workspace(capability) == kib * 1024

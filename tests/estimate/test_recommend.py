@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from ftbench.core import units
 from ftbench.core.hardware import capability_of, gpus
 from ftbench.estimate import candidates
 from ftbench.estimate.duration import estimate_duration
 from ftbench.estimate.memory import largest_batch
 from ftbench.estimate.recommend import Found, Wanted, recommend
+from ftbench.estimate.recommend_text import as_json, as_text, as_yaml
 from ftbench.estimate.room import Room
 from ftbench.estimate.store import Store
 from ftbench.spec.combinations import impossible, refused_here
@@ -69,7 +71,8 @@ def test_the_best_by_the_objective_is_first(objective, figure):
     prices = load_prices(ROOT / "configs" / "prices-example.yaml")
     options = ask(objective=objective, prices=prices, deadline_s=24 * 3600).options
     assert len(options) > 20
-    assert [figure(option) for option in options] == sorted(figure(option) for option in options)
+    order = [(option.seconds.high > 24 * 3600, figure(option)) for option in options]
+    assert order == sorted(order)
 
 
 def test_the_shipped_recipes_are_among_the_ways():
@@ -111,6 +114,33 @@ def test_nothing_within_the_deadline_names_what_comes_closest():
     assert found.closest.seconds.expected == min(option.seconds.expected for option in ask().options)
     assert "later than the deadline" in found.missed
     assert found.ruled_out["later than the deadline"] == len(ask().options)
+
+
+def test_what_may_miss_the_deadline_is_told_and_comes_last():
+    """Where only the slow end of its band lies beyond the deadline a way is not ruled out, and no longer the first."""
+    fastest = ask().options[0].seconds
+    some = ask(deadline_s=1.02 * fastest.high, objective="memory")
+    late = [option.seconds.high > 1.02 * fastest.high for option in some.options]
+    assert late == sorted(late)
+    assert set(late) == {False, True}
+    assert [each["may_miss_deadline"] for each in as_json(some)["options"]] == late
+    rows = as_text(some).partition("\n\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert [" may miss " in row for row in rows] == late
+    assert f"{sum(late)} of them, ranked last, may miss it" in as_text(some)
+    assert "may miss" not in as_yaml(some).lower()
+
+
+def test_a_best_that_may_miss_the_deadline_says_so_in_its_spec():
+    fastest = ask().options[0].seconds
+    found = ask(deadline_s=(fastest.expected + fastest.high) / 2)
+    assert "each of them may miss it" in as_text(found)
+    assert f"# May miss the deadline: {units.seconds(fastest.high)} at the slow end" in as_yaml(found)
+
+
+def test_without_a_deadline_nothing_is_said_of_one():
+    found = ask()
+    assert as_json(found)["options"][0]["may_miss_deadline"] is None
+    assert "may miss" not in as_text(found).lower()
 
 
 def test_nothing_that_fits_names_what_needs_the_least():
@@ -223,6 +253,8 @@ def test_estimate_tells_time_energy_and_cost_of_a_night(ftbench, spec_file):
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--samples", "0"], "--samples 0"), (["--samples", "nan"], "--samples nan"), (["--hours", "-1"], "--hours -1"),
+    (["--samples", "2.5"], "--samples 2.5: samples are whole: ask for 3"),
+    (["--strategy", "zero3"], "add --gpus 2, or leave it out"), (["--strategy", "zero3", "--gpus", "1"], "--gpus"),
     (["--hours", "inf"], "--hours inf"), (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip
 def test_estimate_refuses_amounts_that_are_none(ftbench, spec_file, arguments, sentence):

@@ -4,11 +4,12 @@ import pytest
 from gpu_traces import training
 
 from ftbench.errors import SpecError
-from ftbench.profile import command, store
+from ftbench.profile import store
 from ftbench.profile.analyse import analyse
 from ftbench.profile.diff import as_text, diff
 from ftbench.profile.trace import read
 from ftbench.profile.work import work_of
+from ftbench.report.profile_diff import compared
 
 
 def profile(tmp_path, name="trace.json", **made):
@@ -68,7 +69,7 @@ def test_another_gpu_is_said_to_be_another(tmp_path):
 
 def test_the_table_has_every_group_and_the_rest_of_the_step(tmp_path):
     text = as_text(diff(profile(tmp_path), profile(tmp_path, matmul_us=100.0)), ("plain", "other"))
-    named = [line.split()[0] for line in text.splitlines()[4:]]
+    named = [line.split()[0] for line in text.splitlines()[5:]]
     assert named[0] == "matmul"
     assert set(named[1:6]) == {"attention", "norm/elementwise", "loss", "optimizer", "memory"}
     assert named[6:] == ["all", "idle", "step"]
@@ -97,10 +98,31 @@ def test_a_profile_is_found_in_its_run_and_in_its_folder(runs, place):
 
 
 def test_two_runs_are_compared_by_name(runs):
-    text = command.compared((runs / "a-r1", runs / "b-r1" / "profile"), None, as_json=False)
+    text = compared((runs / "a-r1", runs / "b-r1" / "profile"), None, as_json=False)
     assert text.startswith("A  a-r1: NVIDIA H200, 2 steps of 1.0 ms")
     assert "B  b-r1:" in text
-    assert json.loads(command.compared((runs / "a-r1", runs / "b-r1"), None, as_json=True))["same_gpu"]
+    assert json.loads(compared((runs / "a-r1", runs / "b-r1"), None, as_json=True))["same_gpu"]
+
+
+def test_what_differs_between_the_runs_is_told(runs):
+    """Time that another batch, model or library takes is no gain of what was to be looked at."""
+    for name, batch, torch in (("a-r1", 4, "2.9.1"), ("b-r1", 8, "2.10.0")):
+        spec = {"model": {"id": "tiny/qwen3"}, "train": {"batch_size": batch}, "dataset": {"name": "sample"}}
+        (runs / name / "spec.json").write_text(json.dumps({"method": {"name": "lora"}, **spec}))
+        (runs / name / "machine.json").write_text(json.dumps({"versions": {"torch": torch}}))
+    both = runs / "a-r1", runs / "b-r1"
+    lines = compared(both, None, as_json=False).splitlines()
+    assert lines[2:5] == ["differs  train.batch_size: 4 → 8", "differs  versions.torch: 2.9.1 → 2.10.0", ""]
+    assert json.loads(compared(both, None, as_json=True))["differences"] == [
+        {"key": "train.batch_size", "a": "4", "b": "8"}, {"key": "versions.torch", "a": "2.9.1", "b": "2.10.0"},
+    ]  # fmt: skip
+    assert "nothing differs" in compared((both[0], both[0]), None, as_json=False)
+
+
+def test_without_their_specs_nothing_is_said_to_be_the_same(runs):
+    both = runs / "a-r1", runs / "b-r1"
+    assert "same spec is not known" in compared(both, None, as_json=False)
+    assert json.loads(compared(both, None, as_json=True))["differences"] is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from ftbench.report.command import Request, report
+from made_runs import make_run
 
 
 def test_every_run_of_the_frontier_has_its_estimate_beside_it():
@@ -34,3 +35,17 @@ def test_every_step_has_its_estimate_from_the_other_runs_beside_it():
     assert all(abs(record["step_s_error"]) < 0.2 and record["basis"] != "measured" for record in records)
     text = report(Request([Path("results/h200/study")], "md", estimates=True)).text
     assert "Time: estimated and measured" in text
+
+
+def test_runs_without_a_gpu_are_told_to_have_no_row(tmp_path):
+    make_run(tmp_path / "cpu", "one", machine={"gpu": None})
+    said = "A run without a GPU has no row: memory and time are estimated for GPUs only."
+    for form in ("table", "md", "json", "latex"):
+        assert said in " ".join(report(Request([tmp_path], form, estimates=True)).text.split())
+    make_run(tmp_path / "cpu", "two", machine={"gpu": None}, spec={"train.batch_size": 8})
+    with_rows = Request([tmp_path, Path("results/h200/study")], "json", estimates=True)
+    section = json.loads(report(with_rows).text)["estimates"]
+    assert len(section["records"]) > 1
+    assert section["text"][-1].startswith("2 runs without a GPU have no row")
+    assert said not in report(Request([tmp_path], "md")).text
+    assert "no row" not in report(Request([Path("results/h200/study")], "md", estimates=True)).text

@@ -603,7 +603,7 @@ WRONG = [
     ({"axes": {"train.batch_size": [1, 2]}, "zip": [["train.batch_size", "method"]]}, [], [], 2, "no axis"),
     ({"axes": {"train.batch_size": [1]}, "exclude": [{"train.batch_size": 1}]}, [], [], 2, "leaves no cell"),
     ({"axes": {"launch.mock": ["ok", "off"]}}, [], [], 2, "a mock as a whole or not at all"),
-    ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--until-oom"], 2, "needs a GPU"),
+    ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--until-oom"], 3, "needs a GPU"),
     ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--gpus", "0,1"], 3, "no such GPU"),
 ]  # fmt: skip
 
@@ -618,6 +618,32 @@ def test_a_mistake_is_told_in_a_sentence_before_anything_is_made(tmp_path, secti
     assert said in night.stderr
     assert night.stdout == ""
     assert not night.out.exists()
+
+
+NOTES = [
+    ({"axes": {"launch.timeout_s": [60, 90], "method": ["lora", "qlora"]}},
+     "2 of 4 cells are the run of another but for launch.timeout_s: they run once"),
+    ({"axes": {"train.batch_size": [1, 2]}, "exclude": [{"train.batch_size": 3, "method": "lora"}]},
+     "sweep.exclude: no cell has train.batch_size=3, method=lora"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "said"), NOTES, ids=["same", "exclude"])
+@pytest.mark.parametrize("more", [[], ["--until-oom"]], ids=["grid", "search"])
+def test_what_does_nothing_in_a_sweep_is_told(ftbench, tmp_path, section, said, more):
+    spec = write_sweep(tmp_path, sweep=section)
+    code, out, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--dry-run", "--json", *more)
+    assert code == 0
+    assert err.startswith("ftbench: note: ")
+    assert err.endswith(f"{said}\n")
+    assert json.loads(out)
+
+
+def test_nothing_is_told_of_repeats_that_differ_and_of_lines_that_leave_out_the_same(ftbench, tmp_path):
+    section = {"axes": {"method": ["lora", "qlora"], "measure.repeats": [1, 2]},
+               "exclude": [{"method": "qlora"}, {"method": "qlora", "measure.repeats": 1}]}  # fmt: skip
+    code, _, err = ftbench("sweep", write_sweep(tmp_path, sweep=section), "--out", tmp_path / "out", "--dry-run")
+    assert (code, err) == (0, "")
 
 
 def test_a_sweep_needs_a_file_that_is_one(tmp_path):

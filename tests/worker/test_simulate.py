@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from conftest import spec_of
+from conftest import TINY, spec_of
 from ftbench.core.hardware import find_gpu
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
+from ftbench.estimate.memory import estimate_memory
 from ftbench.rundir import RunDir, read_json
 from ftbench.simulation import simulate as simulate_in_child
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import load
 from ftbench.worker import methods
 from ftbench.worker.models import source_of
 from ftbench.worker.simulate.account import account, rounded
@@ -162,12 +165,43 @@ def test_a_sum_of_gradients_takes_the_place_of_a_term_that_nobody_else_holds() -
         {"optimizations": {"liger": True}},
         {"optimizations": {"compile": True}},
         {"optimizations": {"fp8": "rowwise"}},
+        {"optimizations": {"gradient_checkpointing": "offload"}},
+        {"optimizations": {"activation_offload": True}},
+        {"optimizations": {"attention": "flex_attention"}},
+        {"optimizations": {"attention": "flash_attention_2", "packing": True}},
+        {"method": {"name": "qlora", "quant_type": "mxfp4"}, "model": {"id": "tiny/gpt-oss", "dtype": "auto"}},
         {"train": {"optimizer": "paged_adamw_8bit"}},
     ],
+    ids=str,
 )
-def test_what_a_simulation_would_get_wrong_is_refused_with_a_way_out(changes: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="estimate without --simulate"):
+def test_what_a_simulation_would_get_wrong_is_refused_with_a_way_out(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="or estimate without --simulate, which knows qwen3, ") as refused:
         refuse(spec_of(**changes))
+    file = tmp_path / "spec.yaml"
+    file.write_text(json.dumps(TINY | {section: TINY.get(section, {}) | keys for section, keys in changes.items()}))
+    (advice,) = re.findall(r"--set (\S+),", str(refused.value))
+    refuse(load(file, [advice]))
+
+
+def test_a_family_that_no_formula_knows_is_simulated_as_the_estimate_says(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "model_type": "phi3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 0, "eos_token_id": 2,
+    }))  # fmt: skip
+    spec = spec_of(model={"id": "my/phi", "path": str(config)})
+    with pytest.raises(SpecError, match="--simulate` runs what transformers makes of it"):
+        estimate_memory(spec, gpu("NVIDIA H200"))
+    known = spec_of(model={"id": "tiny/qwen3"})
+    with pytest.raises(SpecError, match="instead of --config"):
+        estimate_memory(known, gpu("NVIDIA H200"), config=json.loads(config.read_text()))
+    assert simulate_in_child(spec, gpu("NVIDIA H200")).peak_gb > 0
+
+
+def test_estimate_and_simulation_take_the_same_workspaces() -> None:
+    spec, blackwell = spec_of(), gpu("NVIDIA RTX PRO 6000 Blackwell Workstation Edition")
+    counted = estimate_memory(spec, blackwell).parts["workspace"]
+    assert simulate_in_child(spec, blackwell).parts_gb["workspace"] == pytest.approx(counted, abs=1e-4)
 
 
 def test_what_the_child_says_reaches_the_user_as_a_sentence(tmp_path: Path) -> None:

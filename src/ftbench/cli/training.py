@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,7 +46,9 @@ def profile(
     from ftbench.report.card import card
 
     if diff is not None:
-        print(command.compared(diff, spec, as_json))
+        from ftbench.report.profile_diff import compared
+
+        print(compared(diff, spec, as_json))
         return
     result = trained(*command.request(spec, sets or [], steps, nsys), out)
     if as_json:
@@ -101,6 +104,8 @@ def sweep(
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         ready = command.prepare(request, stack)
+        for note in ready.notes:
+            print(f"ftbench: note: {note}", file=sys.stderr)
         if dry_run:
             planned(command.dry_run(ready), as_json)
             return

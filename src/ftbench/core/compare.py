@@ -200,15 +200,16 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Which side is ahead when: `at once` (the candidate, from its first step), `after` or `until` the candidate's
-    step `steps`, or `never`."""
+    """Which side is ahead when: `at once` (the candidate, by the end of its first step), `after` or `until` the
+    candidate's step `steps`, which is more than one, or `never`."""
 
     when: str
     steps: float | None = None
 
 
 def break_even(baseline: Pace, candidate: Pace) -> BreakEven:
-    """Where the times of both for the same samples cross: start + samples / rate on either side."""
+    """Where the times of both for the same samples cross: start + samples / rate on either side. A crossing within the
+    candidate's first step is none that a run can show: nothing is trained before a step ends."""
     later = candidate.start_s - baseline.start_s
     gain = 1 / baseline.samples_per_s - 1 / candidate.samples_per_s
     if later <= 0 <= gain:
@@ -216,6 +217,8 @@ def break_even(baseline: Pace, candidate: Pace) -> BreakEven:
     if later >= 0 >= gain:
         return BreakEven("never")
     steps = later / gain / candidate.samples_per_step
+    if steps <= 1:
+        return BreakEven("at once" if gain > 0 else "never")
     return BreakEven("after" if gain > 0 else "until", steps)
 
 

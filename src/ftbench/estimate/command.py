@@ -85,6 +85,8 @@ def _strategy(request: Request) -> str:
     asked = request.strategy or "none"
     if asked not in STRATEGIES:
         raise SpecError(f"--strategy {asked}: is none of {', '.join(STRATEGIES)}")
+    if asked != "none" and request.gpus == 1:
+        raise SpecError(f"--strategy {asked}: says how several GPUs share the work: add --gpus 2, or leave it out")
     return asked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,8 @@ def checked(samples: float | None, hours: float | None, prices: Prices | None) -
     """Raises SpecError for amounts that are none."""
     if samples is not None and not 1 <= samples <= MOST_SAMPLES:
         raise SpecError(f"--samples {samples:g}: how many samples to train on, from 1 to 10^15")
+    if samples is not None and samples % 1:
+        raise SpecError(f"--samples {samples:g}: samples are whole: ask for {math.ceil(samples)}")
     if hours is not None and not 0 < hours <= 1e6:
         raise SpecError(f"--hours {hours:g}: how long a night is, in hours, above 0")
     return Question(samples, NIGHT_H if hours is None else hours, prices)

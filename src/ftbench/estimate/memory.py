@@ -12,6 +12,7 @@ from ftbench.core.memory.model import ModelShape
 from ftbench.core.memory.phases import Plan, peak, phases
 from ftbench.core.memory.recipe import Batch, Recipe
 from ftbench.core.memory.weights import paged_state, trained
+from ftbench.core.memory.workspace import cublas_workspace
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
 from ftbench.estimate import batches
@@ -24,8 +25,6 @@ from ftbench.spec.experiment import Experiment, resolve
 Verdict = Literal["fits", "uncertain", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "uncertain", "does not fit")
 MODERN = (8, 0)  # what a GPU of unknown kind is taken to be: one with fast bfloat16
-HOPPER = (9, 0)
-MIB = 2**20
 MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 # How far from the expected value a run may lie: shares of it, wider than the errors in docs/estimates.md.
@@ -104,9 +103,8 @@ def _plan(
     gpus: int,
     strategy: str,
 ) -> Plan:
-    """cuBLAS keeps a workspace for the forward and one for the backward thread: 32 MiB each from Hopper on, 8 MiB and
-    an eighth before (torch, CUDABlas.cpp, getChosenWorkspaceSize)."""
-    workspace = 2 * (32 if capability >= HOPPER else 8.125) * MIB
+    """cuBLAS keeps a workspace for the forward and one for the backward thread."""
+    workspace = 2 * cublas_workspace(capability)
     accumulates = spec.train.gradient_accumulation_steps > 1
     return Plan(model, recipe, batch, accumulates, gpus, strategy, workspace)
 

@@ -70,8 +70,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`options` meet every limit, best first. Where none does, `closest` fits a GPU and misses a limit by the least,
-    and `missed` says which, or what comes closest to fitting. `ruled_out` counts ways by the reason, of `weighed`."""
+    """`options` meet every limit by what is expected, best first; what may miss the deadline comes last. Where none
+    does, `closest` fits a GPU and misses a limit by the least, and `missed` says which, or what comes closest to
+    fitting. `ruled_out` counts ways by the reason, of `weighed`."""
 
     wanted: Wanted
     options: tuple[Option, ...]
@@ -95,9 +96,7 @@ def recommend(wanted: Wanted) -> Found:
             else:
                 fitting.append(found)
     reasons.update(limit[0] for option in fitting if (limit := _missed(option, wanted)))
-    kept = sorted(
-        (option for option in fitting if not _missed(option, wanted)), key=lambda each: _rank(each, wanted.objective)
-    )
+    kept = sorted((option for option in fitting if not _missed(option, wanted)), key=lambda each: _rank(each, wanted))
     closest, missed = _closest(fitting, wanted) if fitting and not kept else (None, "")
     if not fitting:
         missed = _least(wanted, methods, room)
@@ -133,7 +132,7 @@ def _best_batch(way: Way, gpu: Gpu, wanted: Wanted, room: Room) -> Option | str:
         pairs = pairs[-2:] if wanted.objective == "memory" else pairs[:2]
     found = [_option(way.sized(*pair, capability), gpu, wanted, room) for pair in pairs]
     within = [option for option in found if not _missed(option, wanted)]
-    best = min(within or found, key=lambda option: _rank(option, wanted.objective))
+    best = min(within or found, key=lambda option: _rank(option, wanted))
     train = best.spec.train
     asked = candidates.with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps)
     return replace(best, spec=asked)
@@ -149,13 +148,19 @@ def _option(spec: Experiment, gpu: Gpu, wanted: Wanted, room: Room) -> Option:
     )  # fmt: skip
 
 
-def _rank(option: Option, objective: Objective) -> tuple[float, float]:
+def may_miss(option: Option, wanted: Wanted) -> bool:
+    """Whether the slow end of an option's time lies beyond the deadline."""
+    return wanted.deadline_s is not None and option.seconds.high > wanted.deadline_s
+
+
+def _rank(option: Option, wanted: Wanted) -> tuple[bool, float, float]:
+    """What the options are sorted by: first those that keep the deadline also at the slow end of their time."""
     cost = math.inf if option.cost is None else option.cost.value
     first = {
         "speed": option.seconds.expected, "cost": cost, "energy": option.joules.expected,
         "memory": option.memory.device.expected,
-    }[objective]  # fmt: skip
-    return first, option.seconds.expected
+    }[wanted.objective]  # fmt: skip
+    return may_miss(option, wanted), first, option.seconds.expected
 
 
 def _missed(option: Option, wanted: Wanted) -> tuple[str, float] | None:

@@ -8,14 +8,16 @@ from typing import Any
 import yaml
 
 from ftbench.core import units
-from ftbench.estimate.recommend import Found, Option, as_runnable
+from ftbench.estimate.recommend import Found, Option, Wanted, as_runnable, may_miss
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations import Optimizations
 from ftbench.summary import optimizations_on
 
 SHOWN = 10
 FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a run in bf16 first"
-_HEADINGS = ("#", "method", "with", "batch", "accum", "GPU", "time", "slow end", "free GiB", "cost", "kWh", "basis")
+_HEADINGS = (
+    "#", "method", "with", "batch", "accum", "GPU", "time", "slow end", "deadline", "free GiB", "cost", "kWh", "basis",
+)  # fmt: skip
 _RIGHT = {"#", "batch", "accum", "time", "slow end", "free GiB", "cost", "kWh"}
 
 
@@ -28,7 +30,7 @@ def as_text(found: Found) -> str:
     limits += [f"{wanted.effective_batch} samples a step"] if wanted.effective_batch else []
     lines = [" · ".join([wanted.spec.model.id, *limits, f"best by {wanted.objective}"]), ""]
     if found.options:
-        lines += [*_table(found.options[:SHOWN]), "", *_remarks(found)]
+        lines += [*_table(found.options[:SHOWN], wanted), "", *_remarks(found)]
     else:
         lines += _nothing(found)
     if found.ruled_out:
@@ -41,8 +43,8 @@ def as_text(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(options: Sequence[Option]) -> list[str]:
-    rows = [list(_HEADINGS), *(_row(place, option) for place, option in enumerate(options, 1))]
+def _table(options: Sequence[Option], wanted: Wanted) -> list[str]:
+    rows = [list(_HEADINGS), *(_row(place, option, wanted) for place, option in enumerate(options, 1))]
     kept = [i for i in range(len(_HEADINGS)) if any(row[i] for row in rows[1:])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
     return [
@@ -51,15 +53,23 @@ def _table(options: Sequence[Option]) -> list[str]:
     ]
 
 
-def _row(place: int, option: Option) -> list[str]:
+def _row(place: int, option: Option, wanted: Wanted) -> list[str]:
     train = option.spec.train
     return [
         str(place), method_words(option.spec), switches(option.spec), str(train.batch_size),
         str(train.gradient_accumulation_steps), option.gpu.name, units.seconds(option.seconds.expected),
-        units.seconds(option.seconds.high), units.gibibytes(option.headroom),
+        units.seconds(option.seconds.high), _keeps(option, wanted), units.gibibytes(option.headroom),
         "" if option.cost is None else f"{option.cost} ({option.cost.way})", f"{option.kwh:.3g}",
         option.duration.basis,
     ]  # fmt: skip
+
+
+def _keeps(option: Option, wanted: Wanted) -> str:
+    if wanted.deadline_s is None:
+        return ""
+    if option.seconds.expected > wanted.deadline_s:
+        return "misses"
+    return "may miss" if may_miss(option, wanted) else "keeps"
 
 
 def method_words(spec: Experiment) -> str:
@@ -86,8 +96,11 @@ def _remarks(found: Found) -> list[str]:
         lines.append(f"passes over the {units.count(own)} samples of the data set: {found.wanted.samples / own:,.1f}")
     if best.duration.upper_bound:
         lines.append("so times are upper bounds: run a few steps on this data once, and ask again")
-    if found.wanted.deadline_s and best.seconds.high > found.wanted.deadline_s:
-        lines.append(f"at the slow end of its band the best would take {units.seconds(best.seconds.high)}, too long")
+    if count := sum(may_miss(option, found.wanted) for option in found.options):
+        which = "each of them" if count == len(found.options) else f"{units.count(count)} of them, ranked last,"
+        lines.append(
+            f"{units.count(len(found.options))} ways keep the deadline as expected; {which} may miss it at the slow end"
+        )
     if any(option.spec.optimizations.fp8 != "off" for option in found.options[:SHOWN]):
         lines.append(FP8)
     if len({option.spec.method.quantised for option in found.options[:SHOWN]}) > 1:
@@ -101,7 +114,7 @@ def _nothing(found: Found) -> list[str]:
     if found.closest is None:
         closest = [f"closest to it is {found.missed}"] if found.missed else []
         return [f"no way to train it fits the memory of {_gpus(found)}", *closest]
-    return [f"nothing meets these limits. The closest is {found.missed}:", "", *_table([found.closest])]
+    return [f"nothing meets these limits. The closest is {found.missed}:", "", *_table([found.closest], found.wanted)]
 
 
 def _gpus(found: Found) -> str:
@@ -119,6 +132,8 @@ def as_yaml(found: Found) -> str:
         f"# Expected: {units.seconds(best.seconds.expected)} ({best.duration.confidence}),",
         f"# {units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB.",
     ]
+    if may_miss(best, found.wanted):
+        head.append(f"# May miss the deadline: {units.seconds(best.seconds.high)} at the slow end of the band.")
     return "\n".join(head) + "\n" + yaml.safe_dump(spec_values(spec), sort_keys=False, allow_unicode=True)
 
 
@@ -135,20 +150,21 @@ def as_json(found: Found) -> dict[str, Any]:
     return {
         "model": wanted.spec.model.id, "samples": wanted.samples, "deadline_s": wanted.deadline_s,
         "max_cost": wanted.max_cost, "objective": wanted.objective,
-        "options": [_record(option) for option in found.options],
-        "closest": None if found.closest is None else _record(found.closest),
+        "options": [_record(option, wanted) for option in found.options],
+        "closest": None if found.closest is None else _record(found.closest, wanted),
         "missed": found.missed or None, "ruled_out": found.ruled_out, "weighed": found.weighed,
         "spec": spec_values(as_runnable(found.options[0], wanted)) if found.options else None,
     }  # fmt: skip
 
 
-def _record(option: Option) -> dict[str, Any]:
+def _record(option: Option, wanted: Wanted) -> dict[str, Any]:
     train, seconds, memory = option.spec.train, option.seconds, option.memory
     return {
         "gpu": option.gpu.name, "method": option.spec.method.model_dump(mode="json"),
         "optimizations": _on(option.spec.optimizations), "optimizer": train.optimizer,
         "batch_size": train.batch_size, "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "seconds": _band(seconds), "samples_per_hour": option.duration.samples_per_hour,
+        "may_miss_deadline": None if wanted.deadline_s is None else may_miss(option, wanted),
         "memory_gb": _band(memory.device), "total_gb": memory.total, "headroom_gb": option.headroom,
         "cost": None if option.cost is None else option.cost.value,
         "currency": None if option.cost is None else option.cost.currency,

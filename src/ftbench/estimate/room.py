@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ftbench.core.hardware import Gpu, capability_of
-from ftbench.estimate.memory import HOPPER, MODERN, MOST_BATCH, MemoryEstimate, estimate_memory, verdict_of
+from ftbench.core.memory.workspace import cublas_workspace
+from ftbench.estimate.memory import MODERN, MOST_BATCH, MemoryEstimate, estimate_memory, verdict_of
 from ftbench.estimate.totals import total_gib
 from ftbench.spec.experiment import Experiment, resolve
 
@@ -26,7 +27,7 @@ class Room:
         """What is known of a spec by its batch size."""
         capability = capability_of(gpu)
         train = (spec.train.optimizer, spec.train.precision, spec.train.gradient_accumulation_steps > 1)
-        kind = (capability is not None and capability >= HOPPER, capability is not None and capability >= MODERN)
+        kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
         return self._known.setdefault((kind, spec.model, spec.dataset, spec.method, spec.optimizations, train), {})
 
     def _of(self, curve: dict[int, MemoryEstimate], spec: Experiment, gpu: Gpu, size: int) -> MemoryEstimate:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.architectures import architectures
-from ftbench.core.memory.model import ModelShape, model_shape
+from ftbench.core.memory.model import ModelShape, UnknownFamilyError, model_shape
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Model
 from ftbench.spec.reading import read_config
@@ -25,9 +25,15 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
         )
     try:
         return model_shape(found)
+    except UnknownFamilyError as error:
+        path = " with model.path=FILE and model.weights=random instead of --config" if config is not None else ""
+        raise SpecError(
+            f"model {model.id}: {error}; `ftbench estimate SPEC --gpu NAME --simulate`{path} runs what transformers "
+            "makes of it"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise SpecError(f"model {model.id}: {reason}; `ftbench estimate --simulate` needs no formula") from None
+        reason = f"config.json: {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise SpecError(f"model {model.id}: {reason}: correct it, or take the one that was published") from None
 
 
 @cache

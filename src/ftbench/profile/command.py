@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ftbench.errors import SpecError
 from ftbench.profile import store
-from ftbench.profile.diff import as_text as diff_text
-from ftbench.profile.diff import diff
 from ftbench.profile.table import as_text
 from ftbench.rundir import RunDir
 
@@ -35,18 +32,3 @@ def shown(run: RunDir) -> str:
 def document(run: RunDir) -> dict[str, Any] | None:
     """kernels.json of a run; None where it recorded none."""
     return store.load(run.profile) if (run.profile / store.KERNELS).is_file() else None
-
-
-def compared(paths: tuple[Path, Path], spec: Path | None, as_json: bool) -> str:
-    """Where the time of two profiles differs. Raises SpecError for what is no profile."""
-    if spec is not None:
-        raise SpecError(f"profile: --diff compares two profiles and runs nothing: leave {spec} out")
-    folders = (store.folder_of(paths[0]), store.folder_of(paths[1]))
-    found = diff(store.load(folders[0]), store.load(folders[1]))
-    if as_json:
-        return json.dumps(found, ensure_ascii=False)
-    return diff_text(found, (name_of(folders[0]), name_of(folders[1])))
-
-
-def name_of(folder: Path) -> str:
-    return folder.resolve().parent.name if folder.name == "profile" else folder.name

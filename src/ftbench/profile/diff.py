@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.compare import Difference
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.names import short
 
 _MOST_ALONE = 10
 
 
-def diff(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+def diff(a: dict[str, Any], b: dict[str, Any], differences: Sequence[Difference] | None = None) -> dict[str, Any]:
     """`groups`: ms and calls a step in each, the difference, the ratio, the share of the difference between all groups;
     None where a group is in one only. `idle` is what is left of the step. `only_a` and `only_b` are the kernels that
-    take most and are in one only."""
+    take most and are in one only. `differences` are those of the runs; None is unknown."""
     return {
         "a": _whole(a),
         "b": _whole(b),
         "same_gpu": a.get("gpu") == b.get("gpu"),
+        "differences": None
+        if differences is None
+        else [{"key": one.key, "a": one.baseline, "b": one.candidate} for one in differences],
         "groups": _groups(a, b),
         "idle": _pair(_idle(a), _idle(b)),
         "kernels": _pair(_kernels_ms(a), _kernels_ms(b)),
@@ -88,6 +93,7 @@ def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
     lines = [f"A  {names[0]}: {_about(a)}", f"B  {names[1]}: {_about(b)}"]
     if not found["same_gpu"]:
         lines.append(f"note: not the same GPU: {a['gpu'] or 'none (CPU)'} against {b['gpu'] or 'none (CPU)'}")
+    lines += _differences(found["differences"])
     lines += [
         "",
         f"{'ms a step':<22}{'A':>10}{'B':>10}{'B - A':>11}{'B / A':>8}{'of all':>9}{'calls A':>10}{'calls B':>10}",
@@ -104,6 +110,14 @@ def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
                 for each in found[key]
             ]
     return "\n".join(lines)
+
+
+def _differences(found: Sequence[dict[str, str]] | None) -> list[str]:
+    if found is None:
+        return ["note: whether both ran the same spec is not known: their run directories are not there"]
+    return [f"differs  {one['key']}: {one['a']} → {one['b']}" for one in found] or [
+        "nothing differs in their specs, data and versions"
+    ]
 
 
 def _about(side: dict[str, Any]) -> str:

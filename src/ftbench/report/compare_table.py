@@ -137,7 +137,7 @@ def change(ratio: Ratio | None) -> str:
 def break_even_text(found: BreakEven | None) -> str:
     if found is None:
         return ""
-    return found.when if found.steps is None else f"{found.when} step {max(1, round(found.steps)):,}"
+    return found.when if found.steps is None else f"{found.when} step {round(found.steps):,}"
 
 
 def parity_text(found: Parity | None) -> str:

@@ -15,12 +15,15 @@ from ftbench.estimate.history import Known, known_run
 from ftbench.estimate.store import Store
 from ftbench.report.cells import HEADINGS, Run, cells_of, shown, who
 from ftbench.report.document import Section
+from ftbench.report.facts import CPU
 from ftbench.report.tables import Table
+
+_TITLE = "Memory: estimated and measured"
 
 
 def memory(runs: Sequence[Run]) -> Section | None:
-    """Each run's memory as `ftbench estimate` would have said it for the batch that it had, with the constants in use;
-    None where no run on a GPU says what it took."""
+    """Each run's memory as `ftbench estimate` would have said it for the batch that it had, with the constants in use.
+    Of runs without a GPU it says that they have no row; None where there are neither."""
     records: list[dict[str, Any]] = []
     rows: list[calibrate.Row] = []
     stored: list[measured.Measured] = []
@@ -35,12 +38,22 @@ def memory(runs: Sequence[Run]) -> Section | None:
             elif found := calibrate.rows([known], constants.constants()):
                 rows += found
                 records.append(who(cell) | _record(found[0]))
+    without = _without_gpu(runs)
     if not records:
-        return None
+        return Section("estimates", _TITLE, None, without) if without else None
     tiers = [f"{tier} GiB" for tier in measured.TIERS]
     headings = [*HEADINGS, *tiers, *(f"{tier} estimated" for tier in measured.TIERS), "verdict"]
     table = Table({}, headings, [_texts(record) for record in records], [], (*HEADINGS, "verdict"))
-    return Section("estimates", "Memory: estimated and measured", table, _errors(rows, stored), records)
+    return Section("estimates", _TITLE, table, [*_errors(rows, stored), *without], records)
+
+
+def _without_gpu(runs: Sequence[Run]) -> list[str]:
+    """A sentence on the runs that have no row for want of a GPU."""
+    count = sum(len(cell.runs) for cell in cells_of(runs) if cell.facts["gpu"] == CPU)
+    if not count:
+        return []
+    ran = "A run without a GPU has" if count == 1 else f"{units.count(count)} runs without a GPU have"
+    return [f"{ran} no row: memory and time are estimated for GPUs only."]
 
 
 def _record(row: calibrate.Row) -> dict[str, Any]:

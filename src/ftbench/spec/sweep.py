@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +84,13 @@ def as_text(value: Any) -> str:
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 
-def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Cell]:
+def cells(
+    path: Path, sets: Sequence[str], axes: Sequence[str] = (), on_note: Callable[[str], None] = lambda text: None
+) -> list[Cell]:
     """The cells of a spec file's sweep in the order of its axes, the last one turning fastest; the base alone where
     nothing varies. `axes` are those of the command line (`key=value,value`) and win over the file's. Raises SpecError
-    for a mistake in the file, in an axis or in the value of one; a combination that cannot work is a refused cell."""
+    for a mistake in the file, in an axis or in the value of one; a combination that cannot work is a refused cell.
+    `on_note` hears of what is no mistake and does nothing."""
     layers = read_layers(path, sets)
     base = merged(layers, path)
     section = _section(base.get("sweep"), layers)
@@ -103,7 +106,7 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Cel
     size = math.prod(len(steps) for steps in _steps(found, section.zip))
     if size > MAX_CELLS:
         raise SpecError(f"the sweep has {size:,} cells; at most {MAX_CELLS:,} are planned at once: split it")
-    result, problems = [], dict[str, None]()
+    result, problems, used = [], dict[str, None](), set[int]()
     for choice in itertools.product(*_steps(found, section.zip)):
         picked = {axis.key: (axis, index) for group in choice for axis, index in group}
         chosen = [picked[key] for key in found]
@@ -112,12 +115,16 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Cel
         except SpecError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        if not any(_matches(cell, base, chosen, pattern) for pattern in excluded):
+        matched = [place for place, pattern in enumerate(excluded) if _matches(cell, base, chosen, pattern)]
+        used.update(matched)
+        if not matched:
             result.append(cell)
     if problems:
         raise SpecError(*problems)
     if not result:
         raise SpecError(f"{path}: sweep.exclude leaves no cell")
+    for pattern in (pattern for place, pattern in enumerate(section.exclude) if place not in used):
+        on_note(f"{_origin(layers, 'exclude')}: sweep.exclude: no cell has {_in_words(pattern)}")
     return result
 
 
@@ -207,6 +214,10 @@ def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequenc
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{key} has {n}" for key, n in lengths.items())
         raise SpecError(f"{where}: axes that advance together need as many values each: {told}")
+
+
+def _in_words(pattern: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={as_text(value)}" for key, value in pattern.items())
 
 
 def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from ftbench import runner
 from ftbench.core.units import gibibytes, seconds
-from ftbench.errors import SpecError
+from ftbench.errors import MissingError, SpecError
 from ftbench.estimate import here
 from ftbench.estimate.duration import SHEET, epochs_samples
 from ftbench.estimate.store import Store
@@ -54,7 +54,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """A plan that can be started. `device` is the GPU of machine.json; `impossible` are the cells that can be on no
-    machine, with the reason; `tables` makes what is written after each run."""
+    machine, with the reason; `tables` makes what is written after each run; `notes` are what does nothing."""
 
     request: Request
     folder: Path
@@ -65,6 +65,7 @@ class Ready:
     device: dict[str, Any] | None
     impossible: Sequence[tuple[str, str]]
     tables: Callable[..., Tables] = Tables
+    notes: Sequence[str] = ()
 
 
 def prepare(request: Request, stack: ExitStack) -> Ready:
@@ -74,7 +75,8 @@ def prepare(request: Request, stack: ExitStack) -> Ready:
         budget.duration(request.time_budget)
     if request.effective_batch and not request.until_oom:
         raise SpecError("--effective-batch goes with --until-oom; elsewhere set train.gradient_accumulation_steps")
-    found = cells(request.spec, request.sets, request.axes)
+    notes: list[str] = []
+    found = cells(request.spec, request.sets, request.axes, notes.append)
     specs = [cell.spec for cell in found if cell.spec is not None]
     if not specs:
         raise SpecError(*dict.fromkeys(f"no cell can work: {cell.refused}" for cell in found))
@@ -101,10 +103,12 @@ def prepare(request: Request, stack: ExitStack) -> Ready:
     plan: Plan = _search(request, found, resolved, refused, options, described["gpu"]) if request.until_oom else _grid(
         request, found, resolved, refused, options
     )  # fmt: skip
+    notes += _same(request, found, resolved, options.gpu)
     nowhere = [(_named(cell.values), cell.refused) for cell in found if cell.refused]
     return Ready(
-        request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, described["gpu"], nowhere
-    )
+        request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, described["gpu"], nowhere,
+        notes=notes,
+    )  # fmt: skip
 
 
 def _places(request: Request, spec: Experiment, stack: ExitStack) -> tuple[Sequence[Place], dict[str, Any]]:
@@ -121,6 +125,22 @@ def _named(values: dict[str, Any]) -> str:
     return " ".join(f"{key}={short(value)}" for key, value in values.items())
 
 
+def _same(request: Request, found: Sequence[Cell], resolved: Resolved, gpu: str | None) -> Iterator[str]:
+    """A sentence on cells that make no run of their own: what they differ in changes no result."""
+    name = identity.family if request.until_oom else identity.fingerprint
+    first: dict[str, dict[str, Any]] = {}
+    keys, count = dict[str, None](), 0
+    for cell in found:
+        if cell.spec is not None:
+            values = {key: value for key, value in cell.values.items() if not (request.until_oom and key in _BATCH)}
+            others = first.setdefault(name(resolved(cell.spec), gpu), values)
+            differing = [key for key, value in values.items() if value != others[key]]
+            count += differing not in ([], ["measure.repeats"])
+            keys |= dict.fromkeys(differing)
+    if count:
+        yield f"{count} of {len(found)} cells are the run of another but for {', '.join(keys)}: they run once"
+
+
 Resolved = Callable[[Experiment], Experiment]
 Refused = Callable[[Experiment], str | None]
 
@@ -131,7 +151,7 @@ def _grid(request: Request, found: Sequence[Cell], resolved: Resolved, refused: 
         jobs = budget.most_telling_first(jobs)
     reasons = {job: reason for job in jobs if (reason := refused(job.spec)) is not None}
     if len(reasons) == len(jobs):
-        raise SpecError(*dict.fromkeys(reasons.values()))
+        raise MissingError("\n".join(dict.fromkeys(reasons.values())))
     return Grid(jobs, reasons, options)
 
 
@@ -151,9 +171,9 @@ def _search(
             sets = (*request.sets, *replace(cell, values=values).sets)
             families.setdefault(identity.family(spec), Family(spec, sets, values, refused(spec)))
     if all(family.refused for family in families.values()):
-        raise SpecError(*dict.fromkeys(family.refused or "" for family in families.values()))
+        raise MissingError("\n".join(dict.fromkeys(family.refused or "" for family in families.values())))
     if options.gpu is None:
-        raise SpecError(
+        raise MissingError(
             "--until-oom needs a GPU: a CPU's memory ends in swapping, not in an answer (`--set launch.mock=oom` tries "
             "the search without one)"
         )

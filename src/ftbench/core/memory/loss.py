@@ -38,9 +38,9 @@ def logits(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """The hump of the logits.
 
     trl: for a chunk logits, log-probabilities, probabilities and their product, 16 V bytes a token. Ours: logits and
-    their gradient, and in eager mode log-probabilities and probabilities in float32, beside the gradient of the chunk
-    before, which is still there (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded up to a
-    power of two, logits twice, 16-bit and float32. Plain logits, for comparison: `plain_logits`.
+    their gradient, and in eager mode log-probabilities and probabilities in float32; of one chunk at a time
+    (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded up to a power of two, logits twice,
+    16-bit and float32. Plain logits, for comparison: `plain_logits`.
     """
     if recipe.loss == "unsloth":
         return float(min(UNSLOTH_ROWS, batch.tokens) * model.vocab * recipe.compute)
@@ -49,8 +49,7 @@ def logits(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
         rows = 1 << max(0, -(-batch.tokens // parts) - 1).bit_length()
         return float(min(rows, batch.tokens) * model.vocab * (recipe.compute + FLOAT))
     if recipe.loss == "chunked":
-        c, several = recipe.compute, batch.labels > recipe.chunk
-        each = 2 * c + (0 if recipe.compiled else 2 * FLOAT) + (c if several else 0)
+        each = 2 * recipe.compute + (0 if recipe.compiled else 2 * FLOAT)
         return float(min(recipe.chunk, batch.labels) * model.vocab * each)
     return float(TRL_CHUNK * model.vocab * 4 * FLOAT)
 

@@ -58,15 +58,19 @@ class ModelShape:
         return (sum(self.parameters[kind] for kind in kinds) + self.parameters["norm"] - self.hidden) // self.layers
 
 
+class UnknownFamilyError(ValueError):
+    """A model whose layers no term describes."""
+
+
 def model_shape(config: dict[str, Any]) -> ModelShape:
-    """A config.json as `ModelShape`. Raises ValueError with a sentence for one that is not understood: a family whose
-    layers are not known, a key that is missing, a number that cannot be."""
+    """A config.json as `ModelShape`. Raises ValueError with a sentence for one that is not understood: a key that is
+    missing, a number that cannot be, or UnknownFamilyError for a family whose layers are not known."""
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     family = text.get("model_type")
     if family in ("llava", "llava_next", "qwen2_5_vl", "qwen2_5_vl_text"):
         family = {"l": "mistral", "q": "qwen2"}[str(family)[0]]
     if family not in FAMILIES:
-        raise ValueError(f"the layers of model_type {family!r} are not known; known are {', '.join(FAMILIES)}")
+        raise UnknownFamilyError(f"the layers of model_type {family!r} are not known; known are {', '.join(FAMILIES)}")
     text = {**text, "model_type": family}
     for key in _WHOLE:
         _whole(text, key)

@@ -94,11 +94,14 @@ class _Loss(torch.autograd.Function):
             targets = labels.reshape(-1)[chunk]
             if any(wanted):
                 gradient, of_targets = softmax(logits, targets)
+                del logits
                 gradient.scatter_(1, targets[:, None], of_targets.expm1().to(gradient.dtype))
                 total -= of_targets.sum()
                 _add(found, gradient, states, weight, chunk - 1)
+                del gradient  # or it would be there beside the next chunk's logits
             else:
                 total += F.cross_entropy(logits.float(), targets, reduction="sum")
+                del logits
         ctx.save_for_backward(*found)
         return total
 

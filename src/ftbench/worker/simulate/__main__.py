@@ -18,6 +18,7 @@ from ftbench.errors import FtbenchError
 from ftbench.owner import die_with_parent
 from ftbench.rundir import RunDir, read_json, write_json
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.simulate.refuse import OTHERWISE
 from ftbench.worker.simulate.run import simulate
 from ftbench.worker.simulate.values import Unknown
 
@@ -34,13 +35,13 @@ def main(path: Path) -> int:
         write_json(path / "error.json", {"message": str(error), "exit_code": error.exit_code})
         return 1
     except Unknown as error:
-        message = f"{spec.model.id}: {error}, so that it cannot be simulated: estimate without --simulate"
+        message = f"{spec.model.id}: {error}, so that it cannot be simulated: {OTHERWISE}"
         write_json(path / "error.json", {"message": message, "exit_code": 2})
         return 1
     except Exception as error:  # noqa: BLE001 - the libraries under the worker raise anything
         traceback.print_exc()
         reason = (str(error).strip().splitlines() or [""])[0][:300]
-        message = f"{spec.model.id} cannot be simulated: {type(error).__name__}: {reason}. Estimate without --simulate"
+        message = f"{spec.model.id} cannot be simulated: {type(error).__name__}: {reason}; {OTHERWISE}"
         write_json(path / "error.json", {"message": message, "exit_code": 1})
         return 1
     head = {

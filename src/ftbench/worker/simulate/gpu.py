@@ -14,16 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils
 
+from ftbench.core.memory.workspace import cublas_workspace
 from ftbench.worker.simulate.functions import Functions
 from ftbench.worker.simulate.guard import ensure_guard, ensure_kernels
 from ftbench.worker.simulate.mode import Simulation
 from ftbench.worker.simulate.tracker import Tracker
-
-
-def workspace(capability: tuple[int, int]) -> int:
-    """Bytes of cuBLAS's workspace in each thread that multiplies: 32 MiB on Hopper and data-centre Blackwell, else
-    8,320 KiB (at::cuda::getChosenWorkspaceSize, CUDABlas.cpp)."""
-    return 32 * 2**20 if capability in ((9, 0), (10, 0)) else (4096 * 2 + 16 * 8) * 1024
 
 
 @contextmanager
@@ -33,7 +28,7 @@ def simulated(capability: tuple[int, int], memory_bytes: int) -> Iterator[Simula
     ensure_kernels()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     functions = Functions()
-    mode = Simulation(fake, functions, Tracker(), workspace(capability))
+    mode = Simulation(fake, functions, Tracker(), cublas_workspace(capability))
     with ExitStack() as stack:
         stack.enter_context(whole_kernels())
         for target, name, value in _patches(functions, capability, memory_bytes):
