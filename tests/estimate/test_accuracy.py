@@ -15,7 +15,7 @@ from ftbench.estimate.command import calibrate as calibrate_command
 RESULTS = Path("results")
 # Mean and worst relative error that hold on the committed runs. The worst reserved memory is that of batches of many
 # lengths, which depends on the order in which they come.
-BOUNDS = {"allocated": (0.01, 0.06), "reserved": (0.05, 0.20), "device": (0.05, 0.20)}
+BOUNDS = {"allocated": (0.01, 0.04), "reserved": (0.05, 0.20), "device": (0.05, 0.20)}
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,8 @@ def configuration(model: Model) -> Any:
     try:
         return AutoConfig.for_model(**shape)
     except (ValueError, TypeError, KeyError) as error:
-        raise SpecError(f"model: {model.id}: transformers cannot build this shape ({error})") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        raise SpecError(f"model: {model.id}: transformers cannot build this shape ({reason})") from None
 
 
 def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> None:

@@ -199,6 +199,13 @@ def checkpoint(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     return 0.0 if recipe.checkpointing == "unsloth" else float(recipe.stream * model.hidden * batch.tokens)
 
 
+def checkpoint_buffers(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
+    """unsloth's own checkpointing copies inputs back into one of two buffers on the GPU, which stay, and leaves the
+    last layer's input where it is (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B,
+    LAST_GC_INDEX)."""
+    return 3.0 * recipe.stream * model.hidden * batch.tokens if recipe.checkpointing == "unsloth" else 0.0
+
+
 def mlp_hump(model: ModelShape, recipe: Recipe) -> float:
     """The most that one layer's MLP needs at once beyond what is saved.
 

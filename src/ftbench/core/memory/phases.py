@@ -36,6 +36,7 @@ def resident(plan: Plan) -> Parts:
         base += share.gathered(plan.model.layer_parameters * plan.recipe.compute, largest)
     trained = count * width
     kept = layer.dequantised(plan.model, plan.recipe) if plan.recipe.unsloth else 0
+    kept += layer.checkpoint_buffers(plan.model, plan.recipe, plan.batch)
     return {
         "weights": base,
         "adapters": weights.adapters(plan.model, plan.recipe) * part.weights,
