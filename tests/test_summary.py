@@ -196,7 +196,7 @@ WHOLE = ("padded_tokens", 4)
 
 
 @pytest.mark.parametrize(("loss", "logits"), [("chunked_nll", CHUNKED), ("nll", WHOLE), (None, WHOLE)])
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [1.0, 0.5, 0.0])
 def test_hardware_flops_count_padding_and_recomputation(run, loss, logits, checkpointing):
     made = run(applied=APPLIED | {"loss": loss, "gradient_checkpointing": checkpointing})
     found, frame = summarise(made), steady(made)
@@ -205,6 +205,12 @@ def test_hardware_flops_count_padding_and_recomputation(run, loss, logits, check
     computed += frame[logits[0]].sum() * logits[1] * SHAPE["head"]
     assert found.hfu == pytest.approx(computed / frame.step_time_s.sum() / 1e12 / 989)
     assert found.hfu > found.mfu
+
+
+def test_a_run_that_shared_its_gpu_says_so(run):
+    assert not [told for told in summarise(run()).warnings if "share_gpu" in told]
+    shared = run(spec_json=SPEC | {"measure": SPEC.get("measure", {}) | {"share_gpu": True}})
+    assert [told for told in summarise(shared).warnings if "share_gpu" in told]
 
 
 @pytest.mark.parametrize("change", [{"loss": "nll"}, {"gradient_checkpointing": False}], ids=str)

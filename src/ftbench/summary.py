@@ -15,6 +15,7 @@ from ftbench.core.rows import RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.rundir import RunDir, read_json, read_state, read_steps
 
+SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
 
 
@@ -48,6 +49,8 @@ def summarise(run: RunDir) -> RunSummary:
         oom=state.get("oom"),
         warnings=[*applied.get("warnings", []), *warnings],
     )
+    if spec.get("measure", {}).get("share_gpu"):
+        summary.warnings.append(SHARED)
     if profiled(spec):  # the profiler slows steps and launches
         summary.warnings += [PROFILED, *checks.warnings(everything, [], 0, machine, {}, ended_well=False)]
         return summary
@@ -166,7 +169,7 @@ def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -
         positions,
         (row.label_tokens or 0) if "chunk" in loss else positions,
         row.longest_sequence or 0,
-        recompute=bool(applied.get("gradient_checkpointing")),
+        recompute=float(applied.get("gradient_checkpointing") or 0.0),
         head_recompute=chunked,
     )
 

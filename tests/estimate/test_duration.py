@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate import duration_table, duration_text, here, measured, speeds
 from ftbench.estimate.adapted import adapted
-from ftbench.estimate.duration import MEASURED, OTHER, SCALED, SHEET, DurationEstimate, estimate_duration
+from ftbench.estimate.duration import (
+    MEASURED,
+    OTHER,
+    SCALED,
+    SHEET,
+    DurationEstimate,
+    epochs_samples,
+    estimate_duration,
+)
 from ftbench.estimate.history import known_runs
 from ftbench.estimate.lengths import batches_of, lengths_of
 from ftbench.estimate.observations import per_step
@@ -328,6 +337,38 @@ def test_what_does_more_takes_longer(slower):
 
 def test_the_real_run_that_other_tests_copy_is_among_those_learned_from():
     assert any(run.run_id.endswith(REAL.run_id) for run in RUNS)
+
+
+def changed(tmp_path, **files):
+    """A copy of a committed run with keys of its files changed."""
+    source = next(RESULTS.rglob("qwen3-8b-lora-b4-78939b22-r1"))
+    copy = shutil.copytree(source, tmp_path / "runs" / source.name)
+    for name, change in files.items():
+        values = json.loads((copy / f"{name}.json").read_text("utf-8"))
+        for section, keys in change.items():
+            values[section] = {**values.get(section, {}), **keys}
+        (copy / f"{name}.json").write_text(json.dumps(values), "utf-8")
+    return known_runs([tmp_path / "runs"])
+
+
+def test_what_a_run_waited_for_is_no_part_of_the_next_ones_start(tmp_path):
+    plain = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
+    (found,) = changed(tmp_path, summary={"phases_s": {"wait_for_gpu": 1200.0, "make_weights": 60.0, "total": 1300.0}})
+    assert found.start_s == plain.start_s
+
+
+def test_a_run_that_shared_its_gpu_tells_nothing_of_a_step(tmp_path):
+    assert changed(tmp_path, spec={"measure": {"share_gpu": True}}) == []
+
+
+def test_packed_rows_hold_as_many_samples_as_their_lengths_say(store):
+    data = {"name": "synthetic", "like": "japanese-alpaca", "samples": 4000, "max_length": 2048}
+    train = {"batch_size": 4, "max_steps": 20, "precision": "bf16"}
+    spec = spec_of(dataset=data, train=train, optimizations={"packing": True, "attention": "varlen"})
+    found = epochs_samples(spec)
+    assert found == pytest.approx(20 * estimate_duration(spec, H200, store).samples)
+    assert found > 10 * 20 * 4
+    assert epochs_samples(spec_of(dataset=data, train=train)) == 20 * 4
 
 
 # --- what run and sweep tell of it -----------------------------------------------------------------------------------

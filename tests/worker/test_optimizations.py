@@ -139,6 +139,18 @@ def test_the_last_batch_of_a_fixed_shape_is_as_wide_as_the_others():
     assert [(count.real, count.padded, count.samples) for count in counts] == [(114, 128, 2), (3, 128, 1)]
 
 
+def test_padded_rows_of_a_fixed_shape_are_as_many_in_the_last_batch(model):
+    made = Collator(spec_of(optimizations={"fixed_shape": True}, train={"batch_size": 2}), 0, 64, 8, lambda count: None)
+    whole, last = made([row(sample(64, 1)), row(sample(50, 2))]), made([row(sample(30, 3))])
+    assert whole["input_ids"].shape == last["input_ids"].shape == (2, 64)
+    assert (last["labels"][1] == IGNORE).all()
+    with torch.no_grad():
+        loss = model(**last).loss
+        alone = model(**{name: part[:1] for name, part in last.items()}).loss
+    torch.testing.assert_close(loss, alone)
+    assert made.proof(spec_of(optimizations={"fixed_shape": True})) == []
+
+
 def test_bounds_of_a_fixed_shape_are_as_many_in_every_batch():
     made = varlen_collator(fixed_shape=True)
     for rows in ([[5, 4], [9]], [[20, 20, 20], [10, 10, 10]], [[3], [2]], [[64], [64]]):

@@ -74,13 +74,12 @@ def model_flops(shape: MatmulShape, tokens: float, labels: float, length: float)
 
 
 def hardware_flops(
-    shape: MatmulShape, positions: float, head_positions: float, length: float, recompute: bool, head_recompute: bool
+    shape: MatmulShape, positions: float, head_positions: float, length: float, recompute: float, head_recompute: bool
 ) -> float:
     """FLOPs computed for `positions` positions, padding included, and logits of `head_positions` of them; with what
-    gradient checkpointing (`recompute`) and a loss over chunks (`head_recompute`) compute a second time. Attention is
-    counted as causal here too, also where a kernel computes the whole square."""
+    gradient checkpointing (in `recompute`, a share of the layers) and a loss over chunks (`head_recompute`) compute a
+    second time. Attention is counted as causal here too, also where a kernel computes the whole square."""
     layers = linear_per_token(shape) + attention_per_token(shape, length)
-    if recompute:
-        layers += linear_recompute_per_token(shape) + attention_per_token(shape, length, passes=1)
+    layers += recompute * (linear_recompute_per_token(shape) + attention_per_token(shape, length, passes=1))
     head = head_per_token(shape) + (2 * shape.head if head_recompute else 0)
     return positions * layers + head_positions * head

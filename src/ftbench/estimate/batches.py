@@ -111,7 +111,7 @@ def _trained(layout: _Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
 def _shape(layout: _Layout, batch: Sequence[int], longest: int) -> Batch:
     labels = sum(batch) - len(batch)
     if layout.padding_free:
-        return Batch(1, layout.size * longest if layout.fixed else sum(batch), labels)
+        return Batch(1, sum(batch), labels)
     return Batch(len(batch), longest if layout.fixed else max(batch), labels)
 
 

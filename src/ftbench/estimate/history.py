@@ -78,6 +78,11 @@ def _switches(optimizations: Optimizations) -> frozenset[str]:
     return frozenset(optimizations_on(optimizations.model_dump()))
 
 
+# The phases before the first steady step that another run goes through too: weights are made once on a machine, and for
+# the GPU one waits where others have it.
+_STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_step", "warmup", "start_and_exit")
+
+
 def known_runs(paths: Iterable[Path]) -> list[Known]:
     """Of the newest MOST_RUNS runs at or below `paths`, those that were measured with a GPU over enough steady steps; a
     run that lies there twice counts once."""
@@ -115,12 +120,13 @@ def _told(run: RunDir) -> Known | None:
     )
     if summary.get("state") != "ok" or not summary.get("gpu") or not 0 < step < math.inf or steady < MINIMUM_STEADY:
         return None
-    if (spec := _spec(rundir.read_json(run.spec_json))) is None or spec.launch.mock != "off":
+    spec = _spec(rundir.read_json(run.spec_json))
+    if spec is None or spec.launch.mock != "off" or spec.measure.share_gpu:
         return None
     older = is_older(run)
     rate = summary.get("samples_per_s")
     phases = summary.get("phases_s") or {}
-    start = phases.get("total", 0.0) - phases.get("steady", 0.0) if phases.get("total") else None
+    start = sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None
     return Known(
         f"{summary['name']}/{summary['run_id']}", spec, canonical(summary["gpu"]), step,
         rate * step if rate else spec.train.batch_size * spec.train.gradient_accumulation_steps,

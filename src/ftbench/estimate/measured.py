@@ -17,7 +17,7 @@ from ftbench.estimate.history import is_older
 from ftbench.estimate.memory import MemoryEstimate, estimate_memory
 from ftbench.rundir import RunDir, find_runs
 from ftbench.spec import identity
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, Measure, Train
 
 TIERS = ("allocated", "reserved", "device")
 
@@ -78,7 +78,7 @@ def measured(run: RunDir) -> Measured | None:
         fits=ok,
         allocated=memory.get("allocated_peak") if ok else None,
         reserved=reserved if ok else None,
-        device=None if late or not ok else device,
+        device=None if late or not ok or spec.measure.share_gpu else device,
         batch=realised(run, spec) if ok else None,
     )
 
@@ -132,8 +132,14 @@ def held_out(run: Measured) -> bool:
 
 
 def is_held_out(spec: Experiment, gpu: str | None) -> bool:
-    """A third of all experiments, by their hash, which nobody chooses."""
-    return int(identity.fingerprint(spec, gpu), 16) % 3 == 0
+    """A third of all experiments, by their hash, which nobody chooses; those with the same step are on one side."""
+    keep = {"batch_size", "gradient_accumulation_steps", "optimizer", "precision"}
+    alike = spec.model_copy(update={
+        "train": Train.model_validate(spec.train.model_dump(include=keep)),
+        "dataset": spec.dataset.model_copy(update={"samples": None, "eval_samples": 0, "seed": 42}),
+        "measure": Measure(),
+    })  # fmt: skip
+    return int(identity.fingerprint(alike, gpu), 16) % 3 == 0
 
 
 def once(runs: Iterable[Measured]) -> list[Measured]:

@@ -29,7 +29,7 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 # How far from the expected value a run may lie: shares of it, wider than the errors in docs/estimates.md.
 ALLOCATED_SPREAD = 0.03
-UNSEEN_SPREAD = 0.08  # of what no run has measured yet: experts, several GPUs, offloading, eager attention
+UNSEEN_SPREAD = 0.08  # of what no committed run has measured: experts, several GPUs, offloading, eager attention
 VARYING_MOST = 0.5  # share of the activations that the pool may hold beyond the tensors where shapes vary
 CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
 
@@ -159,13 +159,9 @@ def verdict_of(device: Band, total: float) -> Verdict:
 
 def _unseen(plan: Plan) -> bool:
     recipe = plan.recipe
-    moved = recipe.offload or recipe.checkpointing == "offload"
-    kept16 = recipe.quantised and not recipe.unsloth and recipe.upcast == 2
     unsloths = recipe.checkpointing == "unsloth"  # measured, and 2 to 3 % above what its source explains
-    new = recipe.fp8 or recipe.fused != "off" or recipe.mxfp4 or kept16
-    return bool(
-        plan.model.experts or plan.gpus > 1 or moved or unsloths or recipe.attention in ("eager", "flash") or new
-    )
+    new = recipe.offload or recipe.mxfp4 or recipe.attention in ("eager", "flash")
+    return bool(plan.model.experts or plan.gpus > 1 or unsloths or new)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ def as_text(spec: Experiment, found: Sequence[tuple[str, MemoryEstimate, int | N
     lines = [f"{'GPU':<36} {'has':>7} {'device memory':>24}  {'verdict':<13} largest batch"]
     for name, one, largest in found:
         band = f"{gibibytes(one.device.low)} to {gibibytes(one.device.high)} GiB"
-        lines.append(f"{name:<36} {gibibytes(one.total):>7} {band:>24}  {one.verdict:<13} {largest or 'none'}")
+        most = f"{largest}{_all(spec, largest)}" if largest else "none"
+        lines.append(f"{name:<36} {gibibytes(one.total):>7} {band:>24}  {one.verdict:<13} {most}")
     return "\n".join(lines)
 
 
@@ -39,9 +40,13 @@ def _card(spec: Experiment, name: str, found: MemoryEstimate, largest: int | Non
         *bars(found.parts),
         "",
         f"{name} has {gibibytes(found.total)} GiB: {found.verdict}",
-        f"largest batch that fits: {largest}" if largest else "no batch is sure to fit",
+        f"largest batch that fits: {largest}{_all(spec, largest)}" if largest else "no batch is sure to fit",
     ]
     return "\n".join(lines)
+
+
+def _all(spec: Experiment, largest: int) -> str:
+    return " (all samples)" if largest == spec.dataset.samples else ""
 
 
 def _tier(name: str, band: Band) -> str:

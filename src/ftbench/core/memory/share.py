@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2-offload", "zero3-offload")
-DDP_BUCKET = 25 * 2**20  # DistributedDataParallel's default bucket_cap_mb
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from ftbench.core.memory.recipe import Recipe
 ALIGNED = 64  # columns that fused_lora widens by (worker/adapter_products.py)
 BLOCK = 64  # weights that share an absmax constant (bitsandbytes, Linear4bit)
 OUTER = 256  # constants that share one of their own under double quantisation (Dettmers et al. 2023, section 3)
-SMALLEST_8BIT = 4096  # elements below which bitsandbytes keeps an optimizer state in 32 bits
 BLOCK_8BIT = 256  # elements that share a scale in an 8-bit state (bitsandbytes, blockwise quantisation)
 
 

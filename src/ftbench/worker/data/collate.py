@@ -58,7 +58,7 @@ class Collator:
         }
 
     def _padded(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-        shape = (len(samples), self._fixed or max(len(ids) for ids, _ in samples))
+        shape = (self._rows if self._fixed else len(samples), self._fixed or max(len(ids) for ids, _ in samples))
         input_ids = np.full(shape, self._pad, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE, dtype=np.int64)
@@ -66,6 +66,7 @@ class Collator:
             input_ids[row, : len(ids)] = ids
             mask[row, : len(ids)] = 1
             targets[row, : len(ids)] = labels
+        mask[len(samples) :, 0] = 1  # rows that fill the last batch up: attention to nothing at all is not a number
         return {"input_ids": input_ids, "attention_mask": mask, "labels": targets}
 
     def _laid_out(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
@@ -107,8 +108,8 @@ class Collator:
         found, on = [], spec.optimizations
         if self._flat and self._has_padding and not on.fixed_shape:
             found.append(f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches hold padding")
-        if on.fixed_shape and len({shape[1] for shape in self._shapes}) > 1:
-            found.append(f"optimizations.fixed_shape is on and batches have lengths {sorted(self._shapes)}")
+        if on.fixed_shape and len(self._shapes) > 1:
+            found.append(f"optimizations.fixed_shape is on and batches have shapes {sorted(self._shapes)}")
         return found
 
 
