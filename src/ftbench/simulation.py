@@ -23,6 +23,7 @@ from ftbench.estimate.totals import total_gib
 from ftbench.launch import process, trl
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
+from ftbench.spec.unsimulated import refuse
 
 LIMIT_S = 600.0
 SHOWN = 12  # tensors on the card
@@ -75,6 +76,7 @@ def simulate(spec: Experiment, gpu: Gpu, limit_s: float = LIMIT_S) -> Simulation
             f"--simulate needs the compute capability of {gpu.name}, which facts/gpus.yaml does not say: name another "
             "GPU, or estimate without --simulate"
         )
+    refuse(spec)
     trl.check_installed(spec)
     with tempfile.TemporaryDirectory(prefix="ftbench-simulate-") as folder:
         scratch = Path(folder)

@@ -255,6 +255,8 @@ def test_estimate_tells_time_energy_and_cost_of_a_night(ftbench, spec_file):
     (["--samples", "0"], "--samples 0"), (["--samples", "nan"], "--samples nan"), (["--hours", "-1"], "--hours -1"),
     (["--samples", "2.5"], "--samples 2.5: samples are whole: ask for 3"),
     (["--strategy", "zero3"], "add --gpus 2, or leave it out"), (["--strategy", "zero3", "--gpus", "1"], "--gpus"),
+    (["--simulate", "--set", "optimizations.liger=on"], "--set optimizations.liger=off"),
+    (["--calibrate", "results"], "leave"),
     (["--hours", "inf"], "--hours inf"), (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip
 def test_estimate_refuses_amounts_that_are_none(ftbench, spec_file, arguments, sentence):

@@ -21,10 +21,10 @@ from ftbench.rundir import RunDir, read_json
 from ftbench.simulation import simulate as simulate_in_child
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
+from ftbench.spec.unsimulated import refuse
 from ftbench.worker import methods
 from ftbench.worker.models import source_of
 from ftbench.worker.simulate.account import account, rounded
-from ftbench.worker.simulate.refuse import refuse
 from ftbench.worker.simulate.run import Watch, heaviest, shortened
 from ftbench.worker.simulate.tracker import ACCUMULATE, Storage, Tracker
 from ftbench.worker.train import assembled, prepared

@@ -41,6 +41,8 @@ def estimate(
     from ftbench.estimate import command
 
     if calibrate is not None:
+        if spec is not None:
+            raise SpecError(f"estimate --calibrate learns from runs and estimates nothing: leave {spec} out")
         print(command.calibrate(calibrate))
         return
     if spec is None:

@@ -76,7 +76,7 @@ def estimate(request: Request) -> Answer:
 def _count(request: Request) -> int:
     if request.gpus < 1:
         raise SpecError(f"--gpus {request.gpus}: there must be 1 or more")
-    if request.gpus > 1 and request.strategy is None:
+    if request.gpus > 1 and request.strategy in (None, "none"):
         raise SpecError(f"--gpus {request.gpus}: say how they share the work: --strategy {'|'.join(STRATEGIES[1:])}")
     return request.gpus
 

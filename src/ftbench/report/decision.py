@@ -81,8 +81,9 @@ def _memory_short(timed: Sequence[Cell]) -> Iterator[str]:
         )
     elif peaks[0] < LESS_MEMORY * peaks[1]:
         pair = _pair(small, fast)
+        rest = "" if peaks[0] == least else f" (the least is {units.gibibytes(least)} GiB)"
         yield (
-            f"Memory short: {small.name} needs {units.gibibytes(peaks[0])} GiB, {fast.name} "
+            f"Memory short: {small.name} needs {units.gibibytes(peaks[0])} GiB{rest}, {fast.name} "
             f"{units.gibibytes(peaks[1])} GiB; the price is speed, {_change(pair.speed)}{_also(pair)}."
         )
 

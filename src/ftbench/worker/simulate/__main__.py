@@ -18,7 +18,7 @@ from ftbench.errors import FtbenchError
 from ftbench.owner import die_with_parent
 from ftbench.rundir import RunDir, read_json, write_json
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.simulate.refuse import OTHERWISE
+from ftbench.spec.unsimulated import OTHERWISE
 from ftbench.worker.simulate.run import simulate
 from ftbench.worker.simulate.values import Unknown
 

@@ -19,7 +19,6 @@ from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.simulate.account import account
 from ftbench.worker.simulate.gpu import simulated
 from ftbench.worker.simulate.modules import follow_modules
-from ftbench.worker.simulate.refuse import refuse
 from ftbench.worker.simulate.tracker import Tracker
 from ftbench.worker.simulate.weights import Shape
 from ftbench.worker.train import assembled, prepared
@@ -30,7 +29,6 @@ MICRO_STEPS = 2  # in the first there are no gradients yet, from the second on t
 
 def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], memory_bytes: int) -> dict[str, Any]:
     """simulation.json without its head. Raises SpecError for what cannot be simulated."""
-    refuse(spec)
     shape = Shape(spec.model)
     tokenizer, data = prepared(spec, shape)
     batch = heaviest(spec, data)
