@@ -324,7 +324,7 @@ def test_check_output_takes_a_new_file(tmp_path):
 @pytest.mark.slow
 def test_a_real_ablation_on_the_cpu(tmp_path, cache):
     path = write_sweep(tmp_path, launch={"mock": "off"})
-    done = command(path, "--out", tmp_path / "out", "--only", "chunked_loss", "--repeats", 1, "--steps", 8, "--json")
+    done = command(path, "--out", tmp_path / "out", "--only", "chunked_loss", "--repeats", 1, "--steps", 20, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     (rung,) = found["rungs"]
