@@ -14,6 +14,7 @@ from ftbench import rundir
 from ftbench.rundir import WAITING, RunDir
 from ftbench.worker import turn
 from ftbench.worker.phases import Phases
+from ftbench.worker.probe import __main__ as probe
 
 WORKER = """
 import sys, time
@@ -75,6 +76,19 @@ def test_the_second_begins_when_the_first_has_ended(begin, end):
     process.send_signal(end)
     assert in_phase(second, "load")
     assert (memory_before(first), memory_before(second)) == (70.0, 0.5)  # who waited looks again
+
+
+def test_a_probe_does_not_measure_beside_a_run(begin, tmp_path, monkeypatch):
+    monkeypatch.setattr(turn.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(turn, "_held", [])
+    first, process = begin("first")
+    assert in_phase(first, "load")
+    monkeypatch.setattr(probe.machine, "gpu", lambda: {"uuid": "GPU-1"})
+    assert probe.main(tmp_path / "probe.json", 5.0) == 3
+    assert "probe again when it has ended" in rundir.read_json(tmp_path / "probe.json")["missing"]
+    process.kill()
+    process.wait()
+    assert turn.take_now({"uuid": "GPU-1"})
 
 
 def test_another_gpu_is_not_waited_for(begin):

@@ -18,17 +18,24 @@ _held: list[int] = []  # as long as this process lives; the kernel gives it back
 def take(directory: RunDir, phases: Phases) -> None:
     """Returns when no other run of ftbench on this machine has the GPU of machine.json, and has it from then on."""
     gpu = read_json(directory.machine).get("gpu")
-    if _held or not gpu or not gpu.get("uuid"):
-        return
+    if gpu and not _held and not take_now(gpu):
+        with phases.within(WAITING):
+            fcntl.flock(_held[0], fcntl.LOCK_EX)
+        _look_again(directory, gpu["uuid"])
+
+
+def take_now(gpu: dict[str, Any] | None) -> bool:
+    """Whether nobody else has the GPU; then this process has it."""
+    if not gpu or not gpu.get("uuid"):
+        return True
     if (lock := _opened(Path(tempfile.gettempdir()) / f"ftbench-{gpu['uuid']}.lock")) is None:
-        return
+        return True
     _held.append(lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        with phases.within(WAITING):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        _look_again(directory, gpu["uuid"])
+        return False
+    return True
 
 
 def _opened(path: Path) -> int | None:

@@ -16,6 +16,7 @@ from ftbench import machine
 from ftbench.errors import MissingError
 from ftbench.owner import die_with_parent
 from ftbench.rundir import write_json
+from ftbench.worker import turn
 from ftbench.worker.probe.timing import SAMPLE_S, Budget, during
 from ftbench.worker.sampler import Sampler
 
@@ -51,6 +52,10 @@ class Document:
 def main(out: Path, seconds: float) -> int:
     """Measures this machine and leaves the figures in `out`; its exit code is 3 where torch cannot use the GPU."""
     budget, document = Budget(seconds), Document(out)
+    if not turn.take_now(machine.gpu()):
+        document.found["missing"] = "a run of ftbench has this GPU just now: probe again when it has ended"
+        document.write(None)
+        return MissingError.exit_code
     sampler = _sampler()
     document.found["idle"] = _idle(sampler)  # before torch: a CUDA context raises the clock
     if sampler is None:
