@@ -35,6 +35,18 @@ def test_the_shipped_estimator_stays_within_its_bounds(runs: list[measured.Measu
         assert error.worst <= worst, f"{tier}: {error}"
 
 
+def test_runs_of_the_same_step_are_on_one_side_of_the_hold_out(runs: list[measured.Measured]) -> None:
+    for run in runs:
+        data = run.spec.dataset.model_copy(update={"samples": 7, "seed": 1})
+        train = run.spec.train.model_copy(update={"max_steps": 3, "learning_rate": 1.0})
+        twin = run.spec.model_copy(update={"dataset": data, "train": train})
+        assert measured.is_held_out(twin, run.gpu) == measured.held_out(run)
+    other = [
+        run.spec.model_copy(update={"train": run.spec.train.model_copy(update={"batch_size": 61})}) for run in runs
+    ]
+    assert {measured.is_held_out(spec, "NVIDIA H200") for spec in other} == {True, False}
+
+
 def test_nothing_that_ran_out_of_memory_is_said_to_fit(runs: list[measured.Measured]) -> None:
     assert sum(not run.fits for run in runs) >= 5
     assert calibrate.false_fits(runs, constants.shipped()) == []

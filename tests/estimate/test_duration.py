@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench import rundir
+from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate import duration_table, duration_text, here, measured, speeds
@@ -365,10 +366,15 @@ def test_packed_rows_hold_as_many_samples_as_their_lengths_say(store):
     data = {"name": "synthetic", "like": "japanese-alpaca", "samples": 4000, "max_length": 2048}
     train = {"batch_size": 4, "max_steps": 20, "precision": "bf16"}
     spec = spec_of(dataset=data, train=train, optimizations={"packing": True, "attention": "varlen"})
-    found = epochs_samples(spec)
-    assert found == pytest.approx(20 * estimate_duration(spec, H200, store).samples)
-    assert found > 10 * 20 * 4
-    assert epochs_samples(spec_of(dataset=data, train=train)) == 20 * 4
+    a_step = estimate_duration(spec, H200, store).samples
+    assert a_step > 10 * 4
+    assert epochs_samples(spec, a_step) == 20 * a_step
+    padded = spec_of(dataset=data, train=train)
+    assert epochs_samples(padded, estimate_duration(padded, H200, store).samples) == 20 * 4
+    told = here.expectation(spec, {"name": "NVIDIA H200", "memory_gb": 140.4}, store)
+    seconds = estimate_duration(spec, H200, store).seconds_for(20 * a_step).expected
+    assert told is not None
+    assert f"about {units.seconds(seconds)} " in told
 
 
 # --- what run and sweep tell of it -----------------------------------------------------------------------------------

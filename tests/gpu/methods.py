@@ -1,5 +1,10 @@
-"""What the GPU tests train: methods and optimizations as changes to their spec. `scripts/golden` names runs by them."""
+"""The spec that the GPU tests train, and methods and optimizations as changes to it."""
 
+SPEC = """
+model: {id: Qwen/Qwen3-0.6B, weights: random}
+dataset: {name: synthetic, samples: 96, length: 512, max_length: 512}
+train: {batch_size: 4}
+"""
 SHARED = "measure.share_gpu=on"
 METHODS = {
     "lora": (),

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
-from methods import METHODS, SHARED
+from methods import METHODS, SHARED, SPEC
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 
@@ -19,11 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
     pytest.mark.timeout(300),
 ]
-SPEC = """
-model: {id: Qwen/Qwen3-0.6B, weights: random}
-dataset: {name: synthetic, samples: 96, length: 512, max_length: 512}
-train: {batch_size: 4}
-"""
 SIDE_BY_SIDE = max(1, min(6, (os.cpu_count() or 1) // 3))
 ASKED = "measure.generate={prompts: [{id: a, prompt: 東京は}, {id: b, prompt: Why does ice float}], max_new_tokens: 24}"
 LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02}

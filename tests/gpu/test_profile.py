@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from methods import SPEC
 
 from ftbench import rundir
 from ftbench.profile.trace import read
@@ -21,11 +22,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
     pytest.mark.timeout(300),
 ]
-SPEC = """
-model: {id: Qwen/Qwen3-0.6B, weights: random}
-dataset: {name: synthetic, samples: 96, length: 512, max_length: 512}
-train: {batch_size: 4}
-"""
 KINDS = {
     "lora": [],
     "full": ["method=full"],

@@ -101,10 +101,8 @@ def _busy(found: Bound) -> tuple[str | None, str]:
 
 def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
     """The mean over the window's time of a step's share, or (`of_time`) of its seconds."""
-    told = [
-        (row, value) for row, value in zip(steady, values, strict=True) if value is not None and math.isfinite(value)
-    ]
-    pairs = [(row.step_time_s or 0.0, value) for row, value in told]
+    known = ((row, value) for row, value in zip(steady, values, strict=True) if value is not None)
+    pairs = [(row.step_time_s or 0.0, value) for row, value in known if math.isfinite(value)]
     seconds = sum(time for time, _ in pairs)
     return sum(value * (1.0 if of_time else time) for time, value in pairs) / seconds if seconds > 0 else None
 

@@ -13,7 +13,7 @@ from ftbench.estimate import power, speeds
 from ftbench.estimate.adapted import Adapted
 from ftbench.estimate.ceilings import Ceilings, limits_of
 from ftbench.estimate.history import Known
-from ftbench.estimate.lengths import batches_of, lengths_of
+from ftbench.estimate.lengths import batches_of
 from ftbench.estimate.memory import Band
 from ftbench.estimate.nearness import Correction, correction
 from ftbench.estimate.observations import per_step
@@ -143,9 +143,9 @@ def _start(spec: Experiment, shape: Adapted, same: Sequence[Known]) -> float:
     return _IMPORT_S + 2 * shape.model.total / _LOAD_BYTES_S + (_FIRST_COMPILED_S if compiled else _FIRST_S)
 
 
-def epochs_samples(spec: Experiment) -> float | None:
-    """The samples that a spec trains on, in packed rows as many as the lengths say; None where the size of its data set
-    is not known."""
+def epochs_samples(spec: Experiment, a_step: float) -> float | None:
+    """The samples that a spec trains on, of which an optimizer step has `a_step` (in packed rows more than the batch
+    size says); None where the size of its data set is not known."""
     if spec.train.max_steps is not None:
-        return spec.train.max_steps * per_step(spec, batches_of(spec, lengths_of(spec.dataset)), "samples")
+        return spec.train.max_steps * a_step
     return None if spec.dataset.samples is None else spec.dataset.samples * spec.train.epochs

@@ -74,7 +74,7 @@ def as_text(spec: Experiment, gpu: Gpu, found: DurationEstimate, asked: Question
 
 def _training(spec: Experiment, gpu: Gpu, found: DurationEstimate, asked: Question) -> list[tuple[str, str]]:
     """Of the samples asked for, or those of the spec; nothing where neither is known."""
-    samples = asked.samples or epochs_samples(spec)
+    samples = asked.samples or epochs_samples(spec, found.samples)
     if samples is None:
         return []
     seconds, joules = found.seconds_for(samples), found.joules_for(samples)
@@ -105,7 +105,7 @@ def _parts(found: DurationEstimate) -> str:
 
 def as_record(spec: Experiment, gpu: Gpu, found: DurationEstimate, asked: Question) -> dict[str, Any]:
     """The `time` section of the JSON document."""
-    samples = asked.samples or epochs_samples(spec)
+    samples = asked.samples or epochs_samples(spec, found.samples)
     seconds = None if samples is None else found.seconds_for(samples)
     cost = None if seconds is None else cost_of(gpu, found, seconds, asked.prices)
     return {

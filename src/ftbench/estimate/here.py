@@ -62,7 +62,7 @@ def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> s
     memory, time = on_machine(spec, gpu), time_on_machine(spec, gpu, store)
     told = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
     if time is not None:
-        samples = epochs_samples(spec)
+        samples = epochs_samples(spec, time.samples)
         lasts = time.step_s if samples is None else time.seconds_for(samples)
         band = f"{seconds(lasts.low)} to {seconds(lasts.high)}"
         each = " a step" if samples is None else ""

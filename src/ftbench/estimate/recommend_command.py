@@ -15,6 +15,8 @@ from ftbench.errors import SpecError
 from ftbench.estimate.command import listed
 from ftbench.estimate.duration import epochs_samples
 from ftbench.estimate.duration_text import MOST_SAMPLES
+from ftbench.estimate.lengths import batches_of
+from ftbench.estimate.observations import per_step
 from ftbench.estimate.recommend import OBJECTIVES, Found, Objective, Wanted, recommend
 from ftbench.estimate.store import Store
 from ftbench.spec.base import known
@@ -55,9 +57,10 @@ def run(request: Request) -> Found:
     if problems:
         raise SpecError(*problems)
     deadline = parse_seconds(request.deadline) if request.deadline is not None else None
+    store = Store.read(request.store)
     return recommend(Wanted(
-        spec, asked, _samples(request, spec), deadline, request.max_cost, prices,
-        cast(Objective, request.objective), _methods(request), request.effective_batch, Store.read(request.store),
+        spec, asked, _samples(request, spec, store), deadline, request.max_cost, prices,
+        cast(Objective, request.objective), _methods(request), request.effective_batch, store,
         None if request.config is None else read_config(request.config),
     ))  # fmt: skip
 
@@ -132,8 +135,9 @@ def _unknown(option: str, word: str, words: Sequence[str] | dict[str, type], kin
     raise AssertionError(word)
 
 
-def _samples(request: Request, spec: Experiment) -> float:
-    samples = request.samples or epochs_samples(spec)
+def _samples(request: Request, spec: Experiment, store: Store) -> float:
+    a_step = per_step(spec, batches_of(spec, store.lengths(spec.dataset)), "samples")
+    samples = request.samples or epochs_samples(spec, a_step)
     if samples is None:
         raise SpecError(f"--samples: say how many to train on; how many {spec.dataset.name} has is not known")
     return samples

@@ -51,7 +51,8 @@ def as_text(spec: Experiment, rows: Sequence[Timed], asked: Question) -> str:
 
 
 def _table(spec: Experiment, rows: Sequence[Timed], asked: Question) -> str:
-    samples = asked.samples or epochs_samples(spec)
+    a_step = next((row.found.samples for row in rows if row.found), 0.0)
+    samples = asked.samples or epochs_samples(spec, a_step)
     training = "" if samples is None else f"{units.count(samples)} samples"
     lines = [
         f"{'GPU':<36} {'step':>10} {'samples/h':>10} {f'in {asked.hours:g} h':>13} {training:>18} {'cost':>12}  basis"

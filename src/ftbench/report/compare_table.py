@@ -36,7 +36,8 @@ def table(found: Comparison) -> Table:
     """A row for each cell, the baseline's before those held against it. What all cells share stands in the title;
     what keeps a pair from being the same recipe stands in the numbered notes."""
     keys = _columns(found)
-    shared = {_name(key): _place(key, found.cells[0]) for key in _CONTEXT if key not in keys and _is_shared(found, key)}
+    same = [key for key in _CONTEXT if key not in (*keys, found.axis) and not _varies(found, key)]
+    shared = {_name(key): _place(key, found.cells[0]) for key in same}
     pairs = {id(pair.cell): pair for pair in found.pairs}
     cells = [cell for cell in _ordered(found) if id(cell) in pairs or found.place(cell) == found.baseline]
     lists = _lists(found)
@@ -70,13 +71,13 @@ def _columns(found: Comparison) -> list[str]:
     labels = {"model": [cell.facts.get("model.id", "") for cell in found.cells], "dataset": [run.data for run in first]}
     more = varying_keys([run.spec for run in first], labels)
     candidates = [*_CONTEXT, "train.batch_size", "train.gradient_accumulation_steps"]
-    varying = [key for key in candidates if len({_place(key, cell) for cell in found.cells}) > 1]
+    varying = [key for key in candidates if _varies(found, key)]
     told = [key for key in (*varying, *more) if not on_axis(found.axis, key) and not _of_axis(found, key)]
     return told[:MOST_AXES]
 
 
-def _is_shared(found: Comparison, key: str) -> bool:
-    return key != found.axis and len({_place(key, cell) for cell in found.cells}) == 1
+def _varies(found: Comparison, key: str) -> bool:
+    return len({_place(key, cell) for cell in found.cells}) > 1
 
 
 def _of_axis(found: Comparison, key: str) -> bool:
@@ -293,10 +294,5 @@ def _flat_ratio(name: str, ratio: Ratio | None) -> Mapping[str, Any]:
 
 def section(found: Comparison) -> Section:
     """The comparison as a part of a report."""
-    return Section(
-        "comparison",
-        f"Compared by {_TITLES.get(found.axis) or _name(found.axis)}",
-        table(found),
-        (),
-        records(found),
-    )
+    title = f"Compared by {_TITLES.get(found.axis) or _name(found.axis)}"
+    return Section("comparison", title, table(found), (), records(found))

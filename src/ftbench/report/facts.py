@@ -172,16 +172,12 @@ def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
 
 
 def _recipe(facts: Mapping[str, str]) -> str:
-    unsloth = facts.get("method.name") == "unsloth"
+    told = _unsloth(facts) if facts.get("method.name") == "unsloth" else []
     for name, keys in _recipes().items():
-        if not unsloth and all(facts.get(key) == text for key, text in keys.items()):
+        if not told and all(facts.get(key) == text for key, text in keys.items()):
             return name
     optimizer = facts.get("train.optimizer", "adamw_torch")
-    told = [
-        *(_unsloth(facts) if unsloth else []),
-        value_at(OPTIMIZATIONS, facts),
-        "" if optimizer == "adamw_torch" else optimizer,
-    ]
+    told += [value_at(OPTIMIZATIONS, facts) or "", *([optimizer] if optimizer != "adamw_torch" else [])]
     return " + ".join(part for part in told if part and part != NO_OPTIMIZATION) or NO_OPTIMIZATION
 
 

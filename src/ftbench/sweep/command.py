@@ -251,8 +251,8 @@ def dry_run(ready: Ready) -> list[Planned]:
 
 def _estimated(spec: Experiment, ready: Ready, store: Store) -> tuple[float | None, str | None]:
     """Wall seconds and how they are known; nothing by the data sheet alone, which would be a guess in a plan."""
-    found, samples = here.time_on_machine(spec, ready.device, store), epochs_samples(spec)
-    if found is None or samples is None or found.basis == SHEET:
+    found = here.time_on_machine(spec, ready.device, store)
+    if found is None or found.basis == SHEET or (samples := epochs_samples(spec, found.samples)) is None:
         return None, None
     return found.seconds_for(samples).expected, found.confidence
 

@@ -37,8 +37,9 @@ def head_norms(model: ModelShape, recipe: Recipe) -> float:
 
 
 def saved_twice(model: ModelShape, recipe: Recipe) -> float:
-    """What two operations of an eager norm save, its input in float32: trl's offloading moves what is saved first and
-    keeps on the GPU what is saved again (activation_offloading.py, the deduplication of storages)."""
+    """Bytes of a position in a layer: what two operations of an eager norm save, its input in float32. trl's offloading
+    moves what is saved first and keeps on the GPU what is saved again (activation_offloading.py, the deduplication of
+    storages)."""
     if recipe.liger or recipe.unsloth or recipe.compiled:
         return 0.0
     return FLOAT * (2 * model.hidden + (model.query + model.key if model.qk_norm else 0))
@@ -168,7 +169,8 @@ def expert_copies(model: ModelShape, recipe: Recipe) -> float:
 def compiled(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """What a compiled layer saves. Inductor's partitioner makes again what is cheap: norms, rotation, the activation
     are made from what products put out. Left are the two residual streams, the two normed inputs, queries and keys
-    before and after rotation, values, the attention's output as it is and as o reads it, gate, up and their product."""
+    before and after rotation, values, the attention's output as it is and as o reads it (which with adapters `beside`
+    is the same), gate, up and their product."""
     h, q, k, i, c = model.hidden, model.query, model.key, model.inner, recipe.compute
     before = c * (q + k) if model.qk_norm else 0
     inside = c * 3 * i if not model.experts else experts(model, recipe) + router(model, recipe)
@@ -200,9 +202,9 @@ def checkpoint(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
 
 
 def checkpoint_buffers(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
-    """unsloth's own checkpointing copies inputs back into one of two buffers on the GPU, which stay, and leaves the
-    last layer's input where it is (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B,
-    LAST_GC_INDEX)."""
+    """Bytes of all layers together: unsloth's own checkpointing copies inputs back into one of two buffers on the GPU,
+    which stay, and leaves the last layer's input where it is (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS,
+    GPU_BUFFERS_B, LAST_GC_INDEX)."""
     return 3.0 * recipe.stream * model.hidden * batch.tokens if recipe.checkpointing == "unsloth" else 0.0
 
 

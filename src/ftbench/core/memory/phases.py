@@ -53,13 +53,13 @@ def phases(plan: Plan) -> dict[str, Parts]:
     part = share.share(plan.strategy, plan.gpus)
     kept, remade = _layers(model, recipe)
     one, inputs = layer.saved(model, recipe, batch), layer.checkpoint(model, recipe, batch)
+    stays = 0.0
     if recipe.offload:
         kept, remade, inputs = 1, 0, 0.0
+        stays = (model.layers - 1) * layer.saved_twice(model, recipe) * batch.tokens
     if recipe.checkpointing == "offload":  # one on its way out or in use, and the next
         remade = min(2, remade)
-    acts, marks = kept * one - _unsaved(model, recipe, batch), remade * inputs
-    if recipe.offload:
-        acts += (model.layers - 1) * layer.saved_twice(model, recipe) * batch.tokens
+    acts, marks = kept * one - _unsaved(model, recipe, batch) + stays, remade * inputs
     hump = layer.hump(model, recipe, batch)
     cast = autocast_weights(model, recipe)
     again = one - _shared_input(model, recipe, batch) if not kept else 0.0
