@@ -149,7 +149,21 @@ def test_optimizers_keep_what_they_say() -> None:
     assert weights.optimizer_state("sgd", n, 2) == 0
     assert weights.optimizer_state("adamw_torch", n, 2) == 4 * n
     assert weights.optimizer_state("adamw_bnb_8bit", n, 2) == pytest.approx(2.03 * n, rel=0.001)
-    assert weights.paged_state("paged_adamw_8bit", n) == weights.optimizer_state("adamw_bnb_8bit", n, 2)
+    assert weights.optimizer_state("adamw_bnb_8bit", n, 2, n / 10) == pytest.approx((0.9 * 2.03 + 0.8) * n, rel=0.001)
+    both = [
+        weights.optimizer_state("paged_adamw_8bit", n, 2, n / 10),
+        weights.paged_state("paged_adamw_8bit", n, 2, n / 10),
+    ]
+    assert sum(both) == pytest.approx(weights.optimizer_state("adamw_bnb_8bit", n, 2, n / 10))
+    assert both[0] < 0.04 * n
+
+
+def test_states_of_small_adapters_are_not_paged() -> None:
+    shape = model("Qwen/Qwen3-8B")
+    for rank, paged in ((8, False), (64, True)):
+        kept = weights.kept_by(shape, Recipe(targets=frozenset({"q", "down"}), rank=rank, optimizer="paged_adamw_8bit"))
+        assert (weights.paged_state(*kept) > 0) is paged
+    assert weights.paged_state(*weights.kept_by(shape, Recipe(full=True, optimizer="paged_adamw_8bit"))) > 8e9
 
 
 @given(st.sampled_from(sorted(architectures())), st.integers(1, 64), st.integers(2, 8192))

@@ -13,9 +13,9 @@ from ftbench.estimate import calibrate, constants, measured
 from ftbench.estimate.command import calibrate as calibrate_command
 
 RESULTS = Path("results")
-# Mean and worst relative error that hold on the committed runs. The worst reserved memory is that of batches of many
-# lengths, which depends on the order in which they come.
-BOUNDS = {"allocated": (0.01, 0.04), "reserved": (0.05, 0.20), "device": (0.05, 0.20)}
+# Mean and worst relative error that hold on the committed runs. The worst reserved memory is that of models so small
+# that half a GiB is a fifth of it, and of batches of many lengths, which depends on the order in which they come.
+BOUNDS = {"allocated": (0.01, 0.065), "reserved": (0.05, 0.22), "device": (0.05, 0.16)}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def runs() -> list[measured.Measured]:
 def test_the_shipped_estimator_stays_within_its_bounds(runs: list[measured.Measured], part: str) -> None:
     found = [run for run in runs if measured.held_out(run) == (part == "held out")]
     rows = calibrate.rows(found, constants.shipped())
-    assert len(rows) >= 10
+    assert len(rows) >= 40
     for tier, (mean, worst) in BOUNDS.items():
         error = calibrate.error(rows, tier)
         assert error is not None

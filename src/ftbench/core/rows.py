@@ -56,6 +56,7 @@ class StepRow:
     gpu_busy: float | None = _column("", "share of the time in which the GPU worked, by the driver's counters")
     tensor_busy: float | None = _column("", "share of the tensor cores' time in which they worked, by the same")
     memory_busy: float | None = _column("", "share of the memory's bandwidth that was used, by the same")
+    allocations: int | None = _column("", "blocks that the GPU's caching allocator handed out within the step")
 
 
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(StepRow))

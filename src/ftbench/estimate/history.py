@@ -22,6 +22,7 @@ from ftbench.summary import optimizations_on
 
 # What changes how long a step takes; names, seeds, learning rates, and how long is trained do not.
 StepKey = tuple[Any, ...]
+AGREE = 0.05  # coefficient of variation of two to four steady steps that agree
 MOST_RUNS = 500  # reading them takes a second at the most
 
 
@@ -84,8 +85,8 @@ _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_st
 
 
 def known_runs(paths: Iterable[Path]) -> list[Known]:
-    """Of the newest MOST_RUNS runs at or below `paths`, those that were measured with a GPU over enough steady steps; a
-    run that lies there twice counts once."""
+    """Of the newest MOST_RUNS runs at or below `paths`, those on a GPU that say how long their steps take; a run that
+    lies there twice counts once."""
     runs = [run for path in paths for run in rundir.find_runs(path)]
     if len(runs) > MOST_RUNS:
         runs = sorted(runs, key=_changed)[-MOST_RUNS:]
@@ -112,13 +113,17 @@ def known_run(run: RunDir) -> Known | None:
         return None
 
 
+def is_told(summary: dict[str, Any]) -> bool:
+    """Whether a run says how long its steps take: by enough of them, or by fewer that agree."""
+    steady = (summary.get("steps") or {}).get("steady") or 0
+    spread = (summary.get("step_time_s") or {}).get("cv")
+    return steady >= MINIMUM_STEADY or (steady > 1 and spread is not None and spread <= AGREE)
+
+
 def _told(run: RunDir) -> Known | None:
     summary = rundir.read_json(run.summary)
-    step, steady = (
-        (summary.get("step_time_s") or {}).get("mean") or 0.0,
-        (summary.get("steps") or {}).get("steady") or 0,
-    )
-    if summary.get("state") != "ok" or not summary.get("gpu") or not 0 < step < math.inf or steady < MINIMUM_STEADY:
+    step = (summary.get("step_time_s") or {}).get("mean") or 0.0
+    if summary.get("state") != "ok" or not summary.get("gpu") or not 0 < step < math.inf or not is_told(summary):
         return None
     spec = _spec(rundir.read_json(run.spec_json))
     if spec is None or spec.launch.mock != "off" or spec.measure.share_gpu:

@@ -11,7 +11,7 @@ from ftbench.core.memory import loss
 from ftbench.core.memory.model import ModelShape
 from ftbench.core.memory.phases import Plan, peak, phases
 from ftbench.core.memory.recipe import Batch, Recipe
-from ftbench.core.memory.weights import paged_state, trained
+from ftbench.core.memory.weights import kept_by, paged_state
 from ftbench.core.memory.workspace import cublas_workspace
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
@@ -29,7 +29,7 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 # How far from the expected value a run may lie: shares of it, wider than the errors in docs/estimates.md.
 ALLOCATED_SPREAD = 0.03
-UNSEEN_SPREAD = 0.08  # of what no committed run has measured: experts, several GPUs, offloading, eager attention
+UNSEEN_SPREAD = 0.08  # of what no committed run has measured, or what is not quite explained: see `_unseen`
 VARYING_MOST = 0.5  # share of the activations that the pool may hold beyond the tensors where shapes vary
 CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
 
@@ -134,8 +134,7 @@ def _estimate(
     acts = sum(named["loss"][name] for name in ("activations", "checkpoints")) / GIB
     beyond = max(2 * held, VARYING_MOST * acts if varies else 0, 0.02 * at_peak)
     reserved = Band(allocated.low, at_peak + held, allocated.high + beyond)
-    count, _ = trained(plan.model, plan.recipe)
-    beside = known.context_gib + paged_state(plan.recipe.optimizer, count) / GIB
+    beside = known.context_gib + paged_state(*kept_by(plan.model, plan.recipe)) / GIB
     device = Band(allocated.low + min(CONTEXT_LEAST, beside), reserved.expected + beside, reserved.high + beside)
     return MemoryEstimate(
         allocated=allocated,
@@ -159,9 +158,8 @@ def verdict_of(device: Band, total: float) -> Verdict:
 
 def _unseen(plan: Plan) -> bool:
     recipe = plan.recipe
-    unsloths = recipe.checkpointing == "unsloth"  # measured, and 2 to 3 % above what its source explains
-    new = recipe.offload or recipe.mxfp4 or recipe.attention in ("eager", "flash")
-    return bool(plan.model.experts or plan.gpus > 1 or unsloths or new)
+    unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
+    return plan.gpus > 1 or recipe.attention == "flash" or recipe.mxfp4 or unsloths
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +173,10 @@ class SlackBasis:
 
 
 def slack_basis(plan: Plan, named: dict[str, dict[str, float]], varies: bool) -> SlackBasis:
-    """The blocks that the pool cannot use twice. The optimizer's count as far as its step needs as much as the backward
-    pass does: what that leaves in the pool is used again."""
-    hump = loss.logits(plan.model, plan.recipe, plan.batch) + loss.head_cast(plan.model, plan.recipe)
+    """The blocks that the pool cannot use twice. Those of our loss over chunks are all of one size and are used again;
+    so is what the optimizer's step leaves in the pool, as far as it needs less than the backward pass does."""
+    logits = 0.0 if plan.recipe.loss == "chunked" else loss.logits(plan.model, plan.recipe, plan.batch)
+    hump = logits + loss.head_cast(plan.model, plan.recipe)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)
     step = named["optimizer step"]["one step"]
     ahead = max(0.0, sum(named["loss"].values()) - sum(named["optimizer step"].values()))

@@ -66,7 +66,7 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._retries = 0
+        self._retries = self._allocations = 0
 
     def read(self) -> dict[str, Any]:
         """Columns of steps.csv since the last `reset`. One call into the allocator: the flattened dictionary of
@@ -75,14 +75,16 @@ class CudaMemory:
         if not stats:
             return {}
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        retries = stats["num_alloc_retries"]
+        retries, allocations = stats["num_alloc_retries"], stats["allocation"]["all"]["allocated"]
         new, self._retries = retries - self._retries, retries
+        made, self._allocations = allocations - self._allocations, allocations
         return {
             "memory_allocated_gb": allocated["current"] / GIB,
             "memory_reserved_gb": reserved["current"] / GIB,
             "peak_memory_gb": allocated["peak"] / GIB,
             "peak_reserved_gb": reserved["peak"] / GIB,
             "allocator_retries": new,
+            "allocations": made,
         }
 
     def reset(self) -> None:

@@ -40,7 +40,7 @@ def resident(plan: Plan) -> Parts:
     return {
         "weights": base,
         "adapters": weights.adapters(plan.model, plan.recipe) * part.weights,
-        "optimizer state": weights.optimizer_state(plan.recipe.optimizer, count, width) * part.optimizer,
+        "optimizer state": weights.optimizer_state(*weights.kept_by(plan.model, plan.recipe)) * part.optimizer,
         "gradients": trained * part.gradients if plan.accumulates else 0.0,
         "workspace": plan.workspace + kept + share.ddp_buckets(plan.strategy, plan.gpus, trained),
     }
@@ -78,10 +78,11 @@ def phases(plan: Plan) -> dict[str, Parts]:
     grown = {} if plan.accumulates else {"gradients": grads * _grown(model, recipe)}
     twice = loss.tied_gradients(model, recipe) * part.gradients
     gradients = {"gradients": base["gradients"] + top}
+    away = (one - layer.saved_twice(model, recipe) * batch.tokens) if recipe.offload else 0.0  # the last layer's too
     return {
         "load": {"weights": weights.loading(model, recipe) * part.weights},
         "forward": base | held | {"one layer": hump + stream if kept else hump},
-        "loss": base | held | {"hidden states": tail, "logits": final},
+        "loss": base | held | {"activations": acts - away, "hidden states": tail, "logits": final},
         "backward, last layer": base | held | gradients | {"one layer": again + hump},
         "backward, first layer": base | first | grown | {"one layer": again + hump},
         "backward, embedding": base | {"gradients": grads, "cast weights": cast, "tied gradients": twice},

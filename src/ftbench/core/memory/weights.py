@@ -8,6 +8,7 @@ from ftbench.core.memory.recipe import Recipe
 ALIGNED = 64  # columns that fused_lora widens by (worker/adapter_products.py)
 BLOCK = 64  # weights that share an absmax constant (bitsandbytes, Linear4bit)
 OUTER = 256  # constants that share one of their own under double quantisation (Dettmers et al. 2023, section 3)
+PAGED_FROM = 100_000  # elements of a matrix whose state bitsandbytes pages
 BLOCK_8BIT = 256  # elements that share a scale in an 8-bit state (bitsandbytes, blockwise quantisation)
 
 
@@ -117,26 +118,34 @@ def gradients(count: float, width: float) -> float:
     return count * width
 
 
-def optimizer_state(name: str, count: float, width: float) -> float:
-    """What the optimizer keeps for `count` parameters of `width` bytes.
+def kept_by(model: ModelShape, recipe: Recipe) -> tuple[str, float, float, float]:
+    """The arguments of `optimizer_state`. Matrices of fewer than 100,000 elements are not paged (bitsandbytes,
+    Optimizer8bit.get_state_buffer), which is every adapter of a small rank."""
+    count, width = trained(model, recipe)
+    name, widest = recipe.optimizer, recipe.rank * max(model.hidden, model.query, model.inner)
+    if name == "paged_adamw_8bit" and not recipe.full and widest < PAGED_FROM:
+        name = "adamw_bnb_8bit"
+    return name, count, width, model.parameters["embedding"] if recipe.full else 0
+
+
+def optimizer_state(name: str, count: float, width: float, embedding: float = 0) -> float:
+    """What the optimizer keeps for `count` parameters of `width` bytes, `embedding` of them in an embedding.
 
     adamw_torch and its fused form keep two moments in the parameter's type (torch.optim.AdamW, zeros_like);
-    bitsandbytes keeps two of 1 byte and a 4-byte scale for every 256 (Dettmers et al. 2022), paged ones in unified
-    memory that the driver moves to the host when it must; sgd without momentum keeps nothing.
+    bitsandbytes keeps two of 1 byte and a 4-byte scale for every 256 (Dettmers et al. 2022), but those of an embedding
+    in float32 (transformers.Trainer.create_optimizer); paged ones but for their scales in unified memory that the
+    driver moves to the host when it must; sgd without momentum keeps nothing.
     """
-    moments = {
-        "adamw_torch": 2 * width,
-        "adamw_torch_fused": 2 * width,
-        "adamw_bnb_8bit": 2 * (1 + 4 / BLOCK_8BIT),
-        "paged_adamw_8bit": 0,
-        "sgd": 0,
-    }
-    return count * moments[name]
+    if name == "adamw_bnb_8bit":
+        return 8 * embedding + 2 * (1 + 4 / BLOCK_8BIT) * (count - embedding)
+    if name == "paged_adamw_8bit":
+        return 2 * 4 / BLOCK_8BIT * (count - embedding)
+    return 0.0 if name == "sgd" else 2 * width * count
 
 
-def paged_state(name: str, count: float) -> float:
+def paged_state(name: str, count: float, width: float, embedding: float = 0) -> float:
     """What a paged optimizer keeps outside torch's allocator, on the device as long as there is room."""
-    return count * 2 * (1 + 4 / BLOCK_8BIT) if name.startswith("paged") else 0
+    return 8 * embedding + 2 * (count - embedding) if name.startswith("paged") else 0.0
 
 
 def optimizer_step(name: str, count: float, width: float) -> float:
