@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from ftbench.core.bound import bound
 from ftbench.core.rows import StepRow
+from ftbench.rundir import read_steps
 
 
 def window(times=(0.5,) * 10, **columns):
@@ -81,3 +85,23 @@ def test_shares_are_of_the_time_and_not_of_the_steps():
 
 def test_steps_without_a_share_do_not_dilute_the_others():
     assert bound(window([1.0, 1.0], gpu_busy=[None, 0.8]), True, 0.5).gpu_busy == pytest.approx(0.8)
+
+
+def test_what_launches_keep_busy_is_no_work():
+    found = bound(window([0.1] * 4, gpu_busy=0.17, allocations=8000), True, 0.01)
+    assert found.gpu_busy == pytest.approx(0.17 - 8000 * 1.1e-6 / 0.1)
+    assert bound(window([0.1] * 4, gpu_busy=0.05, allocations=8000), True, 0.01).gpu_busy == 0
+
+
+def test_the_cheap_share_of_a_launch_bound_run_is_the_profilers_on_the_committed_runs():
+    """Qwen3-0.6B, batch 1, 64 tokens on an H200: a run, and a profile of the same step (results/h200/launch-bound)."""
+    folder = Path("results/h200/launch-bound")
+    rows, _ = read_steps(folder / "qwen3-0.6b-lora-b1-dcc2630c0176-r1/steps.csv")
+    profile = json.loads((folder / "qwen3-0.6b-lora-b1-7bb75b8176ad-r1/profile/kernels.json").read_text("utf-8"))
+    found = bound(rows[10:], True, 0.01)
+    assert found.verdict == "launch-bound"
+    assert found.gpu_busy == pytest.approx(profile["busy_share_unprofiled"], abs=0.05)
+    in_steps = (
+        profile["busy_ms"] / profile["steps"] / (1e3 * sum(row.step_time_s for row in rows[10:]) / len(rows[10:]))
+    )
+    assert found.gpu_busy == pytest.approx(in_steps, abs=0.05)

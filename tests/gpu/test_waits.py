@@ -94,5 +94,8 @@ def test_every_figure_behind_the_verdict_is_told(measured):
         name for name, value in document["summary"]["bound"].items() if value is not None
     }
     assert (
-        Path(document["run_dir"], "steps.csv").read_text().splitlines()[0].endswith("gpu_busy,tensor_busy,memory_busy")
+        Path(document["run_dir"], "steps.csv")
+        .read_text()
+        .splitlines()[0]
+        .endswith("gpu_busy,tensor_busy,memory_busy,allocations")
     )
