@@ -1,11 +1,27 @@
 """The spec that the GPU tests train, and methods and optimizations as changes to it."""
 
+import importlib.util
+
+import pytest
+
+
+def _no_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return True
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(_no_gpu(), reason="no GPU on this machine")]
+
 SPEC = """
 model: {id: Qwen/Qwen3-0.6B, weights: random}
 dataset: {name: synthetic, samples: 96, length: 512, max_length: 512}
 train: {batch_size: 4}
 """
 SHARED = "measure.share_gpu=on"
+ASKED = "measure.generate={prompts: [{id: a, prompt: 東京は}, {id: b, prompt: Why does ice float}], max_new_tokens: 24}"
 METHODS = {
     "lora": (),
     "qlora": ("method=qlora",),

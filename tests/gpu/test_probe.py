@@ -9,14 +9,11 @@ import sys
 import time
 
 import pytest
+from methods import ON_GPU
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-    pytest.mark.timeout(200),
-]
+pytestmark = [*ON_GPU, pytest.mark.timeout(200)]
 REPEATABLE = 0.02
 
 

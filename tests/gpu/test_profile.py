@@ -10,18 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from methods import SPEC
+from methods import ON_GPU, SPEC
 
 from ftbench import rundir
 from ftbench.profile.trace import read
 from ftbench.rundir import RunDir
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
 KINDS = {
     "lora": [],
     "full": ["method=full"],

@@ -9,16 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from methods import ON_GPU
 
 from ftbench import runner
 from ftbench.launch import trl
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
 SPECS = {
     "launch-bound": """
 model: {id: Qwen/Qwen3-0.6B, weights: random}

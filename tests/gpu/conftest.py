@@ -1,0 +1,69 @@
+"""What the GPU tests share: each list of changes to the spec is trained once, by `ftbench run` as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+from methods import ASKED, METHODS, SHARED, SPEC
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # several compile at a time
+SIDE_BY_SIDE = max(1, min(6, (os.cpu_count() or 1) // 3))
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory):
+    """Runs the spec with changes in its own process: exit code and document."""
+    folder = tmp_path_factory.mktemp("gpu")
+    (folder / "spec.yaml").write_text(SPEC)
+
+    def started(*sets: str) -> tuple[int, dict]:
+        changes = [part for text in sets for part in ("--set", text)]
+        command = [sys.executable, "-m", "ftbench", "run", str(folder / "spec.yaml"), "--json", *changes]
+        ended = subprocess.run([*command, "--out", str(folder / "out")], stdout=subprocess.PIPE, text=True)
+        return ended.returncode, json.loads(ended.stdout)
+
+    return started
+
+
+@pytest.fixture(scope="session")
+def run(request, train):
+    """Each list of changes once, several at a time on the same GPU: for everything but speed."""
+    pool = ThreadPoolExecutor(SIDE_BY_SIDE)
+    asked = dict.fromkeys(sets for item in request.session.items for sets in needed(item))
+    begun = {sets: pool.submit(train, SHARED, *sets) for sets in asked}
+
+    def once(*sets: str) -> tuple[int, dict]:
+        if sets not in begun:
+            begun[sets] = pool.submit(train, SHARED, *sets)
+        return begun[sets].result()
+
+    once.rest = lambda: wait(begun.values())
+    yield once
+    pool.shutdown(cancel_futures=True)
+
+
+def needed(item: pytest.Item) -> list[tuple[str, ...]]:
+    """The lists of changes that a test with a method's name looks at."""
+    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+    if name not in METHODS:
+        return []
+    return [(), METHODS[name], *([(*METHODS[name], ASKED)] if "answers" in item.name else [])]
+
+
+@pytest.fixture(scope="session")
+def alone(run, train):
+    """Each list of changes once, with the GPU to itself."""
+    done: dict[tuple[str, ...], tuple[int, dict]] = {}
+
+    def once(*sets: str) -> tuple[int, dict]:
+        run.rest()
+        if sets not in done:
+            done[sets] = train(*sets)
+        return done[sets]
+
+    return once
