@@ -53,7 +53,7 @@ class StepRow:
     temperature_c: float | None = _column("°C", "highest sampled GPU temperature")
     throttle: str | None = _column("", "throttle reasons seen, joined by |; `none` where the driver named none")
     recompiles: int | None = _column("", "graphs torch.compile compiled within the step; empty without compile")
-    gpu_busy: float | None = _column("", "share of the time in which the GPU worked or launched, by the driver's counters")
+    gpu_busy: float | None = _column("", "share of the time the GPU worked or launched, by the driver's counters")
     tensor_busy: float | None = _column("", "share of the tensor cores' time in which they worked, by the same")
     memory_busy: float | None = _column("", "share of the memory's bandwidth that was used, by the same")
     allocations: int | None = _column("", "blocks that the GPU's caching allocator handed out within the step")
