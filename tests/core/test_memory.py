@@ -144,6 +144,12 @@ def test_the_optimizer_step_sets_the_peak_of_a_small_batch_in_full_fine_tuning()
     assert peak(phases(fused))[1] < peak(phases(small))[1]
 
 
+def test_a_batch_of_fewer_tokens_than_a_chunk_has_fewer_logits() -> None:
+    shape, recipe = model("Qwen/Qwen3-0.6B"), Recipe(targets=frozenset({"q"}))
+    few, chunk, many = (loss.logits(shape, recipe, Batch(1, length, length - 1)) for length in (64, 256, 2048))
+    assert (4 * few, chunk) == (chunk, many)
+
+
 def test_optimizers_keep_what_they_say() -> None:
     n = 10**6
     assert weights.optimizer_state("sgd", n, 2) == 0
