@@ -62,3 +62,16 @@ METHODS = {
     "gpt-oss-mxfp4": ("model=tiny/gpt-oss", "method={name: qlora, quant_type: mxfp4, experts: on}"),
     "gpt-oss-unsloth": ("model=tiny/gpt-oss", "method=unsloth"),
 }
+# Of these a large model's memory is looked at.
+LARGE = {
+    "smallest-8b": (
+        "model=Qwen/Qwen3-8B", "recipe=smallest",
+        "dataset.samples=24", "dataset.length=2048", "dataset.max_length=2048",
+    ),
+    "gpt-oss-20b": (
+        "model=openai/gpt-oss-20b", "method={name: qlora, quant_type: mxfp4}", "dataset.samples=32",
+    ),
+    "gpt-oss-20b-experts": (
+        "model=openai/gpt-oss-20b", "method={name: qlora, quant_type: mxfp4, experts: on}", "dataset.samples=32",
+    ),
+}  # fmt: skip

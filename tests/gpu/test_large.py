@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from methods import ASKED, METHODS, ON_GPU, SPEC
+from methods import ASKED, LARGE, METHODS, ON_GPU, SPEC
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
 
 
-def test_smallest_needs_no_more_than_unsloths_qlora_at_the_same_batch(run):
-    shape = ["model=Qwen/Qwen3-8B", "dataset.samples=24", "dataset.length=2048", "dataset.max_length=2048"]
-    code, document = run(*shape, "recipe=smallest")
+@pytest.mark.parametrize("name", ["smallest-8b"])
+def test_smallest_needs_no_more_than_unsloths_qlora_at_the_same_batch(run, name):
+    code, document = run(*LARGE[name])
     assert code == 0, document["summary"]["reason"]
     assert document["summary"]["memory_gb"]["allocated_peak"] <= 7.6  # unsloth 4 bit, b4 x 2,048, on an H200
 
@@ -55,11 +55,10 @@ def test_answers_take_no_time_from_the_steps(alone):
     assert times[0] == pytest.approx(times[1], rel=0.1)
 
 
-@pytest.mark.parametrize("experts", ["off", "on"])
-def test_gpt_oss_20b_trains_on_one_card_with_its_experts_in_mxfp4(run, experts):
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-20b-experts"])
+def test_gpt_oss_20b_trains_on_one_card_with_its_experts_in_mxfp4(run, name):
     """About a minute: 12.8 GiB of random weights are made in memory."""
-    method = f"method={{name: qlora, quant_type: mxfp4, experts: {experts}}}"
-    code, document = run("model=openai/gpt-oss-20b", method, "dataset.samples=32")
+    code, document = run(*LARGE[name])
     summary = document["summary"]
     assert (code, summary["state"]) == (0, "ok"), summary["reason"]
     applied = json.loads((Path(document["run_dir"]) / "applied.json").read_text())
