@@ -231,7 +231,14 @@ def test_every_known_family_has_a_model(family: str) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [({"model_type": "mamba"}, "mamba"), ({"hidden_size": 0}, "hidden_size"), ({"vocab_size": None}, "vocab_size"),
-     ({"num_hidden_layers": "36"}, "num_hidden_layers"), ({"num_attention_heads": -1}, "num_attention_heads")],
+     ({"num_hidden_layers": "36"}, "num_hidden_layers"), ({"num_attention_heads": -1}, "num_attention_heads"),
+     ({"head_dim": "128"}, "head_dim"), ({"head_dim": -3}, "head_dim"), ({"sliding_window": "x"}, "sliding_window"),
+     ({"head_dim": None, "hidden_size": 16}, "num_attention_heads"), ({"layer_types": 3}, "layer_types"),
+     ({"layer_types": ["sliding_attention"]}, "layer_types"), ({"num_experts": "x"}, "num_experts"),
+     ({"num_experts": -4}, "num_experts"), ({"num_experts": 8, "num_experts_per_tok": 16}, "there are 8 experts"),
+     ({"num_experts": 8, "moe_intermediate_size": "a", "num_experts_per_tok": 2}, "moe_intermediate_size"),
+     ({"vision_config": {"hidden_size": "b"}}, "hidden_size"),
+     ({"vision_config": {"hidden_size": 8}}, "num_hidden_layers")],
 )  # fmt: skip
 def test_a_config_that_cannot_be_is_told_by_its_key(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

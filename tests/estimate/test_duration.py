@@ -154,6 +154,34 @@ def test_experts_in_mxfp4_are_written_out_for_each_product():
     assert "dequantise" not in plain
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_gpt_oss_weighs_every_pair_of_positions_unless_told_otherwise(again):
+    """transformers has no sdpa for its sinks: `auto` is eager."""
+    model = {"id": "openai/gpt-oss-20b", "weights": "random"}
+
+    def work(length: int, attention: str) -> Any:
+        on = {"attention": attention, "gradient_checkpointing": again}
+        data = {"name": "synthetic", "samples": 64, "length": length}
+        return _work(model=model, dataset=data, train={"batch_size": 8192 // length}, optimizations=on)
+
+    assert work(2048, "auto") == work(2048, "eager")
+    assert not [name for name in work(2048, "auto").flops if name.startswith("attention")]
+    scores = 8192 * (2048 - 1024) * 64 * 24  # of as many positions in longer rows there are more
+    more = work(2048, "auto").bytes["elementwise.eager"] - work(1024, "auto").bytes["elementwise.eager"]
+    assert more == pytest.approx(40 * scores * (4 / 3 if again else 1))
+
+
+def test_one_fused_kernel_updates_faster_than_a_dozen_passes_and_than_states_in_eight_bits():
+    """results/h200/grid, full training of Qwen3-0.6B: 3.1 ms against 7.0 and 28 (`optimizer_s`)."""
+
+    def update(name: str) -> Any:
+        return estimate(model={"id": "Qwen/Qwen3-0.6B"}, method={"name": "full"},
+                        train={"precision": "bf16", "optimizer": name}).parts  # fmt: skip
+
+    fused, plain = update("adamw_torch_fused")["optimizer.fused"], update("adamw_torch")["optimizer"]
+    assert fused < plain < update("adamw_bnb_8bit")["optimizer.8bit"]
+
+
 def test_every_term_of_a_step_has_a_word():
     assert set(duration_text._TERMS) == set(speeds.shipped()) - {"host"}
 
@@ -173,8 +201,8 @@ def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bound
     rows = duration_table.left_out(store)
     mean, worst = duration_table.errors_of(rows)
     assert len(rows) >= 110
-    assert mean <= 0.07
-    assert worst <= 0.5  # gpt-oss in MXFP4 was measured twice: each is estimated from the other alone
+    assert mean <= 0.06
+    assert worst <= 0.4  # Liger's kernels under Python's pace, two steps
     assert sum(abs(row.error) <= 0.2 for row in rows) >= 0.95 * len(rows)
     assert sum(row.inside for row in rows) >= 0.9 * len(rows)
 
@@ -182,7 +210,7 @@ def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bound
 def test_methods_and_optimizations_that_no_run_has_seen_stay_within_the_issues_bound(store):
     mean, worst = duration_table.errors_of(duration_table.left_out(store, duration_table.settings))
     assert mean <= 0.1
-    assert worst <= 0.5
+    assert worst <= 0.4
 
 
 def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
@@ -233,7 +261,7 @@ def test_confidence_falls_and_the_band_widens_as_less_is_known(store):
 def test_a_mixture_of_experts_is_not_scaled_from_dense_models(store):
     found = estimate(store=store, model={"id": "Qwen/Qwen3-30B-A3B"})
     assert found.basis == SHEET
-    assert "no mixture of experts was measured" in found.confidence
+    assert "of a mixture of experts runs of other steps tell little" in found.confidence
 
 
 def test_runs_of_another_gpu_and_runs_that_are_too_short_or_failed_teach_nothing(tmp_path):

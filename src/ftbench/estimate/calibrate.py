@@ -96,6 +96,12 @@ def _row(run: Measured, estimate: MemoryEstimate) -> Row:
     return Row(run, estimate, {tier: said / real - 1 for tier, (real, said) in pairs.items() if real})
 
 
+def is_inside(row: Row, tier: str) -> bool:
+    """Whether what a run measured lies in the band of a tier that it tells of."""
+    band = getattr(row.estimate, tier)
+    return bool(band.low <= getattr(row.run, tier) <= band.high)
+
+
 def error(found: Sequence[Row], tier: str) -> Error | None:
     """The error of one tier; None where no run has it."""
     errors = [row.errors[tier] for row in found if tier in row.errors]

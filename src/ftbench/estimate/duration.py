@@ -25,7 +25,7 @@ MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data s
 # others hold nine tenths of the rows of `ftbench estimate --calibrate` or more.
 SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
 HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more than GPUs
-EXPERTS_SPREAD = 1.5  # on top, for a mixture of experts where none was measured
+EXPERTS_SPREAD = 1.5  # on top, for a step of a mixture of experts that was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def estimate_duration(
     found = speeds.step(speeds.ideal(work, limits), learned)
     samples = per_step(spec, batches, "samples")
     same = store.same(spec, gpu)
-    unlike = bool(shape.model.experts) and not same  # of a mixture of experts dense models tell little
+    unlike = bool(shape.model.experts) and not same  # of a mixture of experts runs of other steps tell little
     near = None if same or unlike else correction(spec, found, store.neighbours(gpu, learned))
     seconds, basis, confidence = _judged(gpu, same, near, samples, found.seconds, limits, unlike)
     spread = SPREAD[basis]
@@ -120,7 +120,7 @@ def _judged(gpu: Gpu, same: Sequence[Known], near: Correction | None, samples: f
         return modelled * near.factor, OTHER, f"scaled from {_counted(near.runs)} with other settings on this GPU"
     learned = speeds.document()["gpus"]
     if unlike:
-        return modelled, SHEET, f"{limits.source} alone: no mixture of experts was measured"
+        return modelled, SHEET, f"{limits.source} alone: of a mixture of experts runs of other steps tell little"
     if gpu.name in learned:
         return modelled, OTHER, f"{limits.source} and ftbench's own runs on it; no run of yours there"
     return modelled, SHEET, f"{limits.source} alone, nothing measured on this GPU (learned on {', '.join(learned)})"

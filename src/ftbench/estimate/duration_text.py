@@ -26,8 +26,8 @@ _TERMS = {
     "elementwise.unsloth": "unsloth's kernels", "elementwise.float32": "the float32 stream",
     "logits.trl": "logits", "logits.chunked": "logits", "dequantise": "dequantisation",
     "dequantise.mxfp4": "writing experts out", "casts": "casts to 8 bits", "optimizer": "optimizer",
-    "optimizer.fused": "optimizer", "offload": "offloading", "offload.checkpoints": "offloading",
-    "experts": "experts' weights",
+    "optimizer.fused": "optimizer", "optimizer.8bit": "optimizer",
+    "offload": "offloading", "offload.checkpoints": "offloading", "experts": "experts' weights",
 }  # fmt: skip
 
 

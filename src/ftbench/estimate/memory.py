@@ -32,6 +32,8 @@ ALLOCATED_SPREAD = 0.03
 UNSEEN_SPREAD = 0.08  # of what no committed run has measured, or what is not quite explained: see `_unseen`
 VARYING_MOST = 0.5  # share of the activations that the pool may hold beyond the tensors where shapes vary
 CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
+CONTEXT_MORE = 0.2  # GiB beyond the median of runs: kernels are loaded as they are used
+SEGMENTS = 0.1  # GiB: what the pool's segments of 2 and 20 MiB leave unused, however small the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +132,14 @@ def _estimate(
     largest = peak(most)[1] * known.allocated_factor / GIB
     spread = UNSEEN_SPREAD if _unseen(plan) else ALLOCATED_SPREAD
     allocated = Band(at_peak * (1 - spread), at_peak, largest * (1 + spread))
-    held = slack(plan, named, known, varies)
-    acts = sum(named["loss"][name] for name in ("activations", "checkpoints")) / GIB
-    beyond = max(2 * held, VARYING_MOST * acts if varies else 0, 0.02 * at_peak)
+    basis = slack_basis(plan, named, varies)
+    held = slack(basis, known)
+    beyond = max(2 * held, _not_reused(named, phase, basis, varies), 0.02 * at_peak, SEGMENTS)
     reserved = Band(allocated.low, at_peak + held, allocated.high + beyond)
     beside = known.context_gib + paged_state(*kept_by(plan.model, plan.recipe)) / GIB
-    device = Band(allocated.low + min(CONTEXT_LEAST, beside), reserved.expected + beside, reserved.high + beside)
+    device = Band(
+        allocated.low + min(CONTEXT_LEAST, beside), reserved.expected + beside, reserved.high + beside + CONTEXT_MORE
+    )
     return MemoryEstimate(
         allocated=allocated,
         reserved=reserved,
@@ -149,6 +153,19 @@ def _estimate(
         batch=(found.expected.rows, found.expected.length),
         basis=found.basis,
     )
+
+
+def _not_reused(named: dict[str, dict[str, float]], phase: str, basis: SlackBasis, varies: bool) -> float:
+    """The most, GiB, that may lie in blocks which the peak in `phase` cannot use: of batches of many shapes half the
+    activations; what only the loss takes, where the peak comes elsewhere; the whole of the optimizer's temporary
+    tensors, where the backward pass leaves little more room than they need."""
+    acts = sum(named["loss"][name] for name in ("activations", "checkpoints"))
+    found = (
+        VARYING_MOST * acts if varies else 0.0,
+        named["loss"]["logits"] if phase != "loss" else 0.0,
+        named["optimizer step"]["one step"] if basis.optimizer else 0.0,
+    )
+    return max(found) / GIB
 
 
 def verdict_of(device: Band, total: float) -> Verdict:
@@ -195,9 +212,8 @@ def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: batches.Largest | 
     return slack_basis(plan, phases(plan), _varies(spec, found))
 
 
-def slack(plan: Plan, named: dict[str, dict[str, float]], known: Constants, varies: bool) -> float:
+def slack(basis: SlackBasis, known: Constants) -> float:
     """GiB that the allocator's pool holds beyond the tensors at their peak."""
-    basis = slack_basis(plan, named, varies)
     shares = (known.logits_share, known.compiled_gib, known.varying_share, known.optimizer_share)
     amounts = (basis.logits, basis.compiled, basis.varying, basis.optimizer)
     return sum(share * amount for share, amount in zip(shares, amounts, strict=True))

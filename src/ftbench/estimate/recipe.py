@@ -93,15 +93,19 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
     return "full" if asked else "off"
 
 
+def is_eager(spec: Experiment, model: ModelShape) -> bool:
+    """Whether attention writes a weight for each pair of positions: transformers has no sdpa for gpt_oss's sinks."""
+    asked = spec.optimizations.attention
+    return asked == "eager" or (asked == "auto" and model.family == "gpt_oss")
+
+
 def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Attention:
     asked = spec.optimizations.attention
-    if asked == "auto":
-        asked = "eager" if model.family == "gpt_oss" else "sdpa"  # transformers has no sdpa for attention sinks
+    if is_eager(spec, model):
+        return "eager"
     if asked == "varlen":
         return "sdpa" if whole else asked  # worker/optimizations/attention.py, `_by_rows`
-    if asked == "eager":
-        return asked
-    if asked in ("sdpa", "cudnn"):
+    if asked in ("auto", "sdpa", "cudnn"):
         return "masked" if padded and spec.method.name != "unsloth" else "sdpa"
     return "flash"
 

@@ -15,7 +15,7 @@ from ftbench.core import flops
 from ftbench.core.memory.recipe import Fused
 from ftbench.estimate.adapted import Adapted
 from ftbench.estimate.lengths import Batch
-from ftbench.estimate.recipe import fused, is_upcast
+from ftbench.estimate.recipe import fused, is_eager, is_upcast
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
 
@@ -33,6 +33,7 @@ _FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "beside": 33
 _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
 # Bytes of an element on its way to 8 bits: read for the maximum, read, written; in eager mode by way of float32.
 _CAST, _CAST_EAGER = 5, 33
+_SCORE = 40  # bytes a score of eager attention, forward and backward
 _MXFP4_OUT = 17 / 32 + 2  # bytes of a weight that is read in 4 bits with its scale and written in 16
 # Operations that the host starts for a layer, forward and backward, each some microseconds of Python and launch.
 _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 36, 60, 120
@@ -42,6 +43,7 @@ _RECOMPUTED = 1 / 3  # share of a layer's forward and backward that a second for
 # Bytes of a moment of the optimizer's state, None for the type of the weights. AdamW reads and writes two, and for each
 # trained parameter the weight (r, w) and the gradient (r); clipping reads and scales the gradient.
 _MOMENT_BYTES = {"adamw_torch": None, "adamw_torch_fused": None, "adamw_bnb_8bit": 1.0, "paged_adamw_8bit": 1.0}
+_OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit", "paged_adamw_8bit": "optimizer.8bit"}
 _DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
@@ -76,8 +78,11 @@ def recomputed(spec: Experiment) -> float:
 def micro_step(spec: Experiment, shape: Adapted, batch: Batch, older: bool = False) -> Work:
     """One forward and backward pass; `older` as `history.Known` has it."""
     again = recomputed(spec)
-    attention = {f"attention.{'masked' if batch.masked else 'causal'}": _attention(shape, batch, again)}
-    done = _products(spec, shape, batch, again, older) | attention
+    done = _products(spec, shape, batch, again, older)
+    if is_eager(spec, shape.model):  # products like those with weights, of all pairs
+        done["products"] += _whole_square(shape, batch, again)
+    else:
+        done[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again)
     return Work(
         {name: value for name, value in done.items() if value},
         _moved(spec, shape, batch, again, older),
@@ -130,8 +135,9 @@ def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float, older: 
     ours = spec.optimizations.chunked_loss and not older
     bytes_ = (_OUR_LOGIT_COMPILED if compiled else _OUR_LOGIT) if ours else _LOGIT
     moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.model.vocab * bytes_
-    if spec.optimizations.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
-        moved["elementwise.eager"] += 40 * batch.square * shape.model.heads * shape.model.layers
+    if is_eager(spec, shape.model):  # scores are written, scaled, masked and normalised, forward and back
+        scores = batch.square * shape.model.heads * shape.model.layers
+        moved["elementwise.eager"] += _SCORE * scores * (1 + _RECOMPUTED * again)
     if shape.model.experts:  # the weights of all experts that some token visits are read
         visited = min(1.0, n * shape.expert_matmul / shape.model.parameters["experts"])
         moved["experts"] += visited * shape.model.parameters["experts"] * _DTYPE_BYTES[spec.model.dtype] * (2 + again)
@@ -140,10 +146,13 @@ def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float, older: 
 
 def _attention(shape: Adapted, batch: Batch, again: float) -> float:
     """Causal, or the whole square where a mask is given; `4 width` FLOPs a pair forward, twice that backward."""
-    matmul, length = shape.matmul, batch.square / batch.positions
     if batch.masked:
-        return (3 + again) * 4 * batch.square * sum(matmul.attention_width)
-    return batch.positions * (3 + again) / 3 * flops.attention_per_token(matmul, length)
+        return _whole_square(shape, batch, again)
+    return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)
+
+
+def _whole_square(shape: Adapted, batch: Batch, again: float) -> float:
+    return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
 
 
 def _elementwise(shape: Adapted, again: float) -> tuple[float, float]:
@@ -184,7 +193,7 @@ def update(spec: Experiment, shape: Adapted) -> Work:
     moment = _MOMENT_BYTES.get(spec.train.optimizer, 0.0)
     state = 4 * (weight if moment is None else moment)
     clipped = 3 * weight if spec.train.max_grad_norm else 0
-    name = "optimizer.fused" if spec.train.optimizer != "adamw_torch" else "optimizer"
+    name = _OPTIMIZER_TERM.get(spec.train.optimizer, "optimizer.fused")
     return Work({}, {name: shape.trained * (3 * weight + state + clipped)}, {}, 0.0)
 
 

@@ -9,6 +9,7 @@ from ftbench.core.architectures import parameter_count
 
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "llama", "mistral", "qwen2")  # whose layers the terms describe
 _WHOLE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_WHOLE_IF_GIVEN = ("head_dim", "num_experts", "num_local_experts", "moe_intermediate_size", "sliding_window")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,18 @@ def model_shape(config: dict[str, Any]) -> ModelShape:
     text = {**text, "model_type": family}
     for key in _WHOLE:
         _whole(text, key)
+    for key in _WHOLE_IF_GIVEN:
+        if text.get(key):
+            _whole(text, key)
+    _windows_are(text)
     experts = text.get("num_experts") or text.get("num_local_experts") or 0
     inner = (text.get("moe_intermediate_size") if experts else None) or text["intermediate_size"]
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    active = _whole(text, "num_experts_per_tok") if experts else 0
+    if not head_dim:
+        raise ValueError(f"config.json: hidden_size {text['hidden_size']} is too small for its num_attention_heads")
+    if active > experts:
+        raise ValueError(f"config.json: num_experts_per_tok is {active}, and there are {experts} experts")
     text.setdefault("num_key_value_heads", text["num_attention_heads"])
     text.setdefault("moe_intermediate_size", inner)
     return ModelShape(
@@ -85,11 +96,11 @@ def model_shape(config: dict[str, Any]) -> ModelShape:
         layers=text["num_hidden_layers"],
         heads=text["num_attention_heads"],
         kv_heads=_whole(text, "num_key_value_heads"),
-        head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+        head_dim=head_dim,
         vocab=text["vocab_size"],
         tied=bool(text.get("tie_word_embeddings")),
         experts=experts,
-        active=_whole(text, "num_experts_per_tok") if experts else 0,
+        active=active,
         parameters=parameter_count(text),
         vision=vision_parameters(config["vision_config"]) if isinstance(config.get("vision_config"), dict) else 0,
     )
@@ -102,13 +113,21 @@ def _whole(config: dict[str, Any], key: str) -> int:
     return value
 
 
+def _windows_are(config: dict[str, Any]) -> None:
+    kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise ValueError(f"config.json: layer_types must be a list with a kind for each of the {layers} layers")
+
+
 def vision_parameters(config: dict[str, Any]) -> int:
     """Parameters of a vision transformer: each layer has 4 h^2 of attention and the MLP's matrices (two in CLIP, three
     where it is gated, as in Qwen2.5-VL), and the patches are embedded by one matrix (CLIPVisionModel,
     Qwen2_5_VisionTransformer in transformers)."""
-    hidden = config["hidden_size"]
-    depth = config.get("num_hidden_layers") or config["depth"]
-    gated = "depth" in config
-    layer = 4 * hidden * hidden + (3 if gated else 2) * hidden * config["intermediate_size"] + 9 * hidden
-    patches = 3 * config["patch_size"] ** 2 * config.get("temporal_patch_size", 1) * hidden
+    hidden, gated = _whole(config, "hidden_size"), "depth" in config
+    depth = _whole(config, "depth" if gated else "num_hidden_layers")
+    layer = 4 * hidden * hidden + (3 if gated else 2) * hidden * _whole(config, "intermediate_size") + 9 * hidden
+    patches = (
+        3 * _whole(config, "patch_size") ** 2 * _whole({"temporal_patch_size": 1, **config}, "temporal_patch_size")
+    )
+    patches *= hidden
     return int(depth * layer + patches)
