@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,8 +101,10 @@ def test_the_cheap_share_of_a_launch_bound_run_is_the_profilers_on_the_committed
     profile = json.loads((folder / "qwen3-0.6b-lora-b1-7bb75b8176ad-r1/profile/kernels.json").read_text("utf-8"))
     found = bound(rows[10:], True, 0.01)
     assert found.verdict == "launch-bound"
-    assert found.gpu_busy == pytest.approx(profile["busy_share_unprofiled"], abs=0.05)
+    counted = bound([replace(row, allocations=None) for row in rows[10:]], True, 0.01).gpu_busy
+    assert counted > profile["busy_share_unprofiled"] + 0.02
+    assert found.gpu_busy == pytest.approx(profile["busy_share_unprofiled"], abs=0.02)
     in_steps = (
         profile["busy_ms"] / profile["steps"] / (1e3 * sum(row.step_time_s for row in rows[10:]) / len(rows[10:]))
     )
-    assert found.gpu_busy == pytest.approx(in_steps, abs=0.05)
+    assert found.gpu_busy == pytest.approx(in_steps, abs=0.02)

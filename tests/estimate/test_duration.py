@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from ftbench import rundir
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.errors import SpecError
-from ftbench.estimate import duration_table, duration_text, here, measured, speeds
+from ftbench.estimate import duration_table, duration_text, fitting, here, measured, speeds
 from ftbench.estimate.adapted import adapted
 from ftbench.estimate.duration import (
     MEASURED,
@@ -219,6 +220,15 @@ def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
         speeds.values(speeds.shipped()), rel=1e-3
     )
     assert sorted(speeds.document()["runs"]) == sorted(run.run_id for run in RUNS)
+
+
+def test_the_fit_adds_up_a_step_as_the_estimate_does(store):
+    coefficients = speeds.values(speeds.shipped())
+    seen = store.observations(H200)
+    assert len(seen) > 100
+    for each in seen:
+        parts = fitting._Sum.of(each.ideal, list(coefficients)).parts(np.array(list(coefficients.values())))
+        assert parts.sum() == pytest.approx(speeds.step(each.ideal, coefficients).seconds)
 
 
 # facts/references.yaml, LoRA rows that tell batch and length: 4,096 tokens without padding. Nothing was fitted to them.

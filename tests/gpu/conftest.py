@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 from methods import ASKED, LARGE, METHODS, SHARED, SPEC
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # several compile at a time
 SLOW = ("unsloth", "compile", "recipe", "gpt-oss-20b")  # begun first, so that nobody waits for one of them alone
 SIDE_BY_SIDE = max(1, min(6, (os.cpu_count() or 1) // 3))
 
@@ -22,10 +21,13 @@ def train(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
     (folder / "spec.yaml").write_text(SPEC)
 
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4"} | os.environ  # several compile at a time
+
     def started(*sets: str) -> tuple[int, dict]:
         changes = [part for text in sets for part in ("--set", text)]
         command = [sys.executable, "-m", "ftbench", "run", str(folder / "spec.yaml"), "--json", *changes]
-        ended = subprocess.run([*command, "--out", str(folder / "out")], stdout=subprocess.PIPE, text=True)
+        command += ["--out", str(folder / "out")]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
         return ended.returncode, json.loads(ended.stdout)
 
     return started

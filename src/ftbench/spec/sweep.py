@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from ftbench.errors import SpecError
 from ftbench.spec.base import Part, nearest
+from ftbench.spec.exclude import agrees, at
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import (
     SHORT_FORMS,
@@ -171,7 +171,7 @@ def _expanded(key: str, value: Any, folder: Path) -> Any:
     parts = key.split(".")
     if parts[0] in SHORT_FORMS and len(parts) == 1 and isinstance(value, str):
         return value
-    return _at(expand(nested(parts, value), folder), parts)
+    return at(expand(nested(parts, value), folder), parts)
 
 
 def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
@@ -244,9 +244,7 @@ def _steps(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> list[li
 
 
 def _cell(base: dict[str, Any], layers: Sequence[Layer], chosen: Sequence[tuple[Axis, int]]) -> Cell:
-    values = base
-    for axis, index in chosen:
-        values = merge(values, axis.layers[index].data)
+    values = _laid_over(base, chosen)
     point = {axis.key: axis.values[index] for axis, index in chosen}
     try:
         spec = validated(values, [*layers, *(axis.layers[index] for axis, index in chosen)])
@@ -255,17 +253,20 @@ def _cell(base: dict[str, Any], layers: Sequence[Layer], chosen: Sequence[tuple[
     return Cell(point, spec)
 
 
+def _laid_over(base: dict[str, Any], chosen: Sequence[tuple[Axis, int]]) -> dict[str, Any]:
+    for axis, index in chosen:
+        base = merge(base, axis.layers[index].data)
+    return base
+
+
 def _matches(cell: Cell, base: dict[str, Any], chosen: Sequence[tuple[Axis, int]], pattern: Mapping[str, Any]) -> bool:
     """Whether a cell has all the values that a line of `exclude` names."""
     if cell.spec is not None:
         values = cell.spec.model_dump(mode="json")
     else:
-        values = base
-        for axis, index in chosen:
-            values = merge(values, axis.layers[index].data)
+        values = _laid_over(base, chosen)
         values = merge(_defaults(values), values)
-    values |= {RECIPE: cell.values.get(RECIPE)}
-    return all(_agrees(found, wanted) for key, wanted in pattern.items() for found in [_at(values, key.split("."))])
+    return agrees(values | {RECIPE: cell.values.get(RECIPE)}, pattern)
 
 
 def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,27 +275,3 @@ def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return Experiment.model_validate({"name": "x", "model": {"id": "x"}, "method": {"name": name}}).model_dump(
         mode="json"
     )
-
-
-def _at(values: Any, parts: Sequence[str]) -> Any:
-    for part in parts:
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
-
-
-def _agrees(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, (list, tuple)):
-        return any(_agrees(found, one) for one in wanted) or found == wanted
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        return all(_agrees(found.get(key), value) for key, value in wanted.items())
-    if isinstance(found, dict):  # a section by its short form
-        return any(found.get(key) == wanted for key in set(SHORT_FORMS.values()))
-    if wanted is False and found == "off":  # YAML reads a bare off as false
-        return True
-    if isinstance(found, (int, float)) and isinstance(wanted, str):  # and 1e-4 as a text
-        with suppress(ValueError):
-            return found == float(wanted)
-    if isinstance(found, str) and isinstance(wanted, (int, float)):
-        with suppress(ValueError):
-            return wanted == float(found)
-    return bool(found == wanted)

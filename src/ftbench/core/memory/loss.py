@@ -38,10 +38,9 @@ def logits(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     """The hump of the logits.
 
     trl: for a chunk, of 256 positions where there are so many, logits, log-probabilities, probabilities and their
-    product, 16 V bytes a token. Ours: logits and
-    their gradient, and in eager mode log-probabilities and probabilities in float32; of one chunk at a time
-    (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded up to a power of two, logits twice,
-    16-bit and float32. Plain logits, for comparison: `plain_logits`.
+    product, 16 V bytes a token. Ours: logits and their gradient, and in eager mode log-probabilities and probabilities
+    in float32; of one chunk at a time (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded
+    up to a power of two, logits twice, 16-bit and float32. Plain logits, for comparison: `plain_logits`.
     """
     if recipe.loss == "unsloth":
         return float(min(UNSLOTH_ROWS, batch.tokens) * model.vocab * recipe.compute)

@@ -1,0 +1,39 @@
+"""A line of `sweep.exclude` against the values of a cell, as loosely as YAML and people write values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ftbench.spec.load import SHORT_FORMS
+
+
+def agrees(values: Mapping[str, Any], pattern: Mapping[str, Any]) -> bool:
+    """Whether a cell has all that a line names: dotted keys, each with a value or a list of them."""
+    return all(_is(at(values, key.split(".")), wanted) for key, wanted in pattern.items())
+
+
+def at(values: Any, parts: Sequence[str]) -> Any:
+    """What stands in nested sections at these keys; None where there is nothing."""
+    for part in parts:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _is(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, (list, tuple)):
+        return any(_is(found, one) for one in wanted) or found == wanted
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return all(_is(found.get(key), value) for key, value in wanted.items())
+    if isinstance(found, dict):  # a section by its short form
+        return any(found.get(key) == wanted for key in set(SHORT_FORMS.values()))
+    if wanted is False and found == "off":  # YAML reads a bare off as false
+        return True
+    if isinstance(found, (int, float)) and isinstance(wanted, str):  # and 1e-4 as a text
+        with suppress(ValueError):
+            return found == float(wanted)
+    if isinstance(found, str) and isinstance(wanted, (int, float)):
+        with suppress(ValueError):
+            return wanted == float(found)
+    return bool(found == wanted)
