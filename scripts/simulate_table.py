@@ -10,9 +10,9 @@ from typing import Any
 
 from ftbench.core.hardware import find_gpu
 from ftbench.errors import FtbenchError
-from ftbench.rundir import RunDir, read_json
-from ftbench.simulation import simulate
+from ftbench.estimate.simulation import simulate
 from ftbench.spec.experiment import Experiment
+from ftbench.store.rundir import RunDir, read_json
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from ftbench import rundir
-from ftbench.rundir import RunDir
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
 
 TINY = {"id": "tiny/qwen3", "weights": "random"}
 # Small enough for a step to take some 20 ms, and more steps than any test waits for.

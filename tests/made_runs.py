@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftbench import rundir, summary
 from ftbench.core.rows import StepRow
-from ftbench.rundir import RunDir, StepsWriter
+from ftbench.store import rundir, summary
+from ftbench.store.rundir import RunDir, StepsWriter
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "h200"
 REAL = RunDir(RESULTS / "plain" / "qwen3-8b-lora" / "qwen3-8b-lora-b4-78939b22-r1")

@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
-from ftbench import rundir
-from ftbench.rundir import RunDir
-from ftbench.sweep import journal
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
+from ftbench.sweep.execute import journal
 
 MOCK = {
     "name": "night",

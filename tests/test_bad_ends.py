@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from commands import ENDLESS, TINY, Command, write_spec
-from ftbench import rundir
 from ftbench.core.rows import COLUMNS
 from ftbench.errors import DataError, MissingError, NotAppliedError
 from ftbench.spec.experiment import Experiment
+from ftbench.store import rundir
 from ftbench.worker.data.prepare import prepare
-from ftbench.worker.outcome import Terminated, of_exception
+from ftbench.worker.measure.outcome import Terminated, of_exception
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from ftbench import bundle, rundir, summary, unbundle
 from ftbench.core import redact, rows
 from ftbench.errors import SpecError
-from ftbench.rundir import RunDir, StepsWriter
-from ftbench.verify import verify
+from ftbench.store import rundir, summary
+from ftbench.store.bundle import pack, unpack
+from ftbench.store.bundle.verify import verify
+from ftbench.store.rundir import RunDir, StepsWriter
 
-zstd = unbundle.zstd
+zstd = unpack.zstd
 COMMITTED = Path(__file__).parents[1] / "results" / "h200"
 # Put together here: a key in one piece would be found by those who look for leaked ones.
 KEYS = {
@@ -63,7 +64,7 @@ def runs(tmp_path) -> Path:
 
 @pytest.fixture
 def bundled(runs, tmp_path) -> Path:
-    bundle.make([runs], tmp_path / "x.tar.zst")
+    pack.make([runs], tmp_path / "x.tar.zst")
     return tmp_path / "x.tar.zst"
 
 
@@ -107,14 +108,14 @@ def test_any_tar_can_unpack_it(bundled, tmp_path):
 
 def test_the_same_runs_give_the_same_bytes(runs, bundled, tmp_path):
     shutil.copytree(runs, tmp_path / "elsewhere" / "results")  # other dates, other inodes, another place
-    bundle.make([tmp_path / "elsewhere" / "results"], tmp_path / "again.tar.zst")
+    pack.make([tmp_path / "elsewhere" / "results"], tmp_path / "again.tar.zst")
     assert (tmp_path / "again.tar.zst").read_bytes() == bundled.read_bytes()
-    bundle.make([runs / "study" / name for name in ("qlora-b4-r1", "lora-b4-r1")], tmp_path / "third.tar.zst")
+    pack.make([runs / "study" / name for name in ("qlora-b4-r1", "lora-b4-r1")], tmp_path / "third.tar.zst")
     assert (tmp_path / "third.tar.zst").read_bytes() == bundled.read_bytes()
 
 
 def test_logs_go_with_it_when_asked(runs, tmp_path):
-    bundle.make([runs], tmp_path / "x.tar.zst", with_logs=True)
+    pack.make([runs], tmp_path / "x.tar.zst", with_logs=True)
     assert members(tmp_path / "x.tar.zst")["runs/study/lora-b4-r1/log.txt"] == b"loading\n"
 
 
@@ -125,7 +126,7 @@ def test_tables_of_a_profile_go_and_links_and_traces_stay(runs, tmp_path):
     (profile / "trace.pt.gz").write_bytes(b"\0" * 10)
     (tmp_path / "private.json").write_text("{}")
     (profile / "link.json").symlink_to(tmp_path / "private.json")
-    bundle.make([runs], tmp_path / "x.tar.zst")
+    pack.make([runs], tmp_path / "x.tar.zst")
     assert [n for n in members(tmp_path / "x.tar.zst") if "/profile/" in n] == [
         "runs/study/lora-b4-r1/profile/kernels.csv"
     ]
@@ -134,7 +135,7 @@ def test_tables_of_a_profile_go_and_links_and_traces_stay(runs, tmp_path):
 def test_runs_of_the_same_name_from_two_machines_are_both_kept(tmp_path):
     for machine, seconds in (("a", 0.5), ("b", 0.6)):
         made_run(tmp_path / machine, seconds=seconds)
-    made = bundle.make([tmp_path / "a", tmp_path / "b"], tmp_path / "x.tar.zst")
+    made = pack.make([tmp_path / "a", tmp_path / "b"], tmp_path / "x.tar.zst")
     assert made.runs == 2
     assert verify(tmp_path / "x.tar.zst").problems == []
     assert verify(tmp_path / "x.tar.zst").runs == 2
@@ -142,10 +143,10 @@ def test_runs_of_the_same_name_from_two_machines_are_both_kept(tmp_path):
 
 def test_a_run_still_going_on_is_left_out_and_named(runs, tmp_path):
     going = rundir.claim_at(runs / "study" / "going-r1")
-    made = bundle.make([runs], tmp_path / "x.tar.zst")
+    made = pack.make([runs], tmp_path / "x.tar.zst")
     assert (made.runs, made.left_out) == (2, [str(going.path.resolve())])
     with pytest.raises(SpecError, match="still going on"):
-        bundle.make([going.path], tmp_path / "y.tar.zst")
+        pack.make([going.path], tmp_path / "y.tar.zst")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
@@ -153,7 +154,7 @@ def test_a_place_without_runs_is_a_mistake(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecError, match=name):
-        bundle.make([tmp_path / name], tmp_path / "x.tar.zst")
+        pack.make([tmp_path / name], tmp_path / "x.tar.zst")
     assert not (tmp_path / "x.tar.zst").exists()
 
 
@@ -191,7 +192,7 @@ def test_short_values_of_the_environment_are_words():
 
 
 def test_the_committed_runs_verify(tmp_path):
-    bundle.make([COMMITTED], tmp_path / "x.tar.zst")
+    pack.make([COMMITTED], tmp_path / "x.tar.zst")
     found = verify(tmp_path / "x.tar.zst")
     assert found.problems == []
     assert found.runs == len(rundir.find_runs(COMMITTED)) > 20
@@ -221,7 +222,7 @@ def test_a_changed_figure_is_named(runs, tmp_path, key, value):
         part = part[name]
     part[last] = value
     rundir.write_json(run.summary, written)
-    bundle.make([runs], tmp_path / "x.tar.zst")
+    pack.make([runs], tmp_path / "x.tar.zst")
     done = command("verify", tmp_path / "x.tar.zst")
     assert done.returncode == 1
     assert f"study/lora-b4-r1: {key}" in done.stdout
@@ -233,14 +234,14 @@ def test_a_changed_figure_is_named(runs, tmp_path, key, value):
 def test_a_changed_step_is_found_in_the_figures(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     run.steps.write_text(run.steps.read_text().replace(",0.5,,", ",0.4,,"))
-    bundle.make([runs], tmp_path / "x.tar.zst")
+    pack.make([runs], tmp_path / "x.tar.zst")
     assert any("step_time_s.median" in problem for problem in verify(tmp_path / "x.tar.zst").problems)
 
 
 def test_a_warning_that_was_taken_away_is_named(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200", "ecc_uncorrected": 3}})
-    bundle.make([runs], tmp_path / "x.tar.zst")
+    pack.make([runs], tmp_path / "x.tar.zst")
     (problem,) = verify(tmp_path / "x.tar.zst").problems
     assert "does not say: the GPU has counted 3 uncorrected memory errors" in problem
 
@@ -359,9 +360,9 @@ def giant(size: int) -> bytes:
 
 def test_a_giant_is_refused_by_what_it_says_of_itself(tmp_path):
     manifest = json.dumps({"schema": 1, "files": {}}).encode()
-    for number, size in enumerate((unbundle.MAX_FILE + 1, 2**62)):
+    for number, size in enumerate((unpack.MAX_FILE + 1, 2**62)):
         out = io.BytesIO()
-        bundle._add(out, "manifest.json", manifest)
+        pack._add(out, "manifest.json", manifest)
         path = tmp_path / f"{number}.tar.zst"
         path.write_bytes(zstd.compress(out.getvalue() + giant(size)))
         assert "more or larger files than runs have" in refused(path, tmp_path)
@@ -369,11 +370,11 @@ def test_a_giant_is_refused_by_what_it_says_of_itself(tmp_path):
 
 def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path, monkeypatch):
     """Small in the archive, large unpacked: many files that together are too much."""
-    monkeypatch.setattr(unbundle, "MAX_TOTAL", 2**22)
+    monkeypatch.setattr(unpack, "MAX_TOTAL", 2**22)
     path = packed(tmp_path / "x.tar.zst", {f"runs/a/{i}/steps.csv": b"\0" * 2**20 for i in range(8)})
     assert path.stat().st_size < 2**15
     with tempfile.TemporaryDirectory() as folder, pytest.raises(SpecError, match="more or larger files"):
-        unbundle.unpack(path, Path(folder))
+        unpack.unpack(path, Path(folder))
 
 
 def test_headers_of_any_length_are_refused_unread(tmp_path):
@@ -412,7 +413,7 @@ def test_zstd_of_something_else_is_told(tmp_path):
 )
 def test_a_manifest_that_is_none_is_told(tmp_path, manifest):
     out = io.BytesIO()
-    bundle._add(out, "manifest.json", manifest)
+    pack._add(out, "manifest.json", manifest)
     path = tmp_path / "x.tar.zst"
     path.write_bytes(zstd.compress(out.getvalue() + b"\0" * 1024))
     with pytest.raises(SpecError, match=r"manifest\.json cannot be read|schema 2"):

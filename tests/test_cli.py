@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from commands import TINY, write_spec
-from ftbench import machine, rundir, runner, summary
 from ftbench.core import rows
 from ftbench.errors import DataError, MissingError
-from ftbench.rundir import RunDir, StepsWriter
+from ftbench.launch import runner
+from ftbench.store import machine, rundir, summary
+from ftbench.store.rundir import RunDir, StepsWriter
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
@@ -303,7 +304,9 @@ def test_run_says_what_to_install(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("module", ["ftbench.cli", "ftbench.runner", "ftbench.report.render", "ftbench.summary"])
+@pytest.mark.parametrize(
+    "module", ["ftbench.cli", "ftbench.launch.runner", "ftbench.report.render.formats", "ftbench.store.summary"]
+)
 def test_nothing_heavy_stands_behind_the_command_line(module):
     heavy = {*HEAVY, "pandas", "numpy"}
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

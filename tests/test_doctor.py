@@ -16,11 +16,12 @@ from contextlib import nullcontext
 import pytest
 
 from commands import write_spec
-from ftbench import cli, runner
+from ftbench import cli
 from ftbench.doctor import abilities, bounds, examine, facts, gpu, host, stack
 from ftbench.doctor.bounds import Requirement, within
 from ftbench.doctor.facts import Facts
 from ftbench.doctor.findings import Finding, as_lines
+from ftbench.launch import runner
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 
@@ -612,7 +613,7 @@ def test_long_sentences_go_over_several_lines():
     assert all(len(line) <= 90 for line in lines)
 
 
-@pytest.mark.parametrize("module", ["ftbench.doctor.examine", "ftbench.probe"])
+@pytest.mark.parametrize("module", ["ftbench.doctor.examine", "ftbench.probe.command"])
 def test_nothing_heavy_stands_behind_it(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'pandas', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

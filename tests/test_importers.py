@@ -11,15 +11,16 @@ import time
 
 import pytest
 
-from ftbench import bundle, rundir
 from ftbench.errors import SpecError
-from ftbench.importers import COLUMNS, About, import_run
-from ftbench.report.collect import collect
-from ftbench.report.facts import spec_facts
-from ftbench.report.render import render
-from ftbench.rundir import read_json, read_steps
-from ftbench.summary import as_dict, summarise
-from ftbench.verify import verify
+from ftbench.report.data.collect import collect
+from ftbench.report.data.facts import spec_facts
+from ftbench.report.render.formats import render
+from ftbench.store import rundir
+from ftbench.store.bundle import pack
+from ftbench.store.bundle.verify import verify
+from ftbench.store.importers import COLUMNS, About, import_run
+from ftbench.store.rundir import read_json, read_steps
+from ftbench.store.summary import as_dict, summarise
 
 ABOUT = About("study", "Qwen/Qwen3-8B", "lora", "NVIDIA H200", batch_size=4)
 
@@ -254,7 +255,7 @@ def test_both_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
         text = render(collect([tmp_path / "out"]), name)
         assert "imported from log.csv" in text or name == "csv"
         assert "japanese-alpaca" in text
-    bundle.make([tmp_path / "out"], tmp_path / "x.tar.zst")
+    pack.make([tmp_path / "out"], tmp_path / "x.tar.zst")
     assert verify(tmp_path / "x.tar.zst").problems == []
 
 

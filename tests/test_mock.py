@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from ftbench import owner, rundir, runner
-from ftbench.launch import mock
-from ftbench.rundir import RunDir, read_json, read_steps
+from ftbench.launch import mock, runner
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.store import process_identity, rundir
+from ftbench.store.rundir import RunDir, read_json, read_steps
 
 LATER = {"timeout_s": 60}  # no test waits for longer
 
@@ -143,7 +143,7 @@ def test_a_mock_dies_with_the_process_that_started_it(pretend, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", code, *mock.command(run)],
         stdout=subprocess.PIPE,
-        env={key: value for key, value in os.environ.items() if key != owner.PARENT},
+        env={key: value for key, value in os.environ.items() if key != process_identity.PARENT},
     ) as parent:
         child = int(parent.stdout.readline())
         until = time.monotonic() + 20
@@ -151,6 +151,6 @@ def test_a_mock_dies_with_the_process_that_started_it(pretend, tmp_path):
             assert time.monotonic() < until, "did not begin"
             time.sleep(0.02)
         parent.send_signal(signal.SIGKILL)
-    while owner.process_start(child) is not None:
+    while process_identity.process_start(child) is not None:
         assert time.monotonic() < until, "lives on"
         time.sleep(0.02)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ftbench import ceilings, cli, machine, probe, rundir
+from ftbench import cli
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
+from ftbench.probe import command as probe
+from ftbench.store import ceilings, machine, rundir
 
 H200 = {
     "name": "NVIDIA H200", "uuid": "GPU-1", "driver": "580.1", "power_limit_w": 700.0, "sm_clock_max_mhz": 1980,

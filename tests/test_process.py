@@ -9,7 +9,7 @@ import pytest
 
 from ftbench.launch import process
 from ftbench.launch.process import run_child, signals
-from ftbench.owner import process_start
+from ftbench.store.process_identity import process_start
 
 
 @pytest.fixture(autouse=True)

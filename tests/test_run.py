@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from commands import Left, trained_once
-from ftbench import checks, rundir, summary
 from ftbench.core.rows import StepRow
+from ftbench.store import run_warnings, rundir, summary
 
 SEVEN = "step,epoch,elapsed_time_sec,progress_ratio,memory_allocated_gb,memory_reserved_gb,peak_memory_gb,"
 FILES = {
@@ -145,7 +145,7 @@ class TestTheSameSpecTwice:
         warm = runs[name].summary()["steps"]["warmup"]
         wall = steps[-1].elapsed_time_sec - steps[warm - 1].elapsed_time_sec
         assert sum(row.step_time_s for row in steps[warm:]) == pytest.approx(wall, rel=0.02)
-        assert abs(checks.wall_gap(found, steps, warm)) < 0.02
+        assert abs(run_warnings.wall_gap(found, steps, warm)) < 0.02
 
     def test_the_parts_of_a_step_fit_into_it(self, runs):
         for row in rows(runs["first"], "train"):

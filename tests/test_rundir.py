@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import pytest
 
-from ftbench import owner, rundir
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.errors import MissingError
-from ftbench.rundir import RunDir, StepsWriter, claim, find_runs, read_json, read_state, read_steps, write_json
+from ftbench.store import process_identity, rundir
+from ftbench.store.rundir import RunDir, StepsWriter, claim, find_runs, read_json, read_state, read_steps, write_json
 
 ROWS = [StepRow(step=i, phase="train", step_time_s=0.5, loss=2.0 - i / 10, throttle="none") for i in range(1, 5)]
 
@@ -95,7 +95,9 @@ def test_a_claim_never_takes_a_directory_that_exists(tmp_path):
 
 
 def test_a_claimed_run_is_running_at_once_and_interrupted_when_its_owner_is_gone(tmp_path):
-    program = "import sys, pathlib; from ftbench.rundir import claim; claim(pathlib.Path(sys.argv[1]), 'exp', 'slug')"
+    program = (
+        "import sys, pathlib; from ftbench.store.rundir import claim; claim(pathlib.Path(sys.argv[1]), 'exp', 'slug')"
+    )
     run = claim(tmp_path, "exp", "slug")
     assert names(run.path) == [".reserve", "state.json"]
     assert read_state(run)["state"] == "running"
@@ -235,7 +237,7 @@ def test_a_run_whose_owner_lives_is_running(run):
 
 def test_a_run_of_another_living_process_is_running(run):
     with subprocess.Popen(["sleep", "60"]) as other:
-        write_json(run.state, owned_by(other.pid, owner.process_start(other.pid)))
+        write_json(run.state, owned_by(other.pid, process_identity.process_start(other.pid)))
         before = read_state(run)["state"]
         other.kill()
         other.wait()
@@ -244,7 +246,7 @@ def test_a_run_of_another_living_process_is_running(run):
 
 def test_a_killed_owner_nobody_has_waited_for_is_gone(run):
     with subprocess.Popen(["sleep", "60"]) as other:
-        write_json(run.state, owned_by(other.pid, owner.process_start(other.pid)))
+        write_json(run.state, owned_by(other.pid, process_identity.process_start(other.pid)))
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the process table
         assert read_state(run)["state"] == "interrupted"
@@ -284,17 +286,17 @@ def test_a_run_without_a_readable_state_is_an_error(run, content):
 
 
 def test_a_process_is_named_by_its_start(tmp_path):
-    assert owner.process_start(os.getpid()) == owner.process_start(os.getpid())
-    assert owner.process_start(2**22 + 1) is None
+    assert process_identity.process_start(os.getpid()) == process_identity.process_start(os.getpid())
+    assert process_identity.process_start(2**22 + 1) is None
 
 
 def test_a_process_name_with_spaces_and_brackets_is_no_trouble(tmp_path):
     program = tmp_path / "a ) b ("
     program.symlink_to(shutil.which("sleep"))
     with subprocess.Popen([program, "60"]) as process:
-        start = owner.process_start(process.pid)
+        start = process_identity.process_start(process.pid)
         process.kill()
-    assert start >= owner.process_start(os.getpid())
+    assert start >= process_identity.process_start(os.getpid())
 
 
 def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):

@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 
 from ftbench.core.rows import StepRow
-from ftbench.rundir import StepsWriter, claim, write_json
-from ftbench.summary import as_dict, summarise
+from ftbench.store.rundir import StepsWriter, claim, write_json
+from ftbench.store.summary import as_dict, summarise
 
 TIMES = [4.0, 1.5, *np.linspace(0.98, 1.02, 18).round(4).tolist()]  # two steps of warm-up, eighteen steady ones
 WARM = 2

@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 
 from ftbench.core.rows import RunSummary
-from ftbench.report.collect import frame_of
-from ftbench.report.render import render
-from ftbench.report.tables import comparison
+from ftbench.report.data.collect import frame_of
+from ftbench.report.render.formats import render
+from ftbench.report.render.tables import comparison
 
 LONG = "ended with exit code 1 and no word: RuntimeError: something that nobody has thought of before"
 KNOWN = {"name": "alpaca", "tokens": {"mean": 110.4}}

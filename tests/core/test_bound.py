@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.core.bound import bound
+from ftbench.core.bottleneck import bound
 from ftbench.core.rows import StepRow
-from ftbench.rundir import read_steps
+from ftbench.store.rundir import read_steps
 
 
 def window(times=(0.5,) * 10, **columns):

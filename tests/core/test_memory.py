@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core.architectures import architectures
-from ftbench.core.memory import layer, loss, share, weights
-from ftbench.core.memory.model import FAMILIES, ModelShape, model_shape
-from ftbench.core.memory.phases import Plan, peak, phases, resident
-from ftbench.core.memory.recipe import Batch, Recipe
-from ftbench.core.memory.workspace import cublas_workspace
+from ftbench.core.workspace import cublas_workspace
+from ftbench.estimate.memory import layer, loss, share, weights
+from ftbench.estimate.memory.model import FAMILIES, ModelShape, model_shape
+from ftbench.estimate.memory.phases import Plan, peak, phases, resident
+from ftbench.estimate.memory.recipe import Batch, Recipe
 
 GIB, GB = 2**30, 10**9
 EVERYWHERE = frozenset(("q", "k", "v", "o", "gate", "up", "down"))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ftbench.errors import DataError, SpecError
-from ftbench.estimate import calibrate, constants, measured
 from ftbench.estimate.command import calibrate as calibrate_command
+from ftbench.estimate.memory import calibrate, constants, measured
 
 RESULTS = Path("results")
 # Mean and worst relative error that hold on the committed runs. The worst reserved memory is that of models so small

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftbench import rundir
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.errors import SpecError
-from ftbench.estimate import duration_table, duration_text, fitting, here, measured, speeds
-from ftbench.estimate.adapted import adapted
-from ftbench.estimate.duration import (
+from ftbench.estimate import preflight
+from ftbench.estimate.memory import measured
+from ftbench.estimate.time import duration_text, fitting, speeds, table
+from ftbench.estimate.time.duration import (
     MEASURED,
     OTHER,
     SCALED,
@@ -28,12 +28,14 @@ from ftbench.estimate.duration import (
     epochs_samples,
     estimate_duration,
 )
-from ftbench.estimate.history import known_runs
-from ftbench.estimate.lengths import batches_of, lengths_of
-from ftbench.estimate.observations import per_step
-from ftbench.estimate.store import Store
-from ftbench.estimate.work import micro_step
+from ftbench.estimate.time.history import known_runs
+from ftbench.estimate.time.observations import per_step
+from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.work import micro_step
+from ftbench.estimate.workload.lengths import batches_of, lengths_of
+from ftbench.estimate.workload.trainable_shape import adapted
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.store import rundir
 from ftbench.sweep import command
 from made_runs import REAL, make_run, steps
 
@@ -199,8 +201,8 @@ def test_runs_of_an_older_loss_are_no_measurements_of_todays(store):
 
 
 def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bounds_that_the_readme_gives(store):
-    rows = duration_table.left_out(store)
-    mean, worst = duration_table.errors_of(rows)
+    rows = table.left_out(store)
+    mean, worst = table.errors_of(rows)
     assert len(rows) >= 110
     assert mean <= 0.06
     assert worst <= 0.4  # Liger's kernels under Python's pace, two steps
@@ -209,13 +211,13 @@ def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bound
 
 
 def test_methods_and_optimizations_that_no_run_has_seen_stay_within_the_issues_bound(store):
-    mean, worst = duration_table.errors_of(duration_table.left_out(store, duration_table.settings))
+    mean, worst = table.errors_of(table.left_out(store, table.settings))
     assert mean <= 0.1
     assert worst <= 0.4
 
 
 def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
-    fitted = duration_table.fitted(store)
+    fitted = table.fitted(store)
     assert {name: term.value for name, term in fitted.items()} == pytest.approx(
         speeds.values(speeds.shipped()), rel=1e-3
     )
@@ -416,7 +418,7 @@ def test_packed_rows_hold_as_many_samples_as_their_lengths_say(store):
     assert epochs_samples(spec, a_step) == 20 * a_step
     padded = spec_of(dataset=data, train=train)
     assert epochs_samples(padded, estimate_duration(padded, H200, store).samples) == 20 * 4
-    told = here.expectation(spec, {"name": "NVIDIA H200", "memory_gb": 140.4}, store)
+    told = preflight.expectation(spec, {"name": "NVIDIA H200", "memory_gb": 140.4}, store)
     seconds = estimate_duration(spec, H200, store).seconds_for(20 * a_step).expected
     assert told is not None
     assert f"about {units.seconds(seconds)} " in told
@@ -428,7 +430,7 @@ def test_packed_rows_hold_as_many_samples_as_their_lengths_say(store):
 def test_a_run_begins_with_what_it_will_take(store):
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
     run = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
-    told = here.expectation(run.spec, gpu, store)
+    told = preflight.expectation(run.spec, gpu, store)
     assert told is not None
     found = re.fullmatch(r"expected: ([\d.]+) GiB of 140.4, about ([\d.]+) s \(([\d.]+) s to .* s; (.*)\)", told)
     assert found is not None, told
@@ -436,8 +438,8 @@ def test_a_run_begins_with_what_it_will_take(store):
     assert float(found[2]) == pytest.approx(16 * run.step_s + 10, abs=10)
     assert found[4] == "measured (same step, same GPU, 8 runs)"
     mock = run.spec.model_copy(update={"launch": run.spec.launch.model_copy(update={"mock": "ok"})})
-    assert here.expectation(mock, gpu, store) is None
-    assert here.expectation(run.spec, None, store) is None
+    assert preflight.expectation(mock, gpu, store) is None
+    assert preflight.expectation(run.spec, None, store) is None
 
 
 def test_a_plan_says_what_is_an_estimate():

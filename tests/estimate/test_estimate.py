@@ -14,9 +14,10 @@ import yaml
 from ftbench.core.architectures import architectures
 from ftbench.core.hardware import find_gpu, gpus
 from ftbench.errors import SpecError
-from ftbench.estimate import batches, here
+from ftbench.estimate import preflight
 from ftbench.estimate.command import Request, estimate
-from ftbench.estimate.memory import estimate_memory, largest_batch
+from ftbench.estimate.memory.estimate import estimate_memory, largest_batch
+from ftbench.estimate.workload import batches
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, recipe
@@ -205,13 +206,13 @@ def test_a_gpu_is_found_by_what_people_call_it(file: Path) -> None:
 
 def test_the_run_that_will_not_fit_is_told_before_it_starts() -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
-    assert here.warning(spec(train={"batch_size": 4}), gpu) is None
-    told = here.warning(spec(train={"batch_size": 16}), gpu)
+    assert preflight.warning(spec(train={"batch_size": 4}), gpu) is None
+    told = preflight.warning(spec(train={"batch_size": 16}), gpu)
     assert told is not None
     assert "train.batch_size=7" in told
-    assert here.warning(spec(train={"batch_size": 16}), None) is None
-    assert here.warning(spec(train={"batch_size": 16}, launch={"mock": "ok"}), gpu) is None
-    assert here.first_trial(spec(), gpu, 4096) in (7, 8)
+    assert preflight.warning(spec(train={"batch_size": 16}), None) is None
+    assert preflight.warning(spec(train={"batch_size": 16}, launch={"mock": "ok"}), gpu) is None
+    assert preflight.first_trial(spec(), gpu, 4096) in (7, 8)
 
 
 def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
@@ -252,7 +253,7 @@ def test_the_command_loads_no_heavy_module(file: Path) -> None:
 
 
 def test_find_gpu_agrees_with_the_totals() -> None:
-    from ftbench.estimate.totals import _DRIVER_MIB, total_gib
+    from ftbench.estimate.memory.device_total import _DRIVER_MIB, total_gib
 
     assert set(_DRIVER_MIB) <= {gpu.name for gpu in gpus()}
     found = find_gpu("NVIDIA H200")

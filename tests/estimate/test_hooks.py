@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ftbench import runner
+from ftbench.estimate import preflight
+from ftbench.launch import runner
 from ftbench.sweep import command
 
 H200 = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
@@ -42,7 +43,12 @@ def test_a_run_warns_once_and_goes_on(
     monkeypatch.setattr(runner, "check", lambda spec, described: None)
     heard: list[str] = []
     with pytest.raises(Claimed):
-        runner.run(spec, [], tmp_path, on_warning=heard.append)
+        runner.run(
+            spec, [], tmp_path,
+            on_checked=lambda spec, described: preflight.announce(
+                spec, described["gpu"], tmp_path, heard.append, lambda text: None
+            ),
+        )  # fmt: skip
     assert len(heard) == told
     assert all("out of memory" in text and "22.5" in text for text in heard)
 

@@ -12,13 +12,13 @@ import pytest
 
 from ftbench.core import units
 from ftbench.core.hardware import capability_of, gpus
-from ftbench.estimate import candidates
-from ftbench.estimate.duration import estimate_duration
-from ftbench.estimate.memory import largest_batch
-from ftbench.estimate.recommend import Found, Wanted, recommend
-from ftbench.estimate.recommend_text import as_json, as_text, as_yaml
-from ftbench.estimate.room import Room
-from ftbench.estimate.store import Store
+from ftbench.estimate.memory.estimate import largest_batch
+from ftbench.estimate.memory.memory_cache import Room
+from ftbench.estimate.recommend import candidates
+from ftbench.estimate.recommend.ranking import Found, Wanted, recommend
+from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
+from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.run_index import Store
 from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, recipe

@@ -87,7 +87,7 @@ def test_what_is_not_quantised_may_stay_in_16_bits_and_needs_less(run):
 def test_mxfp4_is_written_out_by_one_kernel_as_it_is_step_by_step():
     from torch._dynamo.utils import counters
 
-    from ftbench.worker import mxfp4
+    from ftbench.worker.model import mxfp4
 
     counters.clear()
     for shape in ((32, 5760, 90), (32, 2880, 90), (4, 5760, 90)):
@@ -99,7 +99,7 @@ def test_mxfp4_is_written_out_by_one_kernel_as_it_is_step_by_step():
 
 
 def test_mxfp4_products_on_the_gpu_are_those_of_the_cpu():
-    from ftbench.worker import mxfp4
+    from ftbench.worker.model import mxfp4
 
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (8, 256, 4, 16), dtype=torch.uint8)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from methods import ON_GPU, SPEC
 
-from ftbench import rundir
 from ftbench.profile.trace import read
-from ftbench.rundir import RunDir
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]

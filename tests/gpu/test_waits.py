@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from methods import ON_GPU
 
-from ftbench import runner
-from ftbench.launch import trl
+from ftbench.launch import runner, trl
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]

@@ -4,12 +4,12 @@ import pytest
 from gpu_traces import training
 
 from ftbench.errors import SpecError
-from ftbench.profile import store
+from ftbench.profile import files
 from ftbench.profile.analyse import analyse
 from ftbench.profile.diff import as_text, diff
 from ftbench.profile.trace import read
 from ftbench.profile.work import work_of
-from ftbench.report.profile_diff import compared
+from ftbench.report.compare.profiles import compared
 
 
 def profile(tmp_path, name="trace.json", **made):
@@ -94,7 +94,7 @@ def runs(tmp_path):
 
 @pytest.mark.parametrize("place", ["a-r1", "a-r1/profile"])
 def test_a_profile_is_found_in_its_run_and_in_its_folder(runs, place):
-    assert store.folder_of(runs / place) == runs / "a-r1" / "profile"
+    assert files.folder_of(runs / place) == runs / "a-r1" / "profile"
 
 
 def test_two_runs_are_compared_by_name(runs):
@@ -136,7 +136,7 @@ def test_without_their_specs_nothing_is_said_to_be_the_same(runs):
 )
 def test_what_is_no_profile_is_a_sentence(runs, place, said):
     with pytest.raises(SpecError, match=said):
-        store.folder_of(runs / place)
+        files.folder_of(runs / place)
 
 
 @pytest.mark.parametrize(
@@ -149,4 +149,4 @@ def test_what_is_no_profile_is_a_sentence(runs, place, said):
 def test_a_document_of_another_form_is_a_sentence(runs, text):
     (runs / "a-r1" / "profile" / "kernels.json").write_text(text)
     with pytest.raises(SpecError, match="is no profile that this ftbench can read"):
-        store.load(runs / "a-r1" / "profile")
+        files.load(runs / "a-r1" / "profile")

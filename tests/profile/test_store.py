@@ -3,13 +3,14 @@ import json
 import pytest
 from gpu_traces import training
 
-from ftbench import rundir, runner
 from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
-from ftbench.profile import store
+from ftbench.launch import runner
+from ftbench.profile import files
 from ftbench.profile.table import as_text
 from ftbench.profile.trace import TraceError
-from ftbench.rundir import RunDir, StepsWriter
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir, StepsWriter
 
 
 @pytest.fixture
@@ -26,11 +27,11 @@ def run(tmp_path):
 
 
 def test_what_the_worker_left_becomes_what_reports_read(run):
-    store.finish(run)
+    files.finish(run)
     assert {path.name for path in run.profile.iterdir()} == {
         "kernels.json", "timeline.json", "timeline.svg", "trace.json.gz", "window.json"
     }  # fmt: skip
-    found = store.load(run.profile)
+    found = files.load(run.profile)
     assert found["step_ms"]["before"] == pytest.approx(0.5)
     assert found["busy_share_unprofiled"] == pytest.approx(0.88, abs=0.01)
     assert found["trace"]["complete"]
@@ -38,7 +39,7 @@ def test_what_the_worker_left_becomes_what_reports_read(run):
 
 def test_a_run_without_a_trace_is_left_as_it_is(run):
     (run.profile / "trace.json").unlink()
-    store.finish(run)
+    files.finish(run)
     assert {path.name for path in run.profile.iterdir()} == {"window.json"}
 
 
@@ -46,7 +47,7 @@ def test_a_run_without_a_trace_is_left_as_it_is(run):
 def test_a_trace_that_cannot_be_read_is_the_runs_end(run, text):
     (run.profile / "trace.json").write_text(text)
     with pytest.raises(TraceError):
-        store.finish(run)
+        files.finish(run)
     state = runner._profile(run)
     assert state["state"] == "error"
     assert state["reason"].endswith("profile again")
@@ -55,25 +56,25 @@ def test_a_trace_that_cannot_be_read_is_the_runs_end(run, text):
 @pytest.mark.parametrize("window", ["", "{}"])
 def test_where_the_steps_before_are_not_known_their_time_is_not(run, window):
     (run.profile / "window.json").write_text(window)
-    assert store.step_before(run) is None
+    assert files.step_before(run) is None
 
 
 def test_a_full_disk_is_told(run, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store.gzip, "open", full)
+    monkeypatch.setattr(files.gzip, "open", full)
     with pytest.raises(MissingError, match="no space left"):
-        store.finish(run)
+        files.finish(run)
     assert (run.profile / "trace.json").exists()
 
 
 def test_the_table_tells_all_of_it(run):
-    store.finish(run)
+    files.finish(run)
     memory = {"categories": ["weights"], "peak": {"total_gb": 2.0, "weights": 2.0, "phase": "forward"},
               "alive": [{"category": "weights", "gb": 2.0, "tensors": 3, "made_by": "a.py:1 f"}]}  # fmt: skip
     (run.profile / "memory.json").write_text(json.dumps(memory))
-    text = as_text(store.load(run.profile), run.profile)
+    text = as_text(files.load(run.profile), run.profile)
     for said in (
         "2 steps on NVIDIA H200", "1 ms profiled, 0.5 ms just before", "88.0 % of the steps just before",
         "matmul", "nvjet_sm90_tst_192x192", "aten::mm", "cudaStreamSynchronize 0.250 ms",

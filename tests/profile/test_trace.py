@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from gpu_traces import ADD, GEMM, training
 
-from ftbench.profile import store, trace
+from ftbench.profile import files, trace
 from ftbench.profile.trace import TraceError, read
 
 # One step of tiny/qwen3 with LoRA on a CPU, recorded by `ftbench profile --steps 1` with torch 2.13.
@@ -92,7 +92,7 @@ def test_one_that_is_too_large_is_not_read(path, monkeypatch):
 
 
 def test_a_trace_is_packed_whole(path, tmp_path):
-    about = store.pack(path, tmp_path / "packed.json.gz", read(path))
+    about = files.pack(path, tmp_path / "packed.json.gz", read(path))
     assert about["complete"]
     assert gzip.decompress((tmp_path / "packed.json.gz").read_bytes()) == path.read_bytes()
 
@@ -100,7 +100,7 @@ def test_a_trace_is_packed_whole(path, tmp_path):
 @pytest.mark.parametrize(("share", "steps"), [(0.9, 3), (0.6, 2), (0.3, 1)])
 def test_of_one_that_is_too_large_whole_steps_are_kept(tmp_path, share, steps):
     path = training(4).write(tmp_path / "trace.json")
-    about = store.pack(path, tmp_path / "p.json.gz", read(path), limit=int(path.stat().st_size * share))
+    about = files.pack(path, tmp_path / "p.json.gz", read(path), limit=int(path.stat().st_size * share))
     assert not about["complete"]
     assert about["kept_ms"] == pytest.approx(steps, abs=1e-4)
     kept = json.loads(gzip.decompress((tmp_path / "p.json.gz").read_bytes()))["traceEvents"]
@@ -110,5 +110,5 @@ def test_of_one_that_is_too_large_whole_steps_are_kept(tmp_path, share, steps):
 
 def test_of_a_single_step_that_is_too_large_its_beginning_is_kept(tmp_path):
     path = training(1).write(tmp_path / "trace.json")
-    about = store.pack(path, tmp_path / "p.json.gz", read(path), limit=path.stat().st_size // 2)
+    about = files.pack(path, tmp_path / "p.json.gz", read(path), limit=path.stat().st_size // 2)
     assert about["kept_ms"] == pytest.approx(0.5, abs=0.01)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ftbench import rundir, summary
 from ftbench.core import rows
-from ftbench.rundir import RunDir, StepsWriter
+from ftbench.store import rundir, summary
+from ftbench.store.rundir import RunDir, StepsWriter
 
 HOSTILE = "</script><script>window.stolen=1</script><img src=x onerror=stolen=1>"
 JAPANESE = "日本語の微調整"

@@ -8,13 +8,13 @@ import re
 import pandas as pd
 import pytest
 
-from ftbench import rundir
-from ftbench.report.answers import answers, frontier, memory, night, series, trained
-from ftbench.report.cells import cells_of, runs_of
-from ftbench.report.collect import collect
-from ftbench.report.decision import decision
-from ftbench.report.evidence import generations
-from ftbench.report.profiles import kernels
+from ftbench.report.data.collect import collect
+from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.report.sections.answers import answers, frontier, memory, night, series, trained
+from ftbench.report.sections.decision import decision
+from ftbench.report.sections.generations import generations
+from ftbench.report.sections.profiles import kernels
+from ftbench.store import rundir
 from made_runs import MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ftbench.report.collect import collect
+from ftbench.report.data.collect import collect
 
 PACKING = Path(__file__).resolve().parents[2] / "results" / "h200" / "qwen3-8b-packing"
 

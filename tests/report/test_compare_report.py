@@ -14,16 +14,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ftbench import rundir
 from ftbench.errors import SpecError
-from ftbench.report import compare_table, layout
-from ftbench.report.cells import cells_of, runs_of
-from ftbench.report.collect import collect
 from ftbench.report.command import Request, report
-from ftbench.report.compare import compare
-from ftbench.rundir import RunDir
+from ftbench.report.compare import table
+from ftbench.report.compare.pairs import compare
+from ftbench.report.data import layout
+from ftbench.report.data.collect import collect
+from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.spec.load import recipe
 from ftbench.spec.recipes import FOLDER
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
 from made_runs import H200, MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
 
 
@@ -75,7 +76,7 @@ def test_whatever_differs_is_listed_and_strict_drops_the_pair(tmp_path, changes,
     assert pair.speed is not None
     strict = compared(tmp_path, "gpu", "H200", strict=True)
     assert (strict.pairs, strict.dropped) == ((), 1)
-    assert "1 pair is not the same recipe" in " ".join(compare_table.table(strict).notes)
+    assert "1 pair is not the same recipe" in " ".join(table.table(strict).notes)
 
 
 def test_a_card_held_below_its_highest_limit_is_named(tmp_path):
@@ -145,7 +146,7 @@ def test_inside_the_noise_it_is_not_distinguishable(tmp_path):
     found = compared(tmp_path, "method", "lora")
     assert only(found).speed.verdict == "not distinguishable"
     assert only(found).break_even is None
-    assert "≈" in str(compare_table.table(found).rows)
+    assert "≈" in str(table.table(found).rows)
 
 
 def test_one_run_a_side_is_labelled_as_within_the_runs(tmp_path):
@@ -153,7 +154,7 @@ def test_one_run_a_side_is_labelled_as_within_the_runs(tmp_path):
     make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
     found = compared(tmp_path, "method", "lora")
     assert only(found).speed.basis == "steps"
-    assert "]*" in str(compare_table.table(found).rows)
+    assert "]*" in str(table.table(found).rows)
 
 
 def test_too_few_steps_have_a_ratio_and_no_interval(tmp_path):
@@ -161,7 +162,7 @@ def test_too_few_steps_have_a_ratio_and_no_interval(tmp_path):
     make_run(tmp_path, "b", steps(5, 2.0), spec=method("full"))
     found = compared(tmp_path, "method", "lora")
     assert (only(found).speed.verdict, only(found).break_even) == ("unknown", None)
-    assert " ?" in str(compare_table.table(found).rows)
+    assert " ?" in str(table.table(found).rows)
 
 
 def test_a_failed_repeat_is_counted_and_enters_no_mean(tmp_path):
@@ -193,7 +194,7 @@ def test_a_cell_that_failed_keeps_its_place_and_its_reason(tmp_path):
     make_run(tmp_path, "b", steps(1), spec=method("full"), state=OOM)
     pair = only(compared(tmp_path, "method", "lora"))
     assert (pair.speed, pair.memory, pair.parity) == (None, None, None)
-    assert "oom" in compare_table.table(compared(tmp_path, "method", "lora")).rows[1][-1]
+    assert "oom" in table.table(compared(tmp_path, "method", "lora")).rows[1][-1]
     other = only(compared(tmp_path, "method", "full"))
     assert other.reason == "the baseline did not end well"
 
@@ -240,7 +241,7 @@ def test_a_faster_run_that_does_not_learn_the_same_is_flagged(tmp_path):
     found = compared(tmp_path, "optimization")
     assert found.baseline == "none"
     assert only(found).parity.verdict == "outside"
-    assert "does not learn the same" in " ".join(compare_table.table(found).notes)
+    assert "does not learn the same" in " ".join(table.table(found).notes)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_recipes_are_told_by_their_keys_and_held_against_the_plain_one(tmp_path)
     assert found.baseline == "plain"
     assert sorted(found.place(cell) for cell in found.cells) == ["fastest", "liger", "plain", "smallest"]
     assert all(pair.speed and pair.iso for pair in found.pairs), [pair.differences for pair in found.pairs]
-    assert compare_table.section(found).title == "Compared by recipe"
+    assert table.section(found).title == "Compared by recipe"
 
 
 def test_samples_in_another_order_are_held_to_the_mean_loss(tmp_path):
@@ -283,7 +284,7 @@ def test_samples_in_another_order_are_held_to_the_mean_loss(tmp_path):
     packed = steps(count=10, seed=2, loss=2.02, samples=12, label_tokens=3 * 8188)
     make_run(tmp_path, "b", packed, spec={"optimizations.packing": True}, applied=other)
     found = compared(tmp_path, "optimization")
-    assert compare_table.parity_text(only(found).parity) == "mean within 5 % (1 %)"
+    assert table.parity_text(only(found).parity) == "mean within 5 % (1 %)"
     make_run(tmp_path, "c", packed, spec={"dataset.seed": 7, "optimizations.packing": True}, applied=other)
     assert [pair.parity.verdict for pair in compared(tmp_path, "optimization").pairs] == ["within", "unchecked"]
 
@@ -424,7 +425,7 @@ RATIOS = ("tokens_per_s.real", "memory_gb.allocated_peak", "first_step_s", "ener
 
 def check_against_pandas(folder) -> int:
     found = compared(folder, "method", "lora")
-    records = {record["run_ids"]: record for record in compare_table.records(found)}
+    records = {record["run_ids"]: record for record in table.records(found)}
     runs = {run.run_id: by_pandas(run) for run in rundir.find_runs(folder) if rundir.read_state(run)["state"] == "ok"}
     checked = 0
     for ids, record in records.items():
@@ -472,7 +473,7 @@ def test_intervals_between_repeats_by_scipys_formula(tmp_path):
     for i, (a, b) in enumerate([(1.0, 1.3), (1.01, 1.34), (0.98, 1.29)]):
         make_run(tmp_path, f"a{i}", steps(seconds=a, noise=0, seed=i))
         make_run(tmp_path, f"b{i}", steps(seconds=b, noise=0, seed=i), spec=method("full"))
-    record = compare_table.records(compared(tmp_path, "method", "lora"))[1]
+    record = table.records(compared(tmp_path, "method", "lora"))[1]
     rates = {run.run_id: by_pandas(run)["tokens_per_s.real"] for run in rundir.find_runs(tmp_path)}
     sides = [np.log([rate for name, rate in rates.items() if name[0] == side]) for side in "ab"]
     parts = [side.var(ddof=1) / 3 for side in sides]
@@ -486,8 +487,8 @@ def test_cells_are_the_same_in_any_order(tmp_path):
     for i in range(4):
         make_run(tmp_path, f"a{i}", steps(seconds=1 + i, seed=i), spec=method("full") if i % 2 else None)
     runs = runs_of(collect([tmp_path]))
-    forward = compare_table.records(compare(runs, "method", "lora"))
-    backward = compare_table.records(compare(runs[::-1], "method", "lora"))
+    forward = table.records(compare(runs, "method", "lora"))
+    backward = table.records(compare(runs[::-1], "method", "lora"))
     assert forward[1]["speed_ratio"] == pytest.approx(backward[1]["speed_ratio"])
     assert len(cells_of(runs)) == 2
 

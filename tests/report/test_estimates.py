@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ftbench.estimate.history import is_told
+from ftbench.estimate.time.history import is_told
 from ftbench.report.command import Request, report
 from made_runs import make_run
 

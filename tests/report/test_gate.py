@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from ftbench.report.collect import collect
-from ftbench.report.gate import gate, limit_of
+from ftbench.report.compare.gate import gate, limit_of
+from ftbench.report.data.collect import collect
 from made_runs import H200, MAX_Q, OOM, RESULTS, make_run, method, steps
 
 

@@ -18,12 +18,12 @@ pytest.importorskip("plotly", reason="the page is drawn with plotly: pip install
 from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
 from ftbench.errors import MissingError
-from ftbench.report.collect import collect
+from ftbench.report.data.collect import collect
 from ftbench.report.page import cells, document, head
 from ftbench.report.page.markup import Markup, data_block, element, join
 from ftbench.report.page.view import view
-from ftbench.report.render import render
-from ftbench.report.tables import comparison
+from ftbench.report.render.formats import render
+from ftbench.report.render.tables import comparison
 
 
 class Page(HTMLParser):

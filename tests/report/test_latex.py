@@ -7,10 +7,10 @@ import re
 import pytest
 from page_runs import JAPANESE, study
 
-from ftbench.report.collect import collect
-from ftbench.report.latex import escape, latex
-from ftbench.report.render import render
-from ftbench.report.tables import Table
+from ftbench.report.data.collect import collect
+from ftbench.report.render.formats import render
+from ftbench.report.render.latex import escape, latex
+from ftbench.report.render.tables import Table
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ftbench import rundir
 from ftbench.core.hardware import gpus
-from ftbench.report import references
-from ftbench.report.cells import cells_of, runs_of
-from ftbench.report.collect import collect
-from ftbench.report.references import KEYS, LABEL, beside, match, published
-from ftbench.rundir import RunDir
+from ftbench.report.data.collect import collect
+from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.report.sections import references
+from ftbench.report.sections.references import KEYS, LABEL, beside, match, published
 from ftbench.spec.datasets import DATASETS
 from ftbench.spec.methods import METHODS
-from ftbench.summary import as_dict, summarise
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
+from ftbench.store.summary import as_dict, summarise
 
 
 def made_run(folder: Path, gpu: str = "NVIDIA H200", state: str = "ok", **spec: object) -> RunDir:

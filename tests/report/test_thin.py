@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import made
 
-from ftbench.report.curves import curves, curves_of, points_for, read_columns
-from ftbench.report.thin import FEWEST, thin
+from ftbench.report.data.curves import curves, curves_of, points_for, read_columns
+from ftbench.report.data.downsample import FEWEST, thin
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 CURVES = st.lists(NUMBERS, min_size=1, max_size=400)

@@ -3,7 +3,7 @@
 import pytest
 
 from ftbench.errors import SpecError
-from ftbench.spec import ladder
+from ftbench.spec import ablation
 from ftbench.spec.combinations import impossible
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -13,7 +13,7 @@ SPEC = Experiment.model_validate(
     {"name": "a", "model": {"id": "tiny/qwen3"}, "train": {"precision": "bf16", "optimizer": "adamw_torch_fused"},
      "optimizations": {"compile": True, "gradient_checkpointing": True}}
 )  # fmt: skip
-EVERY = ladder.rungs("adamw_torch")
+EVERY = ablation.rungs("adamw_torch")
 
 
 @pytest.mark.parametrize("key", Optimizations.model_fields)
@@ -30,7 +30,7 @@ def test_a_rung_adds_one_thing_to_what_it_is_held_against_and_can_work(rung):
     assert rung.over in ("plain", *(other.name for other in EVERY))
     assert len(rung.changes) == len(over) + 1
     assert over.items() <= rung.changes.items()
-    assert impossible(ladder.changed(ladder.plain(SPEC), rung.changes)) == []
+    assert impossible(ablation.changed(ablation.plain(SPEC), rung.changes)) == []
 
 
 def test_what_a_rung_is_held_against_comes_before_it():
@@ -40,16 +40,16 @@ def test_what_a_rung_is_held_against_comes_before_it():
 
 
 def test_plain_is_the_spec_without_its_optimizations():
-    found = ladder.plain(SPEC)
+    found = ablation.plain(SPEC)
     assert (found.optimizations, found.train.optimizer, found.train.precision) == (
         Optimizations(), "adamw_torch", "bf16",
     )  # fmt: skip
 
 
 def test_another_optimizer_than_adamw_learns_otherwise_and_stays():
-    spec = ladder.changed(SPEC, {"train.optimizer": "sgd"})
-    assert ladder.plain(spec).train.optimizer == "sgd"
-    assert not [rung for rung in ladder.rungs("sgd") if rung.key == "optimizer"]
+    spec = ablation.changed(SPEC, {"train.optimizer": "sgd"})
+    assert ablation.plain(spec).train.optimizer == "sgd"
+    assert not [rung for rung in ablation.rungs("sgd") if rung.key == "optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -59,17 +59,17 @@ def test_another_optimizer_than_adamw_learns_otherwise_and_stays():
         (["compile dynamic"], ["compile dynamic"]),
         (["fp8"], ["compile", "compile + fp8 tensorwise", "compile + fp8 rowwise"]),
         (["gradient_checkpointing selective", "optimizer"],
-         ["gradient checkpointing selective", *ladder.OPTIMIZERS]),
+         ["gradient checkpointing selective", *ablation.OPTIMIZERS]),
     ],
 )  # fmt: skip
 def test_only_keeps_what_is_named_and_what_that_is_held_against(only, names):
-    assert [rung.name for rung in ladder.rungs("adamw_torch", only)] == names
+    assert [rung.name for rung in ablation.rungs("adamw_torch", only)] == names
 
 
 @pytest.mark.parametrize(("name", "said"), [("complie", "did you mean compile?"), ("", "allowed: "), ("x" * 99, "fp8")])
 def test_only_says_what_there_is(name, said):
     with pytest.raises(SpecError, match="--only") as caught:
-        ladder.rungs("adamw_torch", [name])
+        ablation.rungs("adamw_torch", [name])
     assert said in str(caught.value)
 
 
@@ -77,12 +77,12 @@ def test_varlen_goes_with_the_rows_that_are_packed_already():
     varlen = next(rung for rung in EVERY if rung.changes.get("optimizations.attention") == "varlen")
     assert "optimizations.padding_free" in varlen.changes
     packed = {"optimizations.packing": True}
-    assert ladder.together(packed, varlen) == packed | {"optimizations.attention": "varlen"}
+    assert ablation.together(packed, varlen) == packed | {"optimizations.attention": "varlen"}
 
 
 @pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
 def test_the_settings_of_a_rung_make_it_of_the_spec_file_again(rung, tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text("model: tiny/qwen3\ntrain: {precision: bf16}\noptimizations: {liger: on, compile: dynamic}\n")
-    wanted = ladder.changed(ladder.plain(load(path)), rung.changes)
-    assert load(path, ["recipe=plain", *ladder.settings(rung.changes.items())]) == wanted
+    wanted = ablation.changed(ablation.plain(load(path)), rung.changes)
+    assert load(path, ["recipe=plain", *ablation.settings(rung.changes.items())]) == wanted

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ftbench.errors import SpecError
-from ftbench.report.facts import _matters
+from ftbench.report.data.facts import _matters
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.identity import fingerprint
 from ftbench.spec.load import load

@@ -10,9 +10,9 @@ import ftbench
 from ftbench.spec.combinations import refused_here
 from ftbench.spec.datasets import DATASETS, FORMATS, LIKE
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.loss_tolerance import TOLERANCES
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.parity import TOLERANCES
 
 ROOT = Path(ftbench.__file__).parent
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.sweep.budget import History, duration, most_telling_first
+from ftbench.sweep.execute.budget import History, duration, most_telling_first
 from ftbench.sweep.jobs import job
 
 

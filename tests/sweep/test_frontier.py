@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftbench.sweep.frontier import Trial, edge, knee, next_batch, peak_on_the_line
+from ftbench.sweep.plan.frontier import Trial, edge, knee, next_batch, peak_on_the_line
 
 EVERY = list(range(1, 257))
 

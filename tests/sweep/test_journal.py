@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from ftbench import owner
 from ftbench.errors import FtbenchError, MissingError
-from ftbench.sweep import journal
-from ftbench.sweep.journal import LOCK, Journal, holder_of, is_held, locked, read
+from ftbench.store import process_identity
+from ftbench.sweep.execute import journal
+from ftbench.sweep.execute.journal import LOCK, Journal, holder_of, is_held, locked, read
 
 
 def events(path):
@@ -132,7 +132,7 @@ def holder(tmp_path):
     yield process
     process.kill()
     process.communicate()
-    if owner.process_start(child) is not None:
+    if process_identity.process_start(child) is not None:
         os.kill(child, signal.SIGKILL)
 
 
@@ -141,7 +141,7 @@ def test_a_folder_is_held_within_the_block_and_free_after_it(tmp_path):
     assert not is_held(folder)
     with locked(folder):
         assert is_held(folder)
-        assert holder_of(folder) == owner.this_process()
+        assert holder_of(folder) == process_identity.this_process()
     assert not is_held(folder)
     with locked(folder):
         assert is_held(folder)
@@ -158,7 +158,8 @@ def test_a_second_sweep_is_refused_with_the_pid_of_the_first(tmp_path, holder):
         pytest.fail("two at once")
     assert caught.value.exit_code == 1
     assert str(caught.value) == (
-        f"{tmp_path}: a sweep is running there (process {holder.pid} on {owner.this_process()['host']}); watch it with "
+        f"{tmp_path}: a sweep is running there (process {holder.pid} on {process_identity.this_process()['host']}); "
+        "watch it with "
         f"`ftbench sweep --status {tmp_path}`, or give this one another --out"
     )
     assert is_held(tmp_path)
@@ -191,7 +192,7 @@ def test_the_lock_goes_with_an_owner_that_lets_go(tmp_path, holder):
 def test_a_longer_description_that_was_there_leaves_nothing_behind(tmp_path):
     (tmp_path / LOCK).write_text(json.dumps({"pid": 1, "more": "x" * 1000}))
     with locked(tmp_path):
-        assert holder_of(tmp_path) == owner.this_process()
+        assert holder_of(tmp_path) == process_identity.this_process()
 
 
 def test_a_holder_that_has_not_said_who_it_is_is_another_process(tmp_path):

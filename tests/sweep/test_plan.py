@@ -3,17 +3,17 @@ from dataclasses import replace
 
 import pytest
 
-from ftbench import rundir
 from ftbench.core.rows import StepRow
-from ftbench.rundir import StepsWriter, claim_at, write_json
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.sweep import cells
-from ftbench.sweep.budget import most_telling_first
-from ftbench.sweep.frontier import next_batch
-from ftbench.sweep.plan import Grid, Options, jobs_of
-from ftbench.sweep.search import Family, Search
+from ftbench.store import rundir
+from ftbench.store.rundir import StepsWriter, claim_at, write_json
+from ftbench.sweep.execute.budget import most_telling_first
+from ftbench.sweep.plan.frontier import next_batch
+from ftbench.sweep.plan.grid import Grid, Options, jobs_of
+from ftbench.sweep.plan.search import Family, Search
 
 GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
 MODEL = {"id": "tiny/qwen3", "weights": "random"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ftbench import rundir
+from ftbench.store import rundir
 from sweeps import Folder, Night, eventually, processes_about, sweep, write_sweep
 
 KILLS = 50

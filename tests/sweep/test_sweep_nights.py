@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from ftbench import rundir
-from ftbench.rundir import RunDir
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
 from sweeps import ENVIRONMENT, MOCK, Folder, Night, eventually, processes_about, sweep, write_sweep
 
 BATCHES = {"train.batch_size": [1, 2, 4]}

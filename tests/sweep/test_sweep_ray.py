@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ftbench[ray]'")
 
-from ftbench import rundir
+from ftbench.store import rundir
 from rays import ADDRESSES, Cluster
 from sweeps import Folder, Night, eventually, sweep, write_sweep
 

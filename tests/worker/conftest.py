@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("torch", reason="training libraries are not installed")
 
-from ftbench import rundir
-from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.worker.phases import Phases
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
+from ftbench.worker.measure.phases import Phases
 from ftbench.worker.train import Run, train
 
 TINY: dict[str, Any] = {

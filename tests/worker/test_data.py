@@ -19,7 +19,7 @@ from ftbench.worker.data import prepare as preparing
 from ftbench.worker.data import synthetic
 from ftbench.worker.data.formats import BadRow, detect, example
 from ftbench.worker.data.tokens import IGNORE, tokenise
-from ftbench.worker.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
+from ftbench.worker.model.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
 
 
 def prepare(dataset: Dataset, tokenizer: object, vocabulary: int, batch_size: int) -> preparing.Prepared:

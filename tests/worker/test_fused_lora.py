@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM as Model
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from conftest import spec_of
-from ftbench import rundir
-from ftbench.rundir import read_json
 from ftbench.spec.methods import PROJECTIONS
+from ftbench.store import rundir
+from ftbench.store.rundir import read_json
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, fused_lora
 

@@ -9,11 +9,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from conftest import spec_of
-from ftbench.rundir import read_json, read_steps
 from ftbench.spec.generate import Generate
-from ftbench.summary import summarise
-from ftbench.worker import models
+from ftbench.store.rundir import read_json, read_steps
+from ftbench.store.summary import summarise
 from ftbench.worker.generate import answer, plain
+from ftbench.worker.model import loading
 from ftbench.worker.optimizations import chunked_loss
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations.compile import decoder_layers
@@ -119,8 +119,8 @@ def test_answering_has_phases_of_its_own_and_its_memory_is_not_trainings(train_h
 
 def test_compiled_layers_answer_uncompiled_and_stay_compiled(cache):
     spec = spec_of(optimizations={"compile": True, "chunked_loss": True})
-    source = models.source_of(spec.model)
-    model, tokenizer = models.load_model(spec, source), models.load_tokenizer(spec.model, source)
+    source = loading.source_of(spec.model)
+    model, tokenizer = loading.load_model(spec, source), loading.load_tokenizer(spec.model, source)
     chunked_loss.apply(model, spec)
     for layer in decoder_layers(model):
         layer.compile(backend="eager")
@@ -141,8 +141,8 @@ def test_compiled_layers_answer_uncompiled_and_stay_compiled(cache):
 
 def test_attention_without_padding_makes_way_for_one_that_takes_it(cache):
     spec = spec_of(optimizations={"attention": "varlen", "padding_free": True}, train={"precision": "bf16"})
-    source = models.source_of(spec.model)
-    model, tokenizer = models.load_model(spec, source), models.load_tokenizer(spec.model, source)
+    source = loading.source_of(spec.model)
+    model, tokenizer = loading.load_model(spec, source), loading.load_tokenizer(spec.model, source)
     with plain(model, spec):
         assert model.config._attn_implementation == "sdpa"
         assert answer(model, tokenizer, Generate.model_validate(ASKED))[0][0] > 0

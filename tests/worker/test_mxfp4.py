@@ -14,11 +14,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from conftest import spec_of
 from ftbench.core.architectures import architectures, parameter_count
 from ftbench.errors import SpecError
-from ftbench.rundir import read_json, read_steps
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.worker import applied, models, mxfp4
+from ftbench.store.rundir import read_json, read_steps
+from ftbench.worker.measure import applied
 from ftbench.worker.methods import lora, qlora
-from ftbench.worker.random_weights import materialise
+from ftbench.worker.model import loading, mxfp4
+from ftbench.worker.model.random_weights import materialise
 
 GPT_OSS = {"id": "tiny/gpt-oss"}
 MXFP4 = {"name": "qlora", "quant_type": "mxfp4"}
@@ -111,7 +112,7 @@ def test_weights_made_in_memory_are_those_of_the_files(cache):
     spec, folder = published(**MXFP4)
     read = qlora.load(spec, folder)
     random = resolve(spec.model_copy(update={"model": spec_of(model={**GPT_OSS, "dtype": "bfloat16"}).model}), None)
-    source = models.source_of(random.model, random.method)
+    source = loading.source_of(random.model, random.method)
     assert not list(Path(source).glob("*.safetensors"))
     made = qlora.load(random, source)
     assert made.training == read.training

@@ -20,17 +20,17 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from conftest import TINY, spec_of, train_in
-from ftbench import rundir
 from ftbench.errors import SpecError
-from ftbench.rundir import read_json
 from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
+from ftbench.store import rundir
+from ftbench.store.rundir import read_json
 from ftbench.worker.data import order
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
-from ftbench.worker.host_memory import HostMemory
+from ftbench.worker.kernels.host_offload import HostMemory
+from ftbench.worker.model.random_weights import materialise
 from ftbench.worker.optimizations import attention, chunked_loss, compile, packing
-from ftbench.worker.random_weights import materialise
 
 
 def sample(length: int, seed: int) -> Tokens:

@@ -14,14 +14,15 @@ pytest.importorskip("torch", reason="training libraries are not installed")
 
 import torch
 
-from ftbench import probe, rundir
-from ftbench.owner import process_start
-from ftbench.worker.meters import HostClock
+from ftbench.probe import command
+from ftbench.store import rundir
+from ftbench.store.process_identity import process_start
+from ftbench.worker.measure.meters import HostClock
+from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.probe import __main__ as child
 from ftbench.worker.probe import links, products, timing, transfers
 from ftbench.worker.probe.__main__ import Document, _measure
 from ftbench.worker.probe.timing import Budget
-from ftbench.worker.sampler import Sampler
 
 CPU = torch.device("cpu")
 PLENTY = 4 * 2**30
@@ -111,7 +112,7 @@ def test_a_rate_counts_multiplications_and_additions():
 
 
 def test_parent_and_child_name_the_same_kinds():
-    assert tuple(products.KINDS) == probe.PRECISIONS
+    assert tuple(products.KINDS) == command.PRECISIONS
     assert set(products.ON_CPU) <= set(products.KINDS)
 
 

@@ -15,17 +15,18 @@ import pytest
 pytest.importorskip("torch", reason="training libraries are not installed")
 
 from commands import TINY, Command, Left, write_spec
-from ftbench import bundle, rundir
 from ftbench.errors import SpecError
 from ftbench.launch import nsys
 from ftbench.profile.trace import read
 from ftbench.report import command as report
-from ftbench.report import profiles
-from ftbench.report.cells import cells_of, runs_of
-from ftbench.report.collect import collect
+from ftbench.report.data.collect import collect
+from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.report.sections import profiles
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.identity import fingerprint
-from ftbench.summary import PROFILED
+from ftbench.store import rundir
+from ftbench.store.bundle import pack
+from ftbench.store.summary import PROFILED
 
 DATA = {"name": "synthetic", "samples": 44, "length": 24, "max_length": 32}
 TRAIN = {"batch_size": 2, "gradient_accumulation_steps": 2}
@@ -137,7 +138,7 @@ def test_profiles_have_no_speed_to_compare(recorded):
 
 def test_the_page_shows_the_picture_also_out_of_a_bundle(recorded, tmp_path):
     pytest.importorskip("plotly", reason="the page draws with it")
-    bundle.make([recorded.run.path], tmp_path / "x.tar.zst")
+    pack.make([recorded.run.path], tmp_path / "x.tar.zst")
     page = report.report(report.Request([tmp_path / "x.tar.zst"], "html")).text
     assert f"{recorded.run.run_id}: one step on the CPU" in page
     assert f"{recorded.run.run_id}: memory of one step" in page
@@ -201,7 +202,11 @@ def test_the_worker_runs_under_nsight_systems(monkeypatch, tmp_path):
     stand_in = tmp_path / "nsys"
     stand_in.write_text('#!/bin/sh\nwhile [ "$1" != env ]; do shift; done\n"$@"\n')
     stand_in.chmod(0o755)
-    worker = [sys.executable, "-c", "from ftbench.owner import die_with_parent as d; d(); print('alive')"]
+    worker = [
+        sys.executable,
+        "-c",
+        "from ftbench.store.process_identity import die_with_parent as d; d(); print('alive')",
+    ]
     command = nsys.around(worker, rundir.RunDir(tmp_path))
     ended = subprocess.run(
         command, env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FTBENCH_PARENT": str(os.getpid())},

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Model
-from ftbench.worker import random_weights
-from ftbench.worker.random_weights import materialise
+from ftbench.worker.model import random_weights
+from ftbench.worker.model.random_weights import materialise
 
 FAMILIES = ["tiny/qwen3", "tiny/qwen3-moe", "tiny/gpt-oss", "tiny/llama", "tiny/mistral", "tiny/qwen2"]
 
@@ -133,7 +133,7 @@ def test_the_tokenizer_needs_no_download_and_keeps_every_character(own_cache):
 
 
 def test_the_tokenizer_is_the_same_each_time(own_cache, tmp_path):
-    from ftbench.worker.tokenizer import save_tokenizer
+    from ftbench.worker.model.tokenizer import save_tokenizer
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -13,12 +13,12 @@ from commands import Command, write_spec
 from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import trl
-from ftbench.rundir import read_json, read_steps
 from ftbench.spec.experiment import SERVICES, Experiment
 from ftbench.spec.identity import fingerprint
 from ftbench.spec.load import load
-from ftbench.worker import reporter
-from ftbench.worker.reporter import Reporter, logs_of
+from ftbench.store.rundir import read_json, read_steps
+from ftbench.worker.measure import reporter
+from ftbench.worker.measure.reporter import Reporter, logs_of
 
 MODEL = {"id": "tiny/qwen3", "weights": "random"}
 

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from ftbench.worker import sampler as module
-from ftbench.worker.sampler import Sampler, throttle_names
+from ftbench.worker.measure import sampler as module
+from ftbench.worker.measure.sampler import Sampler, throttle_names
 
 
 class NotSupported(Exception):

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from conftest import spec_of
-from ftbench.rundir import read_json
-from ftbench.worker import methods, models
+from ftbench.store.rundir import read_json
+from ftbench.worker import methods
+from ftbench.worker.model import loading
 
 IDS = torch.arange(5, 45).view(2, 20)
 KEEP = {"measure": {"save_adapter": True}, "train": {"learning_rate": 0.02}}
@@ -36,7 +37,7 @@ def test_adapters_are_all_that_is_kept_and_peft_reads_them(train_here, model, me
     if method.get("quant_type") == "mxfp4":  # the 16-bit model is another test's: test_mxfp4.py
         return
     spec = spec_of(model={"id": model}, method=method)
-    base = methods.load(spec.method.name).load(spec, models.source_of(spec.model))
+    base = methods.load(spec.method.name).load(spec, loading.source_of(spec.model))
     untrained = base(input_ids=IDS).logits.detach()
     trained = PeftModel.from_pretrained(base, run.adapter)(input_ids=IDS).logits
     assert not torch.allclose(trained, untrained, atol=1e-3)
@@ -48,7 +49,7 @@ def test_of_full_training_the_model_is_kept(train_here):
     run = train_here(method={"name": "full"}, **KEEP)
     model = AutoModelForCausalLM.from_pretrained(run.adapter)
     spec = spec_of()
-    before = AutoModelForCausalLM.from_pretrained(models.source_of(spec.model))
+    before = AutoModelForCausalLM.from_pretrained(loading.source_of(spec.model))
     assert not torch.allclose(model(input_ids=IDS).logits, before(input_ids=IDS).logits, atol=1e-3)
 
 

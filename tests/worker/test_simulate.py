@@ -16,14 +16,14 @@ from conftest import TINY, spec_of
 from ftbench.core.hardware import find_gpu
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
-from ftbench.estimate.memory import estimate_memory
-from ftbench.rundir import RunDir, read_json
-from ftbench.simulation import simulate as simulate_in_child
+from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.simulation import simulate as simulate_in_child
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.unsimulated import refuse
+from ftbench.store.rundir import RunDir, read_json
 from ftbench.worker import methods
-from ftbench.worker.models import source_of
+from ftbench.worker.model.loading import source_of
 from ftbench.worker.simulate.account import account, rounded
 from ftbench.worker.simulate.run import Watch, heaviest, shortened
 from ftbench.worker.simulate.tracker import ACCUMULATE, Storage, Tracker
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 CHILD = """
 import json, sys
 from pathlib import Path
-from ftbench.rundir import RunDir
+from ftbench.store.rundir import RunDir
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.simulate.run import simulate
 specs, folder = json.loads(sys.argv[1]), RunDir(Path(sys.argv[2]))

@@ -9,12 +9,12 @@ import time
 import pytest
 
 from ftbench.errors import MissingError, NotAppliedError, SpecError
-from ftbench.rundir import read_json, read_steps
 from ftbench.spec.experiment import Model
-from ftbench.summary import summarise
+from ftbench.store.rundir import read_json, read_steps
+from ftbench.store.summary import summarise
 from ftbench.worker import trainer
 from ftbench.worker.data.collate import Collator
-from ftbench.worker.random_weights import materialise
+from ftbench.worker.model.random_weights import materialise
 
 METHODS = [{"name": "lora"}, {"name": "qlora"}, {"name": "full"}]
 

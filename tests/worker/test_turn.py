@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from ftbench import rundir
-from ftbench.rundir import WAITING, RunDir
-from ftbench.worker import turn
-from ftbench.worker.phases import Phases
+from ftbench.store import rundir
+from ftbench.store.rundir import WAITING, RunDir
+from ftbench.worker import gpu_lock
+from ftbench.worker.measure.phases import Phases
 from ftbench.worker.probe import __main__ as probe
 
 WORKER = """
 import sys, time
-from ftbench import machine
-from ftbench.rundir import RunDir
-from ftbench.worker import turn
-from ftbench.worker.phases import Phases
+from ftbench.store import machine
+from ftbench.store.rundir import RunDir
+from ftbench.worker import gpu_lock
+from ftbench.worker.measure.phases import Phases
 from pathlib import Path
 directory = RunDir(Path(sys.argv[1]))
 machine.gpu = lambda uuid: {"uuid": uuid, "memory_used_before_gb": 0.5}
 phases = Phases(directory, "import")
-turn.take(directory, phases)
+gpu_lock.take(directory, phases)
 phases.enter("load")
 time.sleep(60)
 """
@@ -79,8 +79,8 @@ def test_the_second_begins_when_the_first_has_ended(begin, end):
 
 
 def test_a_probe_does_not_measure_beside_a_run(begin, tmp_path, monkeypatch):
-    monkeypatch.setattr(turn.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(turn, "_held", [])
+    monkeypatch.setattr(gpu_lock.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(gpu_lock, "_held", [])
     first, process = begin("first")
     assert in_phase(first, "load")
     monkeypatch.setattr(probe.machine, "gpu", lambda: {"uuid": "GPU-1"})
@@ -88,7 +88,7 @@ def test_a_probe_does_not_measure_beside_a_run(begin, tmp_path, monkeypatch):
     assert "probe again when it has ended" in rundir.read_json(tmp_path / "probe.json")["missing"]
     process.kill()
     process.wait()
-    assert turn.take_now({"uuid": "GPU-1"})
+    assert gpu_lock.take_now({"uuid": "GPU-1"})
 
 
 def test_another_gpu_is_not_waited_for(begin):
@@ -100,13 +100,13 @@ def test_another_gpu_is_not_waited_for(begin):
 def test_without_a_gpu_nobody_waits(tmp_path):
     directory = RunDir(tmp_path)
     rundir.write_json(directory.machine, {"gpu": None})
-    turn.take(directory, Phases(directory, "import"))
+    gpu_lock.take(directory, Phases(directory, "import"))
     assert [phase["name"] for phase in rundir.read_json(directory.phases)["phases"]] == ["import"]
 
 
 def test_a_place_that_cannot_be_written_keeps_no_run_from_its_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(turn.tempfile, "gettempdir", lambda: str(Path(tmp_path, "missing")))
+    monkeypatch.setattr(gpu_lock.tempfile, "gettempdir", lambda: str(Path(tmp_path, "missing")))
     directory = RunDir(tmp_path)
     rundir.write_json(directory.machine, {"gpu": {"uuid": "GPU-1"}})
-    turn.take(directory, Phases(directory, "import"))
-    assert not turn._held
+    gpu_lock.take(directory, Phases(directory, "import"))
+    assert not gpu_lock._held

@@ -49,7 +49,7 @@ def estimate(
         raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
     request = command.Request(spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store)
     if simulate:
-        from ftbench import simulation
+        from ftbench.estimate import simulation
 
         answer = simulation.answer(request)
     else:
@@ -76,8 +76,8 @@ def recommend(
     as_json: Json = False,
 ) -> None:
     """Find the best method, optimizations, batch and GPU within a time and a budget; 1 if nothing is."""
-    from ftbench.estimate import recommend_command as command
-    from ftbench.estimate import recommend_text as view
+    from ftbench.estimate.recommend import command
+    from ftbench.estimate.recommend import text as view
 
     found = command.run(command.Request(
         spec, sets or [], gpu, samples, deadline, max_cost, prices, objective, method, effective_batch, store, output,
@@ -92,11 +92,11 @@ def recommend(
 @app.command()
 def probe(out: Out = Path("results"), as_json: Json = False) -> None:
     """Measure this machine's ceilings, in a minute at most: products, memory, links, power."""
-    from ftbench import probe
+    from ftbench.probe import command
 
-    print(f"probing this machine, {probe.LIMIT_S:.0f} s at the most", file=sys.stderr)
-    document, path = probe.probe(out)
-    print(json.dumps(document, ensure_ascii=False) if as_json else f"{probe.table(document)}\nfile        {path}")
+    print(f"probing this machine, {command.LIMIT_S:.0f} s at the most", file=sys.stderr)
+    document, path = command.probe(out)
+    print(json.dumps(document, ensure_ascii=False) if as_json else f"{command.table(document)}\nfile        {path}")
 
 
 @app.command()

@@ -35,10 +35,11 @@ def report(
     ] = False,
 ) -> None:
     """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|recipe|KEY`."""
-    from ftbench.report import command, render
+    from ftbench.report import command
+    from ftbench.report.render import formats
 
     found = command.report(command.Request(
-        paths, format or render.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
+        paths, format or formats.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
         fail_above, prices, references, estimates,
     ))  # fmt: skip
     deliver(found.text, output)
@@ -52,7 +53,7 @@ def bundle(
     with_logs: Annotated[bool, typer.Option("--with-logs", help="also what the libraries printed")] = False,
 ) -> None:
     """Pack runs into one file that others can report and verify; weights, adapters and secrets stay here."""
-    from ftbench import bundle as bundles
+    from ftbench.store.bundle import pack as bundles
 
     made = bundles.make(paths, output, with_logs)
     for path in made.left_out:
@@ -66,8 +67,8 @@ def verify(
     bundle: Annotated[Path, typer.Argument(help="an archive of `ftbench bundle`")], as_json: Json = False
 ) -> None:
     """Check every hash of a bundle, and recompute every figure of its summaries from the steps."""
-    from ftbench.verify import as_text
-    from ftbench.verify import verify as check
+    from ftbench.store.bundle.verify import as_text
+    from ftbench.store.bundle.verify import verify as check
 
     found = check(bundle)
     print(json.dumps(dataclasses.asdict(found), ensure_ascii=False) if as_json else as_text(found, bundle))
@@ -94,7 +95,7 @@ def import_(
     out: Out = Path("results"),
 ) -> None:
     """Make a run of a log that ftbench did not write; what the log does not say stays empty."""
-    from ftbench.importers import About, import_run
+    from ftbench.store.importers import About, import_run
 
     about = About(name, model, method, None if gpu == "cpu" else gpu, batch_size, accumulation, dataset, samples)
     print(import_run(file, about, out).path)

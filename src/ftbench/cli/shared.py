@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
-    from ftbench.rundir import RunDir
+    from ftbench.store.rundir import RunDir
 
 app = typer.Typer(
     add_completion=False,
@@ -37,7 +37,7 @@ def deliver(text: str, output: Path | None) -> None:
     if output is None:
         print(text, end="")
     else:
-        from ftbench import rundir
+        from ftbench.store import rundir
 
         rundir.write_text(output, text)
 

@@ -15,7 +15,7 @@ from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Progress, Retry
 from ftbench.errors import SpecError
 
 if TYPE_CHECKING:
-    from ftbench.runner import Result
+    from ftbench.launch.runner import Result
     from ftbench.sweep.command import Planned
 
 
@@ -46,7 +46,7 @@ def profile(
     from ftbench.report.card import card
 
     if diff is not None:
-        from ftbench.report.profile_diff import compared
+        from ftbench.report.compare.profiles import compared
 
         print(compared(diff, spec, as_json))
         return
@@ -83,7 +83,7 @@ def sweep(
 ) -> None:
     """Run every cell of a grid, each in a process of its own; goes on where it stopped."""
     if status is not None:
-        from ftbench.sweep import status as board
+        from ftbench.sweep.output import status as board
 
         found = board.status(status)
         print(json.dumps(found, ensure_ascii=False) if as_json else board.as_text(found))
@@ -162,9 +162,13 @@ def planned(lines: list[Planned], as_json: bool) -> None:
 
 
 def trained(spec: Path, sets: list[str], out: Path) -> Result:
-    from ftbench import runner
+    from ftbench.estimate import preflight
+    from ftbench.launch import runner
 
     live = Progress()
-    result = runner.run(spec, sets, out, live.start, live.tick, live.warn, live.expect)
+    result = runner.run(
+        spec, sets, out, live.start, live.tick,
+        lambda resolved, described: preflight.announce(resolved, described["gpu"], out, live.warn, live.expect),
+    )  # fmt: skip
     live.stop()
     return result

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench import machine, rundir, runner
 from ftbench.core.architectures import architectures, weight_bytes
 from ftbench.core.units import GIB, gibibytes
 from ftbench.doctor import abilities, gpu, host, stack
 from ftbench.doctor.facts import Facts, gather
 from ftbench.doctor.findings import Finding, as_lines
 from ftbench.errors import FtbenchError
+from ftbench.launch import runner
 from ftbench.spec.combinations import GPT_OSS
 from ftbench.spec.datasets import DATASETS
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
+from ftbench.store import machine, rundir
 
 SCHEMA = 1
 AREA = "spec"

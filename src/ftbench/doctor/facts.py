@@ -15,9 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ftbench import machine, owner
 from ftbench.doctor.bounds import Requirement, requirements
-from ftbench.runner import capability
+from ftbench.launch.runner import capability
+from ftbench.store import machine, process_identity
 
 CHILD_S = 40.0  # importing torch takes 2 s, on a cold disk 20
 
@@ -65,7 +65,7 @@ def ask_torch(environment: Mapping[str, str], within_s: float = CHILD_S) -> tupl
     try:
         child = subprocess.run(
             [sys.executable, "-P", "-m", "ftbench.worker.versions"],
-            env={**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", owner.PARENT: str(os.getpid())},
+            env={**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", process_identity.PARENT: str(os.getpid())},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=within_s, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

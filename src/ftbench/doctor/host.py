@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from ftbench import machine
 from ftbench.core import units
 from ftbench.core.units import GIB
 from ftbench.doctor.findings import Finding, Verdict
-from ftbench.runner import MINIMUM_FREE_BYTES
+from ftbench.launch.runner import MINIMUM_FREE_BYTES
+from ftbench.store import machine
 
 AREA = "host"
 HUB_S = 3.0

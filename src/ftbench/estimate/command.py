@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench import machine
 from ftbench.core.hardware import Gpu, find_gpu, gpus
-from ftbench.core.memory.share import STRATEGIES
 from ftbench.errors import SpecError
-from ftbench.estimate import duration_text, times, view
-from ftbench.estimate.memory import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
-from ftbench.estimate.store import Store
+from ftbench.estimate import view
+from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
+from ftbench.estimate.memory.share import STRATEGIES
+from ftbench.estimate.time import duration_text, per_gpu
+from ftbench.estimate.time.run_index import Store
 from ftbench.spec.base import nearest
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
 from ftbench.spec.reading import read_config
+from ftbench.store import machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,11 @@ def estimate(request: Request) -> Answer:
     ]
     best = min(VERDICTS.index(one.verdict) for _, one, _ in found)
     store = Store.read(request.store)
-    rows = [times.timed(spec, name, gpu, store, options.get("config"), request.gpus) for name, gpu, _ in places]
+    rows = [per_gpu.timed(spec, name, gpu, store, options.get("config"), request.gpus) for name, gpu, _ in places]
     document = view.as_document(spec, found)
-    for one, time in zip(document["gpus"], times.as_documents(spec, rows, asked), strict=True):
+    for one, time in zip(document["gpus"], per_gpu.as_documents(spec, rows, asked), strict=True):
         one["time"] = time
-    text = f"{view.as_text(spec, found)}\n\n{times.as_text(spec, rows, asked)}"
+    text = f"{view.as_text(spec, found)}\n\n{per_gpu.as_text(spec, rows, asked)}"
     if any(one.verdict == VERDICTS[-1] for _, one, _ in found):
         text += "\nWhere it does not fit, times are those that the GPU would reach with more memory."
     return Answer(text, json.dumps(document), best)
@@ -136,8 +137,8 @@ def named(name: str) -> Gpu:
 def calibrate(store: Path) -> str:
     """Refits the constants to a store of runs, keeps them for this user, and says how wrong they are about runs that
     they were not fitted to."""
-    from ftbench.estimate import calibrate as fitting
-    from ftbench.estimate import constants, measured
+    from ftbench.estimate.memory import calibrate as fitting
+    from ftbench.estimate.memory import constants, measured
 
     runs = measured.read([store])
     fitted = fitting.fit(runs)
@@ -158,7 +159,7 @@ def calibrate(store: Path) -> str:
 def _calibrated_times(store: Path) -> str:
     """How far the time estimate is off on each run, without the runs of its step. Nothing is kept: `estimate` reads the
     runs themselves (--store)."""
-    from ftbench.estimate import duration_table
+    from ftbench.estimate.time import table
 
     known = Store.read(store)
-    return duration_table.text(duration_table.left_out(known), {}).rstrip()
+    return table.text(table.left_out(known), {}).rstrip()

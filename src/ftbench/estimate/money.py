@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftbench.core import units
-from ftbench.spec.bills import bills
+from ftbench.spec.cost import bills
 from ftbench.spec.prices import Price
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ftbench.core.units import gibibytes
-from ftbench.estimate.memory import Band, MemoryEstimate
+from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.spec.experiment import Experiment
 
 WIDTH = 32  # characters of the longest bar

@@ -15,8 +15,8 @@ from typing import Any
 
 from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
-from ftbench.owner import die_with_parent
-from ftbench.rundir import SCHEMA, SUPERSEDED, RunDir, StepsWriter, read_json, write_json
+from ftbench.store.process_identity import die_with_parent
+from ftbench.store.rundir import SCHEMA, SUPERSEDED, RunDir, StepsWriter, read_json, write_json
 
 GPU = "mock (no GPU)"
 STEPS = 10  # where the spec does not say

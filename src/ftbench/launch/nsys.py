@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 
-from ftbench import owner
 from ftbench.errors import MissingError
-from ftbench.rundir import RunDir
+from ftbench.store import process_identity
+from ftbench.store.rundir import RunDir
 
 
 def around(command: Sequence[str], run: RunDir) -> list[str]:
@@ -17,7 +17,7 @@ def around(command: Sequence[str], run: RunDir) -> list[str]:
         "nsys", "profile", "--output", str(run.profile.resolve() / "nsys"), "--force-overwrite", "true",
         "--trace", "cuda,nvtx,cublas,cudnn", "--sample", "none", "--cpuctxsw", "none",
         "--capture-range", "cudaProfilerApi", "--capture-range-end", "stop",
-        "env", f"--unset={owner.PARENT}", *command,
+        "env", f"--unset={process_identity.PARENT}", *command,
     ]  # fmt: skip
 
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Collection, Mapping
 from functools import cache
 
-from ftbench import owner
 from ftbench.errors import MissingError
 from ftbench.launch import nsys
-from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
+from ftbench.store import process_identity
+from ftbench.store.rundir import RunDir
 
 NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
@@ -37,9 +37,12 @@ def environment(inherited: Mapping[str, str], report_to: Collection[str] = ()) -
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        owner.PARENT: str(os.getpid()),
+        process_identity.PARENT: str(os.getpid()),
     }
-    return {**env, **{key: value for key, value in defaults.items() if key not in env or key == owner.PARENT}}
+    return {
+        **env,
+        **{key: value for key, value in defaults.items() if key not in env or key == process_identity.PARENT},
+    }
 
 
 def check_installed(spec: Experiment) -> None:

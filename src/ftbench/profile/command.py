@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import SpecError
-from ftbench.profile import store
+from ftbench.profile import files
 from ftbench.profile.table import as_text
-from ftbench.rundir import RunDir
+from ftbench.store.rundir import RunDir
 
 
 def request(spec: Path | None, sets: Sequence[str], steps: int | None, nsys: bool) -> tuple[Path, list[str]]:
@@ -22,13 +22,13 @@ def request(spec: Path | None, sets: Sequence[str], steps: int | None, nsys: boo
 
 def shown(run: RunDir) -> str:
     """What a run has recorded, for a person; empty where it recorded nothing."""
-    if (run.profile / store.NSYS).is_file():
-        return f"{run.run_id}: recorded\n  open it with nsys-ui, or: nsys stats {run.profile / store.NSYS}"
-    if not (run.profile / store.KERNELS).is_file():
+    if (run.profile / files.NSYS).is_file():
+        return f"{run.run_id}: recorded\n  open it with nsys-ui, or: nsys stats {run.profile / files.NSYS}"
+    if not (run.profile / files.KERNELS).is_file():
         return ""
-    return as_text(store.load(run.profile), run.profile)
+    return as_text(files.load(run.profile), run.profile)
 
 
 def document(run: RunDir) -> dict[str, Any] | None:
     """kernels.json of a run; None where it recorded none."""
-    return store.load(run.profile) if (run.profile / store.KERNELS).is_file() else None
+    return files.load(run.profile) if (run.profile / files.KERNELS).is_file() else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.profile.names import short
-from ftbench.rundir import MEMORY, read_json
+from ftbench.store.rundir import MEMORY, read_json
 
 _KERNELS, _GAPS, _ALIVE, _OPERATORS = 15, 5, 8, 8
 

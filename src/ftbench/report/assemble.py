@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftbench.core.rows import SCHEMA
-from ftbench.report import render
-from ftbench.report.document import Section
-from ftbench.report.latex import escape, latex
-from ftbench.report.tables import comparison
+from ftbench.report.render import formats
+from ftbench.report.render.document import Section
+from ftbench.report.render.latex import escape, latex
+from ftbench.report.render.tables import comparison
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,22 +29,22 @@ class Parts:
 
 def assembled(parts: Parts, format_name: str) -> str:
     """The report as text. Raises SpecError for an unknown format."""
-    render.known_format(format_name)
+    formats.known_format(format_name)
     if not parts.sections:
-        return render.render(parts.frame, format_name, parts.axes)
+        return formats.render(parts.frame, format_name, parts.axes)
     return _FORMATS[format_name](parts)
 
 
 def _runs(parts: Parts, format_name: str) -> list[str]:
-    return [render.render(parts.frame, format_name, parts.axes)] if parts.runs else []
+    return [formats.render(parts.frame, format_name, parts.axes)] if parts.runs else []
 
 
 def _terminal(parts: Parts) -> str:
     found = _runs(parts, "table")
     for section in parts.sections:
         lines = [section.title.upper()] if len(parts.sections) > 1 or parts.runs else []
-        lines += [render.terminal(section.table).rstrip("\n")] if section.table else []
-        lines += [render.folded(text) for text in section.paragraphs]
+        lines += [formats.terminal(section.table).rstrip("\n")] if section.table else []
+        lines += [formats.folded(text) for text in section.paragraphs]
         found.append("\n".join(lines) + "\n")
     return "\n".join(found)
 
@@ -52,15 +52,17 @@ def _terminal(parts: Parts) -> str:
 def _markdown(parts: Parts) -> str:
     found = _runs(parts, "md")
     for section in parts.sections:
-        table = [render.markdown(section.table)] if section.table else []
-        found.append("\n".join([f"## {section.title}\n", *table, *(f"{render.cell(t)}\n" for t in section.paragraphs)]))
+        table = [formats.markdown(section.table)] if section.table else []
+        found.append(
+            "\n".join([f"## {section.title}\n", *table, *(f"{formats.cell(t)}\n" for t in section.paragraphs)])
+        )
     return "\n".join(found)
 
 
 def _latex(parts: Parts) -> str:
     found = _runs(parts, "latex")
     for section in parts.sections:
-        words = (*render.TEXT, *section.table.text) if section.table else ()
+        words = (*formats.TEXT, *section.table.text) if section.table else ()
         table = [latex(section.table, words)] if section.table else []
         found.append("\n".join([rf"\subsection*{{{escape(section.title)}}}", *table, *map(escape, section.paragraphs)]))
     return "\n\n".join(found) + "\n"
@@ -71,16 +73,16 @@ def _csv(parts: Parts) -> str:
     import pandas as pd
 
     if parts.runs:
-        return render.render(parts.frame, "csv", parts.axes)
+        return formats.render(parts.frame, "csv", parts.axes)
     records = next((section.records for section in parts.sections if section.records), ())
-    return render.csv(pd.DataFrame.from_records(list(records)))
+    return formats.csv(pd.DataFrame.from_records(list(records)))
 
 
 def _json(parts: Parts) -> str:
     """`{schema, runs, <section>: {title, records, text, notes}}`; unknown is null."""
     document: dict[str, Any] = {"schema": SCHEMA}
     if parts.runs:
-        document |= json.loads(render.render(parts.frame, "json", parts.axes))
+        document |= json.loads(formats.render(parts.frame, "json", parts.axes))
     for section in parts.sections:
         notes = section.table.notes if section.table else []
         document[section.key] = {
@@ -97,7 +99,7 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
 def _html(parts: Parts) -> str:
     from ftbench.report.page.document import page
 
-    return page(parts.frame, comparison(parts.frame, parts.axes), render.FOOTNOTE, parts.sections)
+    return page(parts.frame, comparison(parts.frame, parts.axes), formats.FOOTNOTE, parts.sections)
 
 
 _FORMATS: dict[str, Callable[[Parts], str]] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.rows import RunSummary
-from ftbench.rundir import RunDir
+from ftbench.store.rundir import RunDir
 
 
 def card(summary: RunSummary, run: RunDir) -> str:

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
-from ftbench.report import compare_table, cost, estimates, gate, layout, profiles, references, render
-from ftbench.report.answers import NIGHT_H, answers
 from ftbench.report.assemble import Parts, assembled
-from ftbench.report.cells import Run, cells_of, runs_of
-from ftbench.report.collect import collect
-from ftbench.report.compare import compare
-from ftbench.report.decision import decision
-from ftbench.report.document import Section
+from ftbench.report.compare import gate, table
+from ftbench.report.compare.pairs import compare
+from ftbench.report.data import layout
+from ftbench.report.data.collect import collect
+from ftbench.report.data.groups import Run, cells_of, runs_of
+from ftbench.report.render import formats
+from ftbench.report.render.document import Section
+from ftbench.report.sections import cost, estimates, profiles, references
+from ftbench.report.sections.answers import NIGHT_H, answers
+from ftbench.report.sections.decision import decision
 from ftbench.spec.prices import Prices, load_prices
-from ftbench.summary import PROFILED
+from ftbench.store.summary import PROFILED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +98,7 @@ def _of_measured(
     if request.compare is not None and not runs:
         raise SpecError("--compare: all of these runs were profiled, so none has a speed: `ftbench profile --diff A B`")
     if request.compare is not None:
-        found.append(compare_table.section(compare(runs, request.compare, request.baseline, strict=request.strict)))
+        found.append(table.section(compare(runs, request.compare, request.baseline, strict=request.strict)))
     found.append(decision(cells))
     if every:
         found += answers(cells, request.hours or NIGHT_H, curves=not page)
@@ -111,7 +114,7 @@ def _of_measured(
 
 def _check(request: Request) -> None:
     problems = []
-    render.known_format(request.format)
+    formats.known_format(request.format)
     if request.repeats not in _REPEATS:
         problems.append(f"--repeats {request.repeats}: allowed are {', '.join(_REPEATS)}")
     if request.compare is None and (request.baseline is not None or request.strict):

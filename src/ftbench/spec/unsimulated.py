@@ -3,8 +3,8 @@ it is where tensors are fake."""
 
 from __future__ import annotations
 
-from ftbench.core.memory.model import FAMILIES
 from ftbench.errors import SpecError
+from ftbench.families import FAMILIES
 from ftbench.spec.experiment import Experiment
 
 OTHERWISE = f"estimate without --simulate, which knows {', '.join(FAMILIES)}"

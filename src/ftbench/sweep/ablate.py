@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench import rundir, runner
 from ftbench.errors import FtbenchError, MissingError, SpecError
-from ftbench.launch import trl
-from ftbench.spec import ladder
+from ftbench.launch import runner, trl
+from ftbench.spec import ablation
 from ftbench.spec.base import known
 from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load, merge, nested, set_layer
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.sweep import as_text
-from ftbench.sweep import budget, command
-from ftbench.sweep.ablation import Ablation, spec_lines
-from ftbench.sweep.ladder import OBJECTIVES, Ladder, Start
-from ftbench.sweep.places import local_places
-from ftbench.sweep.plan import Options
+from ftbench.store import rundir
+from ftbench.sweep import command
+from ftbench.sweep.execute import budget
+from ftbench.sweep.execute.places import local_places
+from ftbench.sweep.output.ablation import Ablation, spec_lines
+from ftbench.sweep.plan.ablation import OBJECTIVES, Ladder, Start
+from ftbench.sweep.plan.grid import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,14 @@ def prepare(request: Request) -> command.Ready:
     places = local_places((), mock=spec.launch.mock != "off")
     described = runner.describe(spec, places[0].visible)
     capability, gpu = runner.capability(described), runner.gpu_name(described)
-    plain = resolve(ladder.plain(spec), capability)
+    plain = resolve(ablation.plain(spec), capability)
     runner.check(plain, described)
-    rungs = ladder.rungs(plain.train.optimizer, request.only)
+    rungs = ablation.rungs(plain.train.optimizer, request.only)
 
     def refused(found: Experiment) -> str | None:
         return _refused(found, described, capability)
 
-    recipe = [f"recipe={ladder.PLAIN}", f"train.optimizer={plain.train.optimizer}"]
+    recipe = [f"recipe={ablation.PLAIN}", f"train.optimizer={plain.train.optimizer}"]
     kept = [text for text in sets if not text.startswith("measure.repeats")]
     folder = request.out / runner.experiment(plain)
     options = Options(folder, gpu, (*kept, *recipe), request.retry_failed, request.force)
@@ -130,5 +131,5 @@ def write_best(request: Request, found: Ablation, path: Path) -> None:
     for key, value in plan.best.items():
         values = merge(values, nested(key.split("."), value))
     source = os.path.relpath(request.spec, path.parent)
-    head = f"# {ladder.words(plan.best)}: the best for {plan.start.objective} of {found.folder.name}\n"
+    head = f"# {ablation.words(plan.best)}: the best for {plan.start.objective} of {found.folder.name}\n"
     rundir.write_text(path, f"{head}extends: {as_text(source)}\n{spec_lines(values)}")

@@ -10,24 +10,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ftbench import runner
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import MissingError, SpecError
-from ftbench.estimate import here
-from ftbench.estimate.duration import SHEET, epochs_samples
-from ftbench.estimate.store import Store
+from ftbench.estimate import preflight
+from ftbench.estimate.time.duration import SHEET, epochs_samples
+from ftbench.estimate.time.run_index import Store
+from ftbench.launch import runner
 from ftbench.spec import identity
 from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.sweep import Cell, cells
-from ftbench.sweep import budget, frontier, view
+from ftbench.sweep.execute import budget
+from ftbench.sweep.execute.journal import JOURNAL, Journal, locked
+from ftbench.sweep.execute.loop import Sweep
+from ftbench.sweep.execute.places import Place, local_places
 from ftbench.sweep.jobs import Job, command, short
-from ftbench.sweep.journal import JOURNAL, Journal, locked
-from ftbench.sweep.loop import Sweep
-from ftbench.sweep.places import Place, local_places
-from ftbench.sweep.plan import Grid, Options, Plan, jobs_of
-from ftbench.sweep.search import Family, Search, trial_of
-from ftbench.sweep.table import Tables
+from ftbench.sweep.output import view
+from ftbench.sweep.output.table import Tables
+from ftbench.sweep.plan import frontier
+from ftbench.sweep.plan.grid import Grid, Options, Plan, jobs_of
+from ftbench.sweep.plan.search import Family, Search, trial_of
 
 _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
 
@@ -116,7 +118,7 @@ def _places(request: Request, spec: Experiment, stack: ExitStack) -> tuple[Seque
     if request.on is None:
         places = local_places(request.gpus, mock=spec.launch.mock != "off")
         return places, runner.describe(spec, places[0].visible)
-    from ftbench.sweep.ray import cluster_places
+    from ftbench.sweep.execute.ray import cluster_places
 
     return cluster_places(request.on, spec, stack)
 
@@ -236,7 +238,7 @@ def dry_run(ready: Ready) -> list[Planned]:
         state = "pending" if found.state == "running" else found.state
         peak = frontier.peak_on_the_line(trials.get(job.family, []), job.spec.train.batch_size)
         expected = None if found.done else plan.history.at_most_s(job)
-        said = None if found.done else here.on_machine(job.spec, ready.device)
+        said = None if found.done else preflight.on_machine(job.spec, ready.device)
         peak = said.reserved.expected if peak is None and said is not None else peak
         verdict = said.verdict if said else None
         unknown = not found.done and expected is None
@@ -251,7 +253,7 @@ def dry_run(ready: Ready) -> list[Planned]:
 
 def _estimated(spec: Experiment, ready: Ready, store: Store) -> tuple[float | None, str | None]:
     """Wall seconds and how they are known; nothing by the data sheet alone, which would be a guess in a plan."""
-    found = here.time_on_machine(spec, ready.device, store)
+    found = preflight.time_on_machine(spec, ready.device, store)
     if found is None or found.basis == SHEET or (samples := epochs_samples(spec, found.samples)) is None:
         return None, None
     return found.seconds_for(samples).expected, found.confidence

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftbench import rundir
-from ftbench.checks import FOREIGN_MEMORY_GB
 from ftbench.errors import MissingError
-from ftbench.rundir import RunDir
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.sweep import as_text
+from ftbench.store import rundir
+from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
+from ftbench.store.rundir import RunDir
 
 DONE = ("ok", "oom", "timeout", "error")
 FAILED = ("timeout", "error")

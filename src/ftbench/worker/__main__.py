@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftbench.machine import cache_dir
-from ftbench.owner import die_with_parent
-from ftbench.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import turn
-from ftbench.worker.outcome import Terminated, of_exception
-from ftbench.worker.phases import Phases
+from ftbench.store.machine import cache_dir
+from ftbench.store.process_identity import die_with_parent
+from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
+from ftbench.worker import gpu_lock
+from ftbench.worker.measure.outcome import Terminated, of_exception
+from ftbench.worker.measure.phases import Phases
 
 
 def main(path: str) -> int:
@@ -55,7 +55,7 @@ def _spec(directory: RunDir) -> Experiment:
 
 def _take_turn(spec: Experiment, directory: RunDir, phases: Phases) -> None:
     if not spec.measure.share_gpu:
-        turn.take(directory, phases)
+        gpu_lock.take(directory, phases)
 
 
 def _import_unsloth() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ftbench.rundir import RunDir, write_json
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.generate import Generate
+from ftbench.store.rundir import RunDir, write_json
 from ftbench.worker.methods import unsloth
 from ftbench.worker.optimizations import chunked_loss, fp8
 from ftbench.worker.optimizations.compile import decoder_layers

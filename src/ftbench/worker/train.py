@@ -9,19 +9,21 @@ import torch
 from transformers import TrainerCallback, set_seed
 
 from ftbench.errors import NotAppliedError
-from ftbench.machine import handle_of, nvml_module
-from ftbench.rundir import RunDir, StepsWriter, read_json, write_json
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import applied, methods, models, optimizations, trainer
+from ftbench.store.machine import handle_of, nvml_module
+from ftbench.store.rundir import RunDir, StepsWriter, read_json, write_json
+from ftbench.worker import methods, optimizations, trainer
 from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device, device
 from ftbench.worker.generate import Answers
-from ftbench.worker.meters import meters
-from ftbench.worker.phases import Phases
-from ftbench.worker.recorder import Recorder
-from ftbench.worker.reporter import Reporter
-from ftbench.worker.sampler import Sampler
-from ftbench.worker.tokenizer import build_tokenizer
+from ftbench.worker.measure import applied
+from ftbench.worker.measure.meters import meters
+from ftbench.worker.measure.phases import Phases
+from ftbench.worker.measure.recorder import Recorder
+from ftbench.worker.measure.reporter import Reporter
+from ftbench.worker.measure.sampler import Sampler
+from ftbench.worker.model import loading
+from ftbench.worker.model.tokenizer import build_tokenizer
 
 
 class Run:
@@ -64,7 +66,7 @@ def train(run: Run) -> None:
     method = methods.load(spec.method.name)
 
     phases.enter("make_weights")
-    source = models.source_of(spec.model, spec.method)
+    source = loading.source_of(spec.model, spec.method)
     phases.enter("prepare_data")
     tokenizer, data = prepared(spec, source)
 
@@ -112,11 +114,11 @@ def train(run: Run) -> None:
     shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
 
 
-def prepared(spec: Experiment, source: models.Source) -> tuple[Any, Prepared]:
+def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
     """The tokenizer, and the data in the order in which they are trained on."""
-    vocabulary = models.load_config(spec.model, source).get_text_config().vocab_size
+    vocabulary = loading.load_config(spec.model, source).get_text_config().vocab_size
     synthetic = spec.dataset.name == "synthetic"
-    tokenizer = build_tokenizer(vocabulary) if synthetic else models.load_tokenizer(spec.model, source)
+    tokenizer = build_tokenizer(vocabulary) if synthetic else loading.load_tokenizer(spec.model, source)
     return tokenizer, prepare(spec, tokenizer, vocabulary)
 
 

@@ -10,14 +10,14 @@ import transformers
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.applied import innermost
+from ftbench.store.rundir import RunDir
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.order import Row
 from ftbench.worker.data.prepare import Prepared
+from ftbench.worker.measure.applied import innermost
+from ftbench.worker.measure.phases import Phases
 from ftbench.worker.optimizations import gradient_checkpointing
-from ftbench.worker.phases import Phases
 
 # The module and class that stand for each choice of train.optimizer.
 OPTIMIZERS = {

@@ -15,7 +15,7 @@ import sys
 import warnings
 from typing import Any
 
-from ftbench.owner import die_with_parent
+from ftbench.store.process_identity import die_with_parent
 
 
 def told() -> dict[str, Any]:

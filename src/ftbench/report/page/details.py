@@ -9,7 +9,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.report.page.view import Run, number, secretless
-from ftbench.rundir import RunDir, read_json
+from ftbench.store.rundir import RunDir, read_json
 
 Pairs = list[tuple[str, str]]
 

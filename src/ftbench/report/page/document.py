@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ftbench import __version__
 from ftbench.errors import MissingError
-from ftbench.report import curves
-from ftbench.report.document import Section
+from ftbench.report.data import curves
 from ftbench.report.page import cells, details, head, sections
 from ftbench.report.page.markup import Markup, data_block, element, join
 from ftbench.report.page.view import View, view
-from ftbench.report.tables import Table
+from ftbench.report.render.document import Section
+from ftbench.report.render.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftbench.core import units
-from ftbench.report.document import Section
 from ftbench.report.page.markup import Content, Markup, element, join
 from ftbench.report.page.view import Run, View, clean, secretless
-from ftbench.report.tables import CONTEXT, Table
+from ftbench.report.render.document import Section
+from ftbench.report.render.tables import CONTEXT, Table
 
 _MOST_GRIDS = 24
 _FOLDED, _WHOLE = 16, 80  # rows of a table that are shown without being asked for

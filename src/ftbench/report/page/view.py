@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ftbench.core.redact import redact
-from ftbench.report.tables import CONTEXT, FIGURES, Table
-from ftbench.summary import PROFILED
+from ftbench.report.render.tables import CONTEXT, FIGURES, Table
+from ftbench.store.summary import PROFILED
 
 if TYPE_CHECKING:
     import pandas as pd

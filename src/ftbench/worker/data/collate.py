@@ -10,7 +10,7 @@ import torch
 
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.worker.recorder import BatchCount
+from ftbench.worker.measure.recorder import BatchCount
 
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that is told where samples begin
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import models
+from ftbench.worker.model import loading
 
 
-def load(spec: Experiment, source: models.Source) -> Any:
-    return models.load_model(spec, source)
+def load(spec: Experiment, source: loading.Source) -> Any:
+    return loading.load_model(spec, source)
 
 
 def adapt(model: Any, spec: Experiment) -> Any:

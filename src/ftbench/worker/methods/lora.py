@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import models
+from ftbench.worker.model import loading
 
 
-def load(spec: Experiment, source: models.Source) -> Any:
-    return models.load_model(spec, source)
+def load(spec: Experiment, source: loading.Source) -> Any:
+    return loading.load_model(spec, source)
 
 
 def adapt(model: Any, spec: Experiment) -> Any:

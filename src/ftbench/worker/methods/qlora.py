@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from ftbench.errors import SpecError
 from ftbench.spec.combinations import GPT_OSS
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import models, mxfp4, random_weights
 from ftbench.worker.device import device
 from ftbench.worker.methods import lora
+from ftbench.worker.model import loading, mxfp4, random_weights
 
 
-def load(spec: Experiment, source: models.Source) -> Any:
+def load(spec: Experiment, source: loading.Source) -> Any:
     method: Any = spec.method
     if method.mxfp4:
         return _load_mxfp4(spec, source)
@@ -26,12 +26,12 @@ def load(spec: Experiment, source: models.Source) -> Any:
         bnb_4bit_use_double_quant=method.double_quant,
         bnb_4bit_compute_dtype=getattr(torch, method.compute_dtype),
     )
-    return models.load_model(spec, source, quantised)
+    return loading.load_model(spec, source, quantised)
 
 
-def _load_mxfp4(spec: Experiment, source: models.Source) -> Any:
+def _load_mxfp4(spec: Experiment, source: loading.Source) -> Any:
     """gpt-oss with its experts as published. Raises SpecError for weights that are not."""
-    config = models.load_config(spec.model, source)
+    config = loading.load_config(spec.model, source)
     kind = getattr(config, "quantization_config", None) or {}
     if config.model_type != GPT_OSS or str(kind.get("quant_method")) != "mxfp4":
         raise SpecError(
@@ -41,10 +41,10 @@ def _load_mxfp4(spec: Experiment, source: models.Source) -> Any:
     del config.quantization_config  # transformers' own MXFP4 does not train
     with mxfp4.as_experts():
         if spec.model.weights == "pretrained":
-            return models.read(spec, source, config=config)
-        told = {"dtype": getattr(torch, spec.model.dtype), **models.attention_of(spec)}
+            return loading.read(spec, source, config=config)
+        told = {"dtype": getattr(torch, spec.model.dtype), **loading.attention_of(spec)}
         with device():
-            model = models.reach(spec.model, lambda: AutoModelForCausalLM.from_config(config, **told))
+            model = loading.reach(spec.model, lambda: AutoModelForCausalLM.from_config(config, **told))
     random_weights.fill(model, spec.model.seed, random_weights.deviation(config))
     return model.eval()
 

@@ -14,8 +14,8 @@ import torch
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import models
 from ftbench.worker.methods import lora
+from ftbench.worker.model import loading
 from ftbench.worker.optimizations.compile import decoder_layers
 
 PACKED = "Mxfp4ExpertParam"  # how unsloth holds the experts of gpt-oss, published in MXFP4
@@ -26,7 +26,7 @@ def load(spec: Experiment, source: str) -> Any:
     from unsloth import FastLanguageModel
 
     method: Any = spec.method
-    model, _ = models.reach(
+    model, _ = loading.reach(
         spec.model,
         lambda: FastLanguageModel.from_pretrained(
             model_name=source,
@@ -37,7 +37,7 @@ def load(spec: Experiment, source: str) -> Any:
             random_state=method.random_state,
             fix_tokenizer=False,
             use_exact_model_name=True,  # what is measured is what was asked for, not a 4-bit copy of it on the hub
-            **models.hub_arguments(spec.model),
+            **loading.hub_arguments(spec.model),
         ),
     )
     return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.boundaries import keep_apart
+from ftbench.worker.model.packed_samples import keep_apart
 
 
 def apply(model: Any, spec: Experiment) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import psutil
 
-from ftbench import machine
 from ftbench.errors import MissingError
-from ftbench.owner import die_with_parent
-from ftbench.rundir import write_json
-from ftbench.worker import turn
+from ftbench.store import machine
+from ftbench.store.process_identity import die_with_parent
+from ftbench.store.rundir import write_json
+from ftbench.worker import gpu_lock
+from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.probe.timing import SAMPLE_S, Budget, during
-from ftbench.worker.sampler import Sampler
 
 IDLE_S = 1.2  # NVML's power is the mean of a second
 PRODUCT_S = 6.0  # what a kind of product takes at the most, and must be left before one is begun
@@ -52,7 +52,7 @@ class Document:
 def main(out: Path, seconds: float) -> int:
     """Measures this machine and leaves the figures in `out`; its exit code is 3 where torch cannot use the GPU."""
     budget, document = Budget(seconds), Document(out)
-    if not turn.take_now(machine.gpu()):
+    if not gpu_lock.take_now(machine.gpu()):
         document.found["missing"] = "a run of ftbench has this GPU just now: probe again when it has ended"
         document.write(None)
         return MissingError.exit_code
@@ -78,7 +78,7 @@ def main(out: Path, seconds: float) -> int:
 def _measure(document: Document, budget: Budget, place: Any, sampler: Sampler | None) -> None:
     import torch
 
-    from ftbench.worker.meters import meters
+    from ftbench.worker.measure.meters import meters
     from ftbench.worker.probe import links, products, transfers
 
     cuda = place.type == "cuda"

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ftbench.owner import PARENT, die_with_parent
-from ftbench.rundir import read_json, write_json
-from ftbench.worker.meters import CudaClock, meters
+from ftbench.store.process_identity import PARENT, die_with_parent
+from ftbench.store.rundir import read_json, write_json
+from ftbench.worker.measure.meters import CudaClock, meters
 from ftbench.worker.probe.timing import Budget, batch_size, faster_half, first_call, timed_batch
 
 MINIMUM_S = 8.0  # to import torch, to meet and to measure; with less, a healthy machine would seem to hang

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ftbench.worker.meters import Clock
+from ftbench.worker.measure.meters import Clock
+from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.probe.timing import MINIMUM_BATCHES, Budget, Call, best, during, first_call, lasting, watching
-from ftbench.worker.sampler import Sampler
 
 Operands = Callable[[int, torch.device], Call]
 

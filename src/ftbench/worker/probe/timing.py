@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ftbench.worker.meters import Clock
-from ftbench.worker.sampler import Sampler
+from ftbench.worker.measure.meters import Clock
+from ftbench.worker.measure.sampler import Sampler
 
 BATCH_S = 0.02  # long against the resolution of an event (0.5 µs) and the gap between two batches (tens of µs)
 MINIMUM_BATCHES = 5

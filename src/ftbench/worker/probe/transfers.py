@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ftbench.worker.meters import Clock
+from ftbench.worker.measure.meters import Clock
 from ftbench.worker.probe.timing import best, faster_half, first_call
 
 MEMORY_BYTES = 2**30  # a tensor; eight times the largest cache of an NVIDIA GPU (128 MB)

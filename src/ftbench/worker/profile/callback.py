@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 
 from ftbench.core.phases import DATA, OPTIMIZER
 from ftbench.errors import SpecError
-from ftbench.rundir import TRACE, WINDOW, RunDir, write_json
 from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
+from ftbench.store.rundir import TRACE, WINDOW, RunDir, write_json
 from ftbench.worker.profile.memory import Memory
 from ftbench.worker.profile.ranges import Ranges, mark
 

@@ -13,8 +13,8 @@ import torch
 from ftbench.core.allocations import Event, History, by_category
 from ftbench.core.phases import OPTIMIZER, PREFIX
 from ftbench.core.units import GIB
-from ftbench.rundir import MEMORY, OOM_MEMORY, write_json
-from ftbench.worker.outcome import of_exception
+from ftbench.store.rundir import MEMORY, OOM_MEMORY, write_json
+from ftbench.worker.measure.outcome import of_exception
 from ftbench.worker.profile.owners import gradients, owned
 from ftbench.worker.profile.ranges import Ranges
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ftbench.worker.applied import innermost
+from ftbench.worker.measure.applied import innermost
 
 
 def owned(loop: Any) -> dict[int, tuple[str, int]]:

@@ -15,10 +15,10 @@ import torch
 import transformers
 
 from ftbench.errors import FtbenchError
-from ftbench.owner import die_with_parent
-from ftbench.rundir import RunDir, read_json, write_json
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.unsimulated import OTHERWISE
+from ftbench.store.process_identity import die_with_parent
+from ftbench.store.rundir import RunDir, read_json, write_json
 from ftbench.worker.simulate.run import simulate
 from ftbench.worker.simulate.values import Unknown
 

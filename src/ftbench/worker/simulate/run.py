@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ftbench.rundir import RunDir
 from ftbench.spec.experiment import Experiment
+from ftbench.store.rundir import RunDir
 from ftbench.worker import methods
 from ftbench.worker.data.order import Row
 from ftbench.worker.data.prepare import Prepared

@@ -13,10 +13,10 @@ from transformers.quantizers.auto import get_hf_quantizer
 
 from ftbench.core.architectures import architectures
 from ftbench.spec.experiment import Model
-from ftbench.worker import models
 from ftbench.worker.device import device
-from ftbench.worker.random_weights import configuration
-from ftbench.worker.tokenizer import build_tokenizer
+from ftbench.worker.model import loading
+from ftbench.worker.model.random_weights import configuration
+from ftbench.worker.model.tokenizer import build_tokenizer
 
 
 class Shape:
@@ -27,13 +27,13 @@ class Shape:
         reached, SpecError for a shape that transformers does not know."""
         self._model = model
         known = model.weights == "random" or (not model.path and model.id in architectures())
-        self.config = configuration(model) if known else models.load_config(model, model.path or model.id)
+        self.config = configuration(model) if known else loading.load_config(model, model.path or model.id)
 
     def tokenizer(self) -> Any:
         """The tokenizer that comes with the model; with random weights, the one that is made for them."""
         if self._model.weights == "random":
             return build_tokenizer(int(self.config.get_text_config().vocab_size))
-        return models.load_tokenizer(self._model, self._model.path or self._model.id)
+        return loading.load_tokenizer(self._model, self._model.path or self._model.id)
 
     def load(self, arguments: dict[str, Any]) -> Any:
         """The model on the device, in the dtype, attention and quantisation that from_pretrained would be given."""

@@ -1,0 +1,121 @@
+"""Fits the few constants to measured runs, and says how wrong the estimator is about runs it was not fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ftbench.core.hardware import find_gpu
+from ftbench.errors import SpecError
+from ftbench.estimate.memory.constants import Constants, shipped
+from ftbench.estimate.memory.estimate import MemoryEstimate, SlackBasis, slack_basis_of
+from ftbench.estimate.memory.measured import TIERS, Measured
+
+FEWEST = 3  # runs below which a constant keeps its shipped value
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Relative errors of one tier over runs: mean and worst of their sizes, and the mean with its sign."""
+
+    count: int
+    mean: float
+    worst: float
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run with its estimate; `errors` are estimated / measured - 1 by tier."""
+
+    run: Measured
+    estimate: MemoryEstimate
+    errors: dict[str, float]
+
+
+def fit(runs: Sequence[Measured], base: Constants | None = None) -> Constants:
+    """Constants for runs that ended well; what they say nothing of keeps the value of `base` (the shipped ones).
+    Medians, so that one odd run does not move them. The slack is taken apart in turn: what the logits leave, then
+    compiled graphs, then batches of many shapes, then the optimizer's step."""
+    base = base or shipped()
+    found = [run for run in runs if run.fits and run.allocated is not None]
+    if len(found) < FEWEST:
+        raise SpecError(f"runs that say how much memory they took: {len(found)}; calibrating needs {FEWEST} or more")
+    plain = Constants(1.0, *(getattr(base, name) for name in ("context_gib", "logits_share", "compiled_gib",
+                                                              "varying_share", "optimizer_share")))  # fmt: skip
+    factors = [run.allocated / run.estimate(plain).allocated.expected for run in found if run.allocated]
+    context = [run.device - run.reserved for run in found if run.device is not None and run.reserved is not None]
+    held = [(slack_basis_of(run.spec, find_gpu(run.gpu) or run.total, run.batch), run.reserved - run.allocated)
+            for run in found if run.reserved is not None and run.allocated is not None]  # fmt: skip
+    shares = _slack(held, base)
+    return Constants(
+        allocated_factor=median(factors),
+        context_gib=median(context) if len(context) >= FEWEST else base.context_gib,
+        logits_share=shares[0],
+        compiled_gib=shares[1],
+        varying_share=shares[2],
+        optimizer_share=shares[3],
+        runs=tuple(sorted({run.name for run in found})),
+    )
+
+
+def _slack(held: Sequence[tuple[SlackBasis, float]], base: Constants) -> tuple[float, float, float, float]:
+    logits = _share([(b.logits, s) for b, s in held if not (b.compiled or b.varying or b.optimizer)], base.logits_share)
+    rest = [(b, s - logits * b.logits) for b, s in held]
+    compiled = _share([(b.compiled, s) for b, s in rest if b.compiled and not b.varying], base.compiled_gib)
+    varying = _share([(b.varying, s) for b, s in rest if b.varying and not b.compiled], base.varying_share)
+    optimizer = _share([(b.optimizer, s) for b, s in rest if b.optimizer and not b.varying], base.optimizer_share)
+    return logits, compiled, varying, optimizer
+
+
+def _share(pairs: Sequence[tuple[float, float]], otherwise: float) -> float:
+    ratios = [max(0.0, held / basis) for basis, held in pairs if basis > 0]
+    return sum(ratios) / len(ratios) if len(ratios) >= FEWEST else otherwise
+
+
+def rows(runs: Sequence[Measured], known: Constants) -> list[Row]:
+    """Runs that ended well, each with its estimate under these constants."""
+    return [_row(run, run.estimate(known)) for run in runs if run.fits and run.allocated is not None]
+
+
+def left_out(runs: Sequence[Measured]) -> list[Row]:
+    """Each run estimated with constants fitted to the others. Repeats of a run (the same spec on the same GPU) are left
+    out together, since they would tell its answer."""
+    found = [run for run in runs if run.fits and run.allocated is not None]
+    result = []
+    for run in found:
+        others = [other for other in found if (other.spec, other.gpu) != (run.spec, run.gpu)]
+        known = fit(others) if len(others) >= FEWEST else shipped()
+        result.append(_row(run, run.estimate(known)))
+    return result
+
+
+def _row(run: Measured, estimate: MemoryEstimate) -> Row:
+    pairs = {tier: (getattr(run, tier), getattr(estimate, tier).expected) for tier in TIERS}
+    return Row(run, estimate, {tier: said / real - 1 for tier, (real, said) in pairs.items() if real})
+
+
+def is_inside(row: Row, tier: str) -> bool:
+    """Whether what a run measured lies in the band of a tier that it tells of."""
+    band = getattr(row.estimate, tier)
+    return bool(band.low <= getattr(row.run, tier) <= band.high)
+
+
+def error(found: Sequence[Row], tier: str) -> Error | None:
+    """The error of one tier; None where no run has it."""
+    errors = [row.errors[tier] for row in found if tier in row.errors]
+    if not errors:
+        return None
+    sizes = [abs(value) for value in errors]
+    return Error(len(errors), sum(sizes) / len(sizes), max(sizes), sum(errors) / len(errors))
+
+
+def false_fits(runs: Sequence[Measured], known: Constants) -> list[str]:
+    """Runs that ran out of memory and that the estimator says fit their GPU."""
+    return [run.name for run in runs if not run.fits and _verdict(run, known) == "fits"]
+
+
+def _verdict(run: Measured, known: Constants) -> str:
+    estimate = run.estimate(known)
+    return "fits" if estimate.device.high <= run.total else estimate.verdict

@@ -1,0 +1,79 @@
+"""The few constants of the estimator that no formula gives: shipped with the runs they came from, or the user's own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ftbench.errors import DataError
+from ftbench.store import machine, rundir
+
+SCHEMA = 1
+NAME = "estimator.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """`allocated_factor` multiplies what the terms add up to. `context_gib` is what the driver and the CUDA context
+    hold beside the allocator's pool. The others are what the pool holds beyond the tensors: a share of the logits'
+    blocks, GiB for compiled graphs, a share of the activations where batches vary in shape, a share of the optimizer's
+    temporary tensors where the step takes as much as the backward pass. `runs` names what they were fitted to."""
+
+    allocated_factor: float
+    context_gib: float
+    logits_share: float
+    compiled_gib: float
+    varying_share: float
+    optimizer_share: float
+    runs: tuple[str, ...] = ()
+
+
+FITTED = tuple(field.name for field in fields(Constants) if field.name != "runs")
+
+
+def user_file() -> Path:
+    """Where `--calibrate` leaves the user's own constants: in ftbench's cache, so that they go with the machine."""
+    return machine.cache_dir() / NAME
+
+
+@cache
+def shipped() -> Constants:
+    return _read(yaml.safe_load((files("ftbench.facts") / "estimator.yaml").read_text("utf-8")), "facts/estimator.yaml")
+
+
+@cache
+def constants() -> Constants:
+    """The user's own where there are such, else the shipped ones. Raises DataError for a file that cannot be read."""
+    path = user_file()
+    try:
+        text = path.read_text("utf-8")
+    except OSError:
+        return shipped()
+    try:
+        return _read(json.loads(text), str(path))
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; calibrate again, or remove it to use the shipped constants") from None
+
+
+def _read(values: Any, where: str) -> Constants:
+    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+        raise DataError(f"{where}: is no file of constants (schema {SCHEMA}); calibrate again, or remove it")
+    missing = [name for name in FITTED if not isinstance(values.get(name), (int, float))]
+    if missing:
+        raise DataError(f"{where}: {missing[0]} is missing; calibrate again, or remove the file")
+    return Constants(**{name: float(values[name]) for name in FITTED}, runs=tuple(values.get("runs", ())))
+
+
+def write(found: Constants) -> Path:
+    """Leaves the constants in the user's file."""
+    path = user_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rundir.write_json(path, {"schema": SCHEMA, **asdict(found)})
+    constants.cache_clear()
+    return path

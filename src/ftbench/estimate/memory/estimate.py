@@ -1,0 +1,253 @@
+"""The memory a spec needs on a GPU: allocated, reserved and device, by part, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ftbench.core.hardware import Gpu
+from ftbench.core.units import GIB
+from ftbench.core.workspace import cublas_workspace
+from ftbench.errors import SpecError
+from ftbench.estimate.memory import loss
+from ftbench.estimate.memory.constants import Constants, constants
+from ftbench.estimate.memory.device_total import total_gib
+from ftbench.estimate.memory.model import ModelShape
+from ftbench.estimate.memory.phases import Plan, peak, phases
+from ftbench.estimate.memory.recipe import Batch, Recipe
+from ftbench.estimate.memory.weights import kept_by, paged_state
+from ftbench.estimate.workload import batches
+from ftbench.estimate.workload.recipe import recipe_of
+from ftbench.estimate.workload.shapes import shape_of
+from ftbench.spec.experiment import Experiment, resolve
+
+Verdict = Literal["fits", "uncertain", "does not fit"]
+VERDICTS: tuple[Verdict, ...] = ("fits", "uncertain", "does not fit")
+MODERN = (8, 0)  # what a GPU of unknown kind is taken to be: one with fast bfloat16
+MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
+
+# How far from the expected value a run may lie: shares of it, wider than the errors in docs/estimates.md.
+ALLOCATED_SPREAD = 0.03
+UNSEEN_SPREAD = 0.08  # of what no committed run has measured, or what is not quite explained: see `_unseen`
+VARYING_MOST = 0.5  # share of the activations that the pool may hold beyond the tensors where shapes vary
+CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
+CONTEXT_MORE = 0.2  # GiB beyond the median of runs: kernels are loaded as they are used
+SEGMENTS = 0.1  # GiB: what the pool's segments of 2 and 20 MiB leave unused, however small the model
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A quantity in GiB with the range in which it is expected."""
+
+    low: float
+    expected: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """`parts` are the tensors alive at the peak, GiB by name; they add up to `allocated.expected`. `total` is what the
+    GPU has, GiB; `verdict` compares `device` with it. `batch` is the largest batch in positions, rows x length, and
+    `basis` where its shape comes from."""
+
+    allocated: Band
+    reserved: Band
+    device: Band
+    peak_phase: str
+    peak_term: str
+    total: float
+    verdict: Verdict
+    parts: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    batch: tuple[int, int] = (1, 1)
+    basis: str = ""
+
+
+def estimate_memory(
+    spec: Experiment,
+    gpu: Gpu | float,
+    *,
+    config: dict[str, Any] | None = None,
+    gpus: int = 1,
+    strategy: str = "none",
+    total: float | None = None,
+    batch: batches.Largest | None = None,
+    known: Constants | None = None,
+) -> MemoryEstimate:
+    """The memory of one GPU, the table's or one of so many GiB. `total` is what its driver says, GiB, where it was
+    asked; `config` the model's config.json where facts do not know it; `batch` the realised largest batch. Raises
+    SpecError for a model whose shape is not known and for a strategy that does not exist."""
+    room = total or (total_gib(gpu) if isinstance(gpu, Gpu) else gpu)
+    capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
+    spec = resolve(spec, capability)
+    model = shape_of(spec.model, config)
+    found = batch or batches.largest(spec)
+    fitted = known or constants()
+    recipe = recipe_of(spec, model, found.padded, found.whole)
+    expected = _plan(spec, model, recipe, found.expected, capability, gpus, strategy)
+    try:
+        named = phases(expected)
+        most = named
+        if found.most != found.expected:
+            most = phases(_plan(spec, model, recipe, found.most, capability, gpus, strategy))
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+    return _estimate(expected, named, most, room, fitted, found, _varies(spec, found))
+
+
+def _plan(
+    spec: Experiment,
+    model: ModelShape,
+    recipe: Recipe,
+    batch: Batch,
+    capability: tuple[int, int],
+    gpus: int,
+    strategy: str,
+) -> Plan:
+    """cuBLAS keeps a workspace for the forward and one for the backward thread."""
+    workspace = 2 * cublas_workspace(capability)
+    accumulates = spec.train.gradient_accumulation_steps > 1
+    return Plan(model, recipe, batch, accumulates, gpus, strategy, workspace)
+
+
+def _varies(spec: Experiment, found: batches.Largest) -> bool:
+    """Whether batches differ in shape, so that the pool holds blocks of many sizes."""
+    steady = found.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
+    return found.padded and not steady
+
+
+def _estimate(
+    plan: Plan,
+    named: dict[str, dict[str, float]],
+    most: dict[str, dict[str, float]],
+    total: float,
+    known: Constants,
+    found: batches.Largest,
+    varies: bool,
+) -> MemoryEstimate:
+    phase, size = peak(named)
+    parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
+    at_peak = size * known.allocated_factor / GIB
+    largest = peak(most)[1] * known.allocated_factor / GIB
+    spread = UNSEEN_SPREAD if _unseen(plan) else ALLOCATED_SPREAD
+    allocated = Band(at_peak * (1 - spread), at_peak, largest * (1 + spread))
+    basis = slack_basis(plan, named, varies)
+    held = slack(basis, known)
+    beyond = max(2 * held, _not_reused(named, phase, basis, varies), 0.02 * at_peak, SEGMENTS)
+    reserved = Band(allocated.low, at_peak + held, allocated.high + beyond)
+    beside = known.context_gib + paged_state(*kept_by(plan.model, plan.recipe)) / GIB
+    device = Band(
+        allocated.low + min(CONTEXT_LEAST, beside), reserved.expected + beside, reserved.high + beside + CONTEXT_MORE
+    )
+    return MemoryEstimate(
+        allocated=allocated,
+        reserved=reserved,
+        device=device,
+        peak_phase=phase,
+        peak_term=max(parts, key=lambda name: parts[name]),
+        total=total,
+        verdict=verdict_of(device, total),
+        parts=parts,
+        phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
+        batch=(found.expected.rows, found.expected.length),
+        basis=found.basis,
+    )
+
+
+def _not_reused(named: dict[str, dict[str, float]], phase: str, basis: SlackBasis, varies: bool) -> float:
+    """The most, GiB, that may lie in blocks which the peak in `phase` cannot use: of batches of many shapes half the
+    activations; what only the loss takes, where the peak comes elsewhere; the whole of the optimizer's temporary
+    tensors, where the backward pass leaves little more room than they need."""
+    acts = sum(named["loss"][name] for name in ("activations", "checkpoints"))
+    found = (
+        VARYING_MOST * acts if varies else 0.0,
+        named["loss"]["logits"] if phase != "loss" else 0.0,
+        named["optimizer step"]["one step"] if basis.optimizer else 0.0,
+    )
+    return max(found) / GIB
+
+
+def verdict_of(device: Band, total: float) -> Verdict:
+    """The allocator gives unused blocks back before it fails, so only the tensors say that something does not fit."""
+    return "fits" if device.high <= total else "does not fit" if device.low > total else "uncertain"
+
+
+def _unseen(plan: Plan) -> bool:
+    recipe = plan.recipe
+    unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
+    return plan.gpus > 1 or recipe.attention == "flash" or recipe.mxfp4 or unsloths
+
+
+@dataclass(frozen=True, slots=True)
+class SlackBasis:
+    """What the pool's slack is a share of, GiB: see `Constants`. `compiled` is 1 or 0."""
+
+    logits: float
+    compiled: float
+    varying: float
+    optimizer: float
+
+
+def slack_basis(plan: Plan, named: dict[str, dict[str, float]], varies: bool) -> SlackBasis:
+    """The blocks that the pool cannot use twice. Those of our loss over chunks are all of one size and are used again;
+    so is what the optimizer's step leaves in the pool, as far as it needs less than the backward pass does."""
+    logits = 0.0 if plan.recipe.loss == "chunked" else loss.logits(plan.model, plan.recipe, plan.batch)
+    hump = logits + loss.head_cast(plan.model, plan.recipe)
+    acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)
+    step = named["optimizer step"]["one step"]
+    ahead = max(0.0, sum(named["loss"].values()) - sum(named["optimizer step"].values()))
+    alone = max(0.0, 1 - ahead / (2 * step)) if plan.recipe.full and step else 0.0
+    return SlackBasis(hump / GIB, float(plan.recipe.compiled), acts / GIB if varies else 0.0, step * alone / GIB)
+
+
+def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: batches.Largest | None) -> SlackBasis:
+    """The basis of a run's slack, for fitting."""
+    capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
+    spec = resolve(spec, capability)
+    found = batch or batches.largest(spec)
+    model = shape_of(spec.model)
+    recipe = recipe_of(spec, model, found.padded, found.whole)
+    plan = _plan(spec, model, recipe, found.expected, capability, 1, "none")
+    return slack_basis(plan, phases(plan), _varies(spec, found))
+
+
+def slack(basis: SlackBasis, known: Constants) -> float:
+    """GiB that the allocator's pool holds beyond the tensors at their peak."""
+    shares = (known.logits_share, known.compiled_gib, known.varying_share, known.optimizer_share)
+    amounts = (basis.logits, basis.compiled, basis.varying, basis.optimizer)
+    return sum(share * amount for share, amount in zip(shares, amounts, strict=True))
+
+
+def largest_batch(spec: Experiment, gpu: Gpu | float, **options: Any) -> int | None:
+    """The largest train.batch_size whose verdict is `fits`, at most the samples that there are; None where not even one
+    does. `options` are those of `estimate_memory`."""
+    return _largest(spec, lambda one: estimate_memory(one, gpu, **options).verdict == "fits")
+
+
+def likely_largest_batch(spec: Experiment, gpu: Gpu | float, **options: Any) -> int | None:
+    """The largest train.batch_size that is expected to fit, with no margin: where a search may start."""
+
+    def fits(one: Experiment) -> bool:
+        found = estimate_memory(one, gpu, **options)
+        return found.device.expected <= found.total
+
+    return _largest(spec, fits)
+
+
+def _largest(spec: Experiment, fits: Callable[[Experiment], bool]) -> int | None:
+    most = min(MOST_BATCH, spec.dataset.samples or MOST_BATCH)
+
+    def at(size: int) -> bool:
+        return fits(spec.model_copy(update={"train": spec.train.model_copy(update={"batch_size": size})}))
+
+    if not at(1):
+        return None
+    low, high = 1, 2
+    while high <= most and at(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at(middle) else (low, middle)
+    return low

@@ -1,0 +1,70 @@
+"""The memory of many specs on many GPUs: each is worked out once, since GPUs differ in how much they have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ftbench.core.hardware import Gpu, capability_of
+from ftbench.core.workspace import cublas_workspace
+from ftbench.estimate.memory.device_total import total_gib
+from ftbench.estimate.memory.estimate import MODERN, MOST_BATCH, MemoryEstimate, estimate_memory, verdict_of
+from ftbench.spec.experiment import Experiment, resolve
+
+
+class Room:
+    """`config` is the model's config.json where facts do not know it."""
+
+    def __init__(self, config: dict[str, Any] | None = None) -> None:
+        self._config = config
+        self._known: dict[Any, dict[int, MemoryEstimate]] = {}
+
+    def estimate(self, spec: Experiment, gpu: Gpu) -> MemoryEstimate:
+        """As `estimate_memory` says it."""
+        return self._of(self._curve(spec, gpu), spec, gpu, spec.train.batch_size)
+
+    def _curve(self, spec: Experiment, gpu: Gpu) -> dict[int, MemoryEstimate]:
+        """What is known of a spec by its batch size."""
+        capability = capability_of(gpu)
+        train = (spec.train.optimizer, spec.train.precision, spec.train.gradient_accumulation_steps > 1)
+        kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
+        return self._known.setdefault((kind, spec.model, spec.dataset, spec.method, spec.optimizations, train), {})
+
+    def _of(self, curve: dict[int, MemoryEstimate], spec: Experiment, gpu: Gpu, size: int) -> MemoryEstimate:
+        if size not in curve:
+            train = spec.train.model_copy(update={"batch_size": size})
+            asked = resolve(spec.model_copy(update={"train": train}), capability_of(gpu))
+            curve[size] = estimate_memory(asked, gpu, config=self._config)
+        found, total = curve[size], total_gib(gpu)
+        return found if found.total == total else replace(found, total=total, verdict=verdict_of(found.device, total))
+
+    def largest_batch(self, spec: Experiment, gpu: Gpu) -> int | None:
+        """As `largest_batch` finds it, in fewer steps: memory is nearly a straight line over the batch size."""
+        total, most = total_gib(gpu), min(MOST_BATCH, spec.dataset.samples or MOST_BATCH)
+        curve = self._curve(spec, gpu)
+
+        def high(size: int) -> float:
+            return self._of(curve, spec, gpu, size).device.high
+
+        if high(1) > total:
+            return None
+        known = {size: found.device.high for size, found in curve.items() if size <= most}
+        fits = max(size for size, needed in known.items() if needed <= total)
+        fails = min((size for size, needed in known.items() if needed > total), default=most + 1)
+        while fails - fits > 1:
+            size = _between(fits, fails, known, total)
+            known[size] = high(size)
+            fits, fails = (size, fails) if known[size] <= total else (fits, size)
+        return fits
+
+
+def _between(fits: int, fails: int, known: dict[int, float], total: float) -> int:
+    """The next size to try: where the line through the two nearest sizes meets `total`, else twice or half way."""
+    other = fails if fails in known else max((size for size in known if size < fits), default=None)
+    if other is None:
+        return min(2 * fits, fails - 1)
+    slope = (known[other] - known[fits]) / (other - fits)
+    if slope <= 0:
+        return (fits + fails) // 2
+    step = max(1, int((total - known[fits]) / slope))
+    return max(fits + 1, min(fits + step + (fails not in known), fails - 1))

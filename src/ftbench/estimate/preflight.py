@@ -1,0 +1,98 @@
+"""What an estimate says to `run` and `sweep` about the machine that they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.hardware import find_gpu
+from ftbench.core.units import gibibytes, seconds
+from ftbench.errors import FtbenchError
+from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, largest_batch, likely_largest_batch
+from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
+from ftbench.estimate.time.run_index import Store
+from ftbench.spec.experiment import Experiment
+
+
+def announce(
+    spec: Experiment,
+    gpu: dict[str, Any] | None,
+    store: Path,
+    on_warning: Callable[[str], None],
+    on_expected: Callable[[str], None],
+) -> None:
+    """Tell `on_warning` that a run will not fit the GPU of a machine.json, or `on_expected` what it will take there,
+    by the runs of the results store."""
+    if (text := warning(spec, gpu)) is not None:
+        on_warning(text)
+    elif gpu and (text := expectation(spec, gpu, Store.read(store))) is not None:
+        on_expected(text)
+
+
+def on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> MemoryEstimate | None:
+    """The estimate for the GPU of a machine.json; None without one, for a mock, and for a model that no formula
+    knows."""
+    if gpu is None or not gpu.get("memory_gb") or spec.launch.mock != "off":
+        return None
+    try:
+        return estimate_memory(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
+    except FtbenchError:
+        return None
+
+
+def largest_on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> int | None:
+    """The largest batch that is estimated to fit the GPU of a machine.json; None where none is, or nothing is known."""
+    if gpu is None or on_machine(spec, gpu) is None:
+        return None
+    return largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
+
+
+def first_trial(spec: Experiment, gpu: dict[str, Any] | None, most: int) -> int | None:
+    """The batch at which a search for the largest one is expected to end, at most `most`: its trials have the longest
+    samples first, and synthetic data as many samples as it takes."""
+    if gpu is None or on_machine(spec, gpu) is None:
+        return None
+    changed: dict[str, Any] = {"longest_first": True}
+    if spec.dataset.name == "synthetic":
+        changed["samples"] = max(spec.dataset.samples or 0, most)
+    spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update=changed)})
+    return likely_largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
+
+
+def warning(spec: Experiment, gpu: dict[str, Any] | None) -> str | None:
+    """A sentence where a run will not fit the GPU of a machine.json."""
+    found = on_machine(spec, gpu)
+    if found is None or found.verdict != "does not fit":
+        return None
+    largest = largest_on_machine(spec, gpu)
+    way_out = f"train.batch_size={largest} would fit" if largest else "`ftbench estimate` shows what takes it"
+    return (
+        f"this will run out of memory: it needs about {gibibytes(found.device.expected)} GiB (at least "
+        f"{gibibytes(found.device.low)}) and the GPU has {gibibytes(found.total)}; {way_out}"
+    )
+
+
+def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> str | None:
+    """One line on what a run will take on the GPU of a machine.json: `expected: 77.9 GiB of 140.4, about 4 min 05 s
+    (scaled from 3 runs …)`; None where nothing is known."""
+    memory, time = on_machine(spec, gpu), time_on_machine(spec, gpu, store)
+    told = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
+    if time is not None:
+        samples = epochs_samples(spec, time.samples)
+        lasts = time.step_s if samples is None else time.seconds_for(samples)
+        band = f"{seconds(lasts.low)} to {seconds(lasts.high)}"
+        each = " a step" if samples is None else ""
+        told.append(f"about {seconds(lasts.expected)}{each} ({band}; {time.confidence})")
+    return f"expected: {', '.join(told)}" if told else None
+
+
+def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> DurationEstimate | None:
+    """None without a GPU of the table, for a mock, and where something that is needed is not known."""
+    known = find_gpu(gpu["name"]) if gpu and gpu.get("name") else None
+    if known is None or spec.launch.mock != "off":
+        return None
+    try:
+        return estimate_duration(spec, known, store)
+    except FtbenchError:
+        return None

@@ -1,0 +1,143 @@
+"""`ftbench recommend`: the command line → what is wanted; every mistake a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from ftbench.core.hardware import Gpu, find_gpu
+from ftbench.core.units import parse_seconds
+from ftbench.errors import SpecError
+from ftbench.estimate.command import listed
+from ftbench.estimate.recommend.ranking import OBJECTIVES, Found, Objective, Wanted, recommend
+from ftbench.estimate.time.duration import epochs_samples
+from ftbench.estimate.time.duration_text import MOST_SAMPLES
+from ftbench.estimate.time.observations import per_step
+from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.workload.lengths import batches_of
+from ftbench.spec.base import known
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import load
+from ftbench.spec.methods import METHODS
+from ftbench.spec.prices import Prices, load_prices
+from ftbench.spec.reading import read_config
+from ftbench.store import machine
+
+MOST_BATCH = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for on the command line, as it was typed."""
+
+    spec: Path
+    sets: Sequence[str] = ()
+    gpu: str | None = None
+    samples: int | None = None
+    deadline: str | None = None
+    max_cost: float | None = None
+    prices: Path | None = None
+    objective: str = "speed"
+    method: str | None = None
+    effective_batch: int | None = None
+    store: Path = Path("results")
+    output: Path | None = None
+    config: Path | None = None
+
+
+def run(request: Request) -> Found:
+    """Raises SpecError for each mistake."""
+    spec = load(request.spec, request.sets)
+    prices = load_prices(request.prices) if request.prices is not None else None
+    asked = _gpus(request.gpu)
+    problems = [*_limits(request), *_prices(request, asked, prices), *_output(request)]
+    if problems:
+        raise SpecError(*problems)
+    deadline = parse_seconds(request.deadline) if request.deadline is not None else None
+    store = Store.read(request.store)
+    return recommend(Wanted(
+        spec, asked, _samples(request, spec, store), deadline, request.max_cost, prices,
+        cast(Objective, request.objective), _methods(request), request.effective_batch, store,
+        None if request.config is None else read_config(request.config),
+    ))  # fmt: skip
+
+
+def _gpus(text: str | None) -> tuple[Gpu, ...]:
+    """Those named, all of the table, or this machine's. Raises SpecError for one that is not in the table."""
+    if text is None:
+        here = machine.gpu()
+        found = find_gpu(here["name"]) if here and here.get("name") else None
+        if found is None:
+            raise SpecError("this machine has no GPU of the table: name some with --gpu (`ftbench list gpus`), or all")
+        return (found,)
+    return tuple(listed(text))
+
+
+def _output(request: Request) -> list[str]:
+    """The spec that is asked about stays as it is."""
+    if request.output is not None and request.output.exists() and request.output.samefile(request.spec):
+        return [f"-o {request.output}: is the spec itself; write to another file"]
+    return []
+
+
+def _limits(request: Request) -> list[str]:
+    found = []
+    if request.objective not in OBJECTIVES:
+        found.append(_unknown("--objective", request.objective, OBJECTIVES, "objective"))
+    if request.deadline is not None and parse_seconds(request.deadline) is None:
+        found.append(f"--deadline {request.deadline}: write it as 8h, 90m or 1h30m")
+    if request.samples is not None and not 1 <= request.samples <= MOST_SAMPLES:
+        found.append(f"--samples {request.samples}: how many samples to train on, from 1 to 10^15")
+    if request.max_cost is not None and not (0 < request.max_cost < math.inf):
+        found.append(f"--max-cost {request.max_cost:g}: an amount of money above 0, in the currency of --prices")
+    if request.effective_batch is not None and not 1 <= request.effective_batch <= MOST_BATCH:
+        found.append(f"--effective-batch {request.effective_batch}: samples a step, from 1 to {MOST_BATCH:,}")
+    return found
+
+
+def _prices(request: Request, asked: Sequence[Gpu], prices: Prices | None) -> list[str]:
+    """Whether money can be compared where it has to be."""
+    why = [f"--max-cost {request.max_cost:g}"] if request.max_cost is not None else []
+    why += ["--objective cost"] if request.objective == "cost" else []
+    if not why:
+        return []
+    if prices is None:
+        return [f"{' and '.join(why)}: needs --prices FILE with what an hour of the GPU costs"]
+    lacking = [gpu.name for gpu in asked if prices.of(gpu.name) is None]
+    if lacking:
+        return [f"{prices.path} has no price for {', '.join(lacking)}: add one, or leave them out of --gpu"]
+    terms = [prices.by_gpu[gpu.name] for gpu in asked]
+    ways = [price.rent or price.owned for price in terms]
+    currencies = sorted({way.currency for way in ways if way is not None})
+    if len(currencies) > 1:
+        return [f"{prices.path} has prices in {' and '.join(currencies)}, which are not compared: ask for GPUs of one"]
+    return []
+
+
+def _methods(request: Request) -> tuple[str, ...]:
+    if request.method is None:
+        return ()
+    names = tuple(dict.fromkeys(name.strip() for name in request.method.split(",") if name.strip()))
+    wrong = [_unknown("--method", name, METHODS, "method") for name in names if name not in METHODS]
+    if wrong or not names:
+        raise SpecError(*(wrong or [f"--method {request.method!r}: name methods, for example lora,qlora"]))
+    return names
+
+
+def _unknown(option: str, word: str, words: Sequence[str] | dict[str, type], kind: str) -> str:
+    try:
+        known(word, words, kind)
+    except ValueError as error:
+        return f"{option}: {error}"
+    raise AssertionError(word)
+
+
+def _samples(request: Request, spec: Experiment, store: Store) -> float:
+    a_step = per_step(spec, batches_of(spec, store.lengths(spec.dataset)), "samples")
+    samples = request.samples or epochs_samples(spec, a_step)
+    if samples is None:
+        raise SpecError(f"--samples: say how many to train on; how many {spec.dataset.name} has is not known")
+    return samples

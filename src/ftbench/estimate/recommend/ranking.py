@@ -1,0 +1,214 @@
+"""The best way to train a spec within a time, a budget and the memory of a GPU: every way estimated, and ranked."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ftbench.core import units
+from ftbench.core.hardware import Gpu, capability_of
+from ftbench.estimate.memory.estimate import Band, MemoryEstimate
+from ftbench.estimate.memory.memory_cache import Room
+from ftbench.estimate.money import Amount, amount
+from ftbench.estimate.recommend import candidates
+from ftbench.estimate.recommend.candidates import Way
+from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
+from ftbench.estimate.time.run_index import Store
+from ftbench.spec.combinations import refused_here
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.prices import Prices
+from ftbench.store.summary import optimizations_on
+
+Objective = Literal["speed", "cost", "energy", "memory"]
+OBJECTIVES = ("speed", "cost", "energy", "memory")
+JOULES_PER_KWH = 3.6e6
+_FEW_GPUS = 3  # of more only the two most promising batches of each way are weighed
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for. `samples` to train on, `deadline_s` and `max_cost` (in the currency of the prices) where there
+    is a limit; `effective_batch` samples a step, held by accumulation."""
+
+    spec: Experiment
+    gpus: tuple[Gpu, ...]
+    samples: float
+    deadline_s: float | None = None
+    max_cost: float | None = None
+    prices: Prices | None = None
+    objective: Objective = "speed"
+    methods: tuple[str, ...] = ()
+    effective_batch: int | None = None
+    store: Store = field(default_factory=Store)
+    config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way on a GPU with its batch. `cost` is None without a price."""
+
+    spec: Experiment
+    gpu: Gpu
+    duration: DurationEstimate
+    memory: MemoryEstimate
+    seconds: Band
+    joules: Band
+    cost: Amount | None
+
+    @property
+    def headroom(self) -> float:
+        """GiB between the expected device memory and what the GPU has."""
+        return self.memory.total - self.memory.device.expected
+
+    @property
+    def kwh(self) -> float:
+        return self.joules.expected / JOULES_PER_KWH
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`options` meet every limit by what is expected, best first; what may miss the deadline comes last. Where none
+    does, `closest` fits a GPU and misses a limit by the least, and `missed` says which, or what comes closest to
+    fitting. `ruled_out` counts ways by the reason, of `weighed`."""
+
+    wanted: Wanted
+    options: tuple[Option, ...]
+    closest: Option | None
+    missed: str
+    ruled_out: dict[str, int]
+    weighed: int
+
+
+def recommend(wanted: Wanted) -> Found:
+    """Raises SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
+    methods = wanted.methods or _family(wanted.spec)
+    equal = len(set(wanted.store.lengths(wanted.spec.dataset).values)) == 1
+    room, reasons, fitting, weighed = Room(wanted.config), Counter[str](), list[Option](), 0
+    for way in candidates.ways(wanted.spec, methods, equal):
+        for gpu in wanted.gpus:
+            weighed += 1
+            found = _refused(way, gpu, wanted) or _best_batch(way, gpu, wanted, room)
+            if isinstance(found, str):
+                reasons[found] += 1
+            else:
+                fitting.append(found)
+    reasons.update(limit[0] for option in fitting if (limit := _missed(option, wanted)))
+    kept = sorted((option for option in fitting if not _missed(option, wanted)), key=lambda each: _rank(each, wanted))
+    closest, missed = _closest(fitting, wanted) if fitting and not kept else (None, "")
+    if not fitting:
+        missed = _least(wanted, methods, room)
+    return Found(wanted, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
+
+
+def _family(spec: Experiment) -> tuple[str, ...]:
+    """The methods that train the same matrices as the spec's: others learn something else."""
+    return ("full",) if spec.method.name == "full" else candidates.ADAPTERS
+
+
+def _refused(way: Way, gpu: Gpu, wanted: Wanted) -> str | None:
+    if way.problems:
+        return f"cannot work: {way.problems[0]}"
+    if problems := refused_here(way.spec, capability_of(gpu)):
+        return f"not on {gpu.name}: {problems[0]}"
+    if wanted.effective_batch and way.spec.optimizations.packing:
+        return "packing counts rows, and a step of exactly --effective-batch samples cannot be made of them"
+    return None
+
+
+def _best_batch(way: Way, gpu: Gpu, wanted: Wanted, room: Room) -> Option | str:
+    """The best batch of a way by the objective, of those that fit; the reason where none does."""
+    capability = capability_of(gpu)
+    one = way.sized(1, 2 if (wanted.effective_batch or 1) > 1 else 1, capability)
+    largest = room.largest_batch(one, gpu)
+    if largest is None:
+        uncertain = room.estimate(one, gpu).verdict == "uncertain"
+        return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {gpu.name}"
+    most = max(1, min(largest, math.ceil(wanted.samples)))  # the first step is a whole batch
+    pairs = candidates.batches(most, wanted.effective_batch)
+    if len(wanted.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller one needs less memory
+        pairs = pairs[-2:] if wanted.objective == "memory" else pairs[:2]
+    found = [_option(way.sized(*pair, capability), gpu, wanted, room) for pair in pairs]
+    within = [option for option in found if not _missed(option, wanted)]
+    best = min(within or found, key=lambda option: _rank(option, wanted))
+    train = best.spec.train
+    asked = candidates.with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps)
+    return replace(best, spec=asked)
+
+
+def _option(spec: Experiment, gpu: Gpu, wanted: Wanted, room: Room) -> Option:
+    duration = estimate_duration(spec, gpu, wanted.store, config=wanted.config)
+    seconds = duration.seconds_for(wanted.samples)
+    price = wanted.prices.of(gpu.name) if wanted.prices else None
+    return Option(
+        spec, gpu, duration, room.estimate(spec, gpu), seconds, duration.joules_for(wanted.samples),
+        amount(price, seconds.expected, duration.watts.expected) if price else None,
+    )  # fmt: skip
+
+
+def may_miss(option: Option, wanted: Wanted) -> bool:
+    """Whether the slow end of an option's time lies beyond the deadline."""
+    return wanted.deadline_s is not None and option.seconds.high > wanted.deadline_s
+
+
+def _rank(option: Option, wanted: Wanted) -> tuple[bool, float, float]:
+    """What the options are sorted by: first those that keep the deadline also at the slow end of their time."""
+    cost = math.inf if option.cost is None else option.cost.value
+    first = {
+        "speed": option.seconds.expected, "cost": cost, "energy": option.joules.expected,
+        "memory": option.memory.device.expected,
+    }[wanted.objective]  # fmt: skip
+    return may_miss(option, wanted), first, option.seconds.expected
+
+
+def _missed(option: Option, wanted: Wanted) -> tuple[str, float] | None:
+    """The limit that an option misses by the most, and by which factor."""
+    found = []
+    if wanted.deadline_s is not None and option.seconds.expected > wanted.deadline_s:
+        found.append(("later than the deadline", option.seconds.expected / wanted.deadline_s))
+    if wanted.max_cost is not None and option.cost is not None and option.cost.value > wanted.max_cost:
+        found.append(("dearer than --max-cost", option.cost.value / wanted.max_cost))
+    return max(found, key=lambda pair: pair[1], default=None)
+
+
+def _closest(fitting: Sequence[Option], wanted: Wanted) -> tuple[Option | None, str]:
+    """The option that misses its limit by the least, and the limit in words."""
+    misses = [(missed, option) for option in fitting if (missed := _missed(option, wanted))]
+    (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
+    if limit.startswith("later"):
+        took = f"{units.seconds(option.seconds.expected)} of {units.seconds(wanted.deadline_s)}"
+    else:
+        assert option.cost is not None
+        took = f"{option.cost} of {units.money(wanted.max_cost, option.cost.currency)}"
+    return option, f"{limit}: {took}, {factor:,.2f} times"
+
+
+def _least(wanted: Wanted, methods: Sequence[str], room: Room) -> str:
+    """What comes closest to fitting a GPU, in words; nothing where every way was refused for another reason."""
+    found = [
+        (memory.device.high - memory.total, way.spec, gpu, memory)
+        for way in candidates.ways(wanted.spec, methods, True) if not way.problems
+        for gpu in wanted.gpus if not refused_here(way.spec, capability_of(gpu))
+        for memory in [room.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
+    ]  # fmt: skip
+    if not found:
+        return ""
+    _, spec, gpu, memory = min(found, key=lambda each: each[0])
+    on = ", ".join(optimizations_on(spec.optimizations.model_dump())) or "no optimization"
+    return (
+        f"{spec.method.name} with {on} on {gpu.name}: to be sure of batch 1 it needs "
+        f"{units.gibibytes(memory.device.high)} GiB of {units.gibibytes(memory.total)}"
+    )
+
+
+def as_runnable(option: Option, wanted: Wanted) -> Experiment:
+    """The spec that trains on as many samples as were asked for, runnable as it is."""
+    spec = option.spec
+    name = f"{wanted.spec.name[:75]}-best"
+    steps = max(1, math.ceil(wanted.samples / option.duration.samples))
+    data = spec.dataset
+    if spec.train.max_steps is None and data.samples is not None and wanted.samples == data.samples * spec.train.epochs:
+        return spec.model_copy(update={"name": name})
+    return spec.model_copy(update={"name": name, "train": spec.train.model_copy(update={"max_steps": steps})})

@@ -1,0 +1,204 @@
+"""The exact mode of an estimate: a child process runs the worker's own code for two steps on tensors without memory and
+says what would have been allocated. Needs torch and no GPU. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.hardware import Gpu
+from ftbench.core.units import gibibytes
+from ftbench.errors import FtbenchError, MissingError, SpecError
+from ftbench.estimate import command, view
+from ftbench.estimate.memory.device_total import total_gib
+from ftbench.estimate.memory.estimate import VERDICTS, Verdict, estimate_memory
+from ftbench.launch import process, trl
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.load import load
+from ftbench.spec.unsimulated import refuse
+from ftbench.store import rundir
+
+LIMIT_S = 600.0
+SHOWN = 12  # tensors on the card
+_ERRORS: dict[int, type[FtbenchError]] = {1: FtbenchError, 2: SpecError, 3: MissingError}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Tensors of one kind alive at the peak: how many, of which shape and dtype, made by which operation of which
+    module (`*` for the number of a layer), and their sum in GiB."""
+
+    part: str
+    module: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What two steps on the heaviest batch would have allocated, in GiB: torch's `max_memory_allocated`.
+
+    `parts_gb` adds up to `peak_gb`: weights, adapters, gradients, optimizer, activations, loss (logits and what is made
+    of them), workspace (cuBLAS), inputs, temporary. `phase` is where the peak stands: load, setup, data, forward,
+    backward or optimizer; `phases_gb` the highest of each. `steps_gb` is the peak of each step: the first runs without
+    the optimizer's state. `after_step_gb` stays allocated between steps. `tensors` are the largest at the peak.
+    """
+
+    peak_gb: float
+    phase: str
+    parts_gb: Mapping[str, float]
+    phases_gb: Mapping[str, float]
+    steps_gb: tuple[float, ...]
+    after_step_gb: float
+    tensors: tuple[Tensors, ...]
+    batch: Mapping[str, int]
+    torch: str
+    transformers: str
+    seconds: float
+
+
+def simulate(spec: Experiment, gpu: Gpu, limit_s: float = LIMIT_S) -> Simulation:
+    """Simulates the spec on that GPU. Raises MissingError where torch or the model is missing, or where the GPU's
+    compute capability is unknown; SpecError for what cannot be simulated; FtbenchError where the child fails or takes
+    longer than `limit_s` seconds; KeyboardInterrupt when interrupted."""
+    if gpu.compute_capability is None:
+        raise MissingError(
+            f"--simulate needs the compute capability of {gpu.name}, which facts/gpus.yaml does not say: name another "
+            "GPU, or estimate without --simulate"
+        )
+    refuse(spec)
+    trl.check_installed(spec)
+    with tempfile.TemporaryDirectory(prefix="ftbench-simulate-") as folder:
+        scratch = Path(folder)
+        request = {
+            "spec": resolve(spec, gpu.compute_capability).model_dump(mode="json"),
+            "capability": gpu.compute_capability,
+            "memory_bytes": int(gpu.memory_gb * 1e9),
+        }
+        rundir.write_json(scratch / "request.json", request)
+        _run(scratch, limit_s)
+        return read(rundir.read_json(scratch / "simulation.json"))
+
+
+def _run(scratch: Path, limit_s: float) -> None:
+    """The child, to its end. Raises what it told, or how it ended."""
+    log = scratch / "log.txt"
+    argv = [sys.executable, "-P", "-m", "ftbench.worker.simulate", str(scratch.resolve())]
+    environment = trl.environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}  # a real GPU would be asked and waited for
+    end = time.monotonic() + limit_s
+    late = process.Stop("timeout", f"took longer than {limit_s:.0f} s")
+    with process.signals() as asked:
+        ended = process.run_child(argv, environment, log, asked, lambda: late if time.monotonic() > end else None)
+    if ended.stop and ended.stop.state == "interrupted":
+        raise KeyboardInterrupt
+    told = rundir.read_json(scratch / "error.json")
+    if told:
+        raise _ERRORS.get(int(told["exit_code"]), FtbenchError)(told["message"])
+    if ended.kernel_oom:
+        raise MissingError("the simulation ran out of the host's memory: free some, or estimate without --simulate")
+    if ended.stop or ended.code != 0:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        why = (
+            ended.stop.reason
+            if ended.stop
+            else f"ended with exit code {ended.code}: {(lines or ['no output'])[-1][:300]}"
+        )
+        raise FtbenchError(f"the process that simulates {why}")
+
+
+def read(document: dict[str, Any]) -> Simulation:
+    """simulation.json as an object."""
+    peak = document["peak"]
+    return Simulation(
+        peak_gb=peak["gb"],
+        phase=peak["phase"],
+        parts_gb=peak["parts_gb"],
+        phases_gb=document["phases"],
+        steps_gb=tuple(step["peak_gb"] for step in document["steps"]),
+        after_step_gb=document["steps"][-1]["end_gb"],
+        tensors=tuple(Tensors(**entry | {"shape": tuple(entry["shape"])}) for entry in peak["tensors"]),
+        batch=document["batch"],
+        torch=document["torch"],
+        transformers=document["transformers"],
+        seconds=document["seconds"],
+    )
+
+
+# --- ftbench estimate --simulate --------------------------------------------------------------------------------------
+
+
+def answer(request: command.Request) -> command.Answer:
+    """The simulation of a spec on one GPU as text, document and exit code. Raises SpecError for what a simulation does
+    not take, and what `simulate` raises."""
+    given = {
+        "--memory-gb": request.memory_gb is not None,
+        "all but one of --gpu": request.gpu is not None and len(command.listed(request.gpu)) > 1,
+        "--gpus": request.gpus != 1,
+        "--strategy": request.strategy is not None,
+        "--config": request.config is not None,
+    }
+    if found := [name for name, is_given in given.items() if is_given]:
+        raise SpecError(
+            f"--simulate runs one process on one GPU of the table: leave out {', '.join(found)}"
+            + (", and set model.path to the config.json with model.weights=random" if "--config" in found else "")
+        )
+    spec = load(request.spec, request.sets)
+    ((name, gpu, total),) = command.gpus_of(request)
+    if not isinstance(gpu, Gpu):
+        raise SpecError(f"{name} is in no table, so its compute capability is not known: name a GPU with --gpu")
+    room = total or total_gib(gpu)
+    simulated = simulate(spec, gpu)
+    verdict = verdict_of(simulated, spec, gpu, room)
+    head = {"schema": 1, "gpu": name, "model": spec.model.id, "method": spec.method.name, "total": room}
+    document = json.dumps(head | {"verdict": verdict, **asdict(simulated)})
+    return command.Answer(as_text(simulated, spec, name, room, verdict), document, VERDICTS.index(verdict))
+
+
+def verdict_of(found: Simulation, spec: Experiment, gpu: Gpu, room: float) -> Verdict:
+    """Whether it fits `room` GiB: the tensors as simulated, and beside them what the estimate knows of the allocator's
+    pool and the CUDA context. Uncertain for a model that no estimate knows, unless the tensors alone are too many."""
+    if found.peak_gb > room:
+        return "does not fit"
+    try:
+        estimate = estimate_memory(spec, gpu, total=room)
+    except FtbenchError:
+        return "uncertain"
+    beside = estimate.device.expected - estimate.allocated.expected
+    return "fits" if found.peak_gb + 2 * beside <= room else "uncertain"
+
+
+def as_text(found: Simulation, spec: Experiment, gpu: str, room: float, verdict: Verdict) -> str:
+    """The card: the peak, its parts as bars, the highest of each phase, the largest tensors."""
+    batch = found.batch
+    lines = [
+        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}: simulated in {found.seconds:.0f} s",
+        f"heaviest batch: {batch['rows']} rows, {batch['positions']:,} positions, {batch['label_tokens']:,} labels",
+        "",
+        f"allocated at the peak: {gibibytes(found.peak_gb)} GiB, phase {found.phase}",
+        *view.bars(found.parts_gb),
+        "",
+        "highest of each phase: " + " · ".join(f"{name} {gibibytes(size)}" for name, size in found.phases_gb.items()),
+        f"between steps: {gibibytes(found.after_step_gb)} GiB",
+        "",
+        "largest tensors at the peak:",
+        *(_line(tensors) for tensors in found.tensors[:SHOWN]),
+        "",
+        f"{gpu} has {gibibytes(room)} GiB: {verdict}",
+    ]
+    return "\n".join(lines)
+
+
+def _line(tensors: Tensors) -> str:
+    shape = "x".join(map(str, tensors.shape)) or "scalar"
+    where = ".".join(tensors.module.split(".")[-3:]) or tensors.operation
+    return f"  {gibibytes(tensors.gb):>8}  {tensors.count:>4} x {tensors.dtype} {shape:<20} {tensors.part} ({where})"

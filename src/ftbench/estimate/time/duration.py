@@ -1,0 +1,151 @@
+"""How long a spec trains on a GPU, what it draws, and how sure that is: from runs of the same step, else scaled from
+runs near it, else from the ceilings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftbench.core.hardware import Gpu, capability_of
+from ftbench.estimate.memory.estimate import Band
+from ftbench.estimate.time import power, speeds
+from ftbench.estimate.time.ceilings import Ceilings, limits_of
+from ftbench.estimate.time.history import Known
+from ftbench.estimate.time.neighbor_correction import Correction, correction
+from ftbench.estimate.time.observations import per_step
+from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.workload.lengths import batches_of
+from ftbench.estimate.workload.trainable_shape import Adapted
+from ftbench.spec.experiment import Experiment, resolve
+
+MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data sheet"
+# How far the truth may lie from the expectation, as a factor. Measured: what repeats differ by on one machine. The
+# others hold nine tenths of the rows of `ftbench estimate --calibrate` or more.
+SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
+HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more than GPUs
+EXPERTS_SPREAD = 1.5  # on top, for a step of a mixture of experts that was not measured
+
+
+@dataclass(frozen=True, slots=True)
+class DurationEstimate:
+    """Seconds of an optimizer step of `samples` samples and `tokens` real ones; `padding` is the share of computed
+    positions that are none. `start_s` until the first steady step, `watts` of the GPU. `parts` are the step's terms
+    alone on the device, seconds; `bound` is the GPU, or the host where the GPU waits for Python. `basis` is one of
+    MEASURED, SCALED, OTHER, SHEET and `confidence` says it in words."""
+
+    step_s: Band
+    samples: float
+    tokens: float
+    padding: float
+    start_s: float
+    watts: Band
+    watts_source: str
+    bound: str
+    basis: str
+    confidence: str
+    lengths: str
+    upper_bound: bool
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def seconds_for(self, samples: float) -> Band:
+        """Wall seconds for so many samples, the start included."""
+        steps, step = samples / self.samples, self.step_s
+        return Band(*(self.start_s + steps * each for each in (step.low, step.expected, step.high)))
+
+    def samples_in(self, seconds: float) -> Band:
+        """Samples trained within so many seconds, the start included; low comes from the slow end."""
+        left, step = self.samples * max(0.0, seconds - self.start_s), self.step_s
+        return Band(left / step.high, left / step.expected, left / step.low)
+
+    @property
+    def samples_per_hour(self) -> float:
+        return 3600 * self.samples / self.step_s.expected
+
+    def joules_for(self, samples: float) -> Band:
+        """Of the GPU, for the steps alone."""
+        steps, step, watts = samples / self.samples, self.step_s, self.watts
+        return Band(
+            steps * step.low * watts.low, steps * step.expected * watts.expected, steps * step.high * watts.high
+        )
+
+
+def estimate_duration(
+    spec: Experiment,
+    gpu: Gpu,
+    store: Store | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    coefficients: dict[str, float] | None = None,
+    older: bool = False,
+) -> DurationEstimate:
+    """`config` is the model's config.json where facts do not know it; `older` as `history.Known` has it. Raises
+    SpecError for a model whose shape is not known, and for products in a precision of which no rate is known."""
+    store = store or Store()
+    spec = resolve(spec, capability_of(gpu))
+    lengths = store.lengths(spec.dataset)
+    batches = batches_of(spec, lengths)
+    shape, work = store.work(spec, batches, config, older)
+    limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)
+    learned = coefficients or speeds.values(speeds.shipped())
+    found = speeds.step(speeds.ideal(work, limits), learned)
+    samples = per_step(spec, batches, "samples")
+    same = store.same(spec, gpu)
+    unlike = bool(shape.model.experts) and not same  # of a mixture of experts runs of other steps tell little
+    near = None if same or unlike else correction(spec, found, store.neighbours(gpu, learned))
+    seconds, basis, confidence = _judged(gpu, same, near, samples, found.seconds, limits, unlike)
+    spread = SPREAD[basis]
+    if basis != MEASURED:
+        spread *= (HOST_SPREAD if found.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
+    watts, source = power.watts(spec, gpu, same, store.on(gpu), found)
+    positions, real = (per_step(spec, batches, name) for name in ("positions", "real"))
+    return DurationEstimate(
+        Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
+        _start(spec, shape, same), watts, source, "host" if found.host_bound else "GPU", basis, confidence,
+        lengths.source, lengths.upper_bound, dict(found.parts),
+    )  # fmt: skip
+
+
+def _judged(gpu: Gpu, same: Sequence[Known], near: Correction | None, samples: float, modelled: float,
+            limits: Ceilings, unlike: bool) -> tuple[float, str, str]:  # fmt: skip
+    """Seconds, basis, and confidence in words."""
+    if same:
+        seconds = statistics.median(run.step_s / run.samples for run in same) * samples
+        return seconds, MEASURED, f"measured (same step, same GPU, {_counted(len(same))})"
+    if near is not None and near.alike:
+        how = f"scaled from {_counted(near.alike)} of this method and these optimizations on this GPU"
+        return modelled * near.factor, SCALED, how
+    if near is not None:
+        return modelled * near.factor, OTHER, f"scaled from {_counted(near.runs)} with other settings on this GPU"
+    learned = speeds.document()["gpus"]
+    if unlike:
+        return modelled, SHEET, f"{limits.source} alone: of a mixture of experts runs of other steps tell little"
+    if gpu.name in learned:
+        return modelled, OTHER, f"{limits.source} and ftbench's own runs on it; no run of yours there"
+    return modelled, SHEET, f"{limits.source} alone, nothing measured on this GPU (learned on {', '.join(learned)})"
+
+
+def _counted(runs: int) -> str:
+    return f"{runs} run" if runs == 1 else f"{runs} runs"
+
+
+# Seconds until the first steady step: imports, weights at 1.5 GB/s from a disk, the first step's kernels; compiled and
+# unsloth's first steps took 8 to 12 s in results/h200.
+_IMPORT_S, _LOAD_BYTES_S, _FIRST_S, _FIRST_COMPILED_S = 10.0, 1.5e9, 3.0, 12.0
+
+
+def _start(spec: Experiment, shape: Adapted, same: Sequence[Known]) -> float:
+    measured = [run.start_s for run in same if run.start_s is not None]
+    if measured:
+        return statistics.median(measured)
+    compiled = spec.method.name == "unsloth" or bool(spec.optimizations.compile)
+    return _IMPORT_S + 2 * shape.model.total / _LOAD_BYTES_S + (_FIRST_COMPILED_S if compiled else _FIRST_S)
+
+
+def epochs_samples(spec: Experiment, a_step: float) -> float | None:
+    """The samples that a spec trains on, of which an optimizer step has `a_step` (in packed rows more than the batch
+    size says); None where the size of its data set is not known."""
+    if spec.train.max_steps is not None:
+        return spec.train.max_steps * a_step
+    return None if spec.dataset.samples is None else spec.dataset.samples * spec.train.epochs

@@ -1,0 +1,157 @@
+"""The runs of a results store that tell how long a step takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import Unsloth
+from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.prices import canonical
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
+from ftbench.store.summary import optimizations_on
+
+# What changes how long a step takes; names, seeds, learning rates, and how long is trained do not.
+StepKey = tuple[Any, ...]
+AGREE = 0.05  # coefficient of variation of two to four steady steps that agree
+MOST_RUNS = 500  # reading them takes a second at the most
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A run that ended well. `gpu` is the table's name; `step_s` the mean of the steady steps, and `samples` how many a
+    step had; `start_s` the seconds before the first steady step, `watts` the mean power, `described` the data set.
+    `older` says that the code of that day did more: losses over chunks that made the logits again, 8-bit products that
+    cast the weight each time."""
+
+    run_id: str
+    spec: Experiment
+    gpu: str
+    step_s: float
+    samples: float
+    start_s: float | None
+    watts: float | None
+    described: dict[str, Any]
+    key: StepKey
+    settings: Settings
+    older: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What runs must share to be of one kind: the method as far as it changes what is computed, and the optimizations
+    that are on."""
+
+    method: tuple[str, bool, str]
+    switches: frozenset[str]
+
+
+def settings_of(spec: Experiment) -> Settings:
+    again = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
+    return Settings((spec.method.name, spec.method.quantised, again), _switches(spec.optimizations))
+
+
+def step_key(spec: Experiment, older: bool = False) -> StepKey:
+    """Equal for specs whose steps take the same time on the same GPU."""
+    model, data, train = spec.model, spec.dataset, spec.train
+    return (
+        (model.id, model.path, model.dtype),
+        spec.method,
+        (data.name, data.path, data.revision, data.max_length, data.length, data.mean_length, data.like),
+        (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
+        spec.optimizations,
+        spec.launch.framework,
+        older,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _switches(optimizations: Optimizations) -> frozenset[str]:
+    return frozenset(optimizations_on(optimizations.model_dump()))
+
+
+# The phases before the first steady step that another run goes through too: weights are made once on a machine, and for
+# the GPU one waits where others have it.
+_STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_step", "warmup", "start_and_exit")
+
+
+def known_runs(paths: Iterable[Path]) -> list[Known]:
+    """Of the newest MOST_RUNS runs at or below `paths`, those on a GPU that say how long their steps take; a run that
+    lies there twice counts once."""
+    runs = [run for path in paths for run in rundir.find_runs(path)]
+    if len(runs) > MOST_RUNS:
+        runs = sorted(runs, key=_changed)[-MOST_RUNS:]
+    found: dict[str, Known] = {}
+    for run in runs:
+        if (known := known_run(run)) is not None:
+            found.setdefault(known.run_id, known)
+    return list(found.values())
+
+
+def _changed(run: RunDir) -> float:
+    try:
+        return run.state.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def known_run(run: RunDir) -> Known | None:
+    """None for a run that tells nothing of its step: it failed, was too short, had no GPU, was a mock, or its files are
+    not what they should be."""
+    try:
+        return _told(run)
+    except (AttributeError, KeyError, TypeError, ValueError):  # somebody else's file: a list for a section, a text
+        return None
+
+
+def is_told(summary: dict[str, Any]) -> bool:
+    """Whether a run says how long its steps take: by enough of them, or by fewer that agree."""
+    steady = (summary.get("steps") or {}).get("steady") or 0
+    spread = (summary.get("step_time_s") or {}).get("cv")
+    return steady >= MINIMUM_STEADY or (steady > 1 and spread is not None and spread <= AGREE)
+
+
+def _told(run: RunDir) -> Known | None:
+    summary = rundir.read_json(run.summary)
+    step = (summary.get("step_time_s") or {}).get("mean") or 0.0
+    if summary.get("state") != "ok" or not summary.get("gpu") or not 0 < step < math.inf or not is_told(summary):
+        return None
+    spec = _spec(rundir.read_json(run.spec_json))
+    if spec is None or spec.launch.mock != "off" or spec.measure.share_gpu:
+        return None
+    older = is_older(run)
+    rate = summary.get("samples_per_s")
+    phases = summary.get("phases_s") or {}
+    start = sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None
+    return Known(
+        f"{summary['name']}/{summary['run_id']}", spec, canonical(summary["gpu"]), step,
+        rate * step if rate else spec.train.batch_size * spec.train.gradient_accumulation_steps,
+        start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {},
+        step_key(spec, older), settings_of(spec), older,
+    )  # fmt: skip
+
+
+def is_older(run: RunDir) -> bool:
+    """By what applied.json calls the loss."""
+    return rundir.read_json(run.applied).get("loss") == "chunked (ftbench)"
+
+
+def _spec(values: dict[str, Any]) -> Experiment | None:
+    """The spec of a spec.json; None where it is no spec of this version (a later key), or of an imported log."""
+    if "imported" in values:
+        return None
+    try:
+        return Experiment.model_validate(
+            {key: value for key, value in values.items() if key in Experiment.model_fields}
+        )
+    except ValidationError:
+        return None

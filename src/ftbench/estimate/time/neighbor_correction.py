@@ -1,0 +1,73 @@
+"""What runs near a spec say about the model's error there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ftbench.estimate.time.history import Known, Settings, settings_of
+from ftbench.estimate.time.observations import Observation
+from ftbench.estimate.time.speeds import Step, step
+from ftbench.spec.experiment import Experiment
+
+# How far apart two specs are: the log of the ratio of their steps, and this much for each thing they differ in. The
+# weight of a run is exp(-distance).
+_SWITCH, _METHOD, _MODEL, _SIDE = 1.0, 1.5, 0.7, 2.0
+_MODELS_OWN = 0.3  # the weight of the model itself, whose error is 1
+_FARTHEST = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Measured over modelled, as `runs` runs near the spec have it; `alike` of them have its method and
+    optimizations."""
+
+    factor: float
+    runs: int
+    alike: int
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A run with the model's step for it, how far the model was off (log of measured over modelled), and its share of
+    the runs of the same step."""
+
+    run: Known
+    modelled: Step
+    miss: float
+    share: float
+
+
+def neighbours(seen: Sequence[Observation], coefficients: Mapping[str, float]) -> list[Neighbour]:
+    times = Counter(each.key for each in seen)
+    found = []
+    for each in seen:
+        modelled = step(each.ideal, coefficients)
+        found.append(Neighbour(each.run, modelled, math.log(each.seconds / modelled.seconds), 1 / times[each.key]))
+    return found
+
+
+def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) -> Correction | None:
+    """From runs on the same GPU; None where none is near enough."""
+    if not others:
+        return None
+    total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0
+    own = settings_of(spec)
+    for other in others:
+        far = abs(math.log(modelled.seconds / other.modelled.seconds)) / 2
+        far += _apart(own, other.run.settings) + _MODEL * (spec.model.id != other.run.spec.model.id)
+        far += _SIDE * (modelled.host_bound != other.modelled.host_bound)
+        if far > _FARTHEST:
+            continue
+        weight = math.exp(-far) * other.share
+        total, weights, near = total + weight * other.miss, weights + weight, near + 1
+        alike += own == other.run.settings and other.modelled.host_bound == modelled.host_bound
+    return Correction(math.exp(total / weights), near, alike) if near else None
+
+
+def _apart(one: Settings, other: Settings) -> float:
+    if one == other:
+        return 0.0
+    return _SWITCH * len(one.switches ^ other.switches) + _METHOD * (one.method != other.method)

@@ -1,0 +1,212 @@
+"""What a step asks of a GPU, term by term: FLOPs, bytes and operations. Pure; how fast each is done is `speeds.py`'s.
+
+FLOPs as `core/flops.py` counts them. Bytes are what the operations of transformers' and peft's eager code read and
+write, counted by hand from their source (transformers 5.17, peft 0.21), bfloat16 activations; kernels that do several
+operations at once move fewer, which is the coefficient of their term.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ftbench.core import flops
+from ftbench.estimate.memory.recipe import Fused
+from ftbench.estimate.workload.lengths import Batch
+from ftbench.estimate.workload.recipe import fused, is_eager, is_upcast
+from ftbench.estimate.workload.trainable_shape import Adapted
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import Unsloth
+
+# Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
+# one each of queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
+_HIDDEN, _HEADS, _INNER = 2 * 36 + 12, 36 + 20 + 4, 10
+_ADAPTER_IN, _ADAPTER_OUT = 14, 12  # input to float32 and back to 16 bits; scaled output and its sum with the base's
+_BACKWARD = 2.0  # of what the forward pass moves
+_ADAPTER_BACKWARD = 1.3
+# What is left of the adapters' passes and operations with fused_lora (worker/adapter_products.py counts them).
+_FUSED_PASSES: dict[Fused, float] = {"off": 1.0, "augmented": 35 / 91.5, "beside": 70 / 91.5}
+_FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "beside": 33 / 42}
+# Bytes a logit: written in 16 bits, read and written in float32, and their gradient. Of our own loss by its passes, in
+# eager mode and compiled (worker/optimizations/chunked_loss.py).
+_LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
+# Bytes of an element on its way to 8 bits: read for the maximum, read, written; in eager mode by way of float32.
+_CAST, _CAST_EAGER = 5, 33
+_SCORE = 40  # bytes a score of eager attention, forward and backward
+_MXFP4_OUT = 17 / 32 + 2  # bytes of a weight that is read in 4 bits with its scale and written in 16
+# Operations that the host starts for a layer, forward and backward, each some microseconds of Python and launch.
+_LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 36, 60, 120
+_HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # of the operations that are left
+_RECOMPUTED = 1 / 3  # share of a layer's forward and backward that a second forward pass adds
+
+# Bytes of a moment of the optimizer's state, None for the type of the weights. AdamW reads and writes two, and for each
+# trained parameter the weight (r, w) and the gradient (r); clipping reads and scales the gradient.
+_MOMENT_BYTES = {"adamw_torch": None, "adamw_torch_fused": None, "adamw_bnb_8bit": 1.0, "paged_adamw_8bit": 1.0}
+_OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit", "paged_adamw_8bit": "optimizer.8bit"}
+_DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Amounts by the name of their term: `flops` at the rate of 16-bit products (or 8-bit for `products.fp8`), `bytes`
+    at the memory's, `operations` of the host. `link` are bytes over the link to the host."""
+
+    flops: dict[str, float]
+    bytes: dict[str, float]
+    link: dict[str, float]
+    operations: float
+
+
+def kind_of(spec: Experiment) -> str:
+    """Whose kernels do the elementwise work: eager, compiled, liger or unsloth."""
+    if spec.method.name == "unsloth":
+        return "unsloth"
+    if spec.optimizations.compile:
+        return "compiled"
+    return "liger" if spec.optimizations.liger else "eager"
+
+
+def recomputed(spec: Experiment) -> float:
+    """The share of the layers whose forward pass is done twice."""
+    own = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
+    if spec.optimizations.gradient_checkpointing == "selective":
+        return 0.5
+    return float(bool(spec.optimizations.gradient_checkpointing) or own != "off")
+
+
+def micro_step(spec: Experiment, shape: Adapted, batch: Batch, older: bool = False) -> Work:
+    """One forward and backward pass; `older` as `history.Known` has it."""
+    again = recomputed(spec)
+    done = _products(spec, shape, batch, again, older)
+    if is_eager(spec, shape.model):  # products like those with weights, of all pairs
+        done["products"] += _whole_square(shape, batch, again)
+    else:
+        done[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again)
+    return Work(
+        {name: value for name, value in done.items() if value},
+        _moved(spec, shape, batch, again, older),
+        _linked(spec, shape, batch),
+        _operations(spec, shape, batch, again),
+    )
+
+
+def _linked(spec: Experiment, shape: Adapted, batch: Batch) -> dict[str, float]:
+    """Bytes to the host and back."""
+    if spec.optimizations.activation_offload:
+        return {"offload": 2 * _kept(shape) * batch.positions}
+    if spec.optimizations.gradient_checkpointing == "offload":
+        stream = 4 if is_upcast(spec.method, shape.model) else 2
+        return {"offload.checkpoints": 2 * stream * shape.model.hidden * shape.model.layers * batch.positions}
+    return {}
+
+
+def _products(spec: Experiment, shape: Adapted, batch: Batch, again: float, older: bool) -> dict[str, float]:
+    """FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and Liger's
+    take the gradient in the forward pass; the others make the logits again."""
+    matmul, n = shape.matmul, batch.positions
+    layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
+    once = spec.optimizations.liger or (spec.optimizations.chunked_loss and not older)
+    head = batch.labels * (flops.head_per_token(matmul) + (0 if once else 2 * matmul.head))
+    experts = n * (4 + 2 * again + 2 * (spec.method.name == "full")) * shape.expert_matmul
+    fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if spec.optimizations.fp8 != "off" else 0.0
+    return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
+
+
+def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float, older: bool) -> dict[str, float]:
+    """Bytes read and written, by term."""
+    n, kind, compiled = batch.positions, kind_of(spec), bool(spec.optimizations.compile)
+    moved: dict[str, float] = defaultdict(float)
+    base, adapters = _elementwise(shape, again)
+    adapters *= _FUSED_PASSES[fused(spec)]
+    moved[f"elementwise.{kind}"] += base * n
+    moved["elementwise.eager" if kind == "liger" else f"elementwise.{kind}"] += adapters * n
+    if is_upcast(spec.method, shape.model):  # and so is the stream between the layers
+        moved["elementwise.float32"] += (base + adapters) * n
+    if spec.method.mxfp4:
+        matrices = shape.model.layers * shape.model.experts * 3 * shape.model.hidden * shape.model.inner
+        moved["dequantise.mxfp4"] += (2 + again) * matrices * _MXFP4_OUT
+    elif spec.method.quantised:  # 4 bits are read and 16 written for each product
+        moved["dequantise"] += (2 + again) * shape.quantisable * 2.5
+    if spec.optimizations.fp8 != "off":
+        each = shape.linears.inputs * (1 + again) + shape.linears.outputs
+        moved["casts"] += shape.model.layers * each * n * (_CAST if compiled else _CAST_EAGER)
+        moved["casts"] += (2 + again) * shape.matmul.base * _CAST if older else 0.0
+    ours = spec.optimizations.chunked_loss and not older
+    bytes_ = (_OUR_LOGIT_COMPILED if compiled else _OUR_LOGIT) if ours else _LOGIT
+    moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.model.vocab * bytes_
+    if is_eager(spec, shape.model):  # scores are written, scaled, masked and normalised, forward and back
+        scores = batch.square * shape.model.heads * shape.model.layers
+        moved["elementwise.eager"] += _SCORE * scores * (1 + _RECOMPUTED * again)
+    if shape.model.experts:  # the weights of all experts that some token visits are read
+        visited = min(1.0, n * shape.expert_matmul / shape.model.parameters["experts"])
+        moved["experts"] += visited * shape.model.parameters["experts"] * _DTYPE_BYTES[spec.model.dtype] * (2 + again)
+    return dict(moved)
+
+
+def _attention(shape: Adapted, batch: Batch, again: float) -> float:
+    """Causal, or the whole square where a mask is given; `4 width` FLOPs a pair forward, twice that backward."""
+    if batch.masked:
+        return _whole_square(shape, batch, again)
+    return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)
+
+
+def _whole_square(shape: Adapted, batch: Batch, again: float) -> float:
+    return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
+
+
+def _elementwise(shape: Adapted, again: float) -> tuple[float, float]:
+    """Bytes a position in all layers: the base model's and the adapters', backward included."""
+    base = _HIDDEN * shape.model.hidden + _HEADS * (shape.model.query + shape.model.key) + _INNER * shape.inner
+    adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
+    return (
+        shape.model.layers * base * (1 + _BACKWARD + again),
+        shape.model.layers * adapters * (1 + _ADAPTER_BACKWARD + again),
+    )
+
+
+def _loss(spec: Experiment, kind: str) -> str:
+    """trl's own computes entropy and accuracy too."""
+    own = spec.optimizations.chunked_loss or spec.optimizations.liger or kind == "unsloth"
+    return "chunked" if own else "trl"
+
+
+def _kept(shape: Adapted) -> float:
+    """Bytes a position that the backward pass needs, in all layers: norms and products keep their inputs."""
+    return (
+        shape.model.layers * 2 * (8 * shape.model.hidden + 4 * (shape.model.query + shape.model.key) + 4 * shape.inner)
+    )
+
+
+def _operations(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> float:
+    layer = _LAYER_OPS + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[fused(spec)]
+    layer += _QUANTISED_OPS * shape.linears.count if spec.method.quantised and not spec.method.mxfp4 else 0
+    layer += _MASK_OPS if batch.masked else 0
+    layer += _EXPERT_OPS if shape.model.experts else 0
+    return shape.model.layers * layer * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * again)
+
+
+def update(spec: Experiment, shape: Adapted) -> Work:
+    """Clipping and the optimizer's update, once a step."""
+    full = spec.method.name == "full"
+    weight = _DTYPE_BYTES[spec.model.dtype] if full else 4  # adapters are trained in float32
+    moment = _MOMENT_BYTES.get(spec.train.optimizer, 0.0)
+    state = 4 * (weight if moment is None else moment)
+    clipped = 3 * weight if spec.train.max_grad_norm else 0
+    name = _OPTIMIZER_TERM.get(spec.train.optimizer, "optimizer.fused")
+    return Work({}, {name: shape.trained * (3 * weight + state + clipped)}, {}, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """An optimizer step: `passes` micro-batches, of each group of like size weight and work; and the update once."""
+
+    groups: tuple[tuple[float, Work], ...]
+    passes: int
+    update: Work
+
+
+def step_work(spec: Experiment, shape: Adapted, batches: Sequence[Batch], older: bool = False) -> StepWork:
+    """Raises nothing: a spec whose products have no known rate is for `ceilings.py` to refuse."""
+    groups = tuple((batch.weight, micro_step(spec, shape, batch, older)) for batch in batches)
+    return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))

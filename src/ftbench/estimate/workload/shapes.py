@@ -1,0 +1,41 @@
+"""The shape of a spec's model: from facts, from its config.json on this disk, or from one that is given."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.architectures import architectures
+from ftbench.errors import SpecError
+from ftbench.estimate.memory.model import ModelShape, UnknownFamilyError, model_shape
+from ftbench.spec.experiment import Model
+from ftbench.spec.reading import read_config
+
+
+def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
+    """`config` is taken before model.path, and that before facts. Raises SpecError with a way out."""
+    if config is None and not model.path and model.id in architectures():
+        return _known(model.id)
+    found = config or (read_config(Path(model.path)) if model.path else None)
+    if found is None:
+        raise SpecError(
+            f"no shape is known for {model.id}: give --config FILE with its config.json, model.path, or one of "
+            "`ftbench list models`"
+        )
+    try:
+        return model_shape(found)
+    except UnknownFamilyError as error:
+        path = " with model.path=FILE and model.weights=random instead of --config" if config is not None else ""
+        raise SpecError(
+            f"model {model.id}: {error}; `ftbench estimate SPEC --gpu NAME --simulate`{path} runs what transformers "
+            "makes of it"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"config.json: {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise SpecError(f"model {model.id}: {reason}: correct it, or take the one that was published") from None
+
+
+@cache
+def _known(name: str) -> ModelShape:
+    return model_shape(architectures()[name])

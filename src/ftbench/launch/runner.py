@@ -1,0 +1,260 @@
+"""One run: check, claim a directory, write spec and machine, launch, watch, summarise. Always leaves a state."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import oom
+from ftbench.core.rows import RunSummary
+from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
+from ftbench.launch import mock, nsys, process, trl
+from ftbench.launch.follow import Follower, Watchdog
+from ftbench.profile import files as profiles
+from ftbench.profile.trace import TraceError
+from ftbench.spec import identity
+from ftbench.spec.combinations import impossible, refused_here
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.load import load
+from ftbench.store import ceilings, machine, rundir, summary
+from ftbench.store.rundir import RunDir
+
+MINIMUM_FREE_BYTES = 32 * 2**20
+_LOG_TAIL = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished run and the exit code its command ends with."""
+
+    run: RunDir
+    summary: RunSummary
+    exit_code: int
+
+    def document(self) -> dict[str, Any]:
+        """What `--json` prints of it."""
+        return {
+            "run_dir": str(self.run.path), "state": self.summary.state, "summary": summary.as_dict(self.summary),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to run: a resolved spec, the text of the file that it came from, and the changes to that."""
+
+    spec: Experiment
+    source: bytes
+    sets: Sequence[str]
+
+
+def run(
+    spec_path: Path,
+    sets: Sequence[str],
+    out: Path,
+    on_start: Callable[[RunDir], None] = lambda run: None,
+    on_tick: Callable[[Follower], None] = lambda follower: None,
+    on_checked: Callable[[Experiment, dict[str, Any]], None] = lambda spec, described: None,
+) -> Result:
+    """Trains the spec once; `on_checked` hears of the resolved spec and this machine before anything is claimed.
+    Raises SpecError or MissingError before anything is loaded; once a directory is claimed, every end is a state in
+    it."""
+    spec = load(spec_path, sets)
+    described = describe(spec)
+    spec = resolve(spec, capability(described))
+    check(spec, described)
+    check_disk(out)
+    on_checked(spec, described)
+    claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
+    on_start(claimed)
+    with process.signals() as asked:
+        return carry_out(claimed, Order(spec, spec_path.read_bytes(), sets), described, asked, on_tick)
+
+
+def experiment(spec: Experiment) -> str:
+    """The folder of a spec's runs; what a mock pretends does not lie beside what was measured."""
+    return spec.name if spec.launch.mock == "off" else f"{spec.name}-mock"
+
+
+def describe(spec: Experiment, visible: str | None = None) -> dict[str, Any]:
+    """machine.json, with the GPU that a mock pretends to have. `visible` as CUDA_VISIBLE_DEVICES names the GPU."""
+    described = machine.describe(visible)
+    return described if spec.launch.mock == "off" else described | {"gpu": mock.gpu(spec.launch.mock_fits)}
+
+
+def gpu_name(described: dict[str, Any]) -> str | None:
+    return (described["gpu"] or {}).get("name")
+
+
+def carry_out(
+    claimed: RunDir,
+    order: Order,
+    described: dict[str, Any],
+    asked: int,
+    on_tick: Callable[[Follower], None] = lambda follower: None,
+    environment: Mapping[str, str] | None = None,
+    deadline: float | None = None,
+) -> Result:
+    """Trains in a claimed directory and leaves state.json and summary.json there. A signal (a byte in the pipe `asked`)
+    ends the worker, and so does the sweep's `deadline` (monotonic clock, s); one that comes later does not keep the
+    files from being written. `environment` adds variables to this process's. Raises MissingError where the disk or the
+    machine has no room."""
+    spec = order.spec
+    try:
+        claimed.spec_yaml.write_bytes(order.source)
+        resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(order.sets)}
+        rundir.write_json(claimed.spec_json, resolved)
+        best = ceilings.of(claimed.path.parents[1], gpu_name(described))
+        rundir.write_json(claimed.machine, described | {"ceilings": best})
+        follower = Follower(claimed)
+        watchdog = Watchdog(spec, follower, deadline)
+
+        def watch() -> process.Stop | None:
+            follower.poll()
+            on_tick(follower)
+            return watchdog.check()
+
+        variables = trl.environment({**os.environ, **(environment or {})}, spec.train.report_to)
+        launcher = trl if spec.launch.mock == "off" else mock
+        command = launcher.command(claimed)
+        if spec.measure.profile == "nsys":
+            command = nsys.around(command, claimed)
+        ended = process.run_child(command, variables, claimed.log, asked, watch)
+        return _close(claimed, ended)
+    except OSError as error:  # a full disk, a machine without room for another process
+        raise MissingError(
+            f"{claimed.path}: {error.strerror}; free some space, or write elsewhere with --out"
+        ) from None
+
+
+def capability(described: dict[str, Any]) -> tuple[int, int] | None:
+    """The compute capability of the GPU in a machine.json; None without a GPU."""
+    found = (described["gpu"] or {}).get("compute_capability")
+    return (int(found[0]), int(found[1])) if found else None
+
+
+def check(spec: Experiment, described: dict[str, Any]) -> None:
+    """Raises SpecError for a file that is not there, MissingError for what cannot work on this machine or is not
+    installed there."""
+    # What no machine can do was refused as the spec was read: left is what `auto` became here.
+    refusals = impossible(spec)
+    if spec.launch.mock == "off":
+        refusals += refused_here(spec, capability(described))
+    if wrong := _path_problems(spec):
+        raise SpecError(*wrong, *refusals)
+    if refusals:
+        raise MissingError("\n".join(refusals))
+    if spec.launch.mock == "off":
+        trl.check_installed(spec)
+
+
+def _path_problems(spec: Experiment) -> list[str]:
+    found = []
+    if spec.dataset.path and not Path(spec.dataset.path).is_file():
+        found.append(f"dataset.path: {spec.dataset.path}: no such file")
+    if spec.model.path and spec.model.weights == "pretrained":
+        folder = Path(spec.model.path)
+        if not folder.is_dir():
+            found.append(f"model.path: {folder}: no such directory")
+        elif not (folder / "config.json").is_file():
+            found.append(f"model.path: {folder}: holds no config.json, so it is no model directory")
+        elif not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+            found.append(
+                f"model.path: {folder}: holds a config.json and no weights (*.safetensors); copy them there, or set "
+                "model.weights=random to measure the same shape without them"
+            )
+    if spec.model.path and spec.model.weights == "random" and not Path(spec.model.path).exists():
+        found.append(f"model.path: {spec.model.path}: no such config.json")
+    return found
+
+
+def check_disk(out: Path) -> None:
+    existing = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
+    if not os.access(existing, os.W_OK) or not existing.is_dir():
+        raise MissingError(f"{existing}: cannot be written; choose another place with --out")
+    if (free := shutil.disk_usage(existing).free) < MINIMUM_FREE_BYTES:
+        raise MissingError(f"{existing}: only {free / 2**20:.0f} MiB free; free some, or write elsewhere with --out")
+
+
+def _close(run: RunDir, ended: process.Exit) -> Result:
+    """Writes state and summary; raises MissingError where the disk takes neither."""
+    state = _final_state(run, ended)
+    try:
+        state |= _profile(run)
+        rundir.write_json(run.state, state)
+        found = summary.summarise(run)
+        rundir.write_json(run.summary, summary.as_dict(found))
+    except MissingError as error:
+        raise MissingError(f"{error}\nthe steps that were finished are in {run.steps}") from None
+    run.reserve.unlink(missing_ok=True)
+    return Result(run, found, _exit_code(state))
+
+
+def _profile(run: RunDir) -> dict[str, Any]:
+    """Makes the profile out of what the worker recorded; what the state becomes where that cannot be read."""
+    try:
+        profiles.finish(run)
+    except TraceError as error:
+        return {"state": "error", "reason": str(error)}
+    return {}
+
+
+def tidy(run: RunDir) -> None:
+    """Gives a run whose child ended, but not its parent in peace, what the parent would have: a summary, and no more
+    than its files."""
+    if not run.reserve.exists():
+        return
+    state = rundir.read_json(run.state)
+    if state.get("state") in ("ok", "oom", "timeout", "error"):
+        rundir.write_json(run.state, {key: value for key, value in state.items() if key != "owner"})
+        rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+        run.reserve.unlink(missing_ok=True)
+
+
+def _final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
+    """The child's own word where it had one; otherwise what its exit says."""
+    state = rundir.read_json(run.state)
+    told = state.get("state")
+    if ended.stop is not None:
+        state |= {"state": ended.stop.state, "reason": ended.stop.reason}
+    elif told in (None, "running") or (told == "ok" and ended.code > 0):  # ok, then killed on its way out, is ok
+        state |= _from_exit(run, ended)
+    state.pop("owner", None)
+    return state | {"ended_at": rundir.now(), "wall_s": ended.wall_s, "child_exit": ended.code}
+
+
+def _from_exit(run: RunDir, ended: process.Exit) -> dict[str, Any]:
+    tail = _log_tail(run)
+    where = run.log.name
+    if ended.kernel_oom:
+        return {"state": "oom", "reason": "the kernel's OOM killer ended it: host memory ran out",
+                "oom": oom.Oom("kernel").as_dict()}  # fmt: skip
+    if (found := oom.recognise(tail)) is not None:
+        return {"state": "oom", "reason": f"out of memory ({found.kind})", "oom": found.as_dict()}
+    if ended.code < 0:
+        name = signal.Signals(-ended.code).name
+        whose = "killed by {} from outside" if -ended.code in rundir.CUT_SHORT else "crashed with {}"
+        return {"state": "error", "reason": f"{whose.format(name)}; see {where}", "signal": -ended.code}
+    last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "no output")
+    return {"state": "error", "reason": f"ended with exit code {ended.code} and no word: {last[:300]}"}
+
+
+def _log_tail(run: RunDir) -> str:
+    try:
+        with run.log.open("rb") as file:
+            file.seek(max(0, run.log.stat().st_size - _LOG_TAIL))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _exit_code(state: dict[str, Any]) -> int:
+    if state["state"] == "ok":
+        return 0
+    if state["state"] == "interrupted":
+        return INTERRUPTED
+    return int(state.get("exit_code", FtbenchError.exit_code))

@@ -1,0 +1,202 @@
+"""`ftbench probe`: this machine's ceilings, measured by a child process and kept in the store. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.hardware import Gpu, find_gpu
+from ftbench.errors import FtbenchError, MissingError
+from ftbench.launch import process
+from ftbench.store import ceilings, machine, process_identity, rundir
+
+SCHEMA = 1
+LIMIT_S = 60.0
+# What the child plans with; the rest is for its start, and for an item that takes longer than it was thought to.
+_CHILD_S = 55.0
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8", "int8")
+ABOVE_PEAK = 1.05  # cards boost a little above the clock of their data sheet
+THROTTLED = 0.95
+FOREIGN_MEMORY_GB = 1.0
+# Every figure of the document; what was not measured stays None, with the reason in `notes`.
+_EMPTY: dict[str, Any] = {
+    "device": None,
+    "products": {},
+    "memory": None,
+    "host_link": None,
+    "launch_us": None,
+    "idle": None,
+    "links": None,
+    "notes": [],
+}
+
+
+def probe(out: Path) -> tuple[dict[str, Any], Path]:
+    """Measures this machine within LIMIT_S seconds and keeps the document under `out`; gives it and its file.
+
+    Raises MissingError where torch or a place to write is missing or torch cannot use the GPU, FtbenchError where
+    nothing could be measured, KeyboardInterrupt where a signal ended it.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingError(
+            f"probe needs torch, which this Python ({sys.executable}) does not have: pip install 'ftbench[train]'"
+        )
+    described = machine.describe()
+    folder = out / ceilings.FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # before a minute is spent: can it be written?
+        with tempfile.TemporaryDirectory() as scratch:
+            measured = _measure(Path(scratch))
+    except OSError as error:
+        raise rundir.disk_error(folder, error) from None
+    document = {
+        "schema": SCHEMA, "date": rundir.now(), "machine": described, **_EMPTY, **measured,
+        "products": {name: measured.get("products", {}).get(name) for name in PRECISIONS},
+    }  # fmt: skip
+    document["notes"] = [*measured.get("notes", []), *remarks(document)]
+    path = folder / file_name(described)
+    rundir.write_json(path, document)
+    return document, path
+
+
+def _measure(scratch: Path) -> dict[str, Any]:
+    """What the child found, also where it was stopped half-way."""
+    found, log = scratch / "probe.json", scratch / "log.txt"
+    argv = [sys.executable, "-P", "-m", "ftbench.worker.probe", str(found.resolve()), f"{_CHILD_S:g}"]
+    end = time.monotonic() + LIMIT_S
+    late = process.Stop("timeout", f"was stopped after {LIMIT_S:.0f} s")
+    with process.signals() as asked:
+        ended = process.run_child(argv, environment(), log, asked, lambda: late if time.monotonic() > end else None)
+    if ended.stop and ended.stop.state == "interrupted":
+        raise KeyboardInterrupt
+    document = rundir.read_json(found)
+    doing = document.pop("doing", None)
+    if told := document.pop("missing", None):
+        raise MissingError(told)
+    if ended.stop or ended.code != 0:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1][:300] if lines else "no output"
+        why = ended.stop.reason if ended.stop else f"ended with exit code {ended.code}: {last}"
+        if not any(document.get("products", {}).values()):
+            raise FtbenchError(f"probe: the process that measures {why}; nothing was measured")
+        document["notes"] = [*document["notes"], f"{doing}: not measured: the process that measures {why}"]
+    return document | {"wall_s": ended.wall_s}
+
+
+def environment() -> dict[str, str]:
+    """The child's environment: the GPUs that are visible here, numbered as the driver numbers them."""
+    return os.environ | {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "PYTHONUNBUFFERED": "1",
+        process_identity.PARENT: str(os.getpid()),
+    }
+
+
+def file_name(described: dict[str, Any]) -> str:
+    """`nvidia-h200-1a2b3c4d.json`: a GPU by its UUID, a machine without one by its host name."""
+    gpu = described["gpu"] or {}
+    name = gpu.get("name") or described["cpu"]["model"] or "cpu"
+    key = gpu.get("uuid") or platform.node()
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]
+    return f"{slug}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+
+
+# --- what a document says --------------------------------------------------------------------------------------------
+
+
+def remarks(document: dict[str, Any]) -> list[str]:
+    """What makes figures doubtful, as sentences. Nothing is left out of the document for it."""
+    gpu = document["machine"]["gpu"] or {}
+    known = find_gpu(gpu["name"]) if gpu.get("name") and (document["device"] or {}).get("kind") == "cuda" else None
+    found = _above_peak(document, known) if known else []
+    for name, product in document["products"].items():
+        if product and product["sustained_tflops"] < product["best_tflops"] * THROTTLED:
+            share = 1 - product["sustained_tflops"] / product["best_tflops"]
+            reason = (product.get("throttle") or "none").replace("|", ", ")
+            why = "no throttling was seen: was the machine free?" if reason == "none" else f"{reason}, as in training"
+            found.append(f"{name}: what lasts is {share:.0%} below the best: {why}")
+    idle, highest = (document["idle"] or {}).get("sm_clock_mhz"), gpu.get("sm_clock_max_mhz")
+    if idle is not None and highest is not None and idle > highest / 2:
+        found.append("idle: the clock had not fallen yet, so this is more than idle power: wait, and measure again")
+    used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
+    if others or (used is not None and used > FOREIGN_MEMORY_GB):
+        found.append(
+            f"the GPU was not free: {used or 0:.1f} GiB in use, {others or 0} other processes; measure it alone"
+        )
+    return found
+
+
+def _above_peak(document: dict[str, Any], known: Gpu) -> list[str]:
+    measured = {
+        name: ((product or {}).get("best_tflops"), known.peak_tflops(name), "TFLOP/s")
+        for name, product in document["products"].items()
+    }
+    memory = document["memory"] or {}
+    measured["memory"] = (max(memory.get("copy_gbs") or 0, memory.get("triad_gbs") or 0), known.bandwidth, "GB/s")
+    return [
+        f"{name}: {value:,.0f} {unit} is {value / peak - 1:.0%} above the {peak:,.0f} of the data sheet "
+        f"of {known.name}: either this card runs above its data sheet, or the GPU is not the one it is taken for"
+        for name, (value, peak, unit) in measured.items()
+        if value and peak and value > peak * ABOVE_PEAK
+    ]
+
+
+def table(document: dict[str, Any]) -> str:
+    """The document for a person."""
+    gpu, cpu = document["machine"]["gpu"] or {}, document["machine"]["cpu"]
+    device = document["device"] or {}
+    name = gpu.get("name") or f"{cpu['model'] or 'CPU'}, {device.get('threads') or cpu['threads']} threads"
+    versions = document["machine"]["versions"]
+    title = [name, f"driver {gpu['driver']}" if gpu.get("driver") else "", f"torch {versions.get('torch', '')}"]
+    lines = [" · ".join(part for part in title if part), ""]
+    lines += [f"{'TFLOP/s':<10}{'best':>14}{'at':>8}{'lasting':>14}{'clock':>11}{'power':>8}"]
+    lines += [_product_line(kind, product) for kind, product in document["products"].items() if product]
+    lines += ["", *(f"{label:<12}{text}" for label, text in _others(document) if text)]
+    return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
+
+
+def _product_line(kind: str, product: dict[str, Any]) -> str:
+    best, lasting = (units.tflops(product[name]) for name in ("best_tflops", "sustained_tflops"))
+    clock, power = (product.get(name) for name in ("sm_clock_mhz", "power_w"))
+    return (
+        f"{kind:<10}{best:>14}{product['best_size']:>8}{lasting:>14}"
+        f"{'' if clock is None else f'{clock:.0f} MHz':>11}{'' if power is None else f'{power:.0f} W':>8}"
+    ).rstrip()
+
+
+def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
+    memory, link, links = (document[name] or {} for name in ("memory", "host_link", "links"))
+    gpu, idle = document["machine"]["gpu"] or {}, document["idle"] or {}
+    loaded = [product for product in document["products"].values() if product and product.get("power_w")]
+    hottest: dict[str, Any] = max(loaded, key=lambda product: float(product["power_w"]), default={})
+    pairs = [pair["gbs"] for pair in links.get("pairs", [])]
+    return [
+        ("memory", _joined(("copy", memory.get("copy_gbs"), "GB/s"), ("triad", memory.get("triad_gbs"), "GB/s"))),
+        ("host link", _joined(("to device", link.get("to_device_gbs"), "GB/s"),
+                              ("to host", link.get("to_host_gbs"), "GB/s"))),
+        ("launch", _joined(("", document["launch_us"], "µs"))),
+        ("power", _joined(("idle", idle.get("power_w"), "W"), ("loaded", hottest.get("power_w"), "W"),
+                          ("limit", gpu.get("power_limit_w"), "W"))),
+        ("clock", _joined(("idle", idle.get("sm_clock_mhz"), "MHz"), ("loaded", hottest.get("sm_clock_mhz"), "MHz"),
+                          ("highest", gpu.get("sm_clock_max_mhz"), "MHz"))),
+        ("heat", _joined(("idle", idle.get("temperature_c"), "°C"), ("loaded", hottest.get("temperature_c"), "°C"))),
+        (f"{links.get('gpus', 0)} GPUs", _joined(("all-reduce bus", links.get("all_reduce_bus_gbs"), "GB/s"),
+                                                 ("slowest link", min(pairs, default=None), "GB/s"))),
+    ]  # fmt: skip
+
+
+def _joined(*parts: tuple[str, float | None, str]) -> str:
+    """`copy 4,310 GB/s · triad 4,280 GB/s`, without what is not known."""
+    return " · ".join(
+        f"{label} {units.rate(value)} {unit}".strip() for label, value, unit in parts if value is not None
+    )

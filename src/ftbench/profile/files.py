@@ -1,0 +1,118 @@
+"""The files of `profile/` in a run's directory: what the worker left becomes what people and reports read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+from ftbench.errors import SpecError
+from ftbench.profile import memory, timeline
+from ftbench.profile.analyse import analyse
+from ftbench.profile.trace import Trace, events, read
+from ftbench.profile.work import work_of
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
+
+KERNELS, TIMELINE, PICTURE, HELD = "kernels.json", "timeline.json", "timeline.svg", "memory.svg"
+PACKED, NSYS = "trace.json.gz", "nsys.nsys-rep"
+MOST_TRACE_BYTES = 128 * 2**20  # of JSON; a browser opens no more, and it packs into a tenth
+
+
+def finish(run: RunDir) -> None:
+    """Reads the trace that the worker left, writes kernels.json, timeline.json and timeline.svg, and packs it. Raises
+    TraceError where it cannot be read. Does nothing where there is none."""
+    raw = run.profile / rundir.TRACE
+    if not raw.is_file():
+        return
+    trace = read(raw)
+    work = work_of(trace)
+    document = analyse(trace, work, step_before(run))
+    document["trace"] = pack(raw, run.profile / PACKED, trace)
+    picture = timeline.reduce(trace, work)
+    try:
+        rundir.write_json(run.profile / KERNELS, document)
+        rundir.write_json(run.profile / TIMELINE, picture, indent=None)
+        rundir.write_text(run.profile / PICTURE, timeline.svg(picture, run.run_id))
+        if (held := rundir.read_json(run.profile / rundir.MEMORY)).get("timeline"):
+            rundir.write_text(run.profile / HELD, memory.svg(held, run.run_id))
+        raw.unlink()
+    except OSError as error:
+        raise rundir.disk_error(run.profile, error) from None
+
+
+def step_before(run: RunDir) -> float | None:
+    """The median of the steps just before the profiler started, in seconds."""
+    first, last = (rundir.read_json(run.profile / rundir.WINDOW).get("timed") or [0, -1])[:2]
+    rows, _ = rundir.read_steps(run.steps)
+    times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]
+    known = [time for time in times if time is not None]
+    return statistics.median(known) if known else None
+
+
+def pack(raw: Path, packed: Path, trace: Trace, limit: int = MOST_TRACE_BYTES) -> dict[str, Any]:
+    """Compresses a trace. Of one with more than `limit` bytes it keeps the first steps, or a part of the first, and
+    says so: `complete` and `kept_ms` from the beginning."""
+    size, window = raw.stat().st_size, trace.window[1]
+    kept = window
+    try:
+        if size <= limit:
+            with raw.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+        else:
+            share = window * limit / size
+            kept = max((end for _, end in trace.steps if end <= share), default=share)
+            _write_part(raw, packed, trace.origin + kept)
+        return {"file": PACKED, "bytes": packed.stat().st_size, "complete": kept == window, "kept_ms": kept}
+    except OSError as error:
+        packed.unlink(missing_ok=True)
+        raise rundir.disk_error(packed, error) from None
+
+
+def _write_part(raw: Path, packed: Path, until_ms: float) -> None:
+    with gzip.open(packed, "wt", compresslevel=6, encoding="utf-8") as target:
+        target.write('{"schemaVersion":1,"displayTimeUnit":"ms","traceEvents":[')
+        comma = ""
+        for event in events(raw):
+            if event.get("ph") == "M" or float(event.get("ts", 0.0)) / 1e3 <= until_ms:
+                target.write(comma + json.dumps(event))
+                comma = ",\n"
+        target.write("]}")
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def folder_of(path: Path) -> Path:
+    """The profile's folder that a path names: itself, a run with one, or the only run below it that has one. Raises
+    SpecError where there is none, or more than one."""
+    if not path.exists():
+        raise SpecError(f"{path}: no such file or directory")
+    if not path.is_dir():
+        raise SpecError(f"{path}: name the directory of a run that was profiled")
+    if (path / KERNELS).is_file():
+        return path
+    found = [run.profile for run in rundir.find_runs(path) if (run.profile / KERNELS).is_file()]
+    if not found:
+        raise SpecError(f"{path}: holds no profile; `ftbench profile SPEC` makes one")
+    if len(found) > 1:
+        raise SpecError(f"{path}: holds {len(found)} profiles: name one run, for example {found[0].parent}")
+    return found[0]
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """kernels.json. Raises SpecError where it is not what `ftbench profile` writes."""
+    document = rundir.read_json(folder / KERNELS)
+    needed: dict[str, Any] = {
+        "groups": list,
+        "kernels": list,
+        "steps": int,
+        "window_ms": (int, float),
+        "busy_share": (int, float),
+    }
+    if any(not isinstance(document.get(key), kind) for key, kind in needed.items()) or document["steps"] < 1:
+        raise SpecError(f"{folder / KERNELS}: is no profile that this ftbench can read; profile again")
+    return document

@@ -1,0 +1,144 @@
+"""`ftbench report NEW --against OLD --fail-above 5%`: what has become slower or needs more memory, for CI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftbench.core import units
+from ftbench.core.compare import Ratio
+from ftbench.errors import SpecError
+from ftbench.report.compare.pairs import Pair, pair_of
+from ftbench.report.compare.table import change
+from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, cells_of, identity, runs_of
+from ftbench.report.render.document import Section
+from ftbench.report.render.tables import Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MOST_CHANGES = 12  # facts named in a note
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A cell then (`pair.baseline`) and now (`pair.cell`), and what regressed, as sentences."""
+
+    pair: Pair
+    regressed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The verdict: rows with a partner, and the cells that only one side has."""
+
+    rows: tuple[Row, ...]
+    only_new: tuple[Cell, ...]
+    only_old: tuple[Cell, ...]
+    limit: float
+
+    @property
+    def regressed(self) -> list[Row]:
+        return [row for row in self.rows if row.regressed]
+
+
+def limit_of(text: str) -> float:
+    """`5%`, `5 %` or `0.05` → 0.05. Raises SpecError for anything else."""
+    number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
+    try:
+        limit = float(number) / (100 if percent else 1)
+    except ValueError:
+        limit = -1.0
+    if not 0 <= limit < 1:
+        raise SpecError(f"--fail-above {text}: write a share below 100 %: 5% or 0.05")
+    return limit
+
+
+def gate(new: pd.DataFrame, old: pd.DataFrame, limit: float) -> Gate:
+    """Pairs the cells of both sides by spec and GPU. A cell has regressed where its rate fell by more than `limit` and
+    by more than the noise, where its peak memory rose by more than `limit`, or where it no longer ends well. Where the
+    noise is not known (fewer than six steady steps) the limit alone decides. Raises SpecError if nothing has a
+    partner."""
+    now, then = ({identity(cell.runs[0]): cell for cell in cells_of(runs_of(frame))} for frame in (new, old))
+    both = [key for key in now if key in then]
+    if not both:
+        raise SpecError("--against: no run has a partner with the same spec and GPU among the earlier ones")
+    rows = []
+    for key in both:
+        pair = pair_of("", now[key], then[key])
+        rows.append(Row(pair, tuple(_regressed(pair, limit))))
+    return Gate(
+        tuple(rows),
+        tuple(cell for key, cell in now.items() if key not in then),
+        tuple(cell for key, cell in then.items() if key not in now),
+        limit,
+    )
+
+
+def _regressed(pair: Pair, limit: float) -> list[str]:
+    cell, before = pair.cell, pair.baseline
+    assert before is not None
+    if before.ok and not cell.ok:
+        return [f"ended well before, now {cell.state}"]
+    found = []
+    if pair.speed and pair.speed.value < 1 - limit and (pair.speed.high is None or pair.speed.high < 1):
+        unsure = "" if pair.speed.high is not None else ", the noise is not known"
+        found.append(f"slower: {change(pair.speed).removesuffix(' ?')}{unsure}")
+    if pair.memory and pair.memory.value > 1 + limit:
+        gib = [units.gibibytes(side.figure(PEAK)) for side in (before, cell)]
+        found.append(f"more memory: {gib[0]} → {gib[1]} GiB")
+    return found
+
+
+def sections(found: Gate) -> list[Section]:
+    """A row for each pair, those that regressed first, and the cells without a partner."""
+    rows = sorted(found.rows, key=lambda row: not row.regressed)
+    headings = ["model", "GPU", "cell", "speed", "memory", "verdict"]
+    lines = [
+        [
+            row.pair.cell.facts.get("model.id", "").rsplit("/", 1)[-1], row.pair.cell.facts["gpu"], row.pair.cell.name,
+            change(row.pair.speed), change(row.pair.memory).removesuffix(" ?"), "; ".join(row.regressed) or _fine(row),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    count = len(found.regressed)
+    verdict = f"{count} of {len(rows)} regressed by more than {units.percent(found.limit)}"
+    table = Table({"against": verdict}, headings, lines, _notes(found), tuple(headings))
+    return [Section("gate", "Against earlier runs", table, records=[_record(row) for row in rows])]
+
+
+def _fine(row: Row) -> str:
+    return "ok" if row.pair.cell.ok else f"as before: {row.pair.cell.state}"
+
+
+def _notes(found: Gate) -> list[str]:
+    notes = [f"no earlier partner: {_who(cell)}" for cell in found.only_new]
+    notes += [f"not run again: {_who(cell)}" for cell in found.only_old]
+    changed = dict.fromkeys(str(one) for row in found.rows for one in row.pair.differences)
+    if changed:
+        more = f"; {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
+        notes.append("what changed since: " + "; ".join(list(changed)[:_MOST_CHANGES]) + more)
+    return notes
+
+
+def _who(cell: Cell) -> str:
+    return f"{cell.runs[0].run_id} ({cell.name} on {cell.facts['gpu']})"
+
+
+def _record(row: Row) -> dict[str, object]:
+    pair, before = row.pair, row.pair.baseline
+    assert before is not None
+    figures = {"tokens_per_s": TOKENS, "samples_per_s": SAMPLES, "peak_gb": PEAK}
+    return {
+        "run_ids": " ".join(run.run_id for run in pair.cell.runs), "cell": pair.cell.name,
+        "gpu": pair.cell.facts["gpu"], "model": pair.cell.facts.get("model.id"), "state": pair.cell.state,
+        **{name: pair.cell.figure(source) for name, source in figures.items()},
+        **{f"{name}_before": before.figure(source) for name, source in figures.items()},
+        **_ratio("speed", pair.speed), **_ratio("memory", pair.memory),
+        "regressed": bool(row.regressed), "why": "; ".join(row.regressed) or None,
+    }  # fmt: skip
+
+
+def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | None]:
+    parts = {"ratio": "value", "low": "low", "high": "high"}
+    return {f"{name}_{part}": getattr(ratio, field) if ratio else None for part, field in parts.items()}

@@ -1,0 +1,298 @@
+"""A comparison → one table for people, and flat rows for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.compare import BreakEven, Parity, Ratio
+from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.report.compare.pairs import Comparison, Pair, in_order
+from ftbench.report.data.facts import NO_OPTIMIZATION, OPTIMIZATIONS, RECIPE, on_axis, value_at
+from ftbench.report.data.groups import ENERGY, FIRST, PEAK, SAMPLES, TOKENS, Cell
+from ftbench.report.data.layout import MOST_AXES, headings, varying_keys
+from ftbench.report.render.document import Section
+from ftbench.report.render.tables import Table, named
+
+_HEADING = {
+    "gpu": "GPU", "model.id": "model", "method.name": "method", "train.batch_size": "batch", OPTIMIZATIONS: "with",
+    "launch.framework": "framework", "data": "data", "model.weights": "weights", RECIPE: "trained by",
+}  # fmt: skip
+_WORDS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
+_TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
+_EXACT = 0.0005
+TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "recipe", "state")
+NOTE = (
+    "Changes are against the baseline, with their 95 % interval in brackets; ≈ is not distinguishable, ? is without an "
+    "interval (one run a side with fewer than six steady steps, or a figure that a run has only once). Of several runs "
+    "the interval comes from the spread between them; of one run a side (*) from its steps alone, and starting it "
+    "again may change it by more. It holds for these machines, not for others of their kind. Energy is the "
+    "GPU's, per sample."
+)
+
+
+def table(found: Comparison) -> Table:
+    """A row for each cell, the baseline's before those held against it. What all cells share stands in the title;
+    what keeps a pair from being the same recipe stands in the numbered notes."""
+    keys = _columns(found)
+    same = [key for key in _CONTEXT if key not in (*keys, found.axis) and not _varies(found, key)]
+    shared = {_name(key): _place(key, found.cells[0]) for key in same}
+    pairs = {id(pair.cell): pair for pair in found.pairs}
+    cells = [cell for cell in _ordered(found) if id(cell) in pairs or found.place(cell) == found.baseline]
+    lists = _lists(found)
+    figures = [(heading, text) for heading, text in _FIGURES if any(text(cell, pairs.get(id(cell))) for cell in cells)]
+    several = any(len(cell.runs) > 1 for cell in cells)
+    rows = [
+        [
+            found.place(cell), *(_place(key, cell) for key in keys), *([_runs(cell)] if several else []),
+            *(text(cell, pairs.get(id(cell))) for _, text in figures), _recipe(pairs.get(id(cell)), lists), cell.state,
+        ]
+        for cell in cells
+    ]  # fmt: skip
+    axes = [_name(found.axis), *_names(keys)]
+    names = [*axes, *(["runs"] if several else []), *(heading for heading, _ in figures), "recipe", "state"]
+    words = (*TEXT, *(heading for heading in axes if heading != "batch"))
+    return Table({"baseline": found.baseline, **shared}, names, rows, [*_notes(found, cells, lists)], words)
+
+
+def _names(keys: Sequence[str]) -> list[str]:
+    others = [key for key in keys if key not in _HEADING]
+    short = dict(zip(others, headings(others), strict=True))
+    return [short.get(key) or _name(key) for key in keys]
+
+
+_CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZATIONS)
+
+
+def _columns(found: Comparison) -> list[str]:
+    """The facts beside the axis that vary between cells and so need a column."""
+    first = [cell.runs[0] for cell in found.cells]
+    labels = {"model": [cell.facts.get("model.id", "") for cell in found.cells], "dataset": [run.data for run in first]}
+    more = varying_keys([run.spec for run in first], labels)
+    candidates = [*_CONTEXT, "train.batch_size", "train.gradient_accumulation_steps"]
+    varying = [key for key in candidates if _varies(found, key)]
+    told = [key for key in (*varying, *more) if not on_axis(found.axis, key) and not _of_axis(found, key)]
+    return told[:MOST_AXES]
+
+
+def _varies(found: Comparison, key: str) -> bool:
+    return len({_place(key, cell) for cell in found.cells}) > 1
+
+
+def _of_axis(found: Comparison, key: str) -> bool:
+    """A key that is one value throughout each value of the axis says nothing that the axis does not, if it belongs to
+    the same section (the options of a method, beside the method)."""
+    if key.partition(".")[0] != found.axis.partition(".")[0]:
+        return False
+    texts: dict[str, set[str | None]] = {}
+    for cell in found.cells:
+        texts.setdefault(found.place(cell), set()).add(cell.facts.get(key))
+    return all(len(values) == 1 for values in texts.values())
+
+
+def _name(key: str) -> str:
+    return _HEADING.get(key, key.rpartition(".")[2].replace("_", " "))
+
+
+def _place(key: str, cell: Cell) -> str:
+    if key == "data":
+        return cell.runs[0].data
+    text = value_at(key, cell.facts) or ""
+    return text.rsplit("/", 1)[-1] if key == "model.id" else text
+
+
+def _ordered(found: Comparison) -> Iterator[Cell]:
+    """Each baseline with those held against it, by the order of the axis; those without a partner at the end."""
+    rank = {place: i for i, place in enumerate(in_order(found.axis, map(found.place, found.cells)))}
+    held: dict[int, list[Pair]] = {}
+    for pair in found.pairs:
+        held.setdefault(id(pair.baseline) if pair.baseline else 0, []).append(pair)
+    for cell in found.cells:
+        if found.place(cell) == found.baseline:
+            yield cell
+            yield from (p.cell for p in sorted(held.get(id(cell), []), key=lambda p: rank[found.place(p.cell)]))
+    yield from (pair.cell for pair in held.get(0, []))
+
+
+def _runs(cell: Cell) -> str:
+    return str(len(cell.runs)) if len(cell.ok) == len(cell.runs) else f"{len(cell.ok)} of {len(cell.runs)}"
+
+
+# --- one row ---------------------------------------------------------------------------------------------------------
+
+
+def change(ratio: Ratio | None) -> str:
+    """`+12.3 % [+11.0, +13.6]`, `≈ +0.4 % [-1.0, +1.9]`, `+12.3 % ?`; an asterisk where the steps of one run a side are
+    all there is."""
+    if ratio is None:
+        return ""
+    value = f"{(ratio.value - 1) * 100:+.1f} %"
+    if ratio.low is None or ratio.high is None:
+        return f"{value} ?"
+    sign = "≈ " if ratio.verdict == "not distinguishable" else ""
+    star = "*" if ratio.basis == "steps" else ""
+    return f"{sign}{value} [{(ratio.low - 1) * 100:+.1f}, {(ratio.high - 1) * 100:+.1f}]{star}"
+
+
+def break_even_text(found: BreakEven | None) -> str:
+    if found is None:
+        return ""
+    return found.when if found.steps is None else f"{found.when} step {round(found.steps):,}"
+
+
+def parity_text(found: Parity | None) -> str:
+    """`within 1 % (0.21 %)` with the worst step's difference, `OUTSIDE 1 % (7.5 %)`, `mean within 5 % (0.4 %)` for
+    samples in another order, or `unchecked`."""
+    if found is None or found.verdict == "unchecked":
+        return found.verdict if found else ""
+    told = "OUTSIDE" if found.verdict == "outside" else found.verdict
+    if found.worst is None:
+        return told
+    return (
+        f"{'mean ' if found.step is None else ''}{told} {(found.tolerance or 0) * 100:g} % ({found.worst * 100:.2g} %)"
+    )
+
+
+def _lists(found: Comparison) -> dict[str, int]:
+    """What differs, in words → the number of its note."""
+    numbers: dict[str, int] = {}
+    for pair in found.pairs:
+        if words := in_words(pair):
+            numbers.setdefault(words, len(numbers) + 1)
+    return numbers
+
+
+def in_words(pair: Pair) -> str:
+    """All that keeps a pair from being the same recipe, or why there is none."""
+    if pair.baseline is None:
+        return pair.reason
+    words = []
+    other_tokens = any(one.key == "dataset.hash" for one in pair.differences)
+    for one in pair.differences:
+        if one.key == "dataset.order_hash" and other_tokens:
+            continue
+        unknown = " (unknown)" if None in (one.baseline, one.candidate) else ""
+        words.append(_WORDS[one.key] + unknown if one.key in _WORDS else str(one))
+    return "differs: " + "; ".join(words) if words else ""
+
+
+def _recipe(pair: Pair | None, lists: Mapping[str, int]) -> str:
+    if pair is None:
+        return "baseline"
+    if pair.baseline is None:
+        return f"no partner ({lists[in_words(pair)]})"
+    recipe = f"differs ({lists[in_words(pair)]})" if pair.differences else "same"
+    return f"{recipe}; {pair.reason}" if pair.reason else recipe
+
+
+def _changed(name: str, text: Callable[[float | None], str], ratio: str) -> Callable[[Cell, Pair | None], str]:
+    """A figure and its change: `15.8 (-79.6 %)`."""
+
+    def both(cell: Cell, pair: Pair | None) -> str:
+        value, found = text(cell.figure(name)), getattr(pair, ratio) if pair else None
+        if found and found.low is not None and found.high - found.low < _EXACT:
+            found = Ratio(found.value)  # repeats agree to the digits shown
+        changed = change(found)
+        return f"{value} ({changed.removesuffix(' ?')})" if value and changed else value
+
+    return both
+
+
+_FIGURES: tuple[tuple[str, Callable[[Cell, Pair | None], str]], ...] = (
+    ("samples/h", lambda cell, _: units.rate(_hourly(cell))),
+    ("speed", lambda _, pair: change(pair.speed) if pair else ""),
+    ("peak GiB", _changed(PEAK, units.gibibytes, "memory")),
+    ("first step", _changed(FIRST, units.seconds, "first_step")),
+    ("energy", lambda _, pair: change(pair.energy) if pair else ""),
+    ("break-even", lambda _, pair: break_even_text(pair.break_even) if pair else ""),
+    ("loss", lambda _, pair: parity_text(pair.parity) if pair else ""),
+)
+
+
+def _hourly(cell: Cell) -> float | None:
+    rate = cell.figure(SAMPLES)
+    return None if rate is None else rate * 3600
+
+
+# --- below the table -------------------------------------------------------------------------------------------------
+
+
+def _notes(found: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -> Iterator[str]:
+    yield NOTE
+    if found.dropped:
+        noun = "pair is" if found.dropped == 1 else "pairs are"
+        yield f"--strict: {found.dropped} {noun} not the same recipe and left out"
+    for words, number in lists.items():
+        yield f"({number}) {words}"
+    reasons = dict.fromkeys(p.parity.reason for p in found.pairs if p.parity and p.parity.verdict == "unchecked")
+    if reasons:
+        yield f"loss unchecked: {', '.join(reasons)}"
+    for pair in found.pairs:
+        if pair.parity and pair.parity.verdict == "outside":
+            where = "over the same samples" if pair.parity.step is None else f"in step {pair.parity.step}"
+            worst = f"the loss differs by {units.percent(pair.parity.worst)} {where}"
+            yield f"{pair.cell.name} does not learn the same: {pair.parity.reason or worst}"
+    few = [run.run_id for cell in cells for run in cell.ok if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]
+    if few:
+        yield f"fewer than {MINIMUM_STEADY} steady steps: {named(few)}"
+
+
+# --- for programs ----------------------------------------------------------------------------------------------------
+
+
+def records(found: Comparison) -> list[dict[str, Any]]:
+    """One flat record a cell, in the order of the table; what is unknown is None."""
+    pairs = {id(pair.cell): pair for pair in found.pairs}
+    keys = _columns(found)
+    return [
+        _record(found, cell, pairs.get(id(cell)), keys)
+        for cell in _ordered(found)
+        if id(cell) in pairs or found.place(cell) == found.baseline
+    ]
+
+
+def _record(found: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str]) -> dict[str, Any]:
+    paired = pair is not None and pair.baseline is not None
+    record: dict[str, Any] = {
+        "axis": found.axis, "value": found.place(cell), "baseline": found.baseline,
+        **{key: cell.facts.get("gpu") if key == "gpu" else _place(key, cell) for key in keys},
+        "method": cell.facts.get("method.name"), "batch_size": cell.facts.get("train.batch_size"),
+        "optimizations": value_at(OPTIMIZATIONS, cell.facts) or NO_OPTIMIZATION,
+        "state": cell.state, "runs": len(cell.runs), "runs_ok": len(cell.ok),
+        "samples_per_hour": _hourly(cell),
+        **{name: cell.figure(name) for name in (TOKENS, PEAK, FIRST, ENERGY)},
+        "run_ids": " ".join(run.run_id for run in cell.runs),
+        "baseline_run_ids": " ".join(run.run_id for run in pair.baseline.runs) if pair and pair.baseline else None,
+        "same_recipe": pair.iso if pair and paired else None,
+        "differences": "; ".join(map(str, pair.differences)) if pair and paired else None,
+        "reason": pair.reason if pair else None,
+    }  # fmt: skip
+    for name in ("speed", "memory", "first_step", "energy"):
+        record |= _flat_ratio(name, getattr(pair, name) if pair else None)
+    even, parity = (pair.break_even, pair.parity) if pair else (None, None)
+    return record | {
+        "break_even": even.when if even else None,
+        "break_even_steps": even.steps if even else None,
+        "loss_parity": parity.verdict if parity else None,
+        "loss_parity_reason": parity.reason or None if parity else None,
+        "loss_worst": parity.worst if parity else None,
+        "loss_worst_step": parity.step if parity else None,
+        "loss_tolerance": parity.tolerance if parity else None,
+    }
+
+
+def _flat_ratio(name: str, ratio: Ratio | None) -> Mapping[str, Any]:
+    return {
+        f"{name}_ratio": ratio.value if ratio else None,
+        f"{name}_low": ratio.low if ratio else None,
+        f"{name}_high": ratio.high if ratio else None,
+        f"{name}_basis": ratio.basis or None if ratio else None,
+        f"{name}_verdict": ratio.verdict if ratio else None,
+    }
+
+
+def section(found: Comparison) -> Section:
+    """The comparison as a part of a report."""
+    title = f"Compared by {_TITLES.get(found.axis) or _name(found.axis)}"
+    return Section("comparison", title, table(found), (), records(found))

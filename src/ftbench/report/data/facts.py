@@ -1,0 +1,221 @@
+"""What a run was, as flat facts that can be compared: the resolved spec, the machine, and what really ran.
+
+Keys are those of the spec (`train.batch_size`), and beside them `gpu`, `driver`, `power limit`, `commit`,
+`versions.torch`, `applied.attention`, `dataset.order_hash` and the like; values are text, the unknown is absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
+from pathlib import PurePosixPath
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import recipe
+from ftbench.spec.methods import METHODS
+from ftbench.spec.recipes import FOLDER, recipes
+from ftbench.spec.sweep import as_text
+from ftbench.store.rundir import RunDir, read_json
+
+CPU = "none (CPU)"
+_KEPT_OF_LAUNCH = ("framework", "mock", "mock_fits", "gpus", "strategy")
+_NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
+              "measure.profile_steps"}  # fmt: skip
+_NO_MATTER_WITHIN = ("measure.generate",)
+_NOT_RUN = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")
+_ENVIRONMENT = ("PYTORCH_", "CUDA_LAUNCH", "NVIDIA_TF32", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32", "OMP_NUM_THREADS")
+_APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_checkpointing", "compiled_graphs")
+
+
+def spec_facts(run: RunDir) -> Mapping[str, str]:
+    """The resolved spec, flat: what changes the result (spec/identity.py) with the framework. Of a file its name
+    counts. A key that an older ftbench did not know has today's default, which is what that version did."""
+    try:
+        return _facts_of(run.spec_json.read_text("utf-8"))
+    except (OSError, UnicodeError):
+        return {}
+
+
+@lru_cache(maxsize=8192)
+def _facts_of(text: str) -> Mapping[str, str]:
+    """Repeats share a spec, and a report asks for each several times."""
+    try:
+        written = json.loads(text)
+    except ValueError:
+        return {}
+    if not isinstance(written, dict):
+        return {}
+    found = {key: _text(key, value) for key, value in _flat(written) if _matters(key)}
+    if found.get("launch.mock", "off") == "off":
+        found.pop("launch.mock", None)
+        found.pop("launch.mock_fits", None)
+    if not found or "imported" in written:  # of a run that ftbench did not make nothing but what was told is known
+        return found
+    return {key: text for key, text in _defaults(found.get("method.name", "")).items() if _within(key, written)} | found
+
+
+def machine_facts(run: RunDir) -> dict[str, str]:
+    """The machine and what ran on it; keys whose value is not known are absent."""
+    machine, applied = read_json(run.machine), read_json(run.applied)
+    return dict(_known(_machine(machine) | _applied(applied)))
+
+
+def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
+    gpu, versions = _section(machine, "gpu"), _section(machine, "versions")
+    limit, highest = gpu.get("power_limit_w"), gpu.get("power_limit_max_w")
+    environment = _section(machine, "environment").items()
+    return {
+        "driver": gpu.get("driver"),
+        "power limit": None if limit is None else f"{limit:g} W" + ("" if highest is None else f" of {highest:g} W"),
+        "mig": "on" if gpu.get("mig") else None,
+        "shared host": "yes" if machine.get("shared_host") else None,
+        "commit": (_section(machine, "ftbench").get("commit") or "")[:12],
+        "python": _section(machine, "os").get("python"),
+        **{f"versions.{name}": version for name, version in versions.items() if name not in _NOT_RUN},
+        **{f"environment.{name}": value for name, value in environment if name.startswith(_ENVIRONMENT)},
+    }
+
+
+def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
+    flat = _section(applied, "model") | {name: applied[name] for name in _APPLIED if name in applied}
+    data = _section(applied, "dataset")
+    return {
+        "dataset.hash": str(data.get("hash") or "")[:12],
+        "dataset.order_hash": str(data.get("order_hash") or "")[:12],
+        **{f"applied.{name}": flat.get(name) for name in _APPLIED},
+        "applied.optimizer": _section(applied, "optimizer").get("class"),
+    }
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if value is not None and value != "":
+            yield key, value if isinstance(value, str) else as_text(value)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _matters(key: str) -> bool:
+    section, _, rest = key.partition(".")
+    return (
+        key not in _NO_MATTER
+        and not key.startswith(_NO_MATTER_WITHIN)
+        and (section != "launch" or rest in _KEPT_OF_LAUNCH)
+    )
+
+
+def _text(key: str, value: Any) -> str:
+    if value is None:
+        return "none"
+    if key.endswith(".path"):
+        return PurePosixPath(str(value)).name
+    return value if isinstance(value, str) else as_text(value)
+
+
+@cache
+def _defaults(method: str) -> dict[str, str]:
+    """Today's defaults of every key, as text."""
+    sections = {name: field.annotation for name, field in Experiment.model_fields.items() if name != "method"}
+    parts = sections | {"method": METHODS.get(method)}
+    return {
+        f"{name}.{key}": _text(key, list(field.default) if isinstance(field.default, tuple) else field.default)
+        for name, part in parts.items()
+        for key, field in getattr(part, "model_fields", {}).items()
+        if field.default is not PydanticUndefined and _matters(f"{name}.{key}") and not key.startswith("mock")
+    }
+
+
+def _within(key: str, written: Mapping[str, Any]) -> bool:
+    """Whether the run's spec has this section at all: of a spec that is not there nothing is filled in."""
+    return isinstance(written.get(key.partition(".")[0]), dict)
+
+
+# --- axes ------------------------------------------------------------------------------------------------------------
+
+SHORT = {
+    "gpu": "gpu", "model": "model.id", "method": "method.name", "batch": "train.batch_size",
+    "batch_size": "train.batch_size", "framework": "launch.framework", "dataset": "dataset.name",
+    "weights": "model.weights", "optimization": "optimizations", "optimizations": "optimizations", "recipe": "recipe",
+}  # fmt: skip
+OPTIMIZATIONS, RECIPE = "optimizations", "recipe"
+NO_OPTIMIZATION = "none"
+
+
+def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
+    """The place of a run on an axis; for `optimizations` all that are on, in words; for `recipe` the shipped one whose
+    keys the run has, however it came to them, else the words and the optimizer; unsloth is a recipe of its own."""
+    if axis == RECIPE:
+        return _recipe(facts)
+    if axis != OPTIMIZATIONS:
+        return facts.get(axis)
+    on = [
+        key.partition(".")[2].replace("_", " ") + ("" if text == "on" else f" {text}")
+        for key, text in facts.items()
+        if key.startswith("optimizations.") and text not in ("off", "auto")
+    ]
+    return " + ".join(on) or NO_OPTIMIZATION
+
+
+def _recipe(facts: Mapping[str, str]) -> str:
+    told = _unsloth(facts) if facts.get("method.name") == "unsloth" else []
+    for name, keys in _recipes().items():
+        if not told and all(facts.get(key) == text for key, text in keys.items()):
+            return name
+    optimizer = facts.get("train.optimizer", "adamw_torch")
+    told += [value_at(OPTIMIZATIONS, facts) or "", *([optimizer] if optimizer != "adamw_torch" else [])]
+    return " + ".join(part for part in told if part and part != NO_OPTIMIZATION) or NO_OPTIMIZATION
+
+
+def _unsloth(facts: Mapping[str, str]) -> list[str]:
+    """unsloth, in how many bits, and whether with its own checkpointing."""
+    bits = "4 bit" if facts.get("method.load_in_4bit") == "on" else "16 bit"
+    kept = facts.get("method.use_gradient_checkpointing", "unsloth")
+    return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"])]
+
+
+@cache
+def _recipes() -> dict[str, dict[str, str]]:
+    """The keys of each shipped recipe, as a run's facts have them."""
+    return {name: {key: _text(key, value) for key, value in _flat(recipe(name, FOLDER))} for name in recipes()}
+
+
+def on_axis(axis: str, key: str) -> bool:
+    """Whether a fact is part of the axis itself."""
+    if axis == RECIPE and any(key in keys for keys in _recipes().values()):
+        return True
+    return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
+
+
+_RAN_BY = ("method.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer", "launch.framework")
+
+
+def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
+    """Whether a fact differs because the axis does: what really ran, where the axis says what runs; a key that only
+    one method has; the model's revision; and another GPU's power limit, where both are at their highest."""
+    if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
+        return True
+    if axis in ("method.name", RECIPE) and key.startswith("method."):
+        return key not in baseline or key not in candidate
+    if axis == "gpu" and key == "power limit":
+        return _highest(baseline.get(key)) and _highest(candidate.get(key))
+    return axis == "model.id" and key in ("model.revision", "model.path")
+
+
+def _highest(limit: str | None) -> bool:
+    watts, _, highest = (limit or "").partition(" of ")
+    return bool(highest) and watts == highest

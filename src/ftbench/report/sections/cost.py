@@ -1,0 +1,187 @@
+"""Energy and money: joules and prices per thousand samples and per million real tokens, rent held against purchase.
+
+Currencies stay as they were given: amounts in two of them are shown side by side, never added and never compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ftbench.core import cost, units
+from ftbench.report.data.groups import ENERGY, HEADINGS, SAMPLES, TOKENS, Cell, shown, who
+from ftbench.report.data.layout import gpu_of, known
+from ftbench.report.render.document import Section
+from ftbench.report.render.tables import Table
+from ftbench.spec.cost import Bill, bills, running
+from ftbench.spec.prices import Owned, Price, Prices, Rent, canonical
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WATTS, IDLE, PER_TOKEN = "energy.mean_watts", "energy.idle_watts", "energy.joules_per_1m_real_tokens"
+
+
+def _watts(joules: float | None, samples: float | None, sampled: float | None) -> float | None:
+    """Mean power of training: the counter's joules per 1,000 samples times samples a second. The driver's own reading
+    lags by a second or more, which short runs show; it stands in where there is no counter."""
+    return joules / 1000 * samples if joules and samples else sampled
+
+
+def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
+    """Hours of use after which buying has cost as much as renting, and words where there are none."""
+    rent, owned = price.rent, price.owned
+    if rent is None or owned is None:
+        return None, ""
+    if rent.currency != owned.currency:
+        return None, f"not compared ({rent.currency}, {owned.currency})"
+    spent = running(owned, watts)
+    if spent is None:
+        return None, "unknown power"
+    hours = cost.break_even_hours(owned.price, spent, rent.per_hour)
+    if hours is None:
+        return None, "never"
+    life = cost.use_hours(owned.lifetime_years, owned.utilisation)
+    return hours, f"{units.count(hours)} h" + (" (beyond its life)" if hours > life else "")
+
+
+# --- the frame -------------------------------------------------------------------------------------------------------
+
+
+def with_costs(frame: pd.DataFrame, prices: Prices | None, hours: float) -> pd.DataFrame:
+    """The frame with joules per million real tokens and, where there are prices, the columns `cost.rent.*`,
+    `cost.owned.*` and `cost.break_even_hours`. Rows that did not end well have none."""
+    import pandas as pd
+
+    needed = [name for name in ("gpu", "state", ENERGY, SAMPLES, TOKENS, WATTS) if name in frame]
+    records = ({str(key): value for key, value in row.items()} for row in frame[needed].to_dict("records"))
+    columns = [_columns(record, prices, hours) for record in records]
+    return pd.concat([frame, pd.DataFrame.from_records(columns, index=frame.index)], axis=1)
+
+
+def _columns(record: Mapping[str, Any], prices: Prices | None, hours: float) -> dict[str, Any]:
+    joules, samples, tokens, sampled = (_known(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
+    watts = _watts(joules, samples, sampled)
+    found: dict[str, Any] = {PER_TOKEN: cost.joules_per_1m_tokens(joules, samples, tokens)}
+    price = prices.of(gpu_of(record)) if prices else None
+    if price is None or record["state"] != "ok":
+        return found
+    for bill in bills(price, samples, tokens, watts, hours):
+        found |= {f"cost.{bill.way}.{name}": value for name, value in _amounts(bill).items()}
+    return found | {"cost.break_even_hours": break_even(price, watts)[0]}
+
+
+def _known(record: Mapping[str, Any], name: str) -> float | None:
+    return next(iter(known([record], name)), None)
+
+
+def _amounts(bill: Bill) -> dict[str, Any]:
+    names = ("currency", "per_hour", "per_1k_samples", "per_1m_real_tokens", "per_night", "date", "source")
+    return {name: getattr(bill, name) for name in names}
+
+
+# --- the sections ----------------------------------------------------------------------------------------------------
+
+
+def energy(cells: Sequence[Cell]) -> Section | None:
+    """Joules per thousand samples and per million real tokens; None where no run knows its energy."""
+    records = []
+    for cell in cells:
+        joules, samples, tokens = (cell.figure(name) for name in (ENERGY, SAMPLES, TOKENS))
+        if joules is not None:
+            records.append(who(cell) | {
+                "joules_per_1k_samples": joules,
+                "joules_per_1m_real_tokens": cost.joules_per_1m_tokens(joules, samples, tokens),
+                "mean_watts": _watts(joules, samples, cell.figure(WATTS)), "idle_watts": cell.figure(IDLE),
+            })  # fmt: skip
+    if not records:
+        return None
+    headings = [*HEADINGS, "J/1k samples", "J/1M tokens", "mean W", "idle W"]
+    names = ("joules_per_1k_samples", "joules_per_1m_real_tokens", "mean_watts", "idle_watts")
+    rows = [[*shown(record), *(units.count(record[name]) for name in names)] for record in records]
+    words = ("The GPU only, by the driver's counter over the steady window; real tokens. What it draws idle is part of "
+             "it, and is beside it where it was measured before the run.",)  # fmt: skip
+    return Section("energy", "Energy (GPU only)", Table({}, headings, rows, [], HEADINGS), words, records)
+
+
+def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
+    """A row for each cell and each way of having its GPU; None where no GPU of the runs has a price."""
+    records = [record for cell in cells for record in _records(cell, prices, hours)]
+    if not records:
+        return None
+    headings = [*HEADINGS, "way", "1 h", "1k samples", "1M tokens", f"{hours:g} h", "buying pays after"]
+    amounts = ("per_hour", "per_1k_samples", "per_1m_real_tokens", "per_night")
+    rows = [
+        [*shown(record), record["way"], *(units.money(record[name], record["currency"]) for name in amounts),
+         record["buying_pays_after"]]
+        for record in records
+    ]  # fmt: skip
+    table = Table({}, headings, rows, _notes(cells, prices, records), (*HEADINGS, "way"))
+    words = ("One GPU, while it trains at its steady speed; real tokens.", *_cheapest(records))
+    return Section("cost", "Cost", table, words, records)
+
+
+def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:
+    price = prices.of(cell.facts["gpu"])
+    if price is None or not cell.ok:
+        return
+    watts = _watts(cell.figure(ENERGY), cell.figure(SAMPLES), cell.figure(WATTS))
+    even, text = break_even(price, watts)
+    for bill in bills(price, cell.figure(SAMPLES), cell.figure(TOKENS), watts, hours):
+        owned = bill.way == "owned"
+        yield who(cell) | {"way": bill.way} | _amounts(bill) | {
+            "why": bill.why, "break_even_hours": even if owned else None, "buying_pays_after": text if owned else "",
+        }  # fmt: skip
+
+
+def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The cheapest way of each model and data set, held against the dearest; within one currency."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        if record["per_1k_samples"] is not None:
+            groups.setdefault((record["model"], record["data"], record["currency"]), []).append(record)
+    for (model, data, currency), group in groups.items():
+        low, high = (pick(group, key=lambda record: record["per_1k_samples"]) for pick in (min, max))
+        if low is not high and low["per_1k_samples"] < high["per_1k_samples"]:
+            yield (
+                f"{model.rsplit('/', 1)[-1]} on {data}: 1,000 samples are cheapest with {_named(low)}, "
+                f"{units.money(low['per_1k_samples'], currency)}; with {_named(high)} they are "
+                f"{units.money(high['per_1k_samples'], currency)}."
+            )
+
+
+def _named(record: Mapping[str, Any]) -> str:
+    return f"{record['method']} at batch {record['batch']} on {record['gpu']} ({record['way']})"
+
+
+def _notes(cells: Sequence[Cell], prices: Prices, records: Sequence[dict[str, Any]]) -> list[str]:
+    used = dict.fromkeys(cell.facts["gpu"] for cell in cells)
+    notes = []
+    for gpu in used:
+        price = prices.of(gpu)
+        if price is None:
+            notes.append(f"{gpu}: no price in {prices.path.name}, so what it costs is not known")
+            continue
+        notes += [f"{canonical(gpu)}, {_terms(terms)}" for terms in (price.rent, price.owned) if terms is not None]
+    notes += dict.fromkeys(f"{record['gpu']}: {record['why']}" for record in records if record["why"])
+    if len({record["currency"] for record in records}) > 1:
+        notes.append(
+            "amounts are in the currencies of the price file: none is converted, added to or compared with others"
+        )
+    return notes
+
+
+def _terms(terms: Rent | Owned) -> str:
+    when = f"{terms.date.isoformat()}, {terms.source}"
+    if isinstance(terms, Rent):
+        return f"rent: {units.money(terms.per_hour, terms.currency)} an hour ({when})"
+    electricity = "electricity not counted"
+    if terms.electricity_per_kwh is not None:
+        electricity = (
+            f"{units.money(terms.electricity_per_kwh, terms.currency)} a kWh for the GPU as measured and "
+            f"{terms.host_idle_watts:g} W of the machine around it"
+        )
+    return (
+        f"owned: {units.money(terms.price, terms.currency)} over {terms.lifetime_years:g} years at "
+        f"{terms.utilisation:.0%} use, {electricity} ({when})"
+    )

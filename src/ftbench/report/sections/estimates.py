@@ -1,0 +1,129 @@
+"""What was predicted beside what was measured (`--estimates`): memory and time of every run, and the store's own
+error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.hardware import gpus
+from ftbench.errors import FtbenchError
+from ftbench.estimate.memory import calibrate, constants, measured
+from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
+from ftbench.estimate.time.history import Known, known_run
+from ftbench.estimate.time.run_index import Store
+from ftbench.report.data.facts import CPU
+from ftbench.report.data.groups import HEADINGS, Run, cells_of, shown, who
+from ftbench.report.render.document import Section
+from ftbench.report.render.tables import Table
+
+_TITLE = "Memory: estimated and measured"
+
+
+def memory(runs: Sequence[Run]) -> Section | None:
+    """Each run's memory as `ftbench estimate` would have said it for the batch that it had, with the constants in use.
+    Of runs without a GPU it says that they have no row; None where there are neither."""
+    records: list[dict[str, Any]] = []
+    rows: list[calibrate.Row] = []
+    stored: list[measured.Measured] = []
+    for cell in cells_of(runs):
+        for run in cell.runs:
+            known = measured.measured(run.dir)
+            if known is None:
+                continue
+            stored.append(known)
+            if not known.fits:
+                records.append(who(cell) | _ended(known))
+            elif found := calibrate.rows([known], constants.constants()):
+                rows += found
+                records.append(who(cell) | _record(found[0]))
+    without = _without_gpu(runs)
+    if not records:
+        return Section("estimates", _TITLE, None, without) if without else None
+    tiers = [f"{tier} GiB" for tier in measured.TIERS]
+    headings = [*HEADINGS, *tiers, *(f"{tier} estimated" for tier in measured.TIERS), "verdict"]
+    table = Table({}, headings, [_texts(record) for record in records], [], (*HEADINGS, "verdict"))
+    return Section("estimates", _TITLE, table, [*_errors(rows, stored), *without], records)
+
+
+def _without_gpu(runs: Sequence[Run]) -> list[str]:
+    """A sentence on the runs that have no row for want of a GPU."""
+    count = sum(len(cell.runs) for cell in cells_of(runs) if cell.facts["gpu"] == CPU)
+    if not count:
+        return []
+    ran = "A run without a GPU has" if count == 1 else f"{units.count(count)} runs without a GPU have"
+    return [f"{ran} no row: memory and time are estimated for GPUs only."]
+
+
+def _record(row: calibrate.Row) -> dict[str, Any]:
+    found: dict[str, Any] = {"verdict": row.estimate.verdict, "state": "ok"}
+    for tier in measured.TIERS:
+        found |= {tier: getattr(row.run, tier), f"{tier}_estimated": getattr(row.estimate, tier).expected}
+        found[f"{tier}_error"] = row.errors.get(tier)
+    return found
+
+
+def _ended(run: measured.Measured) -> dict[str, Any]:
+    """A run that ran out of memory: its peaks say only what it had when it ended."""
+    estimate = run.estimate(constants.constants())
+    found: dict[str, Any] = {"verdict": estimate.verdict, "state": "oom"}
+    for tier in measured.TIERS:
+        found |= {tier: None, f"{tier}_estimated": getattr(estimate, tier).expected, f"{tier}_error": None}
+    return found
+
+
+def _texts(record: dict[str, Any]) -> list[str]:
+    real = [units.gibibytes(record[tier]) or ("oom" if record["state"] == "oom" else "") for tier in measured.TIERS]
+    said = []
+    for tier in measured.TIERS:
+        error = record[f"{tier}_error"]
+        said.append(units.gibibytes(record[f"{tier}_estimated"]) + (f" ({error:+.1%})" if error is not None else ""))
+    return [*shown(record), *real, *said, record["verdict"]]
+
+
+def _errors(rows: Sequence[calibrate.Row], stored: Sequence[measured.Measured]) -> list[str]:
+    errors = {tier: calibrate.error(rows, tier) for tier in measured.TIERS}
+    found = [
+        f"{tier} {error.mean:.1%} in the mean of {error.count} runs, {error.worst:.1%} at worst"
+        for tier, error in errors.items()
+        if error is not None
+    ]
+    wrong = calibrate.false_fits(stored, constants.constants())
+    said = f"Said to fit and did not: {', '.join(wrong) or 'none'}."
+    return [f"Errors: {'; '.join(found)}. {said}" if found else said]
+
+
+def time(runs: Sequence[Run]) -> Section | None:
+    """Each run's step as `ftbench estimate` would have said it from the other runs given, without those of the same
+    step; None where no run on a GPU of the table has enough steps to tell."""
+    found = [(cell, known) for cell in cells_of(runs) for run in cell.runs if (known := known_run(run.dir)) is not None]
+    store = Store(runs=[known for _, known in found])
+    records = []
+    for cell, known in found:
+        if (said := _step(known, store)) is not None:
+            measured_s = known.step_s * said.samples / known.samples
+            records.append(who(cell) | {
+                "step_s": measured_s, "step_s_estimated": said.step_s.expected,
+                "step_s_error": said.step_s.expected / measured_s - 1, "basis": said.basis,
+            })  # fmt: skip
+    if not records:
+        return None
+    rows = [
+        [*shown(record), units.seconds(record["step_s"]), units.seconds(record["step_s_estimated"]),
+         f"{record['step_s_error']:+.1%}", record["basis"]]
+        for record in records
+    ]  # fmt: skip
+    errors = [abs(record["step_s_error"]) for record in records]
+    words = [f"Errors: {sum(errors) / len(errors):.1%} in the mean of {len(errors)} runs, {max(errors):.1%} at worst."]
+    headings = [*HEADINGS, "mean step", "estimated", "error", "from"]
+    table = Table({}, headings, rows, [], (*HEADINGS, "from"))
+    return Section("estimated_times", "Time: estimated and measured", table, words, records)
+
+
+def _step(known: Known, store: Store) -> DurationEstimate | None:
+    gpu = next((gpu for gpu in gpus() if gpu.name == known.gpu), None)
+    try:
+        return estimate_duration(known.spec, gpu, store.without(known.key)) if gpu else None
+    except FtbenchError:
+        return None

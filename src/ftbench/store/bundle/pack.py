@@ -1,0 +1,143 @@
+"""Runs in one file that can be sent: a tar in zstd with a manifest of SHA-256 hashes (`unbundle.py` reads one).
+
+The bytes depend on the runs alone: files in the order of their names, no owners and no dates but those of the runs.
+Zstandard is what Python itself has from 3.14 on (PEP 784); before that comes its backport, with the same interface, so
+that nothing here changes when it goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+from ftbench import __version__
+from ftbench.core.redact import redact
+from ftbench.errors import SpecError
+from ftbench.store.bundle.unpack import BLOCK, MANIFEST, MAX_FILE, SCHEMA, unsafe, zstd
+from ftbench.store.rundir import RunDir, disk_error, find_runs, read_state
+
+FILES = ("spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json",
+         "state.json", "samples.json")  # fmt: skip
+PROFILE = (".json", ".csv", ".txt", ".md")  # of the tables in profile/; traces stay at home
+_LEVEL = 10
+
+
+@dataclass(slots=True)
+class Made:
+    """What went into a bundle; `redacted` counts the secrets that did not, `left_out` names runs still going on."""
+
+    runs: int = 0
+    files: int = 0
+    redacted: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+
+def make(paths: Sequence[Path], output: Path, with_logs: bool = False) -> Made:
+    """Bundles all runs at or below `paths`: what measures and describes them, without weights, adapters and (unless
+    `with_logs`) what the libraries printed. Raises SpecError where there is no run, MissingError for a full disk."""
+    made = Made()
+    sources = dict(sorted(_sources(paths, with_logs, made).items()))
+    hashes: dict[str, dict[str, Any]] = {}
+    for name, path in sources.items():
+        data, count = _content(path)
+        made.redacted += count
+        hashes[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    made.files = len(sources)
+    manifest = {"schema": SCHEMA, "ftbench": __version__, "made_at": _made_at(sources), "files": hashes}
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with zstd.open(temporary, "wb", options=_options()) as packed:
+            _add(packed, MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+            for name, path in sources.items():
+                data, _ = _content(path)
+                if hashlib.sha256(data).hexdigest() != hashes[name]["sha256"]:
+                    raise SpecError(f"{path}: changed while it was being bundled; bundle again once the run is over")
+                _add(packed, name, data)
+            packed.write(b"\0" * 2 * BLOCK)
+        os.replace(temporary, output)
+    except OSError as error:
+        raise disk_error(output, error) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return made
+
+
+def _options() -> dict[int, int]:
+    return {zstd.CompressionParameter.compression_level: _LEVEL, zstd.CompressionParameter.checksum_flag: 1}
+
+
+def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Path]:
+    """Names in the archive and the files that they stand for."""
+    taken: dict[str, Path] = {}
+    found: dict[str, Path] = {}
+    for run in _runs(paths):
+        if read_state(run)["state"] == "running":
+            made.left_out.append(str(run.path))
+            continue
+        name = folder = f"runs/{run.path.parent.name}/{run.run_id}"
+        for number in range(2, 10_000):  # two machines may have a run of the same name
+            if taken.setdefault(name, run.path) == run.path:
+                break
+            name = f"runs/{run.path.parent.name}-{number}/{run.run_id}"
+        made.runs += 1
+        for file in _files_of(run, with_logs):
+            target = f"{name}/{file}"
+            if (problem := unsafe(target)) or len(target.encode("utf-8", "replace")) > 250:
+                raise SpecError(f"{run.path}: {problem or 'its name is too long'}: rename the folder ({folder})")
+            found[target] = run.path / file
+    if not found:
+        raise SpecError("bundle: every run found is still going on; bundle again once they are over")
+    return found
+
+
+def _runs(paths: Sequence[Path]) -> list[RunDir]:
+    found: dict[Path, RunDir] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise SpecError(f"{path}: " + ("is no directory of runs" if path.exists() else "no such directory"))
+        runs = find_runs(path.resolve())
+        if not runs:
+            raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
+        found |= {run.path: run for run in runs}
+    return list(found.values())
+
+
+def _files_of(run: RunDir, with_logs: bool) -> Iterator[str]:
+    """Only what is known, so that nothing else in the directory leaves the machine; a link is no file."""
+    profile = run.path / "profile"
+    tables = sorted(p.name for p in profile.iterdir() if p.suffix in PROFILE) if profile.is_dir() else []
+    for name in (*FILES, *(["log.txt"] if with_logs else []), *(f"profile/{table}" for table in tables)):
+        path = run.path / name
+        if path.is_file() and not path.is_symlink() and not path.parent.is_symlink():
+            yield name
+
+
+def _content(path: Path) -> tuple[bytes, int]:
+    """A file's bytes without secrets, and how many there were."""
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise SpecError(f"{path}: larger than {MAX_FILE >> 20} MiB, which no file of a run is")
+        text, count = redact(path.read_bytes().decode("utf-8", "surrogateescape"), os.environ)
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror})") from None
+    return text.encode("utf-8", "surrogateescape"), count
+
+
+def _made_at(sources: dict[str, Path]) -> str | None:
+    """When the last of the runs ended: the clock of today would make every archive of the same runs another one."""
+    ends = [read_state(RunDir(path.parent)).get("ended_at") for path in sources.values() if path.name == "state.json"]
+    return max((end for end in ends if isinstance(end, str)), default=None)
+
+
+def _add(packed: BufferedIOBase, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o644
+    packed.write(info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict"))
+    packed.write(data + b"\0" * (-len(data) % BLOCK))

@@ -1,0 +1,102 @@
+"""`ftbench verify`: are the files of a bundle those that were packed, and do the figures follow from the steps?"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.rows import FIELDS, SCHEMA
+from ftbench.store.bundle import unpack
+from ftbench.store.rundir import RunDir, find_runs, read_json
+from ftbench.store.summary import as_dict, summarise
+
+# Python 3.12 sums floats more exactly than 3.11; a figure that somebody changed is further off than this.
+TOLERANCE = 1e-9
+
+
+@dataclass(slots=True)
+class Verdict:
+    """`problems` are reasons not to trust the bundle, `notes` what could not be checked and why; a sentence each."""
+
+    runs: int = 0
+    files: int = 0
+    figures: int = 0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def verify(path: Path) -> Verdict:
+    """Checks every hash of a bundle, and every summary in it against its steps. Raises SpecError for what is no
+    bundle."""
+    with tempfile.TemporaryDirectory(prefix="ftbench-verify-") as folder:
+        manifest = unpack.unpack(path, Path(folder))
+        verdict = Verdict(files=len(manifest["found"]), problems=unpack.problems(manifest))
+        for run in find_runs(Path(folder) / "runs"):
+            verdict.runs += 1
+            name = f"{run.path.parent.name}/{run.run_id}"
+            _check(run, name, verdict)
+        return verdict
+
+
+def as_text(verdict: Verdict, path: Path) -> str:
+    """A line for each problem and note, and one that sums up."""
+    count = len(verdict.problems)
+    agree = f"{count} {'does' if count == 1 else 'do'} not agree" if count else "every hash and every figure agrees"
+    last = f"{path}: {verdict.runs} runs, {verdict.files} files, {verdict.figures:,} figures: {agree}"
+    return "\n".join([*verdict.problems, *(f"note: {note}" for note in verdict.notes), last])
+
+
+def _check(run: RunDir, name: str, verdict: Verdict) -> None:
+    written = read_json(run.summary)
+    if not written:
+        verdict.notes.append(f"{name}: has no summary to compare with its steps")
+        return
+    if written.get("schema") != SCHEMA or not written.keys() >= FIELDS:
+        verdict.notes.append(f"{name}: its summary is of another version of ftbench; a report computes its own")
+        return
+    try:
+        computed = json.loads(json.dumps(as_dict(summarise(run))))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # JSON that is not what a run writes
+        verdict.problems.append(f"{name}: no summary can be made of its files ({type(error).__name__}: {error})")
+        return
+    told, found = written.pop("warnings", []), computed.pop("warnings")
+    verdict.problems += [f"{name}: its summary does not say: {text}" for text in found if text not in told]
+    verdict.notes += [f"{name}: its summary says what its files do not show: {text}" for text in told
+                      if text not in found]  # fmt: skip
+    for key, one, other in _leaves(written, computed):
+        verdict.figures += 1
+        if not _same(one, other):
+            verdict.problems.append(f"{name}: {key} is {_shown(one)} in summary.json and {_shown(other)} by its files")
+
+
+_ABSENT = object()
+
+
+def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(written, dict) and isinstance(computed, dict):
+        for name in {**written, **computed}:
+            yield from _leaves(written.get(name, _ABSENT), computed.get(name, _ABSENT), f"{key}.{name}".lstrip("."))
+    elif isinstance(written, list) and isinstance(computed, list) and len(written) == len(computed):
+        for place, (one, other) in enumerate(zip(written, computed, strict=True)):
+            yield from _leaves(one, other, f"{key}.{place}")
+    else:
+        yield key, written, computed
+
+
+def _same(written: Any, computed: Any) -> bool:
+    if _number(written) and _number(computed):
+        return math.isclose(written, computed, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return bool(written == computed)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is _ABSENT else json.dumps(value, ensure_ascii=False)[:80]

@@ -1,0 +1,231 @@
+"""Runs that ftbench did not make → run directories that a report can show, with what is unknown left empty.
+
+Two files that people have: the founding study's CSV (seven columns, a line every few steps) and the
+`trainer_state.json` that a transformers Trainer leaves. Neither says which GPU, model or method it was about: that
+comes from the command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.rows import StepRow
+from ftbench.errors import SpecError
+from ftbench.spec.base import known
+from ftbench.spec.experiment import experiment_name
+from ftbench.spec.identity import model_slug
+from ftbench.spec.methods import METHODS
+from ftbench.store import rundir, summary
+from ftbench.store.rundir import RunDir, StepsWriter
+
+COLUMNS = ("step", "epoch", "elapsed_time_sec", "progress_ratio", "memory_allocated_gb", "memory_reserved_gb",
+           "peak_memory_gb")  # fmt: skip
+_NEEDED = ("step", "elapsed_time_sec")
+MAX_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a file does not say of itself. `samples` are those of the data set, by which the short last step of an
+    epoch is known; `gpu` is None for a CPU."""
+
+    name: str
+    model: str
+    method: str
+    gpu: str | None
+    batch_size: int | None = None
+    gradient_accumulation_steps: int = 1
+    dataset: str | None = None
+    samples: int | None = None
+
+
+@dataclass(slots=True)
+class Found:
+    """What a file says: its rows, the batch size and the training's seconds where it knows them, and what it lacks."""
+
+    kind: str
+    rows: list[StepRow]
+    lacks: str
+    notes: list[str] = field(default_factory=list)
+    batch_size: int | None = None
+    train_s: float | None = None
+
+
+def import_run(file: Path, about: About, out: Path) -> RunDir:
+    """Writes the run directory of a file and returns it. Raises SpecError for a file that is neither kind or is broken,
+    and for one that is there already."""
+    _check(about)
+    data = _read(file)
+    digest = hashlib.sha256(data).hexdigest()
+    found = (_trainer_state if data.lstrip()[:1] == b"{" else _seven_columns)(file, data, about)
+    batch = about.batch_size or found.batch_size
+    if batch is None:
+        raise SpecError(f"{file}: does not say how large a batch was: add --batch-size")
+    slug = f"{model_slug(about.model)}-{about.method}-b{batch}-{_identity(digest, about)}-r1"
+    try:
+        run = rundir.claim_at(out / about.name / slug)
+    except FileExistsError:
+        raise SpecError(f"{file}: is imported already, as {out / about.name / slug}") from None
+    try:
+        _write(run, file.name, digest, about, found, batch)
+    finally:
+        run.reserve.unlink(missing_ok=True)
+    return run
+
+
+def _check(about: About) -> None:
+    try:
+        experiment_name(about.name)
+        known(about.method, METHODS, "method")
+    except ValueError as error:
+        raise SpecError(f"import: {error}") from None
+    for option, value in (("--model", about.model), ("--gpu", "cpu" if about.gpu is None else about.gpu)):
+        if not value.strip() or not value.isprintable():
+            raise SpecError(f"import: {option} {value!r}: is no name")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        if not file.is_file():
+            raise SpecError(f"{file}: " + ("is no file" if file.exists() else "no such file"))
+        if (size := file.stat().st_size) > MAX_BYTES:
+            raise SpecError(f"{file}: {size:,} bytes is no log of a run; at most {MAX_BYTES:,} are read")
+        return file.read_bytes()
+    except OSError as error:
+        raise SpecError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+def _identity(digest: str, about: About) -> str:
+    return hashlib.sha256(json.dumps([digest, about.gpu, about.model]).encode()).hexdigest()[:12]
+
+
+def _write(run: RunDir, source: str, digest: str, about: About, found: Found, batch: int) -> None:
+    origin = {"from": found.kind, "file": source, "sha256": digest}
+    data = {key: value for key, value in (("name", about.dataset), ("samples", about.samples)) if value is not None}
+    rundir.write_json(run.spec_json, {
+        "schema": rundir.SCHEMA, "name": about.name, "model": {"id": about.model}, "method": {"name": about.method},
+        "train": {"batch_size": batch, "gradient_accumulation_steps": about.gradient_accumulation_steps},
+        **({"dataset": data} if data else {}), "imported": origin,
+    })  # fmt: skip
+    gpu = {"name": about.gpu} if about.gpu else None
+    rundir.write_json(run.machine, {"schema": rundir.SCHEMA, "gpu": gpu, "imported": True})
+    warning = f"imported from {source} ({found.kind}), not recorded by ftbench: {found.lacks} are not known"
+    facts = {"schema": rundir.SCHEMA, "imported": origin, "dataset": data, "warnings": [warning, *found.notes]}
+    rundir.write_json(run.applied, facts)
+    writer = StepsWriter(run.steps)
+    try:
+        writer.append(found.rows)
+    finally:
+        writer.close()
+    if found.train_s is not None:
+        phase = {"name": "train", "start_s": 0.0, "end_s": found.train_s}
+        rundir.write_json(run.phases, {"schema": rundir.SCHEMA, "phases": [phase]})
+    rundir.write_json(run.state, {"schema": rundir.SCHEMA, "state": "ok", "imported": origin})
+    rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+
+
+# --- the founding study's CSV ----------------------------------------------------------------------------------------
+
+
+def _seven_columns(file: Path, data: bytes, about: About) -> Found:
+    header = data.partition(b"\n")[0].decode("utf-8", "replace").strip().split(",")
+    if missing := [name for name in _NEEDED if name not in header]:
+        raise SpecError(
+            f"{file}: is neither a trainer_state.json nor a CSV with the columns {', '.join(COLUMNS)} "
+            f"({', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in its first line)"
+        )
+    rows, notes = rundir.read_steps(file)
+    rows = [row for row in rows if row.phase in (None, "train")]
+    if not rows:
+        raise SpecError(f"{file}: holds no step")
+    batch = about.batch_size and about.batch_size * about.gradient_accumulation_steps
+    samples_of = _samples_of_step(batch, about.samples)
+    before = StepRow(step=0, elapsed_time_sec=0.0)
+    for last, row in pairwise([before, *rows]):
+        _time(file, last, row, samples_of)
+    every = max(int(row.step or 0) - int(last.step or 0) for last, row in pairwise([before, *rows]))
+    if every > 1:
+        notes.append(f"a line stands for up to {every} steps and holds their mean: single steps are not known")
+    if batch and about.samples is None:
+        notes.append("every step is counted as a full batch: `ftbench import --samples` tells the last of an epoch")
+    if (progress := rows[-1].progress_ratio) is not None and progress < 0.999:
+        notes.append(f"the file ends at {progress:.0%} of the planned steps")
+    lacks = "tokens, losses, energy and the recipe"
+    return Found("the founding study's seven-column CSV", rows, lacks, notes)
+
+
+def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], int | None]) -> None:
+    """Gives a row the mean time of the steps since the line before it. A line whose steps were not all of one size
+    gets none: its mean would be that of no step."""
+    row.phase = "train"
+    step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
+    if step is None or elapsed is None or begun is None or not math.isfinite(elapsed):
+        raise SpecError(f"{file}: a line without a step or a time, after step {last.step}")
+    first = int(last.step or 0) + 1
+    if step < first or elapsed < begun:
+        raise SpecError(f"{file}: goes back from step {first - 1} to {step}: one run a file")
+    sizes = {samples_of(number) for number in (first, *range(max(first, step - 100_000), step + 1))}
+    if elapsed > begun and len(sizes) == 1:
+        row.step_time_s = (elapsed - begun) / (step - first + 1)
+        row.samples = sizes.pop()
+
+
+def _samples_of_step(batch: int | None, samples: int | None) -> Callable[[int], int | None]:
+    """How many samples the optimizer step of a number takes: full batches, and at the end of an epoch what is left."""
+    if batch is None or samples is None:
+        return lambda step: batch
+    steps = math.ceil(samples / batch)
+    return lambda step: samples - (steps - 1) * batch if step % steps == 0 else batch
+
+
+# --- a Trainer's trainer_state.json ----------------------------------------------------------------------------------
+
+
+def _trainer_state(file: Path, data: bytes, about: About) -> Found:
+    try:
+        state = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{file}: is not JSON ({error})") from None
+    history = state.get("log_history")
+    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
+        raise SpecError(f"{file}: has no `log_history`, which a Trainer's trainer_state.json has")
+    planned = _number(state, "max_steps")
+    rows = [row for entry in history if (row := _row(entry, planned)) is not None]
+    if not rows:
+        raise SpecError(f"{file}: its log_history holds no loss: train with logging_steps")
+    notes = []
+    total: dict[str, Any] = next((entry for entry in reversed(history) if _number(entry, "train_runtime")), {})
+    if rate := _number(total, "train_samples_per_second"):
+        notes.append(f"the Trainer's own rate, warm-up and evaluations included: {rate:g} samples/s")
+    batch = _number(state, "train_batch_size")
+    lacks = "step times, memory, tokens, energy and most of the recipe"
+    return Found("a Trainer's trainer_state.json", rows, lacks, notes,
+                 int(batch) if batch and batch >= 1 else None, _number(total, "train_runtime"))  # fmt: skip
+
+
+def _row(entry: dict[str, Any], planned: float | None) -> StepRow | None:
+    step, epoch = _number(entry, "step"), _number(entry, "epoch")
+    if step is None:
+        return None
+    row = StepRow(step=int(step), epoch=epoch, progress_ratio=step / planned if planned else None)
+    if (loss := _number(entry, "loss")) is not None:
+        row.phase, row.loss = "train", loss
+        row.grad_norm, row.learning_rate = _number(entry, "grad_norm"), _number(entry, "learning_rate")
+        return row
+    if (loss := _number(entry, "eval_loss")) is not None:
+        row.phase, row.loss, row.step_time_s = "evaluate", loss, _number(entry, "eval_runtime")
+        return row
+    return None
+
+
+def _number(entry: dict[str, Any], key: str) -> float | None:
+    """A number of an entry; what is no number (older versions wrote some as text) is not known."""
+    value = entry.get(key)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -1,0 +1,135 @@
+"""What makes a run's figures weak, as sentences: from its steps and its machine."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ftbench.core import stats
+from ftbench.core.bottleneck import THERMAL
+from ftbench.core.rows import StepRow
+from ftbench.core.stats import total
+
+WALL_TOLERANCE = 0.02  # sum of the steps against the wall clock of the window
+DRIFT_TOLERANCE = 0.05
+FOREIGN_MEMORY_GB = 1.0
+# A step is named where it took this many times the median of the window, and this many times what spreads it.
+OUTLIER_RATIO, OUTLIER_SPREAD = 1.2, 6.0
+OUTLIERS_NAMED = 10
+
+
+def warnings(
+    everything: Sequence[StepRow],
+    train: Sequence[StepRow],
+    warm: int,
+    machine: dict[str, Any],
+    bound: dict[str, Any],
+    ended_well: bool,
+) -> list[str]:
+    """What makes the figures weak, as sentences."""
+    found = []
+    steady = train[warm:]
+    if broken := [row.step for row in train if row.loss is not None and not math.isfinite(row.loss)]:
+        found.append(f"the loss is not a number in {len(broken)} steps, first in step {broken[0]}")
+    if ended_well and len(steady) < stats.MINIMUM_STEADY:
+        found.append(
+            f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on"
+        )
+    if abs(change := drift(steady) or 0.0) > DRIFT_TOLERANCE:
+        found.append(f"steps took {change:+.0%} at the end of the steady window against its beginning")
+    gap = None if machine.get("imported") else wall_gap(everything, train, warm)  # a line may tell of several steps
+    if gap is not None and abs(gap) > WALL_TOLERANCE:
+        found.append(f"the sum of the steady steps and their wall clock differ by {gap:+.1%}")
+    if slow := outliers(steady):
+        found.append(f"{len(slow)} steps were far slower than the others: {_named(slow)}")
+    reasons = {reason for row in steady for reason in (row.throttle or "").split("|")}
+    if hot := sorted(reasons.intersection(THERMAL)):
+        found.append(f"the GPU was throttled by heat or by its power supply ({', '.join(hot)})")
+    if retries := total(row.allocator_retries for row in steady):
+        found.append(f"the allocator ran full and flushed its cache {retries:.0f} times in the steady window")
+    if bound.get("verdict") in ("data-bound", "launch-bound"):
+        found.append(f"{bound['verdict']}: {bound['why']}")
+    gpu = machine.get("gpu") or {}
+    if gpu.get("ecc_uncorrected"):
+        found.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
+    if machine.get("shared_host"):
+        found.append("shared host: other runs used this machine's other GPUs at the same time")
+    used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
+    if others or (used is not None and used > FOREIGN_MEMORY_GB):
+        found.append(f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes")
+    return found
+
+
+def _named(slow: Sequence[dict[str, Any]]) -> str:
+    """`step 17 (2.1 times the median, 1 graphs compiled)`, the three slowest."""
+    words = (", ".join([f"{one['times_the_median']:.1f} times the median", *one["with"]]) for one in slow[:3])
+    return "; ".join(f"step {one['step']} ({text})" for one, text in zip(slow[:3], words, strict=True))
+
+
+def drift(steady: Sequence[StepRow]) -> float | None:
+    """How much slower steps became, as a share. Batches differ in length, so a trend counts only where the time of a
+    step and its time per position agree on it; the smaller of the two is told. None for a short window."""
+    raw = stats.drift([row.step_time_s or 0.0 for row in steady])
+    per_position = stats.drift(_per_position(steady))
+    if raw is None or per_position is None:
+        return None
+    return 0.0 if raw * per_position <= 0 else min(raw, per_position, key=abs)
+
+
+def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
+    """The steady steps that took far longer than the others, also for their length, the slowest first: `step`, its
+    `step_time_s`, how many `times_the_median`, and what its row shows beside (`with`)."""
+    times, rates = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
+    if len(steady) < stats.MINIMUM_STEADY:
+        return []
+    limits = [_limit(times), _limit(rates)]
+    middle = statistics.median(times)
+    waits = statistics.median(row.data_time_s or 0.0 for row in steady)
+    found: list[dict[str, Any]] = [
+        {"step": row.step, "step_time_s": time, "times_the_median": time / middle, "with": _signs(row, middle, waits)}
+        for row, time, rate in zip(steady, times, rates, strict=True)
+        if time > limits[0] and rate > limits[1]
+    ]
+    return sorted(found, key=lambda one: -one["step_time_s"])[:OUTLIERS_NAMED]
+
+
+def _limit(values: Sequence[float]) -> float:
+    middle = statistics.median(values)
+    spread = stats.MAD_TO_SIGMA * statistics.median(abs(value - middle) for value in values)
+    return max(OUTLIER_RATIO * middle, middle + OUTLIER_SPREAD * spread)
+
+
+def _signs(row: StepRow, middle: float, waits: float) -> list[str]:
+    """What else was unusual in a slow step."""
+    signs = {
+        f"{row.recompiles} graphs compiled": row.recompiles,
+        f"{row.allocator_retries} flushes of the allocator's cache": row.allocator_retries,
+        "a wait for the batch": (row.data_time_s or 0.0) - waits > 0.1 * middle,
+        "throttling by heat": set((row.throttle or "").split("|")).intersection(THERMAL),
+    }
+    return [sign for sign, seen in signs.items() if seen]
+
+
+def _per_position(steady: Sequence[StepRow]) -> list[float]:
+    return [(row.step_time_s or 0.0) / (row.padded_tokens or 1) for row in steady]
+
+
+def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:
+    """Sum of the steady steps' device times over the wall clock of the window, minus one; None for a short window.
+
+    The host clock is read as each step ends, independently of the device's events; evaluations that fall into the
+    window are taken off it.
+    """
+    if warm < 1 or len(train) - warm < stats.MINIMUM_STEADY:
+        return None
+    before, last = train[warm - 1].elapsed_time_sec, train[-1].elapsed_time_sec
+    if before is None or last is None:
+        return None
+    evaluated = total(
+        row.step_time_s for row in everything
+        if row.phase == "evaluate" and row.elapsed_time_sec and before < row.elapsed_time_sec <= last
+    )  # fmt: skip
+    wall = last - before - evaluated
+    return total(row.step_time_s for row in train[warm:]) / wall - 1 if wall > 0 else None

@@ -1,0 +1,273 @@
+"""A run's directory: every path in it, atomic JSON, append-only steps.csv, and its state.
+
+These files are the whole interface between parent and child, between machines and between versions. Standard library
+only. A JSON file is replaced whole or not at all; steps.csv only ever grows by whole lines.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import rows
+from ftbench.errors import MissingError
+from ftbench.store import process_identity
+
+SCHEMA = 1
+SUPERSEDED = ".superseded"
+STATES = ("running", "ok", "oom", "timeout", "error", "interrupted")
+# Signals by which somebody else ends a process; a process that crashes gets others.
+CUT_SHORT = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+WAITING = "wait_for_gpu"  # the phase in which a worker waits until another run's is done
+# What a worker leaves in profile/ for whoever reads it.
+TRACE, WINDOW, MEMORY, OOM_MEMORY = "trace.json", "window.json", "memory.json", "oom.json"
+_RESERVE_BYTES = 64 * 1024  # set aside so that a full disk still takes the last state
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    def __getattr__(self, name: str) -> Path:
+        if name not in _FILES:
+            raise AttributeError(name)
+        return self.path / _FILES[name]
+
+
+_FILES = {
+    "spec_yaml": "spec.yaml",
+    "spec_json": "spec.json",
+    "machine": "machine.json",
+    "applied": "applied.json",
+    "steps": "steps.csv",
+    "phases": "phases.json",
+    "summary": "summary.json",
+    "state": "state.json",
+    "log": "log.txt",
+    "samples": "samples.json",
+    "adapter": "adapter",
+    "profile": "profile",
+    "reserve": ".reserve",
+}
+
+
+def claim(out: Path, experiment: str, slug: str) -> RunDir:
+    """A new directory `out/experiment/slug-rN` with the first free N, never one that exists; its state is `running`."""
+    parent = out / experiment
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for repeat in range(1, 100_000):
+            with suppress(FileExistsError):
+                return claim_at(parent / f"{slug}-r{repeat}")
+    except OSError as error:
+        raise disk_error(parent, error) from None
+    raise MissingError(f"{parent} already holds 100,000 runs of {slug}: choose another --out")
+
+
+def claim_at(path: Path) -> RunDir:
+    """The directory `path`, new, with the state `running`. Raises FileExistsError if there is one, MissingError if the
+    disk does not take it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+        run = RunDir(path)
+        run.reserve.write_bytes(b"\0" * _RESERVE_BYTES)
+        write_json(run.state, running())
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise disk_error(path, error) from None
+    return run
+
+
+def supersede(run: RunDir) -> RunDir:
+    """Makes way for another run of the same name: moves this one into the folder's `.superseded/`, which no report
+    reads, and returns it there."""
+    try:
+        folder = run.path.parent / SUPERSEDED
+        folder.mkdir(exist_ok=True)
+        number = 1 + sum(1 for _ in folder.glob(f"{run.run_id}.*"))
+        while (target := folder / f"{run.run_id}.{number}").exists():
+            number += 1
+        run.path.rename(target)
+    except OSError as error:
+        raise disk_error(run.path, error) from None
+    return RunDir(target)
+
+
+def write_json(path: Path, data: Any, indent: int | None = 1) -> None:
+    """Replaces `path` with a JSON document, as `write_text` does."""
+    write_text(path, json.dumps(data, ensure_ascii=False, indent=indent, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces `path` at once, on the disk before it is visible. Raises MissingError if the disk does not take it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            _write_through(temporary, text)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            (path.parent / _FILES["reserve"]).unlink(missing_ok=True)
+            _write_through(temporary, text)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_error(path, error) from None
+
+
+def _write_through(path: Path, text: str) -> None:
+    # Half a character (from a file name that is no UTF-8) becomes the \udcxx that JSON reads back as the same.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; an absent or unreadable one is empty: a run that was killed early has fewer files."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def disk_error(path: Path, error: OSError) -> MissingError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere")
+    return MissingError(f"{path}: cannot be written ({error.strerror}); write elsewhere")
+
+
+class StepsWriter:
+    """Appends whole lines to steps.csv, each batch of rows in one write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(self._file, rows.header().encode())
+        except OSError as error:
+            raise disk_error(path, error) from None
+
+    def append(self, steps: Iterable[rows.StepRow]) -> None:
+        data = "".join(map(rows.to_csv, steps)).encode()
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise disk_error(self._path, error) from None
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+
+def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
+    """The rows of a steps.csv and what was wrong with it. An unfinished last line (a kill, a full disk) is dropped;
+    a line in the middle that cannot be read is left out and named."""
+    try:
+        text = path.read_text("utf-8", errors="replace")
+    except OSError:
+        return [], []
+    warnings: list[str] = []
+    whole, newline, torn = text.rpartition("\n")
+    if torn:
+        warnings.append(f"{path.name}: the last line is not finished and was left out")
+    return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
+
+
+class StepsTail:
+    """Follows a steps.csv that another process writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._place, self._header = path, 0, ""
+
+    def read(self) -> list[rows.StepRow]:
+        """The rows that were finished since the last call; what cannot be read is left to `read_steps` to tell."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._place)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._place += len(whole)
+        text = whole.decode("utf-8", errors="replace")
+        if not self._header:
+            self._header, _, text = text.partition("\n")
+        return list(_rows(f"{self._header}\n{text}", self._path.name, [])) if self._header else []
+
+
+def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:
+    names: list[str] | None = None
+    for number, line in enumerate(text.split("\n")[:-1], start=1):  # line by line: a stray quote spoils no other row
+        try:
+            values = next(csv.reader([line]))
+            if names is not None:
+                yield rows.parse(dict(zip(names, values, strict=True)))
+            names = names or values
+        except (ValueError, csv.Error, StopIteration):
+            warnings.append(f"{name}: line {number} cannot be read and was left out")
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def running() -> dict[str, Any]:
+    """The state of a run that this process has just begun; who owns it can be checked after a crash or a reboot."""
+    return {
+        "schema": SCHEMA,
+        "state": "running",
+        "started_at": now(),
+        "owner": process_identity.this_process(),
+    }
+
+
+def read_state(run: RunDir) -> dict[str, Any]:
+    """The state of a run. `running` whose owner is gone (killed, or the machine was restarted) reads as
+    `interrupted`; a directory without a readable state as `error`."""
+    state = read_json(run.state)
+    if state.get("state") not in STATES:
+        return {"state": "error", "reason": "state.json is missing or cannot be read"}
+    if state["state"] == "running" and not process_identity.alive(state.get("owner", {})):
+        return state | {"state": "interrupted", "reason": "ftbench was killed or the machine went down during the run"}
+    return state
+
+
+def now() -> str:
+    """UTC, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def find_runs(path: Path) -> list[RunDir]:
+    """All run directories at or below `path`, in name order; a run directory is one that holds a state.json."""
+    if (path / _FILES["state"]).is_file():
+        return [RunDir(path)]
+    return [RunDir(Path(folder)) for folder, folders, files in _walk(path) if _FILES["state"] in files]
+
+
+def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    for folder, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if _FILES["state"] in files:
+            folders.clear()
+        yield folder, folders, files

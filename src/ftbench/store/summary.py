@@ -1,0 +1,263 @@
+"""steps.csv and the other files of a run → summary.json. Pure but for reading those files, so that a killed run has a
+summary too and anyone can compute it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ftbench.core import flops, hardware, stats
+from ftbench.core.bottleneck import bound
+from ftbench.core.rows import RunSummary, StepRow
+from ftbench.core.stats import total
+from ftbench.store import run_warnings
+from ftbench.store.rundir import RunDir, read_json, read_state, read_steps
+
+SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
+PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
+
+
+def summarise(run: RunDir) -> RunSummary:
+    """The summary of a run from its files; what a run that ended early cannot tell stays empty."""
+    spec, applied, machine = read_json(run.spec_json), read_json(run.applied), read_json(run.machine)
+    state = read_state(run)
+    everything, warnings = read_steps(run.steps)
+    train = [row for row in everything if row.phase == "train" and row.step_time_s is not None]
+    warm = _warmup(spec, train)
+    steady = train[warm:]
+    phases = read_json(run.phases).get("phases", [])
+    summary = RunSummary(
+        name=spec.get("name", run.path.parent.name),
+        run_id=run.run_id,
+        state=state["state"],
+        reason=state.get("reason"),
+        method=spec.get("method", {}).get("name", ""),
+        model=spec.get("model", {}).get("id", ""),
+        weights=spec.get("model", {}).get("weights", ""),
+        gpu=(machine.get("gpu") or {}).get("name"),
+        batch_size=spec.get("train", {}).get("batch_size", 0),
+        gradient_accumulation_steps=spec.get("train", {}).get("gradient_accumulation_steps", 0),
+        optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})),
+        steps={"total": len(train), "warmup": warm, "steady": len(steady)},
+        loss=_losses(everything),
+        parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},
+        memory_gb=_memory(everything, train, warm, phases),
+        phases_s=_phases(phases, train, warm, state),
+        dataset=applied.get("dataset", {}),
+        oom=state.get("oom"),
+        warnings=[*applied.get("warnings", []), *warnings],
+    )
+    if spec.get("measure", {}).get("share_gpu"):
+        summary.warnings.append(SHARED)
+    if profiled(spec):  # the profiler slows steps and launches
+        summary.warnings += [PROFILED, *run_warnings.warnings(everything, [], 0, machine, {}, ended_well=False)]
+        return summary
+    if train and train[0].step == 1:  # an imported log may begin later, or tell of several steps in a row
+        summary.first_step_s = train[0].step_time_s
+        if not warm or train[warm - 1].step == warm:
+            summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
+    if steady:
+        _speed(summary, steady)
+        _flops(summary, steady, applied, machine)
+        _energy(summary, steady, machine)
+        summary.drift = run_warnings.drift(steady)
+        summary.outliers = run_warnings.outliers(steady)
+    timed = bool(train) or not everything  # an imported log may hold losses and no times
+    summary.warnings += run_warnings.warnings(
+        everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed
+    )
+    return summary
+
+
+def profiled(spec: dict[str, Any]) -> bool:
+    """Whether a resolved spec asks for a profile: such a run's times are no measurement."""
+    return bool(spec.get("measure", {}).get("profile", "off") != "off")
+
+
+def as_dict(summary: RunSummary) -> dict[str, Any]:
+    return dataclasses.asdict(summary)
+
+
+def _known(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if value is not None]
+
+
+def optimizations_on(section: dict[str, Any]) -> list[str]:
+    """Those of a spec's section that are on, in words: `compile`, `fp8 rowwise`."""
+    return [
+        name if value is True else f"{name} {value}"
+        for name, value in section.items()
+        if value not in (False, "off", "auto")
+    ]
+
+
+def _warmup(spec: dict[str, Any], train: Sequence[StepRow]) -> int:
+    asked = spec.get("measure", {}).get("warmup", "auto")
+    if isinstance(asked, int):
+        return min(asked, len(train))
+    return stats.warmup_steps([row.step_time_s or 0.0 for row in train], [row.recompiles for row in train])
+
+
+def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
+    times = [row.step_time_s or 0.0 for row in steady]
+    window = sum(times)
+    if (found := stats.step_time(times)) is None or window <= 0:
+        return
+    summary.step_time_s = found.as_dict()
+    summary.tokens_per_s = {
+        name: _rate([getattr(row, f"{name}_tokens") for row in steady], window) for name in ("real", "padded", "label")
+    }
+    summary.samples_per_s = _rate([row.samples for row in steady], window)
+    if summary.samples_per_s is not None:
+        summary.samples_per_hour = summary.samples_per_s * 3600
+
+
+def _rate(counts: Sequence[int | None], window: float) -> float | None:
+    """Counts of all steps over the window; None where one of them is not known."""
+    return None if None in counts else total(counts) / window
+
+
+def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
+    """Model TFLOP/s from real tokens, their share of what the GPU can do at the precision used, and what the run was
+    bound by. A share above 100 % is a mistake in a count or in a table: it is named and the field stays empty."""
+    rates = _rates(summary, steady, applied)
+    precision = applied.get("product_precision", "")
+    gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
+    peak = gpu.peak_tflops(precision) if gpu else None
+    measured = (machine.get("ceilings") or {}).get("tflops", {}).get(precision)
+    if rates:
+        summary.model_tflops = rates[0]
+        for name, rate, best, word in (
+            ("mfu", rates[0], peak, "dense peak"),
+            ("hfu", rates[1], peak, "dense peak"),
+            ("mfu_measured", rates[0], measured, "measured rate"),
+        ):
+            if best and rate > best:
+                summary.warnings.append(
+                    f"{name} would be {rate / best:.0%} of the {word} of {best:.4g} TFLOP/s, which cannot be: it is "
+                    "left out"
+                )
+            elif best:
+                setattr(summary, name, rate / best)
+    ceiling = measured or peak
+    products = rates[1] / ceiling if rates and ceiling and rates[1] <= ceiling else None
+    summary.bound = bound(steady, summary.gpu is not None, products, applied.get("gpu_busy_method")).as_dict()
+
+
+def _rates(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> tuple[float, float] | None:
+    """TFLOP/s of the model's mathematics and of what was computed for it; None where a count is not known."""
+    shape, length = _shape(applied), summary.dataset.get("tokens", {}).get("weighted_mean")
+    window = total(row.step_time_s for row in steady)
+    if shape is None or not length or not window or any(None in (row.real_tokens, row.label_tokens) for row in steady):
+        return None
+    real, labels = total(row.real_tokens for row in steady), total(row.label_tokens for row in steady)
+    model = flops.model_flops(shape, real, labels, length)
+    computed = sum(_computed(shape, row, applied) for row in steady)
+    return model / window / 1e12, computed / window / 1e12
+
+
+def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -> float:
+    """FLOPs of one step as computed: a loss over chunks makes logits of label tokens only, trl's makes them twice (and
+    so did ftbench's while it was called `chunked`)."""
+    loss = str(applied.get("loss"))
+    chunked = loss.startswith("chunked")
+    positions = row.padded_tokens or 0
+    return flops.hardware_flops(
+        shape,
+        positions,
+        (row.label_tokens or 0) if "chunk" in loss else positions,
+        row.longest_sequence or 0,
+        recompute=float(applied.get("gradient_checkpointing") or 0.0),
+        head_recompute=chunked,
+    )
+
+
+def _shape(applied: dict[str, Any]) -> flops.MatmulShape | None:
+    values = applied.get("matmul_shape")
+    if not values:
+        return None
+    lists = {key: tuple(values.get(key, ())) for key in ("attention_width", "windows")}
+    try:
+        return flops.MatmulShape(**{**values, **lists})
+    except TypeError:  # written by another version
+        return None
+
+
+def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, Any]) -> None:
+    """GPU only. Joules from the driver's counter; mean watts from the sampled power, weighted by step time."""
+    counted = [row for row in steady if row.energy_j is not None]
+    joules = sum(row.energy_j or 0.0 for row in counted) if counted else None
+    samples = total(row.samples for row in counted)
+    powered = [row for row in steady if row.power_w is not None]
+    seconds = total(row.step_time_s for row in powered)
+    watts = total((row.power_w or 0) * (row.step_time_s or 0) for row in powered) / seconds if seconds else None
+    summary.energy = {
+        "joules": joules,
+        "joules_per_1k_samples": joules / samples * 1000 if joules is not None and samples else None,
+        "mean_watts": watts,
+        "idle_watts": (machine.get("gpu") or {}).get("idle_power_w"),
+    }
+    if joules and watts and abs(joules / (watts * seconds) - 1) > 0.1 and seconds >= 30:
+        summary.warnings.append(
+            f"energy: the counter's {joules:,.0f} J and the sampled {watts * seconds:,.0f} J differ by more than 10 %"
+        )
+
+
+def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
+    losses = [x for x in _known(row.loss for row in everything if row.phase == "train") if math.isfinite(x)]
+    evaluated = [x for x in _known(row.loss for row in everything if row.phase == "evaluate") if math.isfinite(x)]
+    return {
+        "first": losses[0] if losses else None,
+        "last": losses[-1] if losses else None,
+        "eval": evaluated[-1] if evaluated else None,
+    }
+
+
+def _memory(
+    everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, phases: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Peaks over the whole run, and the phase that set the highest allocated one. Answering prompts is no part of what
+    training needs: its peaks stay in phases.json."""
+    phases = [phase for phase in phases if phase["name"] != "generate"]
+    names = ["first_step", *["warmup"] * (max(warm, 1) - 1), *["steady"] * len(train)]
+    stages = [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
+    stages += [("evaluate", row.peak_memory_gb) for row in everything if row.phase == "evaluate"]
+    stages += [(phase["name"], phase.get("peak_memory_gb")) for phase in phases]
+    highest = max(((name, peak) for name, peak in stages if peak is not None), key=lambda s: s[1], default=(None, None))
+
+    def peak(name: str) -> float | None:
+        found = _known(getattr(row, name) for row in everything) + _known(phase.get(name) for phase in phases)
+        return max(found, default=None)
+
+    return {
+        "allocated_peak": highest[1],
+        "reserved_peak": peak("peak_reserved_gb"),
+        "device_peak": peak("device_memory_gb"),
+        "host_peak": peak("host_memory_gb"),
+        "peak_phase": highest[0],
+    }
+
+
+def _phases(
+    phases: Sequence[dict[str, Any]], train: Sequence[StepRow], warm: int, state: dict[str, Any]
+) -> dict[str, float]:
+    """Seconds of each phase: disjoint, and together the wall time. Training is split by the steps. The phase in which
+    a process was killed has no end of its own and lasted until the process ended."""
+    found: dict[str, float] = {}
+    for phase in phases:
+        if (end := phase.get("end_s", state.get("wall_s"))) is not None:
+            found[phase["name"]] = found.get(phase["name"], 0.0) + max(0.0, end - phase["start_s"])
+    if "train" in found and train:
+        split = {
+            "first_step": train[0].step_time_s or 0.0,
+            "warmup": total(row.step_time_s for row in train[1:warm]),
+            "steady": total(row.step_time_s for row in train[max(warm, 1) :]),
+        }
+        found["train_other"] = max(0.0, found.pop("train") - sum(split.values()))
+        found |= split
+    if (wall := state.get("wall_s")) is not None:
+        found["start_and_exit"] = max(0.0, wall - sum(found.values()))
+        found["total"] = wall
+    return found

@@ -1,0 +1,121 @@
+"""What happened in the night, a line an event, and the lock that keeps a second sweep out of the folder.
+
+The journal is a history for people: what is done is told by the run directories alone, so that a lost line loses
+nothing. The lock is the kernel's (flock): it goes with its owner, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ftbench.errors import FtbenchError
+from ftbench.store import process_identity, rundir
+
+LOCK, JOURNAL = ".lock", "journal.jsonl"
+
+
+class Journal:
+    """Appends whole lines; an unfinished one that a crash left is ended first, so that it spoils no other."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._torn = path, False
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                os.write(self._file, b"\n")
+        except OSError as error:
+            raise rundir.disk_error(path, error) from None
+
+    def write(self, event: str, **more: Any) -> None:
+        """One event with its time (UTC). Raises MissingError if the disk does not take it."""
+        line = json.dumps({"at": rundir.now(), "event": event, **more}, ensure_ascii=False) + "\n"
+        data = (b"\n" if self._torn else b"") + line.encode("utf-8", errors="backslashreplace")
+        try:
+            while data:
+                taken = os.write(self._file, data)
+                self._torn = taken < len(data)
+                data = data[taken:]
+        except OSError as error:
+            raise rundir.disk_error(self._path, error) from None
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The events of a journal; a line that cannot be read is left out."""
+    try:
+        lines = path.read_text("utf-8", errors="replace").split("\n")
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            found.append(event)
+    return found
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder for this process. Raises FtbenchError with the pid of the sweep that has it already."""
+    path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise rundir.disk_error(path, error) from None
+    try:
+        if not _take(file):
+            holder = holder_of(folder)
+            who = f"process {holder['pid']} on {holder['host']}" if holder.get("pid") else "another process"
+            raise FtbenchError(
+                f"{folder}: a sweep is running there ({who}); watch it with `ftbench sweep --status {folder}`, or "
+                "give this one another --out"
+            ) from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(process_identity.this_process()).encode(), 0)
+        yield
+    finally:
+        os.close(file)
+
+
+def _take(file: int) -> bool:
+    """Tries for a moment: somebody who asks whether the lock is held holds it himself while he asks."""
+    for _ in range(5):
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def holder_of(folder: Path) -> dict[str, Any]:
+    """The process that holds, or last held, the folder."""
+    return rundir.read_json(folder / LOCK)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a sweep runs in the folder just now."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False

@@ -1,0 +1,243 @@
+"""Cells as Ray tasks on a cluster that is running already. Ray is an extra; this module alone imports it.
+
+A task trains in a temporary directory of its node and returns the run's files, so that nodes need no common disk; the
+driver claims the directory before and fills it after, and what is done is told by the directories as ever.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import re
+import select
+import socket
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftbench.errors import FtbenchError, MissingError, SpecError
+from ftbench.launch import process, runner
+from ftbench.launch.runner import Order, Result
+from ftbench.spec.experiment import Experiment
+from ftbench.store import rundir, summary
+from ftbench.store.rundir import RunDir
+from ftbench.sweep.execute.places import Here, Watch, claim
+from ftbench.sweep.jobs import Job
+
+_POLL_S = 0.5
+_ASK_S = 60.0  # for what a node is asked before the first run
+_CONNECT_S = 5.0
+_RETRY_S = 3.0
+_THREADS = "OMP_NUM_THREADS"
+
+
+def cluster_places(on: str, spec: Experiment, stack: ExitStack) -> tuple[Sequence[OnRay], dict[str, Any]]:
+    """A place for each GPU of the cluster (each node, where there are no GPUs), and the machine.json of one. Raises
+    MissingError without Ray or a cluster, SpecError for nodes of different kinds."""
+    ray = _connect(on, stack)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    with_gpu = [node for node in nodes if node["Resources"].get("GPU", 0) >= 1]
+    chosen = with_gpu or [node for node in nodes if node["Resources"].get("CPU", 0) >= 1]
+    if not chosen:
+        raise MissingError(f"--on {on}: no node of this cluster offers a GPU or a CPU")
+    needs = {"num_gpus": 1, "num_cpus": 1} if with_gpu else {
+        "num_gpus": 0, "num_cpus": min(int(node["Resources"]["CPU"]) for node in chosen)
+    }  # fmt: skip
+    asked: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0}
+    ask, values = ray.remote(describe), spec.model_dump(mode="json")
+    refs = [ask.options(**asked, **_only(node["NodeID"])).remote(values) for node in chosen]
+    try:
+        described = ray.get(refs, timeout=_ASK_S)
+    except Exception as error:  # noqa: BLE001 - whatever keeps a node from answering
+        raise MissingError(f"--on {on}: a node cannot run ftbench: {_reason(error)}") from None
+    kinds = {runner.gpu_name(one) for one in described}
+    if len(kinds) > 1:
+        raise SpecError(
+            f"--on {on}: the cluster has {' and '.join(sorted(map(str, kinds)))}: one sweep runs on one kind of GPU"
+        )
+    places = []
+    for node in chosen:
+        count = int(node["Resources"].get("GPU", 0)) if with_gpu else 1
+        address = node["NodeManagerAddress"]
+        places += [OnRay(f"{address}/{slot}" if count > 1 else address, node["NodeID"], needs, count > 1)
+                   for slot in range(count)]  # fmt: skip
+    return places, described[0]
+
+
+def _connect(on: str, stack: ExitStack) -> Any:
+    if on != "ray" and not on.startswith("ray://"):
+        raise SpecError(f"--on {on}: allowed are ray (the cluster of this machine) and ray://host:port")
+    if importlib.util.find_spec("ray") is None:
+        raise MissingError("--on ray needs Ray: pip install 'ftbench[ray]'")
+    address = os.environ.get("RAY_ADDRESS", "auto") if on == "ray" else on
+    if address != "auto":
+        _knock(on, address.removeprefix("ray://"))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    # Ray writes news of lost workers to stdout even so, and stdout carries the result.
+    with suppress(AttributeError):
+        ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
+    for tries_left in (2, 1, 0):
+        try:
+            ray.init(address=address, namespace="ftbench", log_to_driver=False, logging_level="ERROR",
+                     configure_logging=False)  # fmt: skip
+            break
+        except Exception as error:  # noqa: BLE001 - no cluster, another version, Ray's client without its package
+            # Ray's client server starts a process for each driver, and gives up early on a busy machine.
+            if tries_left and "client server failed" in str(error):
+                time.sleep(_RETRY_S)
+                continue
+            raise MissingError(f"--on {on}: cannot join the Ray cluster: {_reason(error)}") from None
+    stack.callback(ray.shutdown)
+    return ray
+
+
+def _knock(on: str, address: str) -> None:
+    """Raises MissingError where nobody listens: Ray itself would try for a quarter of an hour."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise MissingError(
+            f"--on {on}: nobody answers at {address} ({error}); write ray://host:port with the port of Ray's client "
+            "server (10001 unless told otherwise), or --on ray on a machine of the cluster"
+        ) from None
+
+
+def _reason(error: BaseException) -> str:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]
+
+
+def _only(node: str) -> dict[str, Any]:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+@dataclass(slots=True)
+class OnRay:
+    """A GPU of a node. `needs` is what its tasks ask Ray for; `shared` whether the node has other GPUs at work."""
+
+    name: str
+    node: str
+    needs: dict[str, Any]
+    shared: bool
+    _lost: set[str] = field(default_factory=set, init=False)
+
+    def run(self, job: Job, source: bytes, watch: Watch) -> Result:
+        """Trains on the node; on another one if that is lost, once. Raises MissingError when no node is left."""
+        claimed = claim(job)
+        watch.show(f"on {self.name}")
+        for attempt in (1, 2):
+            node = self._alive()
+            try:
+                packed = self._train(job, source, watch, node)
+            except _Lost as lost:
+                self._lost.add(node)
+                if attempt == 1:
+                    watch.say(f"{self.name} was lost ({lost}): trying {job.what} elsewhere")
+                    continue
+                return _ended(claimed, "error", f"two workers were lost with it: {lost}")
+            if packed is None:
+                return _ended(claimed, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
+            unpack(packed, claimed)
+            found = summary.summarise(claimed)
+            return Result(claimed, found, 0 if found.state == "ok" else FtbenchError.exit_code)
+        raise AssertionError("unreachable")
+
+    def _alive(self) -> str:
+        """This place's node, or another of the cluster that can do the same where it is gone."""
+        import ray
+
+        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self._lost}
+        fits = [name for name, node in nodes.items()
+                if node["Resources"].get("GPU", 0) >= self.needs["num_gpus"]
+                and node["Resources"].get("CPU", 0) >= self.needs["num_cpus"]]  # fmt: skip
+        if not fits:
+            raise MissingError("no node of the Ray cluster is left; the same command goes on once there is one")
+        return self.node if self.node in fits else fits[0]
+
+    def _train(self, job: Job, source: bytes, watch: Watch, node: str) -> bytes | None:
+        """The packed files of the run; None if it was asked to end."""
+        import ray
+
+        task = ray.remote(train).options(max_retries=0, **self.needs, **_only(node))
+        values = job.spec.model_dump(mode="json")
+        ref = task.remote(job.run.run_id, values, source, list(job.sets), self.shared, os.environ.get(_THREADS))
+        while not ray.wait([ref], timeout=_POLL_S)[0]:
+            late = watch.deadline is not None and time.monotonic() > watch.deadline
+            if late or select.select([watch.asked], [], [], 0)[0]:
+                ray.cancel(ref, force=True)
+                return None
+            if not any(one["Alive"] for one in ray.nodes() if one["NodeID"] == node):  # a node that hangs says nothing
+                ray.cancel(ref, force=True)
+                raise _Lost("the cluster gave its node up")
+        try:
+            packed, notes = ray.get(ref)
+            for note in notes:
+                watch.say(f"{self.name}: {note}")
+            return bytes(packed)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, FtbenchError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayError as error:
+            raise _Lost(_reason(error)) from None
+
+
+class _Lost(Exception):
+    """The worker or its node went away."""
+
+
+def _ended(run: RunDir, state: str, reason: str) -> Result:
+    rundir.write_json(run.state, {"schema": rundir.SCHEMA, "state": state, "reason": reason, "ended_at": rundir.now()})
+    found = summary.summarise(run)
+    return Result(run, found, FtbenchError.exit_code)
+
+
+def describe(values: dict[str, Any]) -> dict[str, Any]:
+    """On a node: its machine.json, with its first GPU."""
+    return runner.describe(Experiment.model_validate(values), "0")
+
+
+def train(
+    name: str, values: dict[str, Any], source: bytes, sets: list[str], shared: bool, threads: str | None
+) -> tuple[bytes, list[str]]:
+    """On a node: trains in a temporary directory and returns its files, and what there was to say."""
+    os.environ.pop(_THREADS, None)  # Ray holds its tasks to one thread; `threads` is what the user set, if anything
+    if threads is not None:
+        os.environ[_THREADS] = threads
+    order, notes = Order(Experiment.model_validate(values), source, sets), list[str]()
+    with tempfile.TemporaryDirectory(prefix="ftbench-") as folder, process.signals() as asked:
+        watch = Watch(asked, None, notes.append, lambda text: None)
+        result = Here("GPU", shared=shared).train(lambda: rundir.claim_at(Path(folder) / name), order, watch)
+        return pack(result.run), notes
+
+
+def pack(run: RunDir) -> bytes:
+    """The files of a run as a tar, state.json last: with it the run is whole."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        for path in sorted(run.path.rglob("*"), key=lambda path: path == run.state):
+            if path.is_file():
+                tar.add(path, str(path.relative_to(run.path)))
+    return out.getvalue()
+
+
+def unpack(packed: bytes, run: RunDir) -> None:
+    """The same files into a directory that is claimed. Raises MissingError where the disk does not take them."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+            tar.extractall(run.path, filter="data")
+        run.reserve.unlink(missing_ok=True)
+    except OSError as error:
+        raise rundir.disk_error(run.path, error) from None

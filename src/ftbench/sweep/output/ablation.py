@@ -1,0 +1,225 @@
+"""What an ablation has found: a row a rung, the climb, the best combination with its lines; as tables, as one document,
+and as the file ablation.md, which is written again after every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.compare import Parity
+from ftbench.report.compare.pairs import Pair
+from ftbench.report.compare.table import break_even_text, change, parity_text
+from ftbench.report.data.groups import FIRST, PEAK, TOKENS, Cell
+from ftbench.report.render import formats
+from ftbench.report.render.tables import Table
+from ftbench.spec import ablation
+from ftbench.spec.ablation import PLAIN
+from ftbench.spec.sweep import as_text
+from ftbench.store import rundir
+from ftbench.sweep.output.table import Tables
+from ftbench.sweep.plan.ablation import Ladder
+
+ABLATION = "ablation.md"
+HEADINGS = ("rung", "against", "tokens/s", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
+_TEXT = ("rung", "against", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
+NOTE = (
+    "Δ speed in real tokens per second, with its 95 % interval in brackets: of several runs a side from the spread "
+    "between them, of one (*) from its steps alone; ≈ is not distinguishable, ? is without an interval. Peak: tensors "
+    "of the GPU (on a CPU: the process). Δ loss: of the mean, and in brackets the tolerance with the worst step's "
+    "difference, or the mean's where the samples come in another order. Break-even: after how many steps a slow start "
+    "has paid for itself."
+)
+
+
+class Ablation(Tables):
+    """The tables of a ladder; `plan` is the ladder."""
+
+    def __init__(self, folder: Path, plan: Ladder, gpu: str | None, impossible: Sequence[tuple[str, str]]) -> None:
+        super().__init__(folder, plan, gpu, impossible)
+        self.plan, self.folder = plan, folder
+
+    def write(self) -> None:
+        super().write()
+        rundir.write_text(self._folder / ABLATION, self.markdown())
+
+    def markdown(self) -> str:
+        parts = [f"# {self.folder.name}: what each optimization brings\n"]
+        if left := self._left():
+            parts.append(f"{left} runs are still to come.\n")
+        parts.append("## One at a time\n\n" + formats.markdown(self.rungs()))
+        if climbed := self.climb():
+            parts.append("## Together\n\n" + formats.markdown(climbed))
+        best = "\n\n".join(self.verdict("```yaml\n{}```\n"))
+        refused = self._refusals("- ")
+        parts.append("\n".join([f"## Best\n\n{best}", *(["## Cannot work\n", *refused] if refused else [])]))
+        return "\n".join(parts).rstrip("\n") + "\n"
+
+    def terminal(self) -> str:
+        parts = ["ONE AT A TIME\n" + formats.terminal(self.rungs())]
+        if climbed := self.climb():
+            parts.append("TOGETHER\n" + formats.terminal(climbed))
+        return "\n".join([*parts, *self.verdict("\n{}"), *self._refusals("cannot work  ")]) + "\n"
+
+    def _refusals(self, before: str) -> list[str]:
+        return [f"{before}{what}: {reason}" for what, reason in self._impossible]
+
+    # --- tables ------------------------------------------------------------------------------------------------------
+
+    def rungs(self) -> Table:
+        """The plain recipe and each rung beside what it is held against."""
+        plan = self.plan
+        rows = [_row(PLAIN, "", plan.cell({}), None, plan.state({}))]
+        rows += [
+            _row(rung.name, rung.over, plan.cell(rung.changes), plan.pair(rung.changes, plan.over(rung)),
+                 plan.state(rung.changes))
+            for rung in plan.start.rungs if rung.name not in plan.refused
+        ]  # fmt: skip
+        return _table(rows, [NOTE, *self._outside()])
+
+    def climb(self) -> Table | None:
+        """Each combination that was tried, beside what had been kept until then."""
+        plan, rows = self.plan, []
+        for climb in plan.climbs:
+            told = "kept" if climb.kept else f"not kept: {climb.reason}"
+            added = {key: value for key, value in climb.changes.items() if climb.over.get(key) != value}
+            pair = plan.pair(climb.changes, climb.over)
+            rows.append(_row(f"+ {ablation.words(added)}", "", plan.cell(climb.changes), pair, told))
+        return _table(rows, ["each row is held against all that was kept above it"]) if rows else None
+
+    def _outside(self) -> Iterator[str]:
+        for rung in self.plan.start.rungs:
+            pair = self.plan.pair(rung.changes, {})
+            if pair and pair.parity and pair.parity.verdict == "outside":
+                told = pair.parity.reason or f"its loss differs by {units.percent(pair.parity.worst)}"
+                yield f"{rung.name} does not learn what the plain recipe does: {told}"
+
+    # --- the best ----------------------------------------------------------------------------------------------------
+
+    def verdict(self, lines: str) -> list[str]:
+        """Sentences on the best combination, and its lines of a spec in the form `lines`."""
+        plan = self.plan
+        if not plan.cell({}) or not (plain := plan.cell({})) or not plain.ok:
+            return [f"The plain recipe has no figures ({plan.state({})}), so nothing can be held against it."]
+        pending = " so far" if self._left() else ""
+        if pending and not plan.climbs:
+            return [f"{self._left()} runs are still to come before anything is put together."]
+        if not plan.best:
+            return [f"Nothing was found{pending} that is better than the plain recipe for {plan.start.objective}."]
+        pair = plan.pair(plan.best, {})
+        told = [f"Best for {plan.start.objective}{pending}: {ablation.words(plan.best)}"]
+        if pair:
+            told.append(
+                f"Against the plain recipe: speed {change(pair.speed)}, peak GiB {_change_of_peak(pair)}, loss "
+                f"{_loss(pair.parity)}"
+            )
+        if plan.start.spec.launch.mock != "off":
+            told.append("launch.mock: nothing was trained, and every figure here is made up.")
+        return [*told, lines.format(spec_lines(ablation.sections(plan.best)))]
+
+    def document(self) -> dict[str, Any]:
+        """All of it, for programs; what is unknown is None."""
+        plan = self.plan
+        rungs = [
+            _record(rung.name, plan.cell(rung.changes), plan.pair(rung.changes, plan.over(rung)), plan)
+            | {"against": rung.over, "reason": plan.refused.get(rung.name) or plan.state(rung.changes) or None}
+            for rung in plan.start.rungs
+        ]
+        climbed = [
+            _record(climb.name, plan.cell(climb.changes), plan.pair(climb.changes, climb.over), plan)
+            | {"against": ablation.words(climb.over), "kept": climb.kept, "reason": climb.reason or None}
+            for climb in plan.climbs
+        ]
+        best = _record(ablation.words(plan.best), plan.cell(plan.best), plan.pair(plan.best, {}), plan)
+        return {
+            "folder": str(self._folder), "objective": plan.start.objective, "left": self._left(),
+            "plain": _record(PLAIN, plan.cell({}), None, plan) | {"reason": plan.state({}) or None},
+            "rungs": rungs, "climb": climbed, "best": best | {"changes": dict(plan.best)}, "runs": self.records(),
+        }  # fmt: skip
+
+
+def spec_lines(sections: Mapping[str, Any]) -> str:
+    """Sections of a spec as lines of it, ready to paste."""
+    lines = []
+    for section, values in sections.items():
+        inner = values if isinstance(values, dict) else {}
+        text = "{" + ", ".join(f"{name}: {as_text(value)}" for name, value in inner.items()) + "}"
+        lines.append(f"{section}: {text if inner else as_text(values)}\n")
+    return "".join(lines)
+
+
+# --- one row ---------------------------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[list[str]], notes: Sequence[str]) -> Table:
+    filled = [i for i, heading in enumerate(HEADINGS) if heading in ("rung", "state") or any(row[i] for row in rows)]
+    return Table({}, [HEADINGS[i] for i in filled], [[row[i] for i in filled] for row in rows], list(notes), _TEXT)
+
+
+def _row(name: str, over: str, cell: Cell | None, pair: Pair | None, state: str) -> list[str]:
+    paired = pair if pair and pair.cell.ok and pair.baseline and pair.baseline.ok else None
+    return [
+        name, over,
+        units.rate(cell.figure(TOKENS)) if cell else "",
+        change(paired.speed) if paired else "",
+        _with_change(units.gibibytes(cell.figure(PEAK)), _change_of_peak(paired)) if cell else "",
+        _with_change(units.seconds(cell.figure(FIRST)), _later(paired)) if cell else "",
+        _loss(paired.parity) if paired else "",
+        break_even_text(paired.break_even) if paired else "",
+        state or (cell.state if cell else ""),
+    ]  # fmt: skip
+
+
+def _with_change(text: str, changed: str) -> str:
+    return f"{text} ({changed})" if text and changed else text
+
+
+def _difference(pair: Pair, name: str) -> float | None:
+    """Candidate less baseline, of a figure that both know."""
+    found = [side.figure(name) if side else None for side in (pair.cell, pair.baseline)]
+    return None if found[0] is None or found[1] is None else found[0] - found[1]
+
+
+def _change_of_peak(pair: Pair | None) -> str:
+    difference = _difference(pair, PEAK) if pair else None
+    if pair is None or difference is None or pair.memory is None:
+        return ""
+    return f"{'-' if difference < 0 else '+'}{units.gibibytes(abs(difference))}, {(pair.memory.value - 1) * 100:+.1f} %"
+
+
+def _later(pair: Pair | None) -> str:
+    difference = _difference(pair, FIRST) if pair else None
+    return "" if difference is None else f"{'-' if difference < 0 else '+'}{units.seconds(abs(difference))}"
+
+
+def _loss(found: Parity | None) -> str:
+    """`+0.003 % (within 1 % (0.014 %))`; what cannot be checked says why."""
+    if found is None or found.change is None:
+        return f"unchecked: {found.reason}" if found and found.verdict == "unchecked" else parity_text(found)
+    return f"{found.change * 100:+.2g} %, {parity_text(found)}"
+
+
+def _record(name: str, cell: Cell | None, pair: Pair | None, plan: Ladder) -> dict[str, Any]:
+    speed, parity = (pair.speed, pair.parity) if pair else (None, None)
+    return {
+        "name": name,
+        "tokens_per_s": cell.figure(TOKENS) if cell else None,
+        "peak_gb": cell.figure(PEAK) if cell else None,
+        "first_step_s": cell.figure(FIRST) if cell else None,
+        "runs_ok": len(cell.ok) if cell else 0,
+        "speed_ratio": speed.value if speed else None,
+        "speed_low": speed.low if speed else None,
+        "speed_high": speed.high if speed else None,
+        "speed_verdict": speed.verdict if speed else None,
+        "memory_ratio": pair.memory.value if pair and pair.memory else None,
+        "memory_change_gb": _difference(pair, PEAK) if pair else None,
+        "first_step_change_s": _difference(pair, FIRST) if pair else None,
+        "break_even": pair.break_even.when if pair and pair.break_even else None,
+        "break_even_steps": pair.break_even.steps if pair and pair.break_even else None,
+        "loss_change": parity.change if parity else None,
+        "loss_parity": parity.verdict if parity else None,
+        "loss_tolerance": parity.tolerance if parity else None,
+        "loss_worst": parity.worst if parity else None,
+        "run_ids": [run.run_id for run in cell.runs] if cell else [],
+    }

@@ -1,0 +1,144 @@
+"""What the driver says about the GPU, at most ten times a second: power, energy, clock, heat, throttling, memory, load.
+
+Standard library and NVML only. A counter that the driver does not have stays None in every sample.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ftbench.core.units import GIB
+from ftbench.worker.measure.gpu_utilization import COLUMNS, BusyMeter, Interval
+
+# nvml.h, nvmlClocksEventReasons; idle (0x1) and the display's own clock (0x100) say nothing about a training run.
+THROTTLE = {
+    0x02: "application_clocks", 0x04: "sw_power_cap", 0x08: "hw_slowdown", 0x10: "sync_boost",
+    0x20: "sw_thermal", 0x40: "hw_thermal", 0x80: "hw_power_brake",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One reading at `time` (perf_counter seconds). Watts, joules since the driver was loaded, MHz, °C, GiB."""
+
+    time: float
+    power_w: float | None
+    energy_j: float | None
+    sm_clock_mhz: float | None
+    temperature_c: float | None
+    throttle: int | None
+    memory_gb: float | None
+
+
+class Sampler:
+    """Keeps the samples of a run; `take` is called by the recorder's thread."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._times: list[float] = []
+        self._samples: list[Sample] = []
+        self._busy = BusyMeter(nvml, handle)
+        self._intervals: list[Interval] = []
+        self._ends: list[float] = []
+        memory = getattr(nvml, "nvmlDeviceGetMemoryInfo", None)
+        self._readers: dict[str, Callable[[], Any]] = {
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
+            "sm_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            "throttle": lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+            "memory_gb": lambda: memory(handle).used / GIB if memory else None,
+        }
+
+    def take(self) -> None:
+        """Reads every counter once; one that fails is not asked again."""
+        values: dict[str, Any] = dict.fromkeys(
+            ("power_w", "energy_j", "sm_clock_mhz", "temperature_c", "throttle", "memory_gb")
+        )
+        for name, read in list(self._readers.items()):
+            try:
+                values[name] = read()
+            except (self._nvml.NVMLError, AttributeError):
+                del self._readers[name]
+        sample = Sample(time.perf_counter(), **values)
+        self._times.append(sample.time)
+        self._samples.append(sample)
+        for interval in self._busy.read():
+            self._intervals.append(interval)
+            self._ends.append(interval.end)
+
+    @property
+    def busy_method(self) -> str | None:
+        """Where the shares of gpu_busy come from."""
+        return self._busy.method
+
+    @property
+    def latest(self) -> float:
+        """When the last sample was taken; minus infinity before the first."""
+        return self._times[-1] if self._times else float("-inf")
+
+    def over(self, begin: float, end: float) -> dict[str, Any]:
+        """The columns of steps.csv for a step from `begin` to `end` (perf_counter seconds). A step shorter than the
+        sampling interval takes the two samples around it."""
+        inside = self._samples[bisect_left(self._times, begin) : bisect_right(self._times, end)]
+        if not inside:
+            at = bisect_left(self._times, begin)
+            inside = self._samples[max(0, at - 1) : at + 1]
+        if not inside:
+            return {}
+        reasons = [s.throttle for s in inside if s.throttle is not None]
+        return {
+            "power_w": _mean([s.power_w for s in inside]),
+            "energy_j": self._energy(begin, end),
+            "sm_clock_mhz": _mean([s.sm_clock_mhz for s in inside]),
+            "temperature_c": max((s.temperature_c for s in inside if s.temperature_c is not None), default=None),
+            "throttle": throttle_names(reasons) if reasons else None,
+            "device_memory_gb": max((s.memory_gb for s in inside if s.memory_gb is not None), default=None),
+            **self._shares(begin, end),
+        }
+
+    def _shares(self, begin: float, end: float) -> dict[str, float | None]:
+        """The busy shares of a step: the mean of the intervals it lies in, each for the time they share."""
+        found: list[tuple[float, Interval]] = []
+        for interval in self._intervals[bisect_left(self._ends, begin) :]:
+            if interval.begin >= end:
+                break
+            found.append((min(end, interval.end) - max(begin, interval.begin), interval))
+        return {name: _weighted([(w, getattr(interval, name)) for w, interval in found]) for name in COLUMNS}
+
+    def _energy(self, begin: float, end: float) -> float | None:
+        first, last = self._counter(begin), self._counter(end)
+        return None if first is None or last is None else last - first
+
+    def _counter(self, when: float) -> float | None:
+        """The energy counter at a moment, linear between the samples around it; None outside of them."""
+        after = bisect_left(self._times, when)
+        if after == 0 or after == len(self._times):
+            return None
+        low, high = self._samples[after - 1], self._samples[after]
+        if low.energy_j is None or high.energy_j is None:
+            return None
+        return low.energy_j + (high.energy_j - low.energy_j) * (when - low.time) / (high.time - low.time)
+
+
+def throttle_names(masks: list[int]) -> str:
+    """The reasons in any of the bit masks, joined by |, or `none`."""
+    together = 0
+    for mask in masks:
+        together |= mask
+    return "|".join(name for bit, name in THROTTLE.items() if together & bit) or "none"
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _weighted(pairs: list[tuple[float, float | None]]) -> float | None:
+    known = [(weight, value) for weight, value in pairs if value is not None and weight > 0]
+    total = sum(weight for weight, _ in known)
+    return sum(weight * value for weight, value in known) / total if total else None

@@ -1,0 +1,120 @@
+"""A spec's model → loaded weights and tokenizer, published or random, through the same from_pretrained."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+
+from ftbench.errors import MissingError, SpecError
+from ftbench.spec.experiment import Experiment, Model
+from ftbench.worker.device import device
+from ftbench.worker.model.random_weights import is_gpt_oss, materialise
+from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
+
+
+class Shape(Protocol):
+    """In place of what from_pretrained is given: a configuration, and a model of it whose weights were never read."""
+
+    config: Any
+
+    def load(self, arguments: dict[str, Any]) -> Any: ...
+    def tokenizer(self) -> Any: ...
+
+
+Source = str | Shape
+
+
+def source_of(model: Model, method: Any = None) -> str:
+    """What from_pretrained is given: a directory, or an id on the hub. A method that keeps experts in MXFP4 makes
+    random weights in memory: of gpt-oss-120b they would be 61 GiB of files. unsloth finds files as published."""
+    if model.weights == "random":
+        kept = method is not None and method.mxfp4
+        layout = "mxfp4" if is_gpt_oss(model) and (kept or getattr(method, "name", "") == "unsloth") else None
+        return str(materialise(model, layout, weights=not kept))
+    return model.path or model.id
+
+
+def load_config(model: Model, source: Source) -> Any:
+    """The model's configuration. Raises MissingError where it cannot be reached."""
+    if not isinstance(source, str):
+        return source.config
+    return reach(model, lambda: AutoConfig.from_pretrained(source, **hub_arguments(model)))
+
+
+def load_tokenizer(model: Model, source: Source) -> Any:
+    """The model's tokenizer, with a padding token."""
+    if not isinstance(source, str):
+        return source.tokenizer()
+    tokenizer = reach(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(spec: Experiment, source: Source, quantization_config: Any = None) -> Any:
+    """The weights on the device, in the spec's dtype and with its attention implementation."""
+    quantised = _quantised(spec, source) or quantization_config
+    return read(spec, source, **({} if quantised is None else {"quantization_config": quantised}))
+
+
+def read(spec: Experiment, source: Source, **more: Any) -> Any:
+    """from_pretrained with what the spec says, and `more`."""
+    arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
+    if device().type == "cuda":
+        arguments["device_map"] = {"": device()}
+    if not isinstance(source, str):
+        return reach(spec.model, lambda: source.load(arguments))
+    return reach(spec.model, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments))
+
+
+def attention_of(spec: Experiment) -> dict[str, str]:
+    """The attention implementation in transformers' words; nothing for its own choice."""
+    attention = spec.optimizations.attention
+    if attention in (VARLEN, CUDNN):
+        register()
+    return {} if attention == "auto" else {"attn_implementation": attention}
+
+
+def _quantised(spec: Experiment, source: Source) -> Any:
+    """How to load weights that were published quantised (gpt-oss: MXFP4): in 16 bits, so that they can be trained
+    on. Raises SpecError for a method that would quantise them again."""
+    config = getattr(load_config(spec.model, source), "quantization_config", None)
+    if config is None:
+        return None
+    kind = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    if spec.method.quantised:
+        raise SpecError(
+            f"method {spec.method.name}: the weights of {spec.model.id} are published in {kind} and cannot be "
+            "quantised again: set method.quant_type to mxfp4 if it is gpt-oss, or use lora"
+        )
+    return Mxfp4Config(dequantize=True) if str(kind) == "mxfp4" else None
+
+
+def hub_arguments(model: Model) -> dict[str, Any]:
+    """What from_pretrained is told about where a model comes from and what of it may run."""
+    if model.path or model.weights == "random":
+        return {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
+    found = {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
+    # The pin holds for code that a model takes from another repository too: there it names no commit, and fails.
+    return found | ({"code_revision": model.revision} if model.trust_remote_code else {})
+
+
+def reach(model: Model, load: Any) -> Any:
+    """Turns the ways in which a model cannot be reached or used into a sentence. What else goes wrong goes on up:
+    running out of memory is a result, not a missing model."""
+    try:
+        return load()
+    except ImportError as error:
+        raise MissingError(
+            f"model {model.id} needs a package that is not here: {str(error).strip().splitlines()[0]}"
+        ) from None
+    except OSError as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MissingError(
+            f"model {model.path or model.id} cannot be loaded: {first} Check the name, give model.path, log in or go "
+            "online once, or set model.weights=random to measure the same shape without a download"
+        ) from None
+    except ValueError as error:
+        raise SpecError(f"model {model.path or model.id}: {str(error).strip().splitlines()[0]}") from None

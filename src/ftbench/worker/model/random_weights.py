@@ -1,0 +1,204 @@
+"""Models with random weights: made from a seed shard by shard, saved once, loaded like any other.
+
+Each tensor has a generator of its own, seeded by the model's seed and the tensor's name, so that shards can be made in
+parallel and the same spec gives the same weights on every machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ftbench.core.architectures import architectures
+from ftbench.errors import MissingError, SpecError
+from ftbench.spec.combinations import GPT_OSS
+from ftbench.spec.experiment import Model
+from ftbench.spec.reading import read_config
+from ftbench.store.machine import cache_dir
+from ftbench.worker.model import mxfp4
+from ftbench.worker.model.tokenizer import save_tokenizer
+
+FORMAT = 1  # part of the cache key: change it when the same spec would give other weights
+SHARD_BYTES = 4 * 10**9
+_IN_16_BITS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]  # as published
+_CHUNK = 64 * 2**20  # elements drawn by one generator: bounds memory and lets large tensors use several cores
+
+
+def is_gpt_oss(model: Model) -> bool:
+    return bool(_shape(model)["model_type"] == GPT_OSS)
+
+
+def materialise(model: Model, layout: str | None = None, weights: bool = True) -> Path:
+    """The directory with the random weights, made if it is not there yet; with `layout` mxfp4 the experts of gpt-oss as
+    they are published; without `weights` only what describes the model, for `fill`. Raises SpecError for a shape that
+    transformers does not know, MissingError for a disk without room."""
+    config = configuration(model)
+    special = [*([layout] if layout else []), *([] if weights else ["no weights"])]
+    told = [FORMAT, _shape(model), model.dtype, model.seed, *special]
+    key = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    name = "".join(c if c.isalnum() or c in ".-" else "-" for c in model.id)
+    folder = cache_dir() / "models" / f"{name}-{key.hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    try:
+        with _only_one(folder):
+            if not folder.is_dir():
+                _make(folder, config, model, layout, weights)
+    except (OSError, SafetensorError) as error:
+        raise MissingError(f"{folder.parent}: {error}; free some space or set FTBENCH_CACHE") from None
+    return folder
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """One process at a time makes a model; the others wait and find it made. A dead process holds no lock (flock)."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: bool) -> None:
+    """Writes beside the folder and renames: what a killed process left is removed first, and never seen."""
+    unfinished = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        _describe(unfinished, config, model, layout)
+        if weights:
+            _write(unfinished, config, model, layout)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _shape(model: Model) -> dict[str, Any]:
+    """The configuration as plain data: of the table, or of the user's config.json."""
+    return read_config(Path(model.path)) if model.path else architectures()[model.id]
+
+
+def configuration(model: Model) -> Any:
+    """The shape as transformers' configuration. Raises SpecError for one that it does not know."""
+    shape = dict(_shape(model))
+    for key in ("quantization_config", "torch_dtype", "dtype", "auto_map"):
+        shape.pop(key, None)
+    try:
+        return AutoConfig.for_model(**shape)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        raise SpecError(f"model: {model.id}: transformers cannot build this shape ({reason})") from None
+
+
+def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> None:
+    """config.json and the tokenizer."""
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.dtype = model.dtype
+    if layout:
+        config.quantization_config = {"quant_method": layout, "modules_to_not_convert": _IN_16_BITS}
+    config.save_pretrained(folder)
+    save_tokenizer(folder, int(config.get_text_config().vocab_size))
+
+
+def fill(module: Any, seed: int, std: float) -> None:
+    """Draws every weight of a model that has none yet: the same as `materialise` would have written."""
+    held = module.state_dict()
+    with ThreadPoolExecutor(os.cpu_count()) as pool, torch.no_grad():
+        for names in _shards({name: each.nbytes for name, each in held.items()}):
+            for name, drawn in _draw(pool, {name: held[name] for name in names}, std, seed).items():
+                held[name].copy_(drawn)
+
+
+def deviation(config: Any) -> float:
+    """Of the weights of a new model."""
+    return float(getattr(config.get_text_config(), "initializer_range", 0.02))
+
+
+def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
+    with torch.device("meta"), mxfp4.as_experts() if layout else nullcontext():
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
+    tied = set(getattr(skeleton, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+    tensors = {name: t for name, t in skeleton.state_dict().items() if name not in tied}
+    sizes = {name: each.nbytes for name, each in tensors.items()}
+    _check_space(folder, sum(sizes.values()))
+    std = deviation(config)
+    shards = list(_shards(sizes))
+    index: dict[str, str] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool, ThreadPoolExecutor(1) as writer:
+        written: Future[None] | None = None
+        for number, names in enumerate(shards, start=1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            made = _draw(pool, {name: tensors[name] for name in names}, std, model.seed)
+            if written:
+                written.result()  # two shards in memory and no more
+            written = writer.submit(save_file, made, folder / file, {"format": "pt"})
+            index |= dict.fromkeys(names, file)
+        if written:
+            written.result()
+    total = {"total_size": sum(sizes.values())}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": total, "weight_map": index}))
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed * 1.02 > free:
+        raise MissingError(
+            f"{folder.parent}: the random weights take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
+            "set FTBENCH_CACHE to a larger place"
+        )
+
+
+def _shards(sizes: dict[str, int]) -> Iterator[list[str]]:
+    shard: list[str] = []
+    filled = 0
+    for name, size in sizes.items():
+        if shard and filled + size > SHARD_BYTES:
+            yield shard
+            shard, filled = [], 0
+        shard.append(name)
+        filled += size
+    yield shard
+
+
+def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, seed: int) -> dict[str, torch.Tensor]:
+    """Tensors with the names, shapes and types of `like` in the host's memory, drawn at the same time. Norms are ones
+    and biases zeros, as transformers initialises them; everything else is normal with `std`. In MXFP4 every code is as
+    likely as any other, and one scale for all brings the spread near `std`."""
+    made: dict[str, torch.Tensor] = {}
+    pieces: list[tuple[str, torch.Tensor]] = []
+    for name, each in like.items():
+        out = made[name] = torch.empty(each.shape, dtype=each.dtype)
+        if name.endswith("norm.weight"):
+            out.fill_(1)
+        elif name.endswith("bias"):
+            out.zero_()
+        elif name.endswith("_scales"):
+            out.fill_(mxfp4.scale_for(std))
+        else:
+            starts = range(0, out.numel(), _CHUNK)
+            pieces += [(f"{seed}/{name}/{start}", out.view(-1)[start : start + _CHUNK]) for start in starts]
+    for future in [pool.submit(_normal, name, piece, std) for name, piece in pieces]:
+        future.result()
+    return made
+
+
+def _normal(name: str, piece: torch.Tensor, std: float) -> None:
+    seed = hashlib.sha256(name.encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
+    if piece.dtype == torch.uint8:
+        piece.view(torch.int64).random_(-(2**63), None, generator=generator)  # eight bytes in one draw
+    else:
+        piece.copy_(torch.empty(piece.shape, dtype=torch.float32).normal_(0, std, generator=generator))
