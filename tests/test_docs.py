@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,5 @@ def test_every_link_leads_to_a_file(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_tree_of_the_readme_is_what_lies_there():
-    tree = README.partition("src/ftbench/\n")[2].partition("```")[0]
-    named = [name for line in tree.splitlines() for name in re.findall(r"^  ((?:[a-z_]+(?:\.py|/) ?)+)", line)]
-    found = {name for words in named for name in words.split()}
-    inside = {f"{path.name}/" if path.is_dir() else path.name for path in (ROOT / "src" / "ftbench").iterdir()}
-    assert inside - found == {"__init__.py", "__main__.py"} | (inside & {"__pycache__/", "py.typed"})
-    assert found - inside == set()
+def test_the_page_of_the_tree_is_what_lies_there():
+    subprocess.run([ROOT / "scripts" / "tree", "--check"], check=True)
