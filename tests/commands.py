@@ -16,6 +16,7 @@ import psutil
 
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_steps
 
 TINY = {"id": "tiny/qwen3", "weights": "random"}
 # Small enough for a step to take some 20 ms, and more steps than any test waits for.
@@ -53,7 +54,7 @@ class Left:
         return phases[-1]["name"] if phases else None
 
     def steps(self) -> list[Any]:
-        return rundir.read_steps(self.run.steps)[0]
+        return read_steps(self.run.steps)[0]
 
     def children(self) -> list[psutil.Process]:
         """Every process whose command line names the run's directory: the training process and what it started."""

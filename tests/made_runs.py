@@ -11,7 +11,8 @@ from typing import Any
 
 from ftbench.core.rows import StepRow
 from ftbench.store import rundir, summary
-from ftbench.store.rundir import RunDir, StepsWriter
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "h200"
 REAL = RunDir(RESULTS / "plain" / "qwen3-8b-lora" / "qwen3-8b-lora-b4-78939b22-r1")

@@ -15,6 +15,7 @@ import psutil
 
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_steps
 from ftbench.sweep.execute import journal
 
 MOCK = {
@@ -154,7 +155,7 @@ class Night(Folder):
 
         def training() -> list[RunDir]:
             running = [run for run in self.runs() if rundir.read_json(run.state).get("state") == "running"]
-            return [run for run in running if len(rundir.read_steps(run.steps)[0]) >= steps]
+            return [run for run in running if len(read_steps(run.steps)[0]) >= steps]
 
         self.until(training)
         return training()[0]

@@ -23,6 +23,7 @@ from ftbench.core.rows import COLUMNS
 from ftbench.errors import DataError, MissingError, NotAppliedError
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
+from ftbench.store.steps import read_steps
 from ftbench.worker.data.prepare import prepare
 from ftbench.worker.measure.outcome import Terminated, of_exception
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 def assert_kept(command: Command, at_least: int) -> None:
     """The steps finished before the end are in steps.csv, every line whole and none missing, and are summarised."""
-    steps, warnings = rundir.read_steps(command.run.steps)
+    steps, warnings = read_steps(command.run.steps)
     assert warnings == []
     assert [row.step for row in steps] == list(range(1, len(steps) + 1))
     assert len(steps) >= at_least
@@ -128,7 +129,7 @@ def test_kill_9_of_ftbench_itself_leaves_no_process_and_a_run_that_can_be_report
         child.wait(timeout=2)
         assert command.children() == []
         assert killed_at - command.run.steps.stat().st_mtime < 1.0  # the last rows are at most a second old
-        steps, _ = rundir.read_steps(command.run.steps)
+        steps, _ = read_steps(command.run.steps)
         assert [row.step for row in steps] == list(range(1, len(steps) + 1))
         assert len(steps) >= seen
         command.process.wait()
@@ -340,6 +341,6 @@ def test_the_columns_of_a_torn_line_are_never_guessed(tmp_path):
     """What `kill -9` in the middle of a write leaves."""
     path = tmp_path / "steps.csv"
     path.write_text(",".join(COLUMNS) + "\n1,0.1,0.5" + "," * (len(COLUMNS) - 3) + "\n2,0.2,1.2")
-    steps, warnings = rundir.read_steps(path)
+    steps, warnings = read_steps(path)
     assert [row.step for row in steps] == [1]
     assert len(warnings) == 1

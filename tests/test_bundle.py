@@ -21,7 +21,8 @@ from ftbench.errors import SpecError
 from ftbench.store import rundir, summary
 from ftbench.store.bundle import pack, unpack
 from ftbench.store.bundle.verify import verify
-from ftbench.store.rundir import RunDir, StepsWriter
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter
 
 zstd = unpack.zstd
 COMMITTED = Path(__file__).parents[1] / "results" / "h200"

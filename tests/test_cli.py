@@ -17,7 +17,8 @@ from ftbench.core import rows
 from ftbench.errors import DataError, MissingError
 from ftbench.launch import runner
 from ftbench.store import machine, rundir, summary
-from ftbench.store.rundir import RunDir, StepsWriter
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 

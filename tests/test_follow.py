@@ -6,7 +6,8 @@ from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.launch import follow
 from ftbench.launch.follow import COMPILE_S, START_S, STEP_S, Follower, Watchdog
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import WAITING, RunDir, StepsTail, StepsWriter, write_json
+from ftbench.store.rundir import WAITING, RunDir, write_json
+from ftbench.store.steps import StepsTail, StepsWriter
 
 ROWS = [StepRow(step=i, phase="train", step_time_s=0.5, loss=2.0 - i / 10, throttle="名前") for i in range(1, 5)]
 

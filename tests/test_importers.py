@@ -19,7 +19,8 @@ from ftbench.store import rundir
 from ftbench.store.bundle import pack
 from ftbench.store.bundle.verify import verify
 from ftbench.store.importers import COLUMNS, About, import_run
-from ftbench.store.rundir import read_json, read_steps
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
 from ftbench.store.summary import as_dict, summarise
 
 ABOUT = About("study", "Qwen/Qwen3-8B", "lora", "NVIDIA H200", batch_size=4)

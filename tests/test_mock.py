@@ -10,7 +10,8 @@ from ftbench.launch import mock, runner
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import process_identity, rundir
-from ftbench.store.rundir import RunDir, read_json, read_steps
+from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.steps import read_steps
 
 LATER = {"timeout_s": 60}  # no test waits for longer
 

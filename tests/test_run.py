@@ -11,6 +11,7 @@ import pytest
 from commands import Left, trained_once
 from ftbench.core.rows import StepRow
 from ftbench.store import run_warnings, rundir, summary
+from ftbench.store.steps import read_steps
 
 SEVEN = "step,epoch,elapsed_time_sec,progress_ratio,memory_allocated_gb,memory_reserved_gb,peak_memory_gb,"
 FILES = {
@@ -30,7 +31,7 @@ MANY_STEPS = {
 
 
 def rows(command: Left, phase: str) -> list[StepRow]:
-    found, warnings = rundir.read_steps(command.run.steps)
+    found, warnings = read_steps(command.run.steps)
     assert not warnings
     return [row for row in found if row.phase == phase]
 
@@ -140,7 +141,7 @@ class TestTheSameSpecTwice:
 
     @pytest.mark.parametrize("name", ["first", "second", "full"])
     def test_the_steps_add_up_to_the_wall_clock_of_their_window(self, runs, name):
-        found, _ = rundir.read_steps(runs[name].run.steps)
+        found, _ = read_steps(runs[name].run.steps)
         steps = [row for row in found if row.phase == "train"]
         warm = runs[name].summary()["steps"]["warmup"]
         wall = steps[-1].elapsed_time_sec - steps[warm - 1].elapsed_time_sec

@@ -14,7 +14,8 @@ import pytest
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.errors import MissingError
 from ftbench.store import process_identity, rundir
-from ftbench.store.rundir import RunDir, StepsWriter, claim, find_runs, read_json, read_state, read_steps, write_json
+from ftbench.store.rundir import RunDir, claim, find_runs, read_json, read_state, write_json
+from ftbench.store.steps import StepsWriter, read_steps
 
 ROWS = [StepRow(step=i, phase="train", step_time_s=0.5, loss=2.0 - i / 10, throttle="none") for i in range(1, 5)]
 

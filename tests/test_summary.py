@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 
 from ftbench.core.rows import StepRow
-from ftbench.store.rundir import StepsWriter, claim, write_json
+from ftbench.store.rundir import claim, write_json
+from ftbench.store.steps import StepsWriter
 from ftbench.store.summary import as_dict, summarise
 
 TIMES = [4.0, 1.5, *np.linspace(0.98, 1.02, 18).round(4).tolist()]  # two steps of warm-up, eighteen steady ones

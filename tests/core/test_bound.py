@@ -10,7 +10,7 @@ import pytest
 
 from ftbench.core.bottleneck import bound
 from ftbench.core.rows import StepRow
-from ftbench.store.rundir import read_steps
+from ftbench.store.steps import read_steps
 
 
 def window(times=(0.5,) * 10, **columns):

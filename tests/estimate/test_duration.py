@@ -36,6 +36,7 @@ from ftbench.estimate.workload.lengths import batches_of, lengths_of
 from ftbench.estimate.workload.trainable_shape import adapted
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
+from ftbench.store.steps import read_steps
 from ftbench.sweep import command
 from made_runs import REAL, make_run, steps
 
@@ -82,7 +83,7 @@ def test_a_model_by_its_config_has_the_matrices_that_the_worker_counted_on_the_l
                                   "qwen3-8b-lora-b4-db74a4093b1a-r1", "qwen3-8b-lora-b4-a4000c105967-r1"])  # fmt: skip
 def test_padded_flat_grouped_and_packed_batches_hold_the_tokens_that_runs_computed(name):
     path = next(RESULTS.rglob(name))
-    rows, _ = rundir.read_steps(path / "steps.csv")
+    rows, _ = read_steps(path / "steps.csv")
     spec = Experiment.model_validate({k: v for k, v in json.loads((path / "spec.json").read_text()).items()
                                       if k in Experiment.model_fields})  # fmt: skip
     batches = batches_of(spec, lengths_of(spec.dataset))

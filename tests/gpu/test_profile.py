@@ -15,6 +15,7 @@ from methods import ON_GPU, SPEC
 from ftbench.profile.trace import read
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_steps
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
@@ -132,7 +133,7 @@ def test_checkpointing_is_seen_in_the_activations(profiled):
 
 def test_the_peak_of_the_recorded_step_is_that_of_the_run(profiled):
     run, _ = profiled("lora")
-    steps = [row for row in rundir.read_steps(run.steps)[0] if row.phase == "train"]
+    steps = [row for row in read_steps(run.steps)[0] if row.phase == "train"]
     found = rundir.read_json(run.profile / "memory.json")
     assert found["peak"]["total_gb"] == pytest.approx(steps[-1].peak_memory_gb, rel=0.02)
 

@@ -10,7 +10,8 @@ from ftbench.profile import files
 from ftbench.profile.table import as_text
 from ftbench.profile.trace import TraceError
 from ftbench.store import rundir
-from ftbench.store.rundir import RunDir, StepsWriter
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter
 
 
 @pytest.fixture

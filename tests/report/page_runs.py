@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ftbench.core import rows
 from ftbench.store import rundir, summary
-from ftbench.store.rundir import RunDir, StepsWriter
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter
 
 HOSTILE = "</script><script>window.stolen=1</script><img src=x onerror=stolen=1>"
 JAPANESE = "日本語の微調整"

@@ -16,7 +16,8 @@ from ftbench.core import cost, rows, units
 from ftbench.errors import SpecError
 from ftbench.spec.prices import canonical, load_prices
 from ftbench.store import rundir, summary
-from ftbench.store.rundir import RunDir, StepsWriter
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "prices-example.yaml"
 RENT = "rent: {per_hour: 3.6, currency: USD, date: 2026-01-02, source: a shop}"

@@ -19,6 +19,7 @@ from ftbench.spec.datasets import DATASETS
 from ftbench.spec.methods import METHODS
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter
 from ftbench.store.summary import as_dict, summarise
 
 
@@ -30,7 +31,7 @@ def made_run(folder: Path, gpu: str = "NVIDIA H200", state: str = "ok", **spec: 
               "train": {"batch_size": 2, "gradient_accumulation_steps": 1}, **spec}  # fmt: skip
     rundir.write_json(run.spec_json, values)
     rundir.write_json(run.machine, {"gpu": {"name": gpu}})
-    writer = rundir.StepsWriter(run.steps)
+    writer = StepsWriter(run.steps)
     writer.append(
         rundir.rows.StepRow(step=i, phase="train", step_time_s=1.0, elapsed_time_sec=float(i), samples=2,
                             real_tokens=200, padded_tokens=300, label_tokens=100)

@@ -18,7 +18,8 @@ from ftbench.spec.combinations import impossible
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.store import rundir
-from ftbench.store.rundir import StepsWriter, claim_at, write_json
+from ftbench.store.rundir import claim_at, write_json
+from ftbench.store.steps import StepsWriter
 from ftbench.sweep import ablate
 from ftbench.sweep.output.ablation import Ablation
 from ftbench.sweep.plan.ablation import Ladder, Start

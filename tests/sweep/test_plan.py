@@ -9,7 +9,8 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.sweep import cells
 from ftbench.store import rundir
-from ftbench.store.rundir import StepsWriter, claim_at, write_json
+from ftbench.store.rundir import claim_at, write_json
+from ftbench.store.steps import StepsWriter
 from ftbench.sweep.execute.budget import most_telling_first
 from ftbench.sweep.plan.frontier import next_batch
 from ftbench.sweep.plan.grid import Grid, Options, jobs_of

@@ -22,6 +22,7 @@ import pytest
 
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_steps
 from sweeps import ENVIRONMENT, MOCK, Folder, Night, eventually, processes_about, sweep, write_sweep
 
 BATCHES = {"train.batch_size": [1, 2, 4]}
@@ -137,7 +138,7 @@ def test_a_run_that_hangs_is_ended_with_its_group_only_and_the_sweep_goes_on(tmp
     assert "after step 3" in state["reason"]
     assert "launch.no_step_s" in state["reason"]
     assert "timeout: nothing moved" in night.table()
-    assert [row.step for row in rundir.read_steps(hung.steps)[0]] == [1, 2, 3]
+    assert [row.step for row in read_steps(hung.steps)[0]] == [1, 2, 3]
 
 
 def test_a_run_that_takes_too_long_is_a_timeout_and_the_sweep_goes_on(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ftbench[ray]'")
 
-from ftbench.store import rundir
+from ftbench.store.steps import read_steps
 from rays import ADDRESSES, Cluster
 from sweeps import Folder, Night, eventually, sweep, write_sweep
 
@@ -46,7 +46,7 @@ def test_cells_run_on_every_node_and_come_back_into_the_same_directories(cluster
     assert folder.told() == ["ok"] * 4
     assert places(folder) == set(ADDRESSES)
     for run in folder.runs():
-        assert rundir.read_steps(run.steps)[0]
+        assert read_steps(run.steps)[0]
         assert not run.reserve.exists()
     here = sweep(spec, tmp_path / "here")
     assert here.stdout == done.stdout

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from conftest import spec_of
 from ftbench.spec.methods import PROJECTIONS
-from ftbench.store import rundir
 from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, fused_lora
 
@@ -128,7 +128,7 @@ def test_what_no_group_holds_is_named():
 
 
 def losses(run) -> list[float]:
-    return [step.loss for step in rundir.read_steps(run.steps)[0] if step.phase == "train"]
+    return [step.loss for step in read_steps(run.steps)[0] if step.phase == "train"]
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])

@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 
 from conftest import spec_of
 from ftbench.spec.generate import Generate
-from ftbench.store.rundir import read_json, read_steps
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
 from ftbench.worker.generate import answer, plain
 from ftbench.worker.model import loading

@@ -15,7 +15,8 @@ from conftest import spec_of
 from ftbench.core.architectures import architectures, parameter_count
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.store.rundir import read_json, read_steps
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
 from ftbench.worker.measure import applied
 from ftbench.worker.methods import lora, qlora
 from ftbench.worker.model import loading, mxfp4

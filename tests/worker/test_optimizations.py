@@ -23,8 +23,8 @@ from conftest import TINY, spec_of, train_in
 from ftbench.errors import SpecError
 from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
-from ftbench.store import rundir
 from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
 from ftbench.worker.data import order
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
@@ -51,11 +51,11 @@ def collator(**optimizations) -> Collator:
 
 
 def losses(run) -> list[float]:
-    return [step.loss for step in rundir.read_steps(run.steps)[0] if step.phase == "train"]
+    return [step.loss for step in read_steps(run.steps)[0] if step.phase == "train"]
 
 
 def steps(run) -> list:
-    return [step for step in rundir.read_steps(run.steps)[0] if step.phase == "train"]
+    return [step for step in read_steps(run.steps)[0] if step.phase == "train"]
 
 
 @pytest.fixture(scope="module")

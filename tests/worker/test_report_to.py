@@ -16,7 +16,8 @@ from ftbench.launch import trl
 from ftbench.spec.experiment import SERVICES, Experiment
 from ftbench.spec.identity import fingerprint
 from ftbench.spec.load import load
-from ftbench.store.rundir import read_json, read_steps
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
 from ftbench.worker.measure import reporter
 from ftbench.worker.measure.reporter import Reporter, logs_of
 

@@ -10,7 +10,8 @@ import pytest
 
 from ftbench.errors import MissingError, NotAppliedError, SpecError
 from ftbench.spec.experiment import Model
-from ftbench.store.rundir import read_json, read_steps
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
 from ftbench.worker import trainer
 from ftbench.worker.data.collate import Collator

@@ -29,7 +29,7 @@ class StepRow:
     memory_allocated_gb: float | None = _column("GiB", "tensors alive at the end of the step (CPU: resident set)")
     memory_reserved_gb: float | None = _column("GiB", "the allocator's pool at the end of the step (CPU: resident set)")
     peak_memory_gb: float | None = _column("GiB", "highest allocated within the step (CPU: highest resident set)")
-    rank: int | None = _column("", "process of a multi-GPU run")
+    rank: int | None = _column("", "process of a multi-GPU run; empty where all ranks are merged")
     phase: str | None = _column("", "train or evaluate")
     step_time_s: float | None = _column("s", "device time from the end of the step before to the end of this one")
     data_time_s: float | None = _column("s", "host time spent waiting for the batches of the step")
@@ -57,6 +57,9 @@ class StepRow:
     tensor_busy: float | None = _column("", "share of the tensor cores' time in which they worked, by the same")
     memory_busy: float | None = _column("", "share of the memory's bandwidth that was used, by the same")
     allocations: int | None = _column("", "blocks that the GPU's caching allocator handed out within the step")
+    data_rank: int | None = _column("", "share of the batch: ranks with the same one trained on the same tokens")
+    host_cpu_by_others: float | None = _column("", "share of the host's CPUs that other processes used")
+    gpu_by_others: float | None = _column("", "share of the time in which other processes' kernels ran on the GPU")
 
 
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(StepRow))
@@ -92,6 +95,9 @@ def _value(name: str, text: str) -> Any:
     if kind.startswith("int"):
         return int(text)
     return float(text) if kind.startswith("float") else text
+
+
+_LATER = {"later": True}
 
 
 @dataclass(slots=True)
@@ -134,7 +140,16 @@ class RunSummary:
     oom: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
     schema: int = SCHEMA
+    # `state` (`ok` or `not finite`), `first_step` and `count` of the steps whose loss or gradient norm is no number
+    learning: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
+    # `contended`, and medians over the steady steps: `host_cpu_by_others`, `gpu_by_others` (shares, 0 to 1)
+    contention: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
+    # of the compiler, before the first step: `cold`, `warm`, or `none` without compilation
+    first_step_cache: str | None = field(default=None, metadata=_LATER)
+    # of several ranks: their `count` and the `spread` (`lowest`, `highest`) of what the figures tell the worst of
+    ranks: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
 
 
-# Of a summary.json; one with fewer was written by an earlier version.
-FIELDS: frozenset[str] = frozenset(f.name for f in fields(RunSummary))
+# Of a summary.json; one with fewer was written by an earlier version. What came later is absent from older ones.
+LATER: frozenset[str] = frozenset(f.name for f in fields(RunSummary) if f.metadata == _LATER)
+FIELDS: frozenset[str] = frozenset(f.name for f in fields(RunSummary)) - LATER

@@ -9,7 +9,8 @@ from ftbench.core.rows import StepRow
 from ftbench.core.units import gibibytes, seconds
 from ftbench.launch.process import Stop
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import WAITING, RunDir, StepsTail, read_json
+from ftbench.store.rundir import WAITING, RunDir, read_json
+from ftbench.store.steps import StepsTail
 
 START_S = 1800.0  # without any sign of life before the third step: weights are fetched, kernels compiled and tuned
 STEP_S = 300.0  # the least that is waited for a step later on: a new shape, a slow disk

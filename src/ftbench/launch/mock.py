@@ -16,7 +16,8 @@ from typing import Any
 from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
 from ftbench.store.process_identity import die_with_parent
-from ftbench.store.rundir import SCHEMA, SUPERSEDED, RunDir, StepsWriter, read_json, write_json
+from ftbench.store.rundir import SCHEMA, SUPERSEDED, RunDir, read_json, write_json
+from ftbench.store.steps import StepsWriter
 
 GPU = "mock (no GPU)"
 STEPS = 10  # where the spec does not say

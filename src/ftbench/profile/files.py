@@ -16,6 +16,7 @@ from ftbench.profile.trace import Trace, events, read
 from ftbench.profile.work import work_of
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_steps
 
 KERNELS, TIMELINE, PICTURE, HELD = "kernels.json", "timeline.json", "timeline.svg", "memory.svg"
 PACKED, NSYS = "trace.json.gz", "nsys.nsys-rep"
@@ -47,7 +48,7 @@ def finish(run: RunDir) -> None:
 def step_before(run: RunDir) -> float | None:
     """The median of the steps just before the profiler started, in seconds."""
     first, last = (rundir.read_json(run.profile / rundir.WINDOW).get("timed") or [0, -1])[:2]
-    rows, _ = rundir.read_steps(run.steps)
+    rows, _ = read_steps(run.steps)
     times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]
     known = [time for time in times if time is not None]
     return statistics.median(known) if known else None

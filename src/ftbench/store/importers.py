@@ -23,7 +23,8 @@ from ftbench.spec.experiment import experiment_name
 from ftbench.spec.identity import model_slug
 from ftbench.spec.methods import METHODS
 from ftbench.store import rundir, summary
-from ftbench.store.rundir import RunDir, StepsWriter
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter, read_steps
 
 COLUMNS = ("step", "epoch", "elapsed_time_sec", "progress_ratio", "memory_allocated_gb", "memory_reserved_gb",
            "peak_memory_gb")  # fmt: skip
@@ -141,7 +142,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> Found:
             f"{file}: is neither a trainer_state.json nor a CSV with the columns {', '.join(COLUMNS)} "
             f"({', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in its first line)"
         )
-    rows, notes = rundir.read_steps(file)
+    rows, notes = read_steps(file)
     rows = [row for row in rows if row.phase in (None, "train")]
     if not rows:
         raise SpecError(f"{file}: holds no step")

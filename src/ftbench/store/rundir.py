@@ -1,24 +1,22 @@
-"""A run's directory: every path in it, atomic JSON, append-only steps.csv, and its state.
+"""A run's directory: every path in it, atomic JSON, and its state.
 
 These files are the whole interface between parent and child, between machines and between versions. Standard library
-only. A JSON file is replaced whole or not at all; steps.csv only ever grows by whole lines.
+only. A JSON file is replaced whole or not at all; steps.csv (`steps.py`) only ever grows by whole lines.
 """
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core import rows
 from ftbench.errors import MissingError
 from ftbench.store import process_identity
 
@@ -153,80 +151,6 @@ def disk_error(path: Path, error: OSError) -> MissingError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere")
     return MissingError(f"{path}: cannot be written ({error.strerror}); write elsewhere")
-
-
-class StepsWriter:
-    """Appends whole lines to steps.csv, each batch of rows in one write."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.write(self._file, rows.header().encode())
-        except OSError as error:
-            raise disk_error(path, error) from None
-
-    def append(self, steps: Iterable[rows.StepRow]) -> None:
-        data = "".join(map(rows.to_csv, steps)).encode()
-        try:
-            while data:
-                data = data[os.write(self._file, data) :]
-        except OSError as error:
-            raise disk_error(self._path, error) from None
-
-    def close(self) -> None:
-        try:
-            os.fsync(self._file)
-        finally:
-            os.close(self._file)
-
-
-def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
-    """The rows of a steps.csv and what was wrong with it. An unfinished last line (a kill, a full disk) is dropped;
-    a line in the middle that cannot be read is left out and named."""
-    try:
-        text = path.read_text("utf-8", errors="replace")
-    except OSError:
-        return [], []
-    warnings: list[str] = []
-    whole, newline, torn = text.rpartition("\n")
-    if torn:
-        warnings.append(f"{path.name}: the last line is not finished and was left out")
-    return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
-
-
-class StepsTail:
-    """Follows a steps.csv that another process writes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._place, self._header = path, 0, ""
-
-    def read(self) -> list[rows.StepRow]:
-        """The rows that were finished since the last call; what cannot be read is left to `read_steps` to tell."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._place)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._place += len(whole)
-        text = whole.decode("utf-8", errors="replace")
-        if not self._header:
-            self._header, _, text = text.partition("\n")
-        return list(_rows(f"{self._header}\n{text}", self._path.name, [])) if self._header else []
-
-
-def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:
-    names: list[str] | None = None
-    for number, line in enumerate(text.split("\n")[:-1], start=1):  # line by line: a stray quote spoils no other row
-        try:
-            values = next(csv.reader([line]))
-            if names is not None:
-                yield rows.parse(dict(zip(names, values, strict=True)))
-            names = names or values
-        except (ValueError, csv.Error, StopIteration):
-            warnings.append(f"{name}: line {number} cannot be read and was left out")
 
 
 # --- state -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from ftbench.core.bottleneck import bound
 from ftbench.core.rows import RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import run_warnings
-from ftbench.store.rundir import RunDir, read_json, read_state, read_steps
+from ftbench.store.rundir import RunDir, read_json, read_state
+from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"

@@ -11,7 +11,8 @@ from transformers import TrainerCallback, set_seed
 from ftbench.errors import NotAppliedError
 from ftbench.spec.experiment import Experiment
 from ftbench.store.machine import handle_of, nvml_module
-from ftbench.store.rundir import RunDir, StepsWriter, read_json, write_json
+from ftbench.store.rundir import RunDir, read_json, write_json
+from ftbench.store.steps import StepsWriter
 from ftbench.worker import methods, optimizations, trainer
 from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device, device

@@ -18,6 +18,7 @@ from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, Measure, Train
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir, find_runs
+from ftbench.store.steps import read_steps
 
 TIERS = ("allocated", "reserved", "device")
 
@@ -92,7 +93,7 @@ def spec_of(run: RunDir) -> Experiment:
 def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
     """The largest batch that a run really had, from its steps: positions computed in one forward pass. None where the
     steps do not say."""
-    rows = [row for row in rundir.read_steps(run.steps)[0] if row.padded_tokens and row.longest_sequence]
+    rows = [row for row in read_steps(run.steps)[0] if row.padded_tokens and row.longest_sequence]
     if not rows:
         return None
     passes = spec.train.gradient_accumulation_steps

@@ -23,7 +23,7 @@ import torch
 from transformers import TrainerCallback
 
 from ftbench.core.rows import StepRow
-from ftbench.store.rundir import StepsWriter
+from ftbench.store.steps import StepsWriter
 from ftbench.worker.measure.meters import meters, resident_gb
 from ftbench.worker.measure.sampler import Sampler
 

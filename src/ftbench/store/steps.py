@@ -1,0 +1,129 @@
+"""steps.csv: its writer, and the one reader behind summaries, bundles, curves and the live view.
+
+The file only ever grows by whole lines. A line that cannot be read is left out and named and spoils no other; an
+empty field is None, while NaN and infinity are figures (of a training that went wrong) and stay what they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ftbench.core import rows
+from ftbench.store.rundir import disk_error
+
+MAX_BYTES = 256 * 2**20
+
+
+class StepsWriter:
+    """Appends whole lines to a steps.csv, each batch of rows in one write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(self._file, rows.header().encode())
+        except OSError as error:
+            raise disk_error(path, error) from None
+
+    def append(self, steps: Iterable[rows.StepRow]) -> None:
+        """Write the rows through to the file. Raises MissingError for a full disk."""
+        data = "".join(map(rows.to_csv, steps)).encode()
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise disk_error(self._path, error) from None
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+
+class StepsTail:
+    """Follows a steps.csv that another process writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._header = path, 0, ""
+
+    def read(self) -> list[rows.StepRow]:
+        """Return the rows that were finished since the last call, without those that cannot be read."""
+        data = _read(self._path, self._offset) or b""
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        text = whole.decode("utf-8", errors="replace")
+        if not self._header:
+            self._header, _, text = text.partition("\n")
+        return list(_rows(f"{self._header}\n{text}", self._path.name, [])) if self._header else []
+
+
+def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
+    """Return the rows of a steps.csv and what was wrong with it. An absent file has no rows; an unfinished last line
+    (a kill, a full disk) is dropped; a line in the middle that cannot be read is left out and named."""
+    if (data := _read(path)) is None:
+        return [], [f"{path.name}: is no plain file of at most {MAX_BYTES >> 20} MiB and was not read"]
+    whole, newline, torn = data.decode("utf-8", errors="replace").rpartition("\n")
+    warnings = [f"{path.name}: the last line is not finished and was left out"] if torn else []
+    return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
+
+
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
+    """Return columns of the training rows of a steps.csv, as fast as its size allows; None where a field is empty or
+    the column absent. Rows without a step number are left out. Empty for a file without such a row."""
+    lines = (_read(path) or b"").decode("utf-8", errors="replace").replace("\r\n", "\n").split("\n")[:-1]
+    header = lines[0].split(",") if lines else []
+    records = [line.split(",") for line in lines[1:]]
+    if "step" not in header or any('"' in line for line in lines) or any(len(r) != len(header) for r in records):
+        return _checked_columns(path, names)
+    step, phase = header.index("step"), header.index("phase") if "phase" in header else None
+    records = [r for r in records if r[step] and (phase is None or r[phase] in ("train", ""))]
+    fields = dict(zip(header, zip(*records, strict=True), strict=True)) if records else {}
+    unknown: list[float | None] = [None] * len(records)
+    try:
+        return {name: _numbers(fields[name]) if name in fields else [*unknown] for name in names if records}
+    except ValueError:
+        return _checked_columns(path, names)
+
+
+def _checked_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
+    """The same from checked rows, for a file with lines that cannot be read."""
+    train = [row for row in read_steps(path)[0] if row.phase in ("train", None) and row.step is not None]
+    return {name: [getattr(row, name) for row in train] for name in names if train}
+
+
+def _numbers(texts: Sequence[str]) -> list[float | None]:
+    try:
+        return list(map(float, texts))
+    except ValueError:
+        return [float(text) if text else None for text in texts]
+
+
+def _read(path: Path, offset: int = 0) -> bytes | None:
+    """The file's bytes from `offset` on, none for an absent file; None for what is no plain file or far too large."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name would wait for a writer
+    except OSError:
+        return b""
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            return None
+        file.seek(offset)
+        return file.read()
+
+
+def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:
+    names: list[str] | None = None
+    for number, line in enumerate(text.split("\n")[:-1], start=1):  # line by line: a stray quote spoils no other row
+        try:
+            values = next(csv.reader([line]))
+            if names is not None:
+                yield rows.parse(dict(zip(names, values, strict=True)))
+            names = names or values
+        except (ValueError, csv.Error, StopIteration):
+            warnings.append(f"{name}: line {number} cannot be read and was left out")
