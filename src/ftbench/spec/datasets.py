@@ -39,7 +39,7 @@ DATASETS: dict[str, Source] = {
         "wikimedia/wikipedia", "20231101.ja", mean_tokens=861, sigma=0.95,
     ),
     "file": Source("your own JSON, JSONL, CSV or Parquet file (`path`)"),
-    "synthetic": Source("random tokens of chosen lengths; needs no tokenizer and no download"),
+    "synthetic": Source("made tokens of chosen lengths, random or learnable; needs no tokenizer and no download"),
 }  # fmt: skip
 LIKE = tuple(name for name, source in DATASETS.items() if source.mean_tokens)
 
@@ -62,6 +62,10 @@ class Dataset(Part):
     length: Int | None = Field(None, ge=2, description="synthetic: every sample has this many tokens")
     mean_length: Float | None = Field(None, ge=2, description="synthetic: lengths drawn log-normally to this mean")
     like: str | None = Field(None, description="synthetic: lengths drawn like this data set's")
+    structure: Literal["random", "markov"] = Field(
+        "random",
+        description="synthetic: random tokens, which nothing can learn, or a Markov chain, which any model learns",
+    )
 
     @field_validator("name")
     @classmethod
@@ -89,6 +93,8 @@ class Dataset(Part):
             raise ValueError("`name: synthetic` needs one of `length`, `mean_length` and `like`")
         if self.name == "synthetic" and self.samples is None:
             raise ValueError("`name: synthetic` needs `samples`")
+        if self.name != "synthetic" and self.structure != "random":
+            raise ValueError(f"`structure` goes with `name: synthetic`, not with {self.name}")
         if self.name != "synthetic" and shape:
             raise ValueError(f"`{shape[0]}` goes with `name: synthetic`, not with {self.name}")
         if self.length is not None and self.length > self.max_length:

@@ -160,7 +160,7 @@ def _describe(
         "packing_efficiency": packing,
         "packing_gain": packing / padding,
         "hash": _hash(train),
-    }
+    } | ({"entropy_nats": entropy} if (entropy := synthetic.entropy_nats(dataset)) is not None else {})
 
 
 def _hash(samples: Sequence[Tokens]) -> str:

@@ -1,6 +1,10 @@
-"""Random tokens of chosen lengths: deterministic, no tokenizer, no download."""
+"""Made tokens of chosen lengths: deterministic, no tokenizer, no download. Random ones, which nothing can learn, or
+those of a sparse Markov chain, on which the loss of any model falls towards a known entropy."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -8,12 +12,41 @@ from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.worker.data.tokens import Tokens
 
+ACTIVE = 16  # tokens of the vocabulary that a chain visits: few, so that a model soon learns which
+BRANCHES = (0.7, 0.2, 0.1)  # how probable the followers of each token are
+ENTROPY_NATS = -sum(p * math.log(p) for p in BRANCHES)
+
 
 def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """`count` samples of uniform random ids below `vocab_size`, every token a label."""
+    """Return `count` samples with ids below `vocab_size`, every token a label."""
+    lengths = synthetic_lengths(dataset, count)
     generator = np.random.default_rng(dataset.seed)
-    samples = []
-    for length in synthetic_lengths(dataset, count):
-        ids = generator.integers(0, vocab_size, size=length).tolist()
-        samples.append(Tokens(ids, list(ids), length))
-    return samples
+    chain = _chain if dataset.structure == "markov" else _random
+    return [Tokens(ids, list(ids), len(ids)) for ids in chain(generator, lengths, vocab_size)]
+
+
+def entropy_nats(dataset: Dataset) -> float | None:
+    """Return the entropy a token of a chain, which the loss cannot fall below but for the vocabulary's limit; None for
+    what is no chain.
+
+    Every active token i has the followers `order[(i + shift) % n]`, one a branch, with the same probabilities p in
+    every row and, since each shift is a permutation, in every column: the chain stays uniform over its n tokens, and
+    its entropy rate is -Σ p ln p (C. E. Shannon, Bell System Technical Journal 27, 1948, section 7)."""
+    return ENTROPY_NATS if dataset.name == "synthetic" and dataset.structure == "markov" else None
+
+
+def _random(generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    return [generator.integers(0, vocab_size, size=length).tolist() for length in lengths]
+
+
+def _chain(generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """Return walks through one chain, each from a token of its own; all take their steps side by side."""
+    active = min(ACTIVE, vocab_size)
+    tokens = generator.choice(vocab_size, active, replace=False)
+    order = generator.permutation(active)
+    walks = np.empty((max(lengths), len(lengths)), dtype=np.int64)
+    walks[0] = generator.integers(0, active, len(lengths))
+    branches = generator.choice(len(BRANCHES), walks.shape, p=BRANCHES)
+    for position in range(1, len(walks)):
+        walks[position] = order[(walks[position - 1] + branches[position]) % active]
+    return [tokens[walk[:length]].tolist() for walk, length in zip(walks.T, lengths, strict=True)]
