@@ -116,6 +116,12 @@ class Measure(Part):
         "off", description="record what a few steps do, in a run that is never used for speed; nsys: Nsight Systems"
     )
     profile_steps: Int = Field(3, ge=1, le=20, description="steps that are profiled, once speed is steady")
+    gradients: Int = Field(
+        0, ge=0, le=20, description="first steps whose gradients are kept as sketches, for `ftbench parity`"
+    )
+    control: Literal["off", "learning_rate_0", "reversed_gradient", "random_labels"] = Field(
+        "off", description="spoil the training on purpose: a check of learning must notice (`ftbench parity`)"
+    )
     generate: Annotated[Generate | None, BeforeValidator(switched)] = Field(
         None, description="prompts (a YAML file, or a section) that are answered before and after training"
     )
@@ -126,7 +132,7 @@ class Measure(Part):
         """YAML reads a bare off as false, and a bare on as true."""
         if not isinstance(values, dict):
             return values
-        off = {key: "off" for key in ("eval", "profile") if values.get(key) is False}
+        off = {key: "off" for key in ("eval", "profile", "control") if values.get(key) is False}
         return values | off | ({"profile": "on"} if values.get("profile") is True else {})
 
     @property

@@ -58,6 +58,7 @@ _FILES = {
     "state": "state.json",
     "log": "log.txt",
     "samples": "samples.json",
+    "gradients": "gradients.npz",
     "adapter": "adapter",
     "profile": "profile",
     "reserve": ".reserve",

@@ -18,6 +18,8 @@ from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device, device
 from ftbench.worker.generate import Answers
 from ftbench.worker.measure import applied
+from ftbench.worker.measure.controls import Control
+from ftbench.worker.measure.gradients import Gradients
 from ftbench.worker.measure.meters import meters
 from ftbench.worker.measure.phases import Phases
 from ftbench.worker.measure.recorder import Recorder
@@ -79,7 +81,11 @@ def train(run: Run) -> None:
     run.recorder = _recorder(run.directory, spec)
     loop = assembled(spec, run.directory, model, tokenizer, data, run.recorder)
     run.reporter = Reporter.of(loop, run.directory, run.recorder)  # before the recorder: what starts up is not timed
+    if spec.measure.control != "off":
+        loop.add_callback(Control(spec))
     loop.attach(run.recorder, phases)
+    if spec.measure.gradients:
+        loop.add_callback(Gradients(spec.measure.gradients, run.directory, run.recorder))
     facts = applied.of_model(loop.model, spec)
     warned = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
     run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warned)

@@ -67,6 +67,8 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int) -> Prepared:
         train = order.longest_first(train, batch_size)
     if spec.optimizations.length_grouping:
         train = order.grouped(train, batch_size, dataset.seed)
+    if spec.measure.control == "random_labels":
+        train = synthetic.mislabelled(train, dataset.seed, vocab_size)
     rows = order.packed(train, dataset.max_length) if spec.optimizations.packing else order.rows(train)
     description = _describe(dataset, [sample for row in rows for sample in row], evaluation, batch_size)
     return Prepared(rows, order.rows(evaluation), description, warnings)

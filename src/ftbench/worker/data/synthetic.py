@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
-from ftbench.worker.data.tokens import Tokens
+from ftbench.worker.data.tokens import IGNORE, Tokens
 
 ACTIVE = 16  # tokens of the vocabulary that a chain visits: few, so that a model soon learns which
 BRANCHES = (0.7, 0.2, 0.1)  # how probable the followers of each token are
@@ -33,6 +34,17 @@ def entropy_nats(dataset: Dataset) -> float | None:
     every row and, since each shift is a permutation, in every column: the chain stays uniform over its n tokens, and
     its entropy rate is -Σ p ln p (C. E. Shannon, Bell System Technical Journal 27, 1948, section 7)."""
     return ENTROPY_NATS if dataset.name == "synthetic" and dataset.structure == "markov" else None
+
+
+def mislabelled(samples: Sequence[Tokens], seed: int, vocab_size: int) -> list[Tokens]:
+    """Return the samples with a random token wherever they have a label (C. Zhang et al., ICLR 2017)."""
+    generator = np.random.default_rng(seed)
+    result = []
+    for sample in samples:
+        drawn = generator.integers(0, vocab_size, len(sample.labels)).tolist()
+        labels = [new if old != IGNORE else IGNORE for old, new in zip(sample.labels, drawn, strict=True)]
+        result.append(replace(sample, labels=labels))
+    return result
 
 
 def _random(generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:

@@ -83,6 +83,8 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
     """What a reader of the figures must know about what was trained."""
     found = []
     kinds = applied["parameters"]["by_kind"]
+    if spec.measure.control != "off":
+        found.append(f"a control: trained with {spec.measure.control} on purpose, so that it cannot learn")
     if spec.method.name != "full":
         if missing := lora.unmatched_targets(model, spec):
             found.append(f"no layer is named {', '.join(missing)}: these targets train nothing")
