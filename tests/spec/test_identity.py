@@ -1,9 +1,13 @@
 import re
+from pathlib import Path
 
 import pytest
 
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.identity import fingerprint, slug
+from ftbench.store.rundir import find_runs, first_gpu, read_json
+
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
 
 
 def spec(**sections):
@@ -41,6 +45,26 @@ OTHER = [
 @pytest.mark.parametrize("sections", OTHER, ids=str)
 def test_what_changes_the_result_changes_the_fingerprint(sections):
     assert fingerprint(spec(**sections)) != fingerprint(spec())
+
+
+@pytest.mark.parametrize(
+    "change", [{"gpus": 2}, {"strategy": "zero3"}, {"offload": "params"}, {"framework": "axolotl"}]
+)
+def test_how_many_gpus_share_a_run_and_how_changes_the_result(change):
+    """What cannot be launched yet is refused as a whole, so the section is changed under a spec that passed."""
+    plain = spec()
+    changed = plain.model_copy(update={"launch": plain.launch.model_copy(update=change)})
+    assert fingerprint(changed) != fingerprint(plain)
+
+
+def test_committed_runs_keep_their_identity():
+    runs = [run for run in find_runs(RESULTS) if len(run.run_id.split("-")[-2]) == 12]  # eight digits: an older hash
+    for run in runs:
+        values = read_json(run.spec_json)
+        resolved = Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
+        gpu = first_gpu(read_json(run.machine))["name"]
+        assert run.run_id.startswith(slug(resolved, gpu))
+    assert len(runs) > 100
 
 
 def test_all_of_these_are_different_experiments():

@@ -483,3 +483,25 @@ def test_mxfp4_of_gpt_oss_resolves_and_needs_a_gpu_that_multiplies_bfloat16_in_g
     assert refused_here(resolve(spec, HOPPER), HOPPER) == []
     assert refused_here(resolve(spec, None), None) == []
     assert "8.0 or higher" in " ".join(refused_here(resolve(spec, (7, 5)), (7, 5)))
+
+
+# --- what cannot be launched yet ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "way_out"),
+    [
+        ("gpus: 4", "launch.gpus: a run on 4 GPUs cannot be launched yet: set it to 1"),
+        ("strategy: zero3", "launch.strategy: zero3 cannot be launched yet: set it to none"),
+        ("offload: optimizer", "launch.offload: optimizer cannot be launched yet: set it to none"),
+        ("framework: axolotl", "launch.framework: axolotl cannot be launched yet: use trl"),
+        ("python: /opt/axolotl/bin/python", "launch.python: a run uses the interpreter that ftbench itself runs in"),
+    ],
+)
+def test_a_launch_that_is_not_built_is_refused_with_a_way_out(problems, section, way_out):
+    assert any(way_out in problem for problem in problems(f"{MODEL}launch: {{{section}}}\n"))
+
+
+@pytest.mark.parametrize("section", ["gpus: 0", "gpus: on", "strategy: zero4", "offload: all", "framework: torchtune"])
+def test_a_launch_of_other_words_is_refused(problems, section):
+    assert problems(f"{MODEL}launch: {{{section}}}\n")

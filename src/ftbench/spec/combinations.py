@@ -40,8 +40,30 @@ def impossible(spec: Experiment) -> list[str]:
         found.append("method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices")
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         found.append("measure.eval: epoch needs dataset.eval_samples")
-    found += _of_profile(spec)
+    found += _of_profile(spec) + _not_built_yet(spec)
     return found
+
+
+def _not_built_yet(spec: Experiment) -> list[str]:
+    """Name what a spec may say of its launch and no launcher can do so far."""
+    launch, refusals = spec.launch, []
+    if launch.framework != "trl":
+        refusals.append(f"launch.framework: {launch.framework} cannot be launched yet: use trl")
+    if launch.python:
+        refusals.append("launch.python: a run uses the interpreter that ftbench itself runs in: leave it out")
+    if launch.gpus > 1:
+        refusals.append(
+            f"launch.gpus: a run on {launch.gpus} GPUs cannot be launched yet: set it to 1 (`ftbench sweep --gpus 0,1` "
+            "trains several runs at once, `ftbench estimate --gpus` computes what sharding would take)"
+        )
+    if launch.strategy != "none":
+        refusals.append(f"launch.strategy: {launch.strategy} cannot be launched yet: set it to none, on one GPU")
+    if launch.offload != "none":
+        refusals.append(
+            f"launch.offload: {launch.offload} cannot be launched yet: set it to none; "
+            "optimizations.gradient_checkpointing offload moves activations to the host"
+        )
+    return refusals
 
 
 def _beside_unsloth(spec: Experiment) -> list[str]:

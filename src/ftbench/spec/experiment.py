@@ -152,9 +152,19 @@ def _patience(value: object) -> object:
 
 
 class Launch(Part):
-    """How the spec becomes processes; but for a mock, nothing here changes the result."""
+    """How the spec becomes processes."""
 
-    framework: Literal["trl"] = Field("trl", description="who runs the training loop")
+    gpus: Int = Field(1, ge=1, le=1024, description="GPUs that one run trains on")
+    strategy: Literal["none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "ep", "cp", "ulysses"] = Field(
+        "none", description="how a run uses several GPUs"
+    )
+    offload: Literal["none", "optimizer", "params"] = Field(
+        "none", description="what waits in the host's memory: the optimizer's states, or these and the parameters"
+    )
+    framework: Literal["trl", "axolotl", "llamafactory", "ms-swift"] = Field(
+        "trl", description="who runs the training loop"
+    )
+    python: str | None = Field(None, min_length=1, description="interpreter of the environment that has the framework")
     timeout_s: Float | None = Field(None, gt=0, description="end the run after this many seconds")
     no_step_s: Annotated[Literal["auto", "off"] | float, BeforeValidator(_patience)] = Field(
         "auto", description="end the run when nothing moves for this many seconds; auto learns it from the run's steps"

@@ -15,14 +15,15 @@ _END = 1 << 20  # bytes of each end of a file that are hashed
 
 
 _NOT_MEASURED = {"warmup", "save_adapter", "repeats", "profile_steps", "generate"}
+_LAUNCHED = {"gpus", "strategy", "offload", "framework"}  # of the launch, what changes the result
 _NO_MATTER: Any = {"name": True, "launch": True, "measure": _NOT_MEASURED,
                    "train": {"report_to"}}  # fmt: skip
 
 
 def what_changes_the_result(spec: Experiment) -> dict[str, Any]:
-    """The spec without its name, how it is launched, which steps are called warm-up, how often it is run, and where
-    files lie: of a file its name and content count, so that the same spec on two machines is the same experiment and
-    an edited file another. A mock is no result of the spec at all: what it pretends counts.
+    """The spec without its name, its timeouts, which steps are called warm-up, how often it is run, and where files
+    lie: of a file its name and content count, so that the same spec on two machines is the same experiment and an
+    edited file another. A mock is no result of the spec at all: what it pretends counts.
 
     What is as it is by default is left out, so that a key which a later version brings, off by default, leaves the
     experiments of today what they are."""
@@ -31,6 +32,7 @@ def what_changes_the_result(spec: Experiment) -> dict[str, Any]:
     for part in ("model", "dataset"):
         if path := values.get(part, {}).get("path"):
             values[part]["path"] = _content(Path(path))
+    values["launch"] = spec.launch.model_dump(include=_LAUNCHED, exclude_defaults=True)
     if spec.launch.mock != "off":
         values["mock"] = [spec.launch.mock, spec.launch.mock_fits]
     return {key: value for key, value in values.items() if value != {}}
