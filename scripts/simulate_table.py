@@ -12,7 +12,7 @@ from ftbench.core.hardware import find_gpu
 from ftbench.errors import FtbenchError
 from ftbench.estimate.simulation import simulate
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.rundir import RunDir, first_gpu, read_json
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def line(run: RunDir, summary: dict[str, Any]) -> float | None:
     name = f"{run.path.parent.name}/{run.path.name}"[-56:]
     values = read_json(run.spec_json)
     spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
-    gpu = find_gpu(read_json(run.machine)["gpu"]["name"])
+    gpu = find_gpu(first_gpu(read_json(run.machine))["name"])
     assert gpu is not None, run.path
     begun = time.monotonic()
     try:

@@ -105,7 +105,7 @@ ONLY_WITH_A_GPU = [
 @pytest.mark.parametrize(("command", "parts"), ONLY_WITH_A_GPU)
 def test_what_this_machine_cannot_do_is_3_whoever_is_asked(ftbench, tmp_path, monkeypatch, command, parts):
     """Not the spec is wrong: on a machine with a GPU it runs."""
-    monkeypatch.setattr(machine, "gpu", lambda visible=None: None)
+    monkeypatch.setattr(machine, "gpus", lambda visible=None, count=1: [])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, out, err = ftbench(command, write_spec(tmp_path, **parts), "--out", tmp_path / "out")
     assert code == 3

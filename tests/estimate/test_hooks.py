@@ -11,6 +11,7 @@ import yaml
 
 from ftbench.estimate import preflight
 from ftbench.launch import runner
+from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command
 
 H200 = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
@@ -38,7 +39,7 @@ def test_a_run_warns_once_and_goes_on(
     def claim(*_: object) -> None:
         raise Claimed
 
-    monkeypatch.setattr(runner.machine, "describe", lambda visible: {"gpu": gpu})
+    monkeypatch.setattr(runner.machine, "gpus", lambda visible, count: [gpu])
     monkeypatch.setattr(runner.rundir, "claim", claim)
     monkeypatch.setattr(runner, "check", lambda spec, described: None)
     heard: list[str] = []
@@ -46,7 +47,7 @@ def test_a_run_warns_once_and_goes_on(
         runner.run(
             spec, [], tmp_path,
             on_checked=lambda spec, described: preflight.announce(
-                spec, described["gpu"], tmp_path, heard.append, lambda text: None
+                spec, first_gpu(described), tmp_path, heard.append, lambda text: None
             ),
         )  # fmt: skip
     assert len(heard) == told

@@ -66,13 +66,13 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch):
 
 def test_the_environment_switches_no_service_on():
     shell = {"WANDB_DISABLED": "false", "WANDB_MODE": "online", "DISABLE_MLFLOW_INTEGRATION": "FALSE"}
-    off = trl.environment(shell)
+    off = trl.environment(shell, spec_with(None))
     assert (off["WANDB_DISABLED"], off["WANDB_MODE"], off["DISABLE_MLFLOW_INTEGRATION"]) == ("true", "disabled", "TRUE")
-    assert trl.environment({}, ["tensorboard"])["WANDB_MODE"] == "disabled"
+    assert trl.environment({}, spec_with(["tensorboard"]))["WANDB_MODE"] == "disabled"
 
 
 def test_a_service_that_was_asked_for_finds_the_shell_s_own_settings():
-    asked = trl.environment({"WANDB_MODE": "offline"}, ["wandb", "mlflow"])
+    asked = trl.environment({"WANDB_MODE": "offline"}, spec_with(["wandb", "mlflow"]))
     assert asked["WANDB_MODE"] == "offline"
     assert "WANDB_DISABLED" not in asked
     assert "DISABLE_MLFLOW_INTEGRATION" not in asked

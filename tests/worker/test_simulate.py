@@ -21,7 +21,7 @@ from ftbench.estimate.simulation import simulate as simulate_in_child
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.unsimulated import refuse
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.worker import methods
 from ftbench.worker.model.loading import source_of
 from ftbench.worker.simulate.account import account, rounded
@@ -222,7 +222,7 @@ def test_an_8b_model_from_its_shape_alone_peaks_where_the_h200_did(run: str) -> 
     directory = RunDir(H200 / run)
     values = json.loads(directory.spec_json.read_text())
     spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
-    found = simulate_in_child(spec, gpu(read_json(directory.machine)["gpu"]["name"]))
+    found = simulate_in_child(spec, gpu(first_gpu(read_json(directory.machine))["name"]))
     with directory.steps.open() as file:
         first, second = [float(row["peak_memory_gb"]) for row in csv.DictReader(file)][:2]
     assert found.steps_gb == pytest.approx((first, second), rel=0.002)

@@ -62,7 +62,7 @@ def in_phase(directory: RunDir, name: str) -> bool:
 
 
 def memory_before(directory: RunDir) -> float:
-    return rundir.read_json(directory.machine)["gpu"]["memory_used_before_gb"]
+    return rundir.first_gpu(rundir.read_json(directory.machine))["memory_used_before_gb"]
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])

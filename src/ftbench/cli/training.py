@@ -164,11 +164,14 @@ def planned(lines: list[Planned], as_json: bool) -> None:
 def trained(spec: Path, sets: list[str], out: Path) -> Result:
     from ftbench.estimate import preflight
     from ftbench.launch import runner
+    from ftbench.store.rundir import first_gpu
 
     live = Progress()
     result = runner.run(
         spec, sets, out, live.start, live.tick,
-        lambda resolved, described: preflight.announce(resolved, described["gpu"], out, live.warn, live.expect),
+        lambda resolved, described: preflight.announce(
+            resolved, first_gpu(described) or None, out, live.warn, live.expect
+        ),
     )  # fmt: skip
     live.stop()
     return result

@@ -18,6 +18,7 @@ from typing import Any
 from ftbench.doctor.bounds import Requirement, requirements
 from ftbench.launch.runner import capability
 from ftbench.store import machine, process_identity
+from ftbench.store.rundir import first_gpu
 
 CHILD_S = 40.0  # importing torch takes 2 s, on a cold disk 20
 
@@ -42,7 +43,7 @@ class Facts:
     @property
     def gpu(self) -> dict[str, Any]:
         """The GPU of machine.json; empty without one."""
-        return self.described["gpu"] or {}
+        return first_gpu(self.described)
 
     @property
     def capability(self) -> tuple[int, int] | None:

@@ -86,15 +86,17 @@ def simulate(spec: Experiment, gpu: Gpu, limit_s: float = LIMIT_S) -> Simulation
             "memory_bytes": int(gpu.memory_gb * 1e9),
         }
         rundir.write_json(scratch / "request.json", request)
-        _run(scratch, limit_s)
+        _run(spec, scratch, limit_s)
         return read(rundir.read_json(scratch / "simulation.json"))
 
 
-def _run(scratch: Path, limit_s: float) -> None:
+def _run(spec: Experiment, scratch: Path, limit_s: float) -> None:
     """The child, to its end. Raises what it told, or how it ended."""
     log = scratch / "log.txt"
     argv = [sys.executable, "-P", "-m", "ftbench.worker.simulate", str(scratch.resolve())]
-    environment = trl.environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}  # a real GPU would be asked and waited for
+    environment = trl.environment(os.environ, spec) | {
+        "CUDA_VISIBLE_DEVICES": ""
+    }  # a real GPU would be asked and waited for
     end = time.monotonic() + limit_s
     late = process.Stop("timeout", f"took longer than {limit_s:.0f} s")
     with process.signals() as asked:

@@ -7,17 +7,22 @@ time and memory grow with the batch as they would on some GPU that does not exis
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
-from ftbench.store.process_identity import die_with_parent
+from ftbench.store import process_identity
 from ftbench.store.rundir import SCHEMA, SUPERSEDED, RunDir, read_json, write_json
 from ftbench.store.steps import StepsWriter
+
+if TYPE_CHECKING:  # a pretended run starts at once
+    from ftbench.spec.experiment import Experiment
 
 GPU = "mock (no GPU)"
 STEPS = 10  # where the spec does not say
@@ -33,17 +38,32 @@ _COMPILING_S = 4.0
 _FACTOR = {"full": 2.0, "lora": 1.0, "qlora": 1.3, "unsloth": 0.8}  # of the step time
 
 
+def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+    """Return nothing: what trains nothing runs on any machine."""
+    return []
+
+
+def check_installed(spec: Experiment) -> None:
+    """Need nothing but ftbench."""
+
+
+def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
+    """Return a GPU that does not exist, with room for a batch of `launch.mock_fits`."""
+    return [{"name": GPU, "memory_gb": _FIXED_GB + _PER_SAMPLE_GB * (spec.launch.mock_fits + 0.5)}]
+
+
 def command(run: RunDir) -> list[str]:
+    """Return the command that pretends to train in a run directory."""
     return [sys.executable, "-P", "-m", "ftbench.launch.mock", str(run.path.resolve())]
 
 
-def gpu(fits: int) -> dict[str, Any]:
-    """The `gpu` section of machine.json, with room for a batch of `fits`."""
-    return {"name": GPU, "memory_gb": _FIXED_GB + _PER_SAMPLE_GB * (fits + 0.5)}
+def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
+    """Return the inherited environment with the name of this process, with which the pretended run ends."""
+    return {**inherited, process_identity.PARENT: str(os.getpid())}
 
 
 def main(path: str) -> int:
-    die_with_parent()
+    process_identity.die_with_parent()
     run = RunDir(Path(path))
     spec = read_json(run.spec_json)
     train, pretend = spec["train"], spec["launch"]["mock"]

@@ -13,12 +13,13 @@ from typing import Any
 from ftbench.core import oom
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
-from ftbench.launch import mock, nsys, process, trl
+from ftbench.launch import process
 from ftbench.launch.follow import Follower, Watchdog
+from ftbench.launch.launchers import command_of, launcher_of
 from ftbench.profile import files as profiles
 from ftbench.profile.trace import TraceError
 from ftbench.spec import identity
-from ftbench.spec.combinations import impossible, refused_here
+from ftbench.spec.combinations import impossible
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.store import ceilings, machine, rundir, summary
@@ -81,13 +82,12 @@ def experiment(spec: Experiment) -> str:
 
 
 def describe(spec: Experiment, visible: str | None = None) -> dict[str, Any]:
-    """machine.json, with the GPU that a mock pretends to have. `visible` as CUDA_VISIBLE_DEVICES names the GPU."""
-    described = machine.describe(visible)
-    return described if spec.launch.mock == "off" else described | {"gpu": mock.gpu(spec.launch.mock_fits)}
+    """Return machine.json with the GPUs that the spec trains on. `visible` names them as CUDA_VISIBLE_DEVICES does."""
+    return {**machine.host(), "gpus": launcher_of(spec).devices(spec, visible)}
 
 
 def gpu_name(described: dict[str, Any]) -> str | None:
-    return (described["gpu"] or {}).get("name")
+    return rundir.first_gpu(described).get("name")
 
 
 def carry_out(
@@ -118,12 +118,8 @@ def carry_out(
             on_tick(follower)
             return watchdog.check()
 
-        variables = trl.environment({**os.environ, **(environment or {})}, spec.train.report_to)
-        launcher = trl if spec.launch.mock == "off" else mock
-        command = launcher.command(claimed)
-        if spec.measure.profile == "nsys":
-            command = nsys.around(command, claimed)
-        ended = process.run_child(command, variables, claimed.log, asked, watch)
+        variables = launcher_of(spec).environment({**os.environ, **(environment or {})}, spec)
+        ended = process.run_child(command_of(spec, claimed), variables, claimed.log, asked, watch)
         return _close(claimed, ended)
     except OSError as error:  # a full disk, a machine without room for another process
         raise MissingError(
@@ -133,7 +129,7 @@ def carry_out(
 
 def capability(described: dict[str, Any]) -> tuple[int, int] | None:
     """The compute capability of the GPU in a machine.json; None without a GPU."""
-    found = (described["gpu"] or {}).get("compute_capability")
+    found = rundir.first_gpu(described).get("compute_capability")
     return (int(found[0]), int(found[1])) if found else None
 
 
@@ -141,15 +137,13 @@ def check(spec: Experiment, described: dict[str, Any]) -> None:
     """Raises SpecError for a file that is not there, MissingError for what cannot work on this machine or is not
     installed there."""
     # What no machine can do was refused as the spec was read: left is what `auto` became here.
-    refusals = impossible(spec)
-    if spec.launch.mock == "off":
-        refusals += refused_here(spec, capability(described))
+    launcher = launcher_of(spec)
+    refusals = impossible(spec) + launcher.refusals(spec, capability(described))
     if wrong := _path_problems(spec):
         raise SpecError(*wrong, *refusals)
     if refusals:
         raise MissingError("\n".join(refusals))
-    if spec.launch.mock == "off":
-        trl.check_installed(spec)
+    launcher.check_installed(spec)
 
 
 def _path_problems(spec: Experiment) -> list[str]:

@@ -5,34 +5,49 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from ftbench.errors import MissingError
 from ftbench.launch import nsys
+from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
-from ftbench.store import process_identity
+from ftbench.store import machine, process_identity
 from ftbench.store.rundir import RunDir
 
 NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
+def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+    """Return what of the spec no library can do beside a GPU of this compute capability (None: no GPU)."""
+    return refused_here(spec, capability)
+
+
+def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
+    """Return the GPUs of this machine that the spec trains on."""
+    return machine.gpus(visible, spec.launch.gpus)
+
+
 def command(run: RunDir) -> list[str]:
-    """-P keeps the current directory out of the module path: a user's `random.py` beside the spec is not ours."""
+    """Return the command of our own worker.
+
+    -P keeps the current directory out of the module path: a user's `random.py` beside the spec is not ours."""
     return [sys.executable, "-P", "-m", "ftbench.worker", str(run.path.resolve())]
 
 
-def environment(inherited: Mapping[str, str], report_to: Collection[str] = ()) -> dict[str, str]:
-    """The child's environment: one GPU (with several visible, transformers would train on all of them through
-    nn.DataParallel), numbered as the driver numbers them, no telemetry, no logging to a service nobody asked for:
-    what the spec's `train.report_to` does not name is off whatever the user's shell says."""
+def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
+    """Return the child's environment: no more GPUs than the spec asks for (with several visible, transformers would
+    train on all of them through nn.DataParallel), numbered as the driver numbers them, no telemetry, no logging to a
+    service nobody asked for: what the spec's `train.report_to` does not name is off whatever the user's shell says."""
     env = dict(inherited)
     off = {"wandb": {"WANDB_DISABLED": "true", "WANDB_MODE": "disabled"},
            "mlflow": {"DISABLE_MLFLOW_INTEGRATION": "TRUE"}}  # fmt: skip
     for service, switches in off.items():
-        env |= switches if service not in report_to else {}
+        env |= switches if service not in spec.train.report_to else {}
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(spec.launch.gpus))))
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: spec.launch.gpus])
     defaults = {
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -46,7 +61,7 @@ def environment(inherited: Mapping[str, str], report_to: Collection[str] = ()) -
 
 
 def check_installed(spec: Experiment) -> None:
-    """Raises MissingError with the command to type unless what the spec needs can be imported. Imports nothing."""
+    """Raise MissingError with the command to type unless what the spec needs can be imported. Imports nothing."""
     if absent := [name for name in spec.train.report_to if importlib.util.find_spec(name) is None]:
         raise MissingError(
             f"train.report_to names {', '.join(absent)}, which this Python ({sys.executable}) does not have: "

@@ -18,6 +18,7 @@ from ftbench.core.hardware import Gpu, find_gpu
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
 from ftbench.store import ceilings, machine, process_identity, rundir
+from ftbench.store.rundir import first_gpu
 
 SCHEMA = 1
 LIMIT_S = 60.0
@@ -104,7 +105,7 @@ def environment() -> dict[str, str]:
 
 def file_name(described: dict[str, Any]) -> str:
     """`nvidia-h200-1a2b3c4d.json`: a GPU by its UUID, a machine without one by its host name."""
-    gpu = described["gpu"] or {}
+    gpu = first_gpu(described)
     name = gpu.get("name") or described["cpu"]["model"] or "cpu"
     key = gpu.get("uuid") or platform.node()
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]
@@ -116,7 +117,7 @@ def file_name(described: dict[str, Any]) -> str:
 
 def remarks(document: dict[str, Any]) -> list[str]:
     """What makes figures doubtful, as sentences. Nothing is left out of the document for it."""
-    gpu = document["machine"]["gpu"] or {}
+    gpu = first_gpu(document["machine"])
     known = find_gpu(gpu["name"]) if gpu.get("name") and (document["device"] or {}).get("kind") == "cuda" else None
     found = _above_peak(document, known) if known else []
     for name, product in document["products"].items():
@@ -153,7 +154,7 @@ def _above_peak(document: dict[str, Any], known: Gpu) -> list[str]:
 
 def table(document: dict[str, Any]) -> str:
     """The document for a person."""
-    gpu, cpu = document["machine"]["gpu"] or {}, document["machine"]["cpu"]
+    gpu, cpu = first_gpu(document["machine"]), document["machine"]["cpu"]
     device = document["device"] or {}
     name = gpu.get("name") or f"{cpu['model'] or 'CPU'}, {device.get('threads') or cpu['threads']} threads"
     versions = document["machine"]["versions"]
@@ -176,7 +177,7 @@ def _product_line(kind: str, product: dict[str, Any]) -> str:
 
 def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
     memory, link, links = (document[name] or {} for name in ("memory", "host_link", "links"))
-    gpu, idle = document["machine"]["gpu"] or {}, document["idle"] or {}
+    gpu, idle = first_gpu(document["machine"]), document["idle"] or {}
     loaded = [product for product in document["products"].values() if product and product.get("power_w")]
     hottest: dict[str, Any] = max(loaded, key=lambda product: float(product["power_w"]), default={})
     pairs = [pair["gbs"] for pair in links.get("pairs", [])]

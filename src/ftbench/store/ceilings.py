@@ -35,7 +35,7 @@ def of(store: Path, *gpu_names: str | None) -> dict[str, Any]:
 def gpus(store: Path) -> list[str]:
     """The names, as drivers tell them, of the GPUs that have been probed."""
     documents = (rundir.read_json(path) for path in sorted((store / FOLDER).glob("*.json")))
-    return sorted({name for each in documents if isinstance(name := _value(each, "machine", "gpu", "name"), str)})
+    return sorted({name for each in documents if isinstance(name := _gpu_name(each), str)})
 
 
 def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
@@ -49,10 +49,14 @@ def _documents(store: Path, gpu_names: Sequence[str | None]) -> list[dict[str, A
         document
         for path in sorted((store / FOLDER).glob("*.json"))
         if (document := rundir.read_json(path))
-        and (name := _value(document, "machine", "gpu", "name")) is not None
+        and (name := _gpu_name(document)) is not None
         and name in gpu_names
         and _value(document, "device", "kind") == "cuda"
     ]
+
+
+def _gpu_name(document: dict[str, Any]) -> Any:
+    return rundir.first_gpu(_section(document, "machine")).get("name")
 
 
 def _best(documents: list[dict[str, Any]], pick: Any, *keys: str) -> float | None:

@@ -115,8 +115,8 @@ def _write(run: RunDir, source: str, digest: str, about: About, found: Found, ba
         "train": {"batch_size": batch, "gradient_accumulation_steps": about.gradient_accumulation_steps},
         **({"dataset": data} if data else {}), "imported": origin,
     })  # fmt: skip
-    gpu = {"name": about.gpu} if about.gpu else None
-    rundir.write_json(run.machine, {"schema": rundir.SCHEMA, "gpu": gpu, "imported": True})
+    gpus = [{"name": about.gpu}] if about.gpu else []
+    rundir.write_json(run.machine, {"schema": rundir.SCHEMA, "gpus": gpus, "imported": True})
     warning = f"imported from {source} ({found.kind}), not recorded by ftbench: {found.lacks} are not known"
     facts = {"schema": rundir.SCHEMA, "imported": origin, "dataset": data, "warnings": [warning, *found.notes]}
     rundir.write_json(run.applied, facts)

@@ -34,14 +34,15 @@ _SECRET = re.compile(r"(?i)(token|secret|password|credential|api_?key)")
 
 
 def describe(visible: str | None = None) -> dict[str, Any]:
-    """machine.json: this machine before a run, with the GPU that `visible` names as CUDA_VISIBLE_DEVICES would."""
-    return {"schema": SCHEMA, "gpu": gpu(visible), **_host()}
+    """Return machine.json: this machine before a run, with the first GPU that `visible` names."""
+    return {**host(), "gpus": gpus(visible)}
 
 
 @cache
-def _host() -> dict[str, Any]:
-    """What does not change from one run of this process to the next."""
+def host() -> dict[str, Any]:
+    """Return the part of machine.json that does not change from one run of this process to the next."""
     return {
+        "schema": SCHEMA,
         "ftbench": {"version": __version__, "commit": commit()},
         "cpu": {
             "model": _cpu_model(),
@@ -59,13 +60,19 @@ def _host() -> dict[str, Any]:
 
 
 def gpu(visible: str | None = None) -> dict[str, Any] | None:
-    """The GPU a run would use: the first that `visible` or else CUDA_VISIBLE_DEVICES names, or the first there is.
-    None without one."""
-    nvml = nvml_module()
-    if nvml is None:
-        return None
-    handle = handle_of(nvml, os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible)
-    return None if handle is None else _gpu(nvml, handle)
+    """Return the first GPU that a run would use; None without one."""
+    return next(iter(gpus(visible)), None)
+
+
+def gpus(visible: str | None = None, count: int = 1) -> list[dict[str, Any]]:
+    """Return the GPUs a run would use: the first `count` that `visible` or else CUDA_VISIBLE_DEVICES names (indices in
+    PCI order or UUIDs), or the first there are."""
+    if (nvml := nvml_module()) is None:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+    names = [str(index) for index in range(count)] if visible is None else visible.split(",")[:count]
+    handles = (handle_of(nvml, name) for name in names)
+    return [_gpu(nvml, handle) for handle in handles if handle is not None]
 
 
 @cache

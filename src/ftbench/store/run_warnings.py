@@ -11,6 +11,7 @@ from ftbench.core import stats
 from ftbench.core.bottleneck import THERMAL
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
+from ftbench.store.rundir import first_gpu
 
 WALL_TOLERANCE = 0.02  # sum of the steps against the wall clock of the window
 DRIFT_TOLERANCE = 0.05
@@ -51,7 +52,7 @@ def warnings(
         found.append(f"the allocator ran full and flushed its cache {retries:.0f} times in the steady window")
     if bound.get("verdict") in ("data-bound", "launch-bound"):
         found.append(f"{bound['verdict']}: {bound['why']}")
-    gpu = machine.get("gpu") or {}
+    gpu = first_gpu(machine)
     if gpu.get("ecc_uncorrected"):
         found.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
     if machine.get("shared_host"):

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +146,17 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def gpus_of(machine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the GPUs of a machine.json that a run has trained on; of an older file the one that stands there."""
+    gpus = machine["gpus"] if "gpus" in machine else [machine.get("gpu")]
+    return [gpu for gpu in gpus or [] if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+
+
+def first_gpu(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first GPU of a machine.json; empty without one."""
+    return next(iter(gpus_of(machine)), {})
 
 
 def disk_error(path: Path, error: OSError) -> MissingError:

@@ -13,7 +13,7 @@ from ftbench.core.bottleneck import bound
 from ftbench.core.rows import RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import run_warnings
-from ftbench.store.rundir import RunDir, read_json, read_state
+from ftbench.store.rundir import RunDir, first_gpu, read_json, read_state
 from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
@@ -37,7 +37,7 @@ def summarise(run: RunDir) -> RunSummary:
         method=spec.get("method", {}).get("name", ""),
         model=spec.get("model", {}).get("id", ""),
         weights=spec.get("model", {}).get("weights", ""),
-        gpu=(machine.get("gpu") or {}).get("name"),
+        gpu=first_gpu(machine).get("name"),
         batch_size=spec.get("train", {}).get("batch_size", 0),
         gradient_accumulation_steps=spec.get("train", {}).get("gradient_accumulation_steps", 0),
         optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})),
@@ -198,7 +198,7 @@ def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, A
         "joules": joules,
         "joules_per_1k_samples": joules / samples * 1000 if joules is not None and samples else None,
         "mean_watts": watts,
-        "idle_watts": (machine.get("gpu") or {}).get("idle_power_w"),
+        "idle_watts": first_gpu(machine).get("idle_power_w"),
     }
     if joules and watts and abs(joules / (watts * seconds) - 1) > 0.1 and seconds >= 30:
         summary.warnings.append(

@@ -18,6 +18,7 @@ from ftbench.spec.load import load, merge, nested, set_layer
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.sweep import as_text
 from ftbench.store import rundir
+from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command
 from ftbench.sweep.execute import budget
 from ftbench.sweep.execute.places import local_places
@@ -80,7 +81,7 @@ def prepare(request: Request) -> command.Ready:
         plan,
         places,
         gpu,
-        described["gpu"],
+        first_gpu(described) or None,
         list(plan.refused.items()),
         Ablation,
     )  # fmt: skip

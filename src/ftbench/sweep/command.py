@@ -20,6 +20,7 @@ from ftbench.spec import identity
 from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.sweep import Cell, cells
+from ftbench.store.rundir import first_gpu
 from ftbench.sweep.execute import budget
 from ftbench.sweep.execute.journal import JOURNAL, Journal, locked
 from ftbench.sweep.execute.loop import Sweep
@@ -88,7 +89,7 @@ def prepare(request: Request, stack: ExitStack) -> Ready:
     name, first = next(iter(folders.items()))
     runner.check_disk(request.out)
     places, described = _places(request, first, stack)
-    capability = runner.capability(described)
+    capability, gpu = runner.capability(described), first_gpu(described) or None
     options = Options(
         request.out / name, runner.gpu_name(described), tuple(request.sets), request.retry_failed, request.force
     )
@@ -102,13 +103,13 @@ def prepare(request: Request, stack: ExitStack) -> Ready:
             runner.check(spec, described)
         return "; ".join(problems) or None
 
-    plan: Plan = _search(request, found, resolved, refused, options, described["gpu"]) if request.until_oom else _grid(
+    plan: Plan = _search(request, found, resolved, refused, options, gpu) if request.until_oom else _grid(
         request, found, resolved, refused, options
     )  # fmt: skip
     notes += _same(request, found, resolved, options.gpu)
     nowhere = [(_named(cell.values), cell.refused) for cell in found if cell.refused]
     return Ready(
-        request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, described["gpu"], nowhere,
+        request, options.folder, request.spec.read_bytes(), plan, places, options.gpu, gpu, nowhere,
         notes=notes,
     )  # fmt: skip
 

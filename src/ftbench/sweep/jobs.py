@@ -99,7 +99,7 @@ def on_resume(found: Standing, retry_failed: bool) -> Standing:
 
 def blames_the_batch(run: RunDir) -> bool:
     """Whether an out-of-memory run had the GPU to itself, so that a larger batch would not fit either."""
-    gpu = rundir.read_json(run.machine).get("gpu") or {}
+    gpu = rundir.first_gpu(rundir.read_json(run.machine))
     return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
 
 

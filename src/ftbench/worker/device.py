@@ -16,7 +16,7 @@ def device() -> torch.device:
 def check_device(gpu: dict[str, Any] | None) -> None:
     """Raises MissingError where the driver shows a GPU that torch cannot use: the figures would be the CPU's under the
     GPU's name."""
-    if gpu is not None and not torch.cuda.is_available():
+    if gpu and not torch.cuda.is_available():
         raise MissingError(
             f"this machine has {gpu['name']} and torch {torch.__version__} cannot use it: install a build of torch for "
             "the driver's CUDA version, or set CUDA_VISIBLE_DEVICES= (empty) to measure the CPU"

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, set_seed
 from ftbench.errors import NotAppliedError
 from ftbench.spec.experiment import Experiment
 from ftbench.store.machine import handle_of, nvml_module
-from ftbench.store.rundir import RunDir, read_json, write_json
+from ftbench.store.rundir import RunDir, first_gpu, read_json, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.worker import methods, optimizations, trainer
 from ftbench.worker.data.prepare import Prepared, prepare
@@ -65,7 +65,7 @@ class Run:
 def train(run: Run) -> None:
     """Trains the spec and leaves applied.json and steps.csv. Raises what goes wrong."""
     spec, phases = run.spec, run.phases
-    check_device(read_json(run.directory.machine).get("gpu"))
+    check_device(first_gpu(read_json(run.directory.machine)))
     method = methods.load(spec.method.name)
 
     phases.enter("make_weights")

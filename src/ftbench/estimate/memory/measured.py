@@ -17,7 +17,7 @@ from ftbench.estimate.workload import batches
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, Measure, Train
 from ftbench.store import rundir
-from ftbench.store.rundir import RunDir, find_runs
+from ftbench.store.rundir import RunDir, find_runs, first_gpu
 from ftbench.store.steps import read_steps
 
 TIERS = ("allocated", "reserved", "device")
@@ -64,7 +64,7 @@ def measured(run: RunDir) -> Measured | None:
         summary, described = rundir.read_json(run.summary), rundir.read_json(run.machine)
     except (FtbenchError, OSError, ValueError):
         return None
-    gpu, state = described.get("gpu") or {}, summary.get("state")
+    gpu, state = first_gpu(described), summary.get("state")
     if is_older(run) or spec.launch.mock != "off" or not gpu.get("memory_gb") or state not in ("ok", "oom"):
         return None
     memory = summary.get("memory_gb") or {}

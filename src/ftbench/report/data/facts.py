@@ -19,10 +19,10 @@ from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
 from ftbench.spec.recipes import FOLDER, recipes
 from ftbench.spec.sweep import as_text
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.rundir import RunDir, first_gpu, read_json
 
 CPU = "none (CPU)"
-_KEPT_OF_LAUNCH = ("framework", "mock", "mock_fits", "gpus", "strategy")
+_KEPT_OF_LAUNCH = ("framework", "mock", "mock_fits", "gpus", "strategy", "offload")
 _NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
               "measure.profile_steps"}  # fmt: skip
 _NO_MATTER_WITHIN = ("measure.generate",)
@@ -65,7 +65,7 @@ def machine_facts(run: RunDir) -> dict[str, str]:
 
 
 def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
-    gpu, versions = _section(machine, "gpu"), _section(machine, "versions")
+    gpu, versions = first_gpu(machine), _section(machine, "versions")
     limit, highest = gpu.get("power_limit_w"), gpu.get("power_limit_max_w")
     environment = _section(machine, "environment").items()
     return {

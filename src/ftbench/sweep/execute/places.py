@@ -82,7 +82,7 @@ class Here:
             used = _used_gb(described)
             if self._first_sight_gb is None:
                 self._first_sight_gb = used
-            others = (described["gpu"] or {}).get("foreign_processes") or 0
+            others = rundir.first_gpu(described).get("foreign_processes") or 0
             crowded = used is not None and used > (self._first_sight_gb or 0.0) + FREE_GB
             if not others and not crowded:
                 return described
@@ -97,7 +97,7 @@ class Here:
         """Until the driver shows the memory as free as before, or RETURN_S have passed: then that is said."""
         begin = time.monotonic()
         while before_gb is not None:
-            used = _used_gb({"gpu": machine.gpu(self.visible)})
+            used = _used_gb({"gpus": machine.gpus(self.visible)})
             if used is None or used <= before_gb + RETURNED_GB:
                 return
             if time.monotonic() > begin + RETURN_S or _asked(watch.asked, _POLL_S):
@@ -115,7 +115,7 @@ def claim(job: Job) -> rundir.RunDir:
 
 
 def _used_gb(described: dict[str, Any]) -> float | None:
-    return (described["gpu"] or {}).get("memory_used_before_gb")
+    return rundir.first_gpu(described).get("memory_used_before_gb")
 
 
 def _asked(pipe: int, wait_s: float) -> bool:

@@ -12,7 +12,7 @@ from ftbench.estimate import preflight
 from ftbench.report.data.collect import summary_of
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import read_json
+from ftbench.store.rundir import first_gpu, read_json
 from ftbench.sweep.execute.budget import History
 from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, standing
 from ftbench.sweep.plan import frontier
@@ -199,5 +199,5 @@ def trial_of(job: Job, found: Standing) -> frontier.Trial:
         speed=summary["tokens_per_s"].get("real"),
         peak_gb=reserved,
         beside_gb=max(0.0, device - reserved) if device is not None and reserved is not None else None,
-        capacity_gb=(read_json(job.run.machine).get("gpu") or {}).get("memory_gb"),
+        capacity_gb=first_gpu(read_json(job.run.machine)).get("memory_gb"),
     )
