@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
+from ftbench.spec.refusals import refusals_on
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 STUDY = [
@@ -28,7 +28,7 @@ H100 = (9, 0)
 )
 def test_every_shipped_spec_loads_and_can_run_on_an_h100(path):
     spec = resolve(load(path), H100)
-    assert refused_here(spec, H100) == []
+    assert refusals_on(spec, H100) == []
 
 
 @pytest.mark.parametrize("name", STUDY)

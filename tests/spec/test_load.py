@@ -1,10 +1,10 @@
 import pytest
 
 from ftbench.errors import SpecError
-from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.methods import PROJECTIONS
+from ftbench.spec.refusals import refusals, refusals_on
 
 MODEL = "model: {id: tiny/qwen3, weights: random}\n"
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -352,7 +352,7 @@ def test_combinations_that_cannot_work_anywhere_are_refused(problems, text, sent
 
 @pytest.mark.parametrize("targets", ["all-linear", "[q_proj, lm_head_norm]", "[lm_head.dense]"])
 def test_targets_that_are_not_the_output_head_are_allowed(spec, targets):
-    assert impossible(spec(f"method: {{name: lora, targets: {targets}}}")) == []
+    assert refusals(spec(f"method: {{name: lora, targets: {targets}}}")) == []
 
 
 def test_a_format_goes_with_a_file(spec):
@@ -372,8 +372,8 @@ def test_scaled_gradients_need_wider_weights(problems, dtype):
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), False), (AMPERE, True), (HOPPER, True)])
 def test_scaled_gradients_of_weights_whose_type_the_machine_decides_are_refused_when_it_has(spec, capability, refused):
     found = spec(SCALED)
-    assert impossible(found) == []
-    told = impossible(resolve(found, capability))
+    assert refusals(found) == []
+    told = refusals(resolve(found, capability))
     assert ["set model.dtype to float32" in sentence for sentence in told] == [True] * refused
 
 
@@ -381,7 +381,7 @@ def test_scaled_gradients_of_weights_whose_type_the_machine_decides_are_refused_
 def test_scaled_gradients_of_wide_weights_and_of_adapters_are_allowed(files, text):
     dtype = "float32" if text is SCALED else "float16"
     found = load(files(spec=f"model: {{id: a/b, dtype: {dtype}}}\n{text}") / "spec.yaml")
-    assert [impossible(resolve(found, capability)) for capability in ((7, 5), HOPPER)] == [[], []]
+    assert [refusals(resolve(found, capability)) for capability in ((7, 5), HOPPER)] == [[], []]
 
 
 def test_several_impossible_combinations_are_told_together(problems):
@@ -429,14 +429,14 @@ def test_a_resolved_spec_reads_back_from_json(spec):
 
 @pytest.mark.parametrize(("capability", "have"), [(None, "this machine has no GPU"), (AMPERE, "this GPU has 8.0")])
 def test_fp8_is_refused_where_there_is_none(spec, capability, have):
-    (told,) = refused_here(spec("optimizations: {fp8: tensorwise}"), capability)
+    (told,) = refusals_on(spec("optimizations: {fp8: tensorwise}"), capability)
     assert "needs a GPU of compute capability 8.9 or higher" in told
     assert have in told
 
 
 @pytest.mark.parametrize("capability", [(8, 9), HOPPER, (12, 0)])
 def test_fp8_is_allowed_where_there_is_one(spec, capability):
-    assert refused_here(spec("optimizations: {fp8: tensorwise}"), capability) == []
+    assert refusals_on(spec("optimizations: {fp8: tensorwise}"), capability) == []
 
 
 @pytest.mark.parametrize(
@@ -447,13 +447,13 @@ def test_fp8_is_allowed_where_there_is_one(spec, capability):
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(spec, text, key):
-    (told,) = refused_here(spec(text), None)
+    (told,) = refusals_on(spec(text), None)
     assert told.startswith(key)
-    assert refused_here(spec(text), HOPPER) == []
+    assert refusals_on(spec(text), HOPPER) == []
 
 
 def test_a_plain_spec_works_everywhere(spec):
-    assert [refused_here(spec(), capability) for capability in (None, (7, 0), HOPPER)] == [[], [], []]
+    assert [refusals_on(spec(), capability) for capability in (None, (7, 0), HOPPER)] == [[], [], []]
 
 
 # --- gpt-oss ---------------------------------------------------------------------------------------------------------
@@ -480,9 +480,9 @@ def test_what_gpt_oss_cannot_do_is_refused_with_a_way_out(problems, text, told):
 def test_mxfp4_of_gpt_oss_resolves_and_needs_a_gpu_that_multiplies_bfloat16_in_groups(files):
     text = f"model: openai/gpt-oss-20b\n{MXFP4}, experts: on}}\n"
     spec = load(files(spec=text) / "spec.yaml")
-    assert refused_here(resolve(spec, HOPPER), HOPPER) == []
-    assert refused_here(resolve(spec, None), None) == []
-    assert "8.0 or higher" in " ".join(refused_here(resolve(spec, (7, 5)), (7, 5)))
+    assert refusals_on(resolve(spec, HOPPER), HOPPER) == []
+    assert refusals_on(resolve(spec, None), None) == []
+    assert "8.0 or higher" in " ".join(refusals_on(resolve(spec, (7, 5)), (7, 5)))
 
 
 # --- what cannot be launched yet ------------------------------------------------------------------------------------

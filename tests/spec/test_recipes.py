@@ -5,11 +5,11 @@ from typer.testing import CliRunner
 
 from ftbench.cli import app
 from ftbench.errors import SpecError
-from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.recipes import recipes
+from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.spec.sweep import cells
 
 H200 = (9, 0)
@@ -42,8 +42,8 @@ def test_every_recipe_is_for_some_method():
 def test_a_recipe_works_on_each_method_it_is_for(write, name, method):
     spec = resolve(load(write(f"extends: recipes/{name}.yaml\n{MODEL}method: {method}\n")), H200)
     assert spec.method.name == method
-    assert impossible(spec) == []
-    assert refused_here(spec, H200) == []
+    assert refusals(spec) == []
+    assert refusals_on(spec, H200) == []
 
 
 @pytest.mark.parametrize("name", recipes())

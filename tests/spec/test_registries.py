@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import ftbench
-from ftbench.spec.combinations import refused_here
 from ftbench.spec.datasets import DATASETS, FORMATS, LIKE
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.loss_tolerance import TOLERANCES
 from ftbench.spec.methods import METHODS
-from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.optimizations import OPTIMIZATIONS, ORDER, Optimizations
+from ftbench.spec.refusals import refusals_on
 
 ROOT = Path(ftbench.__file__).parent
 
@@ -33,14 +33,14 @@ def test_a_method_is_listed_under_its_own_name(name, method):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_has_its_heavy_half(name):
-    assert {"load", "adapt", "proof"} <= functions(ROOT / "worker" / "methods" / f"{name}.py")
+    assert {"load", "adapt", "verify"} <= functions(ROOT / "worker" / "methods" / f"{name}.py")
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_not_refused_on_a_gpu_and_says_why_if_it_needs_one(name):
     spec = Experiment.model_validate({"name": "a", "model": {"id": "a/b"}, "method": {"name": name}})
-    assert refused_here(spec, (9, 0)) == []
-    without = refused_here(spec, None)
+    assert refusals_on(spec, (9, 0)) == []
+    without = refusals_on(spec, None)
     assert bool(without) == METHODS[name].needs_gpu
     assert all("use lora or qlora" in told for told in without)
 
@@ -50,9 +50,27 @@ def test_no_heavy_half_stands_without_its_light_half():
     assert modules("optimizations") <= set(Optimizations.model_fields)
 
 
-@pytest.mark.parametrize("name", Optimizations.model_fields)
+@pytest.mark.parametrize("name", OPTIMIZATIONS)
 def test_an_optimization_has_its_heavy_half(name):
-    assert {"apply", "proof"} <= functions(ROOT / "worker" / "optimizations" / f"{name}.py")
+    """In a module of its name, or where batches are made or the trainer is."""
+    elsewhere = {
+        "activation_offload": ("trainer.py", "optimizations.activation_offload is on and"),
+        "fixed_shape": ("data/collate.py", "optimizations.fixed_shape is on and"),
+        "length_grouping": ("data/prepare.py", "optimizations.length_grouping"),
+        "packing": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),
+        "padding_free": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),
+    }
+    if name in elsewhere:
+        file, sentence = elsewhere[name]
+        assert sentence in (ROOT / "worker" / file).read_text("utf-8")
+    else:
+        assert "verify" in functions(ROOT / "worker" / "optimizations" / f"{name}.py")
+
+
+def test_each_optimization_is_applied_once_and_after_those_it_names():
+    assert sorted(ORDER) == sorted(OPTIMIZATIONS)
+    for name, kept in OPTIMIZATIONS.items():
+        assert all(ORDER.index(other) < ORDER.index(name) for other in kept.after)
 
 
 @pytest.mark.parametrize("name", Optimizations.model_fields)
@@ -60,10 +78,6 @@ def test_an_optimization_is_off_unless_asked_for_and_explained(name):
     field = Optimizations.model_fields[name]
     assert field.default in (False, "off", "auto")
     assert field.description
-
-
-def test_every_optimization_says_how_closely_its_loss_must_follow():
-    assert {f"optimizations.{name}" for name in Optimizations.model_fields} <= set(TOLERANCES)
 
 
 @pytest.mark.parametrize("name", Optimizations.model_fields)

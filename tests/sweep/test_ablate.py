@@ -14,9 +14,9 @@ import pytest
 from ftbench.core.rows import StepRow
 from ftbench.errors import SpecError
 from ftbench.spec import ablation
-from ftbench.spec.combinations import impossible
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
+from ftbench.spec.refusals import refusals
 from ftbench.store import rundir
 from ftbench.store.rundir import claim_at, write_json
 from ftbench.store.steps import StepsWriter
@@ -40,7 +40,7 @@ def _quick(monkeypatch):
 def spec(repeats=2, **sections):
     values = {"name": "exp", "model": {"id": "tiny/qwen3", "weights": "random"}, "train": {"precision": "bf16"},
               "measure": {"repeats": repeats}}  # fmt: skip
-    return ablation.plain(Experiment.model_validate(values | sections))
+    return ablation.plain_spec(Experiment.model_validate(values | sections))
 
 
 def on(each):
@@ -89,8 +89,8 @@ def climb(tmp_path):
 
 def made(folder, *only, objective="speed", repeats=2, **sections):
     start = Start(
-        spec(repeats, **sections), ablation.rungs("adamw_torch", only), objective,
-        lambda found: "; ".join(impossible(found)) or None,
+        spec(repeats, **sections), ablation.variants("adamw_torch", only), objective,
+        lambda found: "; ".join(refusals(found)) or None,
     )  # fmt: skip
     return Ladder(start, Options(folder / "exp", GPU["name"], ("recipe=plain",)))
 
@@ -112,7 +112,7 @@ def test_every_rung_runs_once_before_any_runs_twice_and_combinations_come_last(c
 
 def test_what_helps_is_put_together_the_most_helpful_first_and_the_rest_left_out(climb):
     plan, _ = climb("packing", "chunked_loss", "fp8", "liger", "gradient_checkpointing")
-    assert ablation.words(plan.best) == "packing + compile + fp8 tensorwise + chunked loss"
+    assert ablation.label(plan.best) == "packing + compile + fp8 tensorwise + chunked loss"
     kept = [climb.name for climb in plan.climbs if climb.kept]
     assert kept == [
         "packing", "packing + compile + fp8 tensorwise", "packing + compile + fp8 tensorwise + chunked loss",
@@ -124,13 +124,13 @@ def test_what_helps_is_put_together_the_most_helpful_first_and_the_rest_left_out
 
 def test_the_smallest_is_asked_for_by_its_own_word(climb):
     plan, _ = climb("packing", "chunked_loss", "liger", "gradient_checkpointing selective", objective="memory")
-    assert ablation.words(plan.best) == "gradient checkpointing selective + liger + chunked loss"
+    assert ablation.label(plan.best) == "gradient checkpointing selective + liger + chunked loss"
 
 
 def test_one_run_of_each_is_enough_for_a_peak_and_for_a_speed_whose_steps_tell_it(climb):
     plan, started = climb("chunked_loss", "liger", repeats=1)
     assert started == ["plain 1", "chunked loss 1", "liger 1"]
-    assert ablation.words(plan.best) == "chunked loss"
+    assert ablation.label(plan.best) == "chunked loss"
     assert plan.pair(plan.best, {}).speed.basis == "steps"
 
 
@@ -154,7 +154,7 @@ def test_what_helps_only_on_top_of_something_that_was_kept_later_gets_a_second_t
 
 def test_a_companion_alone_is_taken_where_the_rung_adds_nothing_to_it(climb):
     plan, _ = climb("fixed_shape")
-    assert ablation.words(plan.best) == "compile"
+    assert ablation.label(plan.best) == "compile"
 
 
 def test_a_failing_optimization_is_a_row_with_its_reason_and_is_not_tried_again(climb, tmp_path):
@@ -162,7 +162,7 @@ def test_a_failing_optimization_is_a_row_with_its_reason_and_is_not_tried_again(
         "liger", "chunked_loss", "fp8", outcome=lambda each: {"state": "error"} if "chunked_loss" in on(each) else {}
     )
     assert [name for name in started if name.startswith("chunked")] == ["chunked loss 1"]
-    assert ablation.words(plan.best) == "compile + fp8 tensorwise"
+    assert ablation.label(plan.best) == "compile + fp8 tensorwise"
     text = table(plan, tmp_path / "exp").markdown()
     assert "error: the kernel broke" in text
     again = made(tmp_path, "liger", "chunked_loss", "fp8")
@@ -234,7 +234,7 @@ def test_the_best_is_a_spec_that_gives_the_run_it_was(climb, tmp_path):
     source.write_text("name: exp\nmodel: {id: tiny/qwen3, weights: random}\noptimizations: {liger: on}\n")
     request = ablate.Request(source, ["train.precision=bf16"])
     ablate.write_best(request, table(plan, tmp_path / "exp"), best)
-    wanted = ablation.changed(plan.start.spec, plan.best)
+    wanted = ablation.with_changes(plan.start.spec, plan.best)
     found = load(best, ["name=exp"])
     assert (found.optimizations, found.train, found.model) == (wanted.optimizations, wanted.train, wanted.model)
 

@@ -101,7 +101,7 @@ def test_layers_that_usually_read_one_input_may_read_two():
 def test_some_layers_may_have_no_adapter(targets):
     plain, ours = model_of(targets=targets), model_of(targets=targets)
     fused_lora.apply(ours, ON)
-    assert fused_lora.layers(ours) == 3 * len(targets)
+    assert fused_lora.applied(ours, ON)["fused_lora_layers"] == 3 * len(targets)
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-5, rtol=1e-5)
 
 
@@ -120,10 +120,10 @@ def test_one_compiled_graph_serves_all_layers_but_the_first():
 def test_what_no_group_holds_is_named():
     ours = model_of()
     fused_lora.apply(ours, ON)
-    assert fused_lora.proof(ours, ON) == []
+    assert fused_lora.verify(ours, ON) == []
     layer = compiled.decoder_layers(ours)[1].mlp.up_proj
     layer.__class__ = type(layer).__mro__[2]
-    (told,) = fused_lora.proof(ours, ON)
+    (told,) = fused_lora.verify(ours, ON)
     assert "layers.1.mlp.up_proj multiplies as peft does" in told
 
 
@@ -206,7 +206,7 @@ def test_adapters_beside_8_bit_products_are_pefts():
     fp8.apply(plain, FP8)
     fp8.apply(ours, FP8)
     assert fp8.layers(ours) == 21
-    assert fp8.proof(ours, FP8) == []
+    assert fp8.verify(ours, FP8) == []
     base = [parameter for name, parameter in ours.named_parameters() if "base_layer.weight" in name]
     assert {parameter.dtype for parameter in base} == {torch.float8_e4m3fn}  # the 16-bit weights are gone
     fused_lora.apply(ours, FP8.model_copy(update={"train": FP8.train.model_copy(update={"precision": "bf16"})}))

@@ -137,7 +137,7 @@ def test_compiled_layers_answer_uncompiled_and_stay_compiled(cache):
     assert chunked_loss.is_on(model)
     assert torch.equal(model(input_ids=ids).logits, before)
     assert counters["stats"]["unique_graphs"] == graphs
-    assert compiled.proof(model, spec) == []
+    assert compiled.verify(model, spec) == []
 
 
 def test_attention_without_padding_makes_way_for_one_that_takes_it(cache):

@@ -21,8 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from conftest import TINY, spec_of, train_in
 from ftbench.errors import SpecError
-from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.refusals import refusals_on
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.data import order
@@ -381,7 +381,7 @@ def test_what_cannot_go_together_is_refused_with_a_way_out(optimizations, said):
 
 
 def test_checkpoints_in_host_memory_save_nothing_where_there_is_no_other():
-    (told,) = refused_here(spec_of(optimizations={"gradient_checkpointing": "offload"}), None)
+    (told,) = refusals_on(spec_of(optimizations={"gradient_checkpointing": "offload"}), None)
     assert told.endswith("set it to on")
 
 
@@ -416,14 +416,14 @@ def test_a_layer_keeps_nothing_on_the_device_and_its_gradients_are_the_same(mode
 def test_attention_by_cudnn_needs_a_gpu_and_16_bits():
     with pytest.raises(ValueError, match="attention sdpa"):
         spec_of(optimizations={"attention": "cudnn"}, train={"precision": "fp32"})
-    assert refused_here(Experiment.model_validate(TINY | {"optimizations": {"attention": "cudnn"}}), None) == [
+    assert refusals_on(Experiment.model_validate(TINY | {"optimizations": {"attention": "cudnn"}}), None) == [
         "optimizations.attention cudnn needs a GPU: set it to sdpa"
     ]
 
 
 @pytest.mark.parametrize("name", ["liger", "activation_offload"])
 def test_what_needs_a_gpu_says_so(name):
-    (told,) = refused_here(spec_of(optimizations={name: True}), None)
+    (told,) = refusals_on(spec_of(optimizations={name: True}), None)
     assert told == f"optimizations.{name} needs a GPU: set it to off"
 
 

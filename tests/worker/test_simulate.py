@@ -20,7 +20,7 @@ from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.simulation import simulate as simulate_in_child
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
-from ftbench.spec.unsimulated import refuse
+from ftbench.spec.refusals import check_simulated
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.worker import methods
 from ftbench.worker.model.loading import source_of
@@ -176,11 +176,11 @@ def test_a_sum_of_gradients_takes_the_place_of_a_term_that_nobody_else_holds() -
 )
 def test_what_a_simulation_would_get_wrong_is_refused_with_a_way_out(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="or estimate without --simulate, which knows qwen3, ") as refused:
-        refuse(spec_of(**changes))
+        check_simulated(spec_of(**changes))
     file = tmp_path / "spec.yaml"
     file.write_text(json.dumps(TINY | {section: TINY.get(section, {}) | keys for section, keys in changes.items()}))
     (advice,) = re.findall(r"--set (\S+),", str(refused.value))
-    refuse(load(file, [advice]))
+    check_simulated(load(file, [advice]))
 
 
 def test_a_family_that_no_formula_knows_is_simulated_as_the_estimate_says(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from ftbench.doctor.facts import Facts
 from ftbench.doctor.findings import Finding, Verdict
 from ftbench.errors import MissingError
 from ftbench.launch import trl
-from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
-from ftbench.spec.optimizations import OFF, Optimizations, choices
+from ftbench.spec.optimizations import Optimizations, choices, switched_on
+from ftbench.spec.refusals import refusals_on
 
 METHOD, OPTIMIZATION = "methods", "optimizations"
 Answer = tuple[Verdict, str]
@@ -43,8 +43,8 @@ def label(key: str, value: Any) -> str:
 
 def used_by(spec: Experiment) -> list[tuple[str, str]]:
     """Area and name of the findings that a spec depends on."""
-    chosen = [(key, value) for key, value in spec.optimizations.model_dump().items() if value not in OFF]
-    on = [label(key, value if value in choices(key) else True) for key, value in chosen]
+    switched = switched_on(spec.optimizations).items()
+    on = [label(key, value if value in choices(key) else True) for key, value in switched]
     return [(METHOD, spec.method.name), *((OPTIMIZATION, name) for name in on)]
 
 
@@ -74,7 +74,7 @@ def optimization(facts: Facts, key: str, value: Any) -> Answer:
 def _refused(facts: Facts, **sections: Any) -> Answer | None:
     """What `ftbench run` would say to the smallest spec with these sections before it starts; None if nothing."""
     spec = Experiment.model_validate({"name": "doctor", "model": {"id": "doctor/none"}, **sections})
-    if problems := refused_here(spec, facts.capability):
+    if problems := refusals_on(spec, facts.capability):
         return "n/a", "; ".join(problems)
     try:
         trl.check_installed(spec)

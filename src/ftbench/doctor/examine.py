@@ -16,10 +16,10 @@ from ftbench.doctor.facts import Facts, gather
 from ftbench.doctor.findings import Finding, as_lines
 from ftbench.errors import FtbenchError
 from ftbench.launch import runner
-from ftbench.spec.combinations import GPT_OSS
 from ftbench.spec.datasets import DATASETS
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
+from ftbench.spec.methods import GPT_OSS
 from ftbench.store import machine, rundir
 
 SCHEMA = 1

@@ -22,7 +22,7 @@ from ftbench.estimate.memory.estimate import VERDICTS, Verdict, estimate_memory
 from ftbench.launch import process, trl
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
-from ftbench.spec.unsimulated import refuse
+from ftbench.spec.refusals import check_simulated
 from ftbench.store import rundir
 
 LIMIT_S = 600.0
@@ -76,7 +76,7 @@ def simulate(spec: Experiment, gpu: Gpu, limit_s: float = LIMIT_S) -> Simulation
             f"--simulate needs the compute capability of {gpu.name}, which facts/gpus.yaml does not say: name another "
             "GPU, or estimate without --simulate"
         )
-    refuse(spec)
+    check_simulated(spec)
     trl.check_installed(spec)
     with tempfile.TemporaryDirectory(prefix="ftbench-simulate-") as folder:
         scratch = Path(folder)

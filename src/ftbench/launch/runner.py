@@ -19,9 +19,9 @@ from ftbench.launch.launchers import command_of, launcher_of
 from ftbench.profile import files as profiles
 from ftbench.profile.trace import TraceError
 from ftbench.spec import identity
-from ftbench.spec.combinations import impossible
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
+from ftbench.spec.refusals import refusals
 from ftbench.store import ceilings, machine, rundir, summary
 from ftbench.store.rundir import RunDir
 
@@ -138,11 +138,11 @@ def check(spec: Experiment, described: dict[str, Any]) -> None:
     installed there."""
     # What no machine can do was refused as the spec was read: left is what `auto` became here.
     launcher = launcher_of(spec)
-    refusals = impossible(spec) + launcher.refusals(spec, capability(described))
+    sentences = refusals(spec) + launcher.refusals(spec, capability(described))
     if wrong := _path_problems(spec):
-        raise SpecError(*wrong, *refusals)
-    if refusals:
-        raise MissingError("\n".join(refusals))
+        raise SpecError(*wrong, *sentences)
+    if sentences:
+        raise MissingError("\n".join(sentences))
     launcher.check_installed(spec)
 
 

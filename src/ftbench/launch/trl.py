@@ -11,8 +11,8 @@ from typing import Any
 
 from ftbench.errors import MissingError
 from ftbench.launch import nsys
-from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.refusals import refusals_on
 from ftbench.store import machine, process_identity
 from ftbench.store.rundir import RunDir
 
@@ -21,7 +21,7 @@ NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
     """Return what of the spec no library can do beside a GPU of this compute capability (None: no GPU)."""
-    return refused_here(spec, capability)
+    return refusals_on(spec, capability)
 
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What `ftbench ablate` tries: a rung for each optimization and value on the plain recipe, and what several rungs make
+"""What `ftbench ablate` tries: a variant of the plain recipe for each optimization and value, and what several make
 together. Pure."""
 
 from __future__ import annotations
@@ -10,29 +10,20 @@ from typing import Any
 from ftbench.errors import SpecError
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.optimizations import Optimizations, choices
+from ftbench.spec.optimizations import OPTIMIZATIONS, Optimizations, choices
 from ftbench.spec.sweep import as_text
 
 PLAIN = "plain"
 OPTIMIZER = "train.optimizer"
 OPTIMIZERS = ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit")  # other ways to compute adamw_torch
-# What an optimization needs beside it, or pays with only: its rung is held against those alone.
-_BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
-    ("attention", "varlen"): {"optimizations.padding_free": True},
-    ("fp8", "tensorwise"): {"optimizations.compile": True},
-    ("fp8", "rowwise"): {"optimizations.compile": True},
-    ("fixed_shape", True): {"optimizations.compile": True},
-    ("fused_lora", True): {"optimizations.compile": True},
-}
-_LEFT_OUT = {("attention", "sdpa"), ("attention", "eager")}  # what auto takes already; what keeps every score
 
 Changes = Mapping[str, Any]  # dotted key → value, of `optimizations.` and `train.optimizer`
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """`changes` to the plain recipe, called `name`, held against the rung `over`; `key` is the optimization that it is
-    about."""
+class Variant:
+    """`changes` to the plain recipe, called `name`, compared with the variant `over`; `key` is the optimization that it
+    is about."""
 
     name: str
     key: str
@@ -40,88 +31,86 @@ class Rung:
     over: str = PLAIN
 
 
-def rungs(optimizer: str, only: Sequence[str] = ()) -> list[Rung]:
-    """Every rung on a plain recipe with this optimizer, those that others are held against before them. `only` keeps
-    those of the optimizations or rungs named there, and what they are held against. Raises SpecError for a name that
+def variants(optimizer: str, only: Sequence[str] = ()) -> list[Variant]:
+    """Return every variant of a plain recipe with this optimizer, after those that it is compared with. `only` keeps
+    those of the optimizations or variants named there, and what they are compared with. Raise SpecError for a name that
     is neither."""
-    found = [
-        rung
-        for key in Optimizations.model_fields
+    every = [
+        _variant(key, value)
+        for key, kept in OPTIMIZATIONS.items()
         for value in choices(key)
-        if (key, value) not in _LEFT_OUT
-        for rung in _of(key, value)
+        if value not in kept.not_ablated
     ]
     if optimizer in ("adamw_torch", *OPTIMIZERS):
-        found += [Rung(name, "optimizer", {OPTIMIZER: name}) for name in OPTIMIZERS]
-    found.sort(key=lambda rung: rung.over != PLAIN)
-    return _only(found, only) if only else found
+        every += [Variant(name, "optimizer", {OPTIMIZER: name}) for name in OPTIMIZERS]
+    every.sort(key=lambda variant: variant.over != PLAIN)
+    return _only(every, only) if only else every
 
 
-def _of(key: str, value: Any) -> list[Rung]:
-    own = {f"optimizations.{key}": value}
-    beside = _BESIDE.get((key, value), {})
-    if not beside:
-        return [Rung(words(own), key, own)]
-    return [Rung(words({**beside, **own}), key, {**beside, **own}, words(beside))]
+def _variant(key: str, value: Any) -> Variant:
+    beside = OPTIMIZATIONS[key].beside.get(value, {})
+    changes = {**beside, f"optimizations.{key}": value}
+    return Variant(label(changes), key, changes, label(beside))
 
 
-def _only(found: Sequence[Rung], names: Sequence[str]) -> list[Rung]:
+def _only(every: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
     wanted: set[str] = set()
     for name in names:
         plain = name.replace("_", " ").strip()
-        chosen = {rung.name for rung in found if plain in (rung.key.replace("_", " "), rung.name.replace("_", " "))}
+        chosen = {each.name for each in every if plain in (each.key.replace("_", " "), each.name.replace("_", " "))}
         if not chosen:
-            keys = [*dict.fromkeys(rung.key for rung in found)]
-            close = nearest(name, [*keys, *(rung.name for rung in found)])
+            keys = [*dict.fromkeys(each.key for each in every)]
+            close = nearest(name, [*keys, *(each.name for each in every)])
             raise SpecError(
-                f"--only {name}: is no optimization{close} (allowed: {', '.join(keys)}, or a rung that --dry-run lists)"
+                f"--only {name}: is no optimization{close} (allowed: {', '.join(keys)}, or a variant "
+                "that --dry-run lists)"
             )
         wanted |= chosen
-    wanted |= {rung.over for rung in found if rung.name in wanted}
-    return [rung for rung in found if rung.name in wanted]
+    wanted |= {each.over for each in every if each.name in wanted}
+    return [each for each in every if each.name in wanted]
 
 
-def words(changes: Changes) -> str:
-    """`compile + fp8 tensorwise`; `plain` for none."""
-    told = []
+def label(changes: Changes) -> str:
+    """Return `compile + fp8 tensorwise`; `plain` for none."""
+    parts = []
     for key, value in changes.items():
         name = key.rpartition(".")[2].replace("_", " ")
-        told.append(str(value) if key == OPTIMIZER else name if value is True else f"{name} {as_text(value)}")
-    return " + ".join(told) or PLAIN
+        parts.append(str(value) if key == OPTIMIZER else name if value is True else f"{name} {as_text(value)}")
+    return " + ".join(parts) or PLAIN
 
 
-def plain(spec: Experiment) -> Experiment:
-    """The spec with every optimization off, and AdamW as torch computes it by default; another optimizer learns
+def plain_spec(spec: Experiment) -> Experiment:
+    """Return the spec with every optimization off, and AdamW as torch computes it by default; another optimizer learns
     otherwise and stays."""
     optimizer = "adamw_torch" if spec.train.optimizer in OPTIMIZERS else spec.train.optimizer
     train = spec.train.model_copy(update={"optimizer": optimizer})
     return spec.model_copy(update={"optimizations": Optimizations(), "train": train})
 
 
-def changed(spec: Experiment, changes: Changes) -> Experiment:
-    """A spec with the changes; not validated: `combinations.impossible` says what cannot work."""
-    parts = {name: getattr(spec, name).model_copy(update=values) for name, values in sections(changes).items()}
+def with_changes(spec: Experiment, changes: Changes) -> Experiment:
+    """Return a spec with the changes; not validated: `refusals` says what cannot work."""
+    parts = {name: getattr(spec, name).model_copy(update=values) for name, values in by_section(changes).items()}
     return spec.model_copy(update=parts)
 
 
-def sections(changes: Changes) -> dict[str, dict[str, Any]]:
-    """The changes by section of the spec."""
-    found: dict[str, dict[str, Any]] = {}
+def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
+    """Return the changes by section of the spec."""
+    sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        found.setdefault(section, {})[name] = value
-    return found
+        sections.setdefault(section, {})[name] = value
+    return sections
 
 
-def together(current: Changes, rung: Rung) -> dict[str, Any]:
-    """The changes of both; where the current ones have what the rung needs in another form (packed rows instead of
-    padding-free ones), that is kept."""
-    added = dict(rung.changes)
-    if current.get("optimizations.packing") and rung.key == "attention":
+def merged(current: Changes, variant: Variant) -> dict[str, Any]:
+    """Return the changes of both; where the current ones have what the variant needs in another form (packed
+    rows instead of padding-free ones), that is kept."""
+    added = dict(variant.changes)
+    if current.get("optimizations.packing") and variant.key == "attention":
         added.pop("optimizations.padding_free", None)
     return {**current, **added}
 
 
 def settings(changes: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    """The changes as `--set` takes them."""
+    """Return the changes as `--set` takes them."""
     return tuple(f"{key}={as_text(value)}" for key, value in changes)

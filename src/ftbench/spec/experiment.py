@@ -9,11 +9,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from ftbench.core.architectures import architectures
 from ftbench.spec.base import Float, Int, Part, Switch
-from ftbench.spec.combinations import impossible
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.generate import Generate, switched
 from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.refusals import refusals
 
 
 def experiment_name(value: str) -> str:
@@ -199,7 +199,7 @@ class Experiment(Part):
 
     @model_validator(mode="after")
     def _combinations(self) -> Experiment:
-        problems = list(impossible(self))
+        problems = list(refusals(self))
         if problems:
             raise ValueError("; ".join(problems))
         return self

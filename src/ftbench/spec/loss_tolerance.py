@@ -8,35 +8,12 @@ QLoRA of an 8B model 1.9 %.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-EXACT = 0.001  # the same products in the same order: an order of magnitude above what repeats differ by
-ROUNDING = 0.01  # the same sums in another order, each rounded to bfloat16
-COARSE = 0.05  # fewer bits in the products, the weights or the optimizer's state
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """`share` of the baseline's loss that a step may differ by. Where the samples come in `another_order`, no step of
-    one is a step of the other, and the share is that of the mean loss over equally many samples."""
-
-    share: float
-    another_order: bool = False
-
+from ftbench.spec.optimizations import OPTIMIZATIONS
+from ftbench.spec.optimizations.declaration import COARSE, ROUNDING, Tolerance
 
 TOLERANCES: dict[str, Tolerance] = {
-    "optimizations.gradient_checkpointing": Tolerance(EXACT),
-    "optimizations.activation_offload": Tolerance(EXACT),
-    "optimizations.attention": Tolerance(ROUNDING),
-    "optimizations.padding_free": Tolerance(ROUNDING),
-    "optimizations.packing": Tolerance(COARSE, another_order=True),
-    "optimizations.fixed_shape": Tolerance(ROUNDING),
-    "optimizations.length_grouping": Tolerance(COARSE, another_order=True),
-    "optimizations.chunked_loss": Tolerance(ROUNDING),
-    "optimizations.liger": Tolerance(ROUNDING),
-    "optimizations.compile": Tolerance(ROUNDING),
-    "optimizations.fp8": Tolerance(COARSE),
-    "optimizations.fused_lora": Tolerance(ROUNDING),
+    **{f"optimizations.{name}": kept.tolerance for name, kept in OPTIMIZATIONS.items()},
     "train.optimizer": Tolerance(COARSE),
     "method.name": Tolerance(COARSE),
     "method.quant_type": Tolerance(COARSE),
@@ -48,8 +25,8 @@ _SAME_MACHINE = ("gpu", "versions.torch")
 
 
 def tolerance(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> Tolerance:
-    """The widest of what the facts of two runs differ in; `ROUNDING` where that is nothing of the table, or another
-    machine. fp8 on one side or both is coarse: it rounds the smallest difference up to a bit of its own."""
+    """Return the widest of what the facts of two runs differ in; `ROUNDING` where that is nothing of the table, or
+    another machine. fp8 on one side or both is coarse: it rounds the smallest difference up to a bit of its own."""
     differing = [kept for key, kept in TOLERANCES.items() if baseline.get(key) != candidate.get(key)]
     shares = [kept.share for kept in differing]
     if not shares or any(baseline.get(key) != candidate.get(key) for key in _SAME_MACHINE):

@@ -5,12 +5,19 @@ Defaults are the founding study's: rank 8, alpha 16, no dropout, no bias, the se
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from ftbench.core.architectures import architectures
 from ftbench.spec.base import Float, Int, Part, Switch
 
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment, Model
+
+GPT_OSS = "gpt_oss"  # the family that is published in MXFP4 (docs/gpt-oss.md)
+GRANULE = 8  # columns of a factor of an expert's adapter: grouped products take rows of 16 bytes
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -27,11 +34,44 @@ class _Method(Part):
         """Whether the experts stay in the format in which gpt-oss is published."""
         return False
 
+    def refusals(self, spec: Experiment) -> Iterator[str]:
+        """Yield what in the spec excludes this method on any machine, each as a sentence with a way out."""
+        if spec.train.precision == "fp16" and self.quantised:
+            yield (
+                "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16, "
+                "which cannot be scaled: set train.precision to bf16 or fp32"
+            )
+
+    def refusals_on(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
+        """Yield why it cannot train on a GPU of this compute capability; None is a machine without one."""
+        if self.needs_gpu and capability is None:
+            yield (
+                f"method {spec.method.name} runs none of its own kernels without a GPU, and this machine has none: use "
+                "lora or qlora"
+            )
+
+    def unsimulated(self, spec: Experiment) -> tuple[str, str] | None:
+        """Return why `--simulate` does not follow it, and the `--set` that it would; None if it does."""
+        return None
+
+
+def family(model: Model) -> str | None:
+    """Return the model_type of a model whose shape is known by its name."""
+    model_type: str | None = architectures().get(model.id, {}).get("model_type")
+    return model_type
+
 
 class Full(_Method):
     """Every weight of the model is trained."""
 
     name: Literal["full"] = "full"
+
+    def refusals(self, spec: Experiment) -> Iterator[str]:
+        if spec.train.precision == "fp16" and spec.model.dtype in ("float16", "bfloat16"):
+            yield (
+                "full fine-tuning with train.precision fp16 scales gradients, which 16-bit weights do not allow: "
+                "set model.dtype to float32"
+            )
 
 
 def _targets(value: object) -> object:
@@ -52,6 +92,13 @@ class _Adapters(_Method):
     experts: Switch = Field(
         False, description="adapters on the fused expert weights of a mixture of experts too (peft target_parameters)"
     )
+
+    def refusals(self, spec: Experiment) -> Iterator[str]:
+        yield from super().refusals(spec)
+        if any(target.rsplit(".", 1)[-1] == "lm_head" for target in self.targets):
+            yield "method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out"
+        if self.experts and self.dropout:
+            yield "method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices"
 
 
 class Lora(_Adapters):
@@ -87,6 +134,44 @@ class Qlora(_Adapters):
     def mxfp4(self) -> bool:
         return self.quant_type == "mxfp4"
 
+    def refusals(self, spec: Experiment) -> Iterator[str]:
+        yield from super().refusals(spec)
+        model = spec.model
+        if not self.mxfp4:
+            if family(model) == GPT_OSS and model.weights == "pretrained":
+                yield (
+                    f"method qlora with quant_type {self.quant_type}: the weights of {model.id} are published in mxfp4 "
+                    "and cannot be quantised again: set method.quant_type to mxfp4, or use lora, which loads them in "
+                    "16 bits"
+                )
+            return
+        if family(model) not in (None, GPT_OSS):
+            yield f"method.quant_type mxfp4 is the format of gpt-oss, and {model.id} is {family(model)}: use nf4"
+        if not self.double_quant or self.compute_dtype not in ("auto", model.dtype):
+            yield (
+                "method.double_quant and method.compute_dtype are for nf4 and fp4: leave them out with quant_type mxfp4"
+            )
+        if model.dtype == "float16":
+            yield "method.quant_type mxfp4 computes in bfloat16: leave model.dtype auto"
+        if spec.optimizations.compile:
+            yield (
+                "optimizations.compile with quant_type mxfp4: a layer whose experts are written out for each product "
+                "is no single graph: leave it off"
+            )
+        if self.experts and self.rank % GRANULE:
+            yield f"method.experts with quant_type mxfp4 takes ranks that are multiples of {GRANULE}, not {self.rank}"
+
+    def refusals_on(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
+        if self.mxfp4 and capability is not None and (capability < (8, 0) or spec.model.dtype == "float32"):
+            yield (
+                "method.quant_type mxfp4 multiplies in bfloat16 in groups, which needs a GPU of compute capability 8.0 "
+                "or higher and model.dtype auto: use nf4"
+            )
+
+    def unsimulated(self, spec: Experiment) -> tuple[str, str] | None:
+        why = "method.quant_type mxfp4: its experts are made in the memory of a GPU"
+        return (why, "method=lora") if self.mxfp4 else None
+
 
 class Unsloth(_Adapters):
     """Adapters through unsloth's own kernels."""
@@ -103,6 +188,9 @@ class Unsloth(_Adapters):
     @property
     def quantised(self) -> bool:
         return self.load_in_4bit
+
+    def unsimulated(self, spec: Experiment) -> tuple[str, str]:
+        return "method unsloth: its kernels are Triton's and its import asks for a GPU", "method=lora"
 
     @field_validator("use_gradient_checkpointing", mode="before")
     @classmethod

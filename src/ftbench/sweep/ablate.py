@@ -12,10 +12,10 @@ from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.launch import runner, trl
 from ftbench.spec import ablation
 from ftbench.spec.base import known
-from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load, merge, nested, set_layer
 from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.spec.sweep import as_text
 from ftbench.store import rundir
 from ftbench.store.rundir import first_gpu
@@ -29,7 +29,7 @@ from ftbench.sweep.plan.grid import Options
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The command line. `steps` and `repeats` of each run; `only` names optimizations or rungs."""
+    """The command line. `steps` and `repeats` of each run; `only` names optimizations or variants."""
 
     spec: Path
     sets: Sequence[str] = ()
@@ -58,9 +58,9 @@ def prepare(request: Request) -> command.Ready:
     places = local_places((), mock=spec.launch.mock != "off")
     described = runner.describe(spec, places[0].visible)
     capability, gpu = runner.capability(described), runner.gpu_name(described)
-    plain = resolve(ablation.plain(spec), capability)
+    plain = resolve(ablation.plain_spec(spec), capability)
     runner.check(plain, described)
-    rungs = ablation.rungs(plain.train.optimizer, request.only)
+    variants = ablation.variants(plain.train.optimizer, request.only)
 
     def refused(found: Experiment) -> str | None:
         return _refused(found, described, capability)
@@ -69,7 +69,7 @@ def prepare(request: Request) -> command.Ready:
     kept = [text for text in sets if not text.startswith("measure.repeats")]
     folder = request.out / runner.experiment(plain)
     options = Options(folder, gpu, (*kept, *recipe), request.retry_failed, request.force)
-    plan = Ladder(Start(plain, rungs, request.objective, refused), options)
+    plan = Ladder(Start(plain, variants, request.objective, refused), options)
     sweep = command.Request(
         request.spec, kept, out=request.out, time_budget=request.time_budget, retry_failed=request.retry_failed,
         force=request.force,
@@ -89,9 +89,9 @@ def prepare(request: Request) -> command.Ready:
 
 def _refused(spec: Experiment, described: dict[str, Any], capability: tuple[int, int] | None) -> str | None:
     """Why a spec cannot work, or not on this machine, or not with what is installed; None if it can."""
-    problems = impossible(spec)
+    problems = refusals(spec)
     if spec.launch.mock == "off":
-        problems += refused_here(spec, capability)
+        problems += refusals_on(spec, capability)
         if lacking := trl.lacks_kernels(spec.optimizations.attention):
             problems.append(f"optimizations.attention {spec.optimizations.attention}: {lacking}")
     if problems:
@@ -132,5 +132,5 @@ def write_best(request: Request, found: Ablation, path: Path) -> None:
     for key, value in plan.best.items():
         values = merge(values, nested(key.split("."), value))
     source = os.path.relpath(request.spec, path.parent)
-    head = f"# {ablation.words(plan.best)}: the best for {plan.start.objective} of {found.folder.name}\n"
+    head = f"# {ablation.label(plan.best)}: the best for {plan.start.objective} of {found.folder.name}\n"
     rundir.write_text(path, f"{head}extends: {as_text(source)}\n{spec_lines(values)}")

@@ -17,8 +17,8 @@ from ftbench.estimate.time.duration import SHEET, epochs_samples
 from ftbench.estimate.time.run_index import Store
 from ftbench.launch import runner
 from ftbench.spec import identity
-from ftbench.spec.combinations import impossible, refused_here
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.spec.sweep import Cell, cells
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep.execute import budget
@@ -98,7 +98,7 @@ def prepare(request: Request, stack: ExitStack) -> Ready:
         return resolve(spec, capability)
 
     def refused(spec: Experiment) -> str | None:
-        problems = impossible(spec) + (refused_here(spec, capability) if spec.launch.mock == "off" else [])
+        problems = refusals(spec) + (refusals_on(spec, capability) if spec.launch.mock == "off" else [])
         if not problems:
             runner.check(spec, described)
         return "; ".join(problems) or None

@@ -89,7 +89,7 @@ def train(run: Run) -> None:
     facts = applied.of_model(loop.model, spec)
     warned = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
     run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warned)
-    _demand(run, method.proof(loop.model, spec))
+    _demand(run, method.verify(loop.model, spec))
     loop.add_callback(_AfterFirstStep(run, loop))
     if spec.measure.profile != "off":
         from ftbench.worker.profile.callback import Profiler
@@ -136,11 +136,10 @@ def assembled(
     set_seed(spec.train.seed)
     model.config.use_cache = False
     model = methods.load(spec.method.name).adapt(model, spec)
-    for module in optimizations.modules().values():
-        module.apply(model, spec)
+    optimizations.apply(model, spec)
     loop = trainer.build(spec, directory, model, tokenizer, data, recorder)
-    if (changes := optimizations.load("gradient_checkpointing").callback(spec)) is not None:
-        loop.add_callback(changes)
+    for callback in optimizations.callbacks(spec):
+        loop.add_callback(callback)
     return loop
 
 
@@ -158,8 +157,7 @@ class _AfterFirstStep(TrainerCallback):
         if "warm" in (self._run.facts["compile_cache"] or ""):
             told = "graphs came from the compiler's cache on disk: where it is empty the first step takes longer"
             self._run.write_facts(warnings=[*self._run.facts["warnings"], told])
-        found = [p for module in optimizations.modules().values() for p in module.proof(self._loop.model, spec)]
-        _demand(self._run, found + trainer.proof(self._loop, spec))
+        _demand(self._run, optimizations.verify(self._loop.model, spec) + trainer.proof(self._loop, spec))
         self._loop.restart_clock()  # the proof is no part of the second step
 
 

@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ftbench.spec.combinations import impossible
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.recipes import recipes
+from ftbench.spec.refusals import refusals
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # these train the same matrices; full trains others
 _SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts"}
@@ -82,7 +82,7 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen:
             seen.add(key)
-            yield Way(candidate, tuple(impossible(candidate)))
+            yield Way(candidate, tuple(refusals(candidate)))
 
 
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:

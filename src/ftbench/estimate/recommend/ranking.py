@@ -17,9 +17,9 @@ from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
-from ftbench.spec.combinations import refused_here
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices
+from ftbench.spec.refusals import refusals_on
 from ftbench.store.summary import optimizations_on
 
 Objective = Literal["speed", "cost", "energy", "memory"]
@@ -111,7 +111,7 @@ def _family(spec: Experiment) -> tuple[str, ...]:
 def _refused(way: Way, gpu: Gpu, wanted: Wanted) -> str | None:
     if way.problems:
         return f"cannot work: {way.problems[0]}"
-    if problems := refused_here(way.spec, capability_of(gpu)):
+    if problems := refusals_on(way.spec, capability_of(gpu)):
         return f"not on {gpu.name}: {problems[0]}"
     if wanted.effective_batch and way.spec.optimizations.packing:
         return "packing counts rows, and a step of exactly --effective-batch samples cannot be made of them"
@@ -190,7 +190,7 @@ def _least(wanted: Wanted, methods: Sequence[str], room: Room) -> str:
     found = [
         (memory.device.high - memory.total, way.spec, gpu, memory)
         for way in candidates.ways(wanted.spec, methods, True) if not way.problems
-        for gpu in wanted.gpus if not refused_here(way.spec, capability_of(gpu))
+        for gpu in wanted.gpus if not refusals_on(way.spec, capability_of(gpu))
         for memory in [room.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
     ]  # fmt: skip
     if not found:

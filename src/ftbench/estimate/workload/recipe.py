@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ftbench.estimate.memory.model import ModelShape
 from ftbench.estimate.memory.recipe import Attention, Checkpointing, Fused, Loss, Recipe
 from ftbench.spec.experiment import Experiment
@@ -87,7 +89,7 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
     if isinstance(spec.method, Unsloth):
         own = spec.method.use_gradient_checkpointing
         return "full" if own == "on" else own
-    asked = spec.optimizations.gradient_checkpointing
+    asked: bool | Literal["selective", "offload"] = spec.optimizations.gradient_checkpointing
     if asked == "selective" or asked == "offload":
         return asked
     return "full" if asked else "off"

@@ -74,7 +74,7 @@ class Ablation(Tables):
         rows += [
             _row(rung.name, rung.over, plan.cell(rung.changes), plan.pair(rung.changes, plan.over(rung)),
                  plan.state(rung.changes))
-            for rung in plan.start.rungs if rung.name not in plan.refused
+            for rung in plan.start.variants if rung.name not in plan.refused
         ]  # fmt: skip
         return _table(rows, [NOTE, *self._outside()])
 
@@ -85,11 +85,11 @@ class Ablation(Tables):
             told = "kept" if climb.kept else f"not kept: {climb.reason}"
             added = {key: value for key, value in climb.changes.items() if climb.over.get(key) != value}
             pair = plan.pair(climb.changes, climb.over)
-            rows.append(_row(f"+ {ablation.words(added)}", "", plan.cell(climb.changes), pair, told))
+            rows.append(_row(f"+ {ablation.label(added)}", "", plan.cell(climb.changes), pair, told))
         return _table(rows, ["each row is held against all that was kept above it"]) if rows else None
 
     def _outside(self) -> Iterator[str]:
-        for rung in self.plan.start.rungs:
+        for rung in self.plan.start.variants:
             pair = self.plan.pair(rung.changes, {})
             if pair and pair.parity and pair.parity.verdict == "outside":
                 told = pair.parity.reason or f"its loss differs by {units.percent(pair.parity.worst)}"
@@ -108,7 +108,7 @@ class Ablation(Tables):
         if not plan.best:
             return [f"Nothing was found{pending} that is better than the plain recipe for {plan.start.objective}."]
         pair = plan.pair(plan.best, {})
-        told = [f"Best for {plan.start.objective}{pending}: {ablation.words(plan.best)}"]
+        told = [f"Best for {plan.start.objective}{pending}: {ablation.label(plan.best)}"]
         if pair:
             told.append(
                 f"Against the plain recipe: speed {change(pair.speed)}, peak GiB {_change_of_peak(pair)}, loss "
@@ -116,7 +116,7 @@ class Ablation(Tables):
             )
         if plan.start.spec.launch.mock != "off":
             told.append("launch.mock: nothing was trained, and every figure here is made up.")
-        return [*told, lines.format(spec_lines(ablation.sections(plan.best)))]
+        return [*told, lines.format(spec_lines(ablation.by_section(plan.best)))]
 
     def document(self) -> dict[str, Any]:
         """All of it, for programs; what is unknown is None."""
@@ -124,14 +124,14 @@ class Ablation(Tables):
         rungs = [
             _record(rung.name, plan.cell(rung.changes), plan.pair(rung.changes, plan.over(rung)), plan)
             | {"against": rung.over, "reason": plan.refused.get(rung.name) or plan.state(rung.changes) or None}
-            for rung in plan.start.rungs
+            for rung in plan.start.variants
         ]
         climbed = [
             _record(climb.name, plan.cell(climb.changes), plan.pair(climb.changes, climb.over), plan)
-            | {"against": ablation.words(climb.over), "kept": climb.kept, "reason": climb.reason or None}
+            | {"against": ablation.label(climb.over), "kept": climb.kept, "reason": climb.reason or None}
             for climb in plan.climbs
         ]
-        best = _record(ablation.words(plan.best), plan.cell(plan.best), plan.pair(plan.best, {}), plan)
+        best = _record(ablation.label(plan.best), plan.cell(plan.best), plan.pair(plan.best, {}), plan)
         return {
             "folder": str(self._folder), "objective": plan.start.objective, "left": self._left(),
             "plain": _record(PLAIN, plan.cell({}), None, plan) | {"reason": plan.state({}) or None},

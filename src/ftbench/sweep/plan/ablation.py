@@ -14,7 +14,7 @@ from ftbench.report.data.collect import frame_of, summary_of
 from ftbench.report.data.facts import OPTIMIZATIONS
 from ftbench.report.data.groups import Cell, cells_of, runs_of
 from ftbench.spec import ablation
-from ftbench.spec.ablation import PLAIN, Changes, Rung
+from ftbench.spec.ablation import PLAIN, Changes, Variant
 from ftbench.spec.experiment import Experiment
 from ftbench.sweep.jobs import FAILED, Job, Standing, job
 from ftbench.sweep.plan.grid import Grid, Options
@@ -29,7 +29,7 @@ class Start:
     not run here; `objective` is one of OBJECTIVES."""
 
     spec: Experiment
-    rungs: Sequence[Rung]
+    variants: Sequence[Variant]
     objective: str
     refused: Callable[[Experiment], str | None]
 
@@ -39,7 +39,7 @@ class Climb:
     """One combination that was tried on top of `over` because `rung` had helped alone; `reason` says why it was not
     kept, or could not be tried."""
 
-    rung: Rung
+    rung: Variant
     changes: Changes
     over: Changes
     kept: bool = False
@@ -47,7 +47,7 @@ class Climb:
 
     @property
     def name(self) -> str:
-        return ablation.words(self.changes)
+        return ablation.label(self.changes)
 
 
 class Ladder(Grid):
@@ -58,8 +58,8 @@ class Ladder(Grid):
         self._folder, self._gpu, self._sets = options.folder, options.gpu, options.sets
         self._climbing: Iterator[list[Job]] | None = None
         self._cells: dict[str, Cell] = {}
-        every = [(PLAIN, dict[str, Any]()), *((rung.name, rung.changes) for rung in start.rungs)]
-        reasons = {ablation.words(changes): self._refused(changes) for _, changes in every}
+        every = [(PLAIN, dict[str, Any]()), *((rung.name, rung.changes) for rung in start.variants)]
+        reasons = {ablation.label(changes): self._refused(changes) for _, changes in every}
         self.refused = {name: reason for name, reason in reasons.items() if reason}
         tried = [changes for name, changes in every if name not in self.refused]
         jobs = [self._job(changes, repeat) for repeat in range(1, self.repeats + 1) for changes in tried]
@@ -71,10 +71,10 @@ class Ladder(Grid):
         return self.start.spec.measure.repeats
 
     def _refused(self, changes: Changes) -> str | None:
-        return self.start.refused(ablation.changed(self.start.spec, changes))
+        return self.start.refused(ablation.with_changes(self.start.spec, changes))
 
     def _job(self, changes: Changes, repeat: int) -> Job:
-        spec, name = ablation.changed(self.start.spec, changes), ablation.words(changes)
+        spec, name = ablation.with_changes(self.start.spec, changes), ablation.label(changes)
         sets = (*self._sets, *ablation.settings(changes.items()))
         return job(spec, sets, {"rung": name}, repeat, self._folder, self._gpu)
 
@@ -132,9 +132,9 @@ class Ladder(Grid):
         cell, baseline = self.cell(changes), self.cell(over)
         return pair_of(OPTIMIZATIONS, cell, baseline) if cell and baseline else None
 
-    def over(self, rung: Rung) -> Changes:
+    def over(self, rung: Variant) -> Changes:
         """What a rung is held against."""
-        return next((other.changes for other in self.start.rungs if other.name == rung.over), {})
+        return next((other.changes for other in self.start.variants if other.name == rung.over), {})
 
     def hindrance(self, changes: Changes, over: Changes) -> str:
         """Why a combination is no gain over another; empty where it is one."""
@@ -148,19 +148,19 @@ class Ladder(Grid):
 
     # --- the climb ---------------------------------------------------------------------------------------------------
 
-    def helpful(self) -> list[Rung]:
+    def helpful(self) -> list[Variant]:
         """The rungs that help alone, both against the plain recipe and against what they need beside them; the most
         helpful first."""
         alone = [
             rung
-            for rung in self.start.rungs
+            for rung in self.start.variants
             if rung.name not in self.refused
             and not self.hindrance(rung.changes, {})
             and (rung.over == PLAIN or not self.hindrance(rung.changes, self.over(rung)))
         ]
         return sorted(alone, key=lambda rung: self._gain(rung), reverse=True)
 
-    def _gain(self, rung: Rung) -> float:
+    def _gain(self, rung: Variant) -> float:
         pair = self.pair(rung.changes, {})
         ratio: Ratio | None = getattr(pair, self.start.objective) if pair else None
         return 0.0 if ratio is None else ratio.value if self.start.objective == "speed" else 1 / ratio.value
@@ -172,11 +172,11 @@ class Ladder(Grid):
         for rung in rungs:
             yield from self._try(rung)
         for rung in rungs:
-            if not ablation.together(self.best, rung).keys() <= self.best.keys():
+            if not ablation.merged(self.best, rung).keys() <= self.best.keys():
                 yield from self._try(rung)
 
-    def _try(self, rung: Rung) -> Iterator[list[Job]]:
-        changes = ablation.together(self.best, rung)
+    def _try(self, rung: Variant) -> Iterator[list[Job]]:
+        changes = ablation.merged(self.best, rung)
         if changes == self.best or any(climb.changes == changes for climb in self.climbs):
             return
         tried = Climb(rung, changes, dict(self.best))

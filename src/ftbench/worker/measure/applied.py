@@ -11,9 +11,10 @@ import torch
 from ftbench.core.flops import MatmulShape
 from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
+from ftbench.worker import optimizations
 from ftbench.worker.methods import lora, unsloth
 from ftbench.worker.optimizations import compile as compiled
-from ftbench.worker.optimizations import fp8, fused_lora, gradient_checkpointing, liger
+from ftbench.worker.optimizations import fp8
 
 SCHEMA = 1
 KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "other")
@@ -39,9 +40,6 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
             "by_kind": kinds,
         },
         "matmul_shape": asdict(matmul_shape(model)),
-        "fp8_layers": fp8.layers(model),
-        "fused_lora_layers": fused_lora.layers(model),
-        "liger_modules": liger.modules(model),
         **({"unsloth": unsloth.applied(model)} if spec.method.name == "unsloth" else {}),
     }
 
@@ -59,16 +57,13 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
     return {
         "product_precision": _product_precision(spec, precision, trainer.model),
         "autocast": precision,
-        "gradient_checkpointing": gradient_checkpointing.share(trainer.model),
-        **gradient_checkpointing.offloaded(trainer.model),
         "loss": _loss(trainer, spec),
         "optimizer": {
             "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",
             "fused": None if optimizer is None else bool(optimizer.defaults.get("fused")),
             "state": dict(state),
         },
-        "compiled_graphs": compiled.graphs() if spec.optimizations.compile else None,
-        "compile_cache": compiled.cache(),
+        **optimizations.applied(trainer.model, spec),
     }
 
 

@@ -2,7 +2,7 @@
 
 load(spec, source) → the model with its weights on the device
 adapt(model, spec) → the model with what is trained marked as trainable
-proof(model, spec) → sentences on what was asked for and is not there; empty when all is well
+verify(model, spec) → sentences on what was asked for and is not there; empty when all is well
 """
 
 from __future__ import annotations

@@ -17,6 +17,6 @@ def adapt(model: Any, spec: Experiment) -> Any:
     return model
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return [f"method full: {frozen[0]} and {len(frozen) - 1} more parameters are not trained"] if frozen else []

@@ -46,7 +46,7 @@ def expert_parameters(model: Any) -> list[str]:
     return sorted(names)
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     """Adapters of the rank asked for are there, and only they (and biases, if asked) are trained. Target names that
     match nothing are warnings: `unmatched_targets`."""
     method: Any = spec.method

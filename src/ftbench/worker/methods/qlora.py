@@ -9,8 +9,8 @@ from peft import prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ftbench.errors import SpecError
-from ftbench.spec.combinations import GPT_OSS
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import GPT_OSS
 from ftbench.worker.device import device
 from ftbench.worker.methods import lora
 from ftbench.worker.model import loading, mxfp4, random_weights
@@ -67,10 +67,10 @@ def adapt(model: Any, spec: Experiment) -> Any:
     return lora.adapt(model, spec)
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     """The adapters of LoRA, on layers that hold 4-bit weights of the type asked for."""
     method: Any = spec.method
-    found = lora.proof(model, spec)
+    found = lora.verify(model, spec)
     if method.mxfp4:
         return found + mxfp4.problems(model)
     from bitsandbytes.nn import Linear4bit

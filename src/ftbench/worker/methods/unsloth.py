@@ -79,10 +79,10 @@ def answering(model: Any, spec: Experiment, undo: ExitStack) -> None:
     undo.callback(FastLanguageModel.for_training, model, use_gradient_checkpointing=_checkpointing(spec.method))
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     """The adapters of LoRA, 4-bit weights if asked for, and unsloth's own functions in the layers."""
     method: Any = spec.method
-    found = lora.proof(model, spec)
+    found = lora.verify(model, spec)
     kinds = {type(module).__name__ for module in model.modules()}
     in_4_bits = "Linear4bit" in kinds or any(type(p).__name__ == PACKED for p in model.parameters())
     if method.load_in_4bit and not in_4_bits:

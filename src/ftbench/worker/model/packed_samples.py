@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ftbench.spec.combinations import GPT_OSS
+from ftbench.spec.methods import GPT_OSS
 
 _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
-def keep_apart(model: Any) -> None:
-    """Gives a model that makes its masks without the positions masks that are made with them."""
+def isolate_packed_samples(model: Any) -> None:
+    """Give a model that makes its masks without the positions masks that are made with them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base.config.get_text_config().model_type == GPT_OSS:
         base.get_decoder().register_forward_pre_hook(_with_masks, with_kwargs=True)

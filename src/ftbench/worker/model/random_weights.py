@@ -25,8 +25,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, SpecError
-from ftbench.spec.combinations import GPT_OSS
 from ftbench.spec.experiment import Model
+from ftbench.spec.methods import GPT_OSS
 from ftbench.spec.reading import read_config
 from ftbench.store.machine import cache_dir
 from ftbench.worker.model import mxfp4

@@ -89,11 +89,7 @@ def _by_rows(
     return out.transpose(1, 2).reshape(1, query.shape[2], query.shape[1], -1)
 
 
-def apply(model: Any, spec: Experiment) -> None:
-    return None
-
-
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     asked, used = spec.optimizations.attention, model.config.get_text_config()._attn_implementation
     if asked in ("auto", used):
         return []

@@ -27,8 +27,6 @@ def apply(model: Any, spec: Experiment) -> None:
     """Gives the base model a forward pass that ends in the loss. Raises SpecError for a model whose logits are more
     than a product with the head."""
     asked = spec.optimizations.chunked_loss
-    if asked is False:
-        return
     base = _base(model)
     text = base.config.get_text_config()
     if getattr(text, "final_logit_softcapping", None) or getattr(text, "logit_scale", None):
@@ -127,7 +125,7 @@ def is_on(model: Any) -> bool:
     return bool(getattr(_base(model).forward, "__name__", "") == "chunked_forward")
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     if spec.optimizations.chunked_loss and not is_on(model):
         return [f"optimizations.chunked_loss is on and {type(_base(model)).__name__} computes its loss otherwise"]
     return []

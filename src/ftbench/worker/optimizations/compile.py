@@ -18,9 +18,12 @@ def decoder_layers(model: Any) -> list[Any]:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    if spec.optimizations.compile:
-        for layer in decoder_layers(model):
-            layer.compile(dynamic=True if spec.optimizations.compile == "dynamic" else None)
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True if spec.optimizations.compile == "dynamic" else None)
+
+
+def applied(model: Any, spec: Experiment) -> dict[str, Any]:
+    return {"compiled_graphs": graphs() if spec.optimizations.compile else None, "compile_cache": cache()}
 
 
 def graphs() -> int:
@@ -42,7 +45,7 @@ def cache() -> str | None:
     return "partly warm" if made else "warm"
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.compile:
         return []
     plain = [layer for layer in decoder_layers(model) if layer._compiled_call_impl is None]

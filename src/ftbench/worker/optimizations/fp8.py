@@ -102,12 +102,14 @@ def _wanted(module: Any, name: str) -> bool:
 
 def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
-    if recipe == "off":
-        return
     names = [name for name, module in model.named_modules() if _wanted(module, name)]
     for name in names:  # by name: a list of modules would keep every 16-bit weight until the last one is cast
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, Fp8Linear(model.get_submodule(name), recipe))
+
+
+def applied(model: Any, spec: Experiment) -> dict[str, Any]:
+    return {"fp8_layers": layers(model)}
 
 
 def layers(model: Any) -> int:
@@ -119,7 +121,7 @@ def multiplies_in_8_bits(module: Any) -> bool:
     return isinstance(module, Fp8Linear)
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     recipe = spec.optimizations.fp8
     if recipe == "off":
         return []

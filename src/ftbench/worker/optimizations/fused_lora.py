@@ -134,8 +134,6 @@ def _fused(kind: Any) -> Any:
 
 def apply(model: Any, spec: Experiment) -> None:
     """Groups the adapted layers. Raises SpecError for adapters that are more than two products."""
-    if not spec.optimizations.fused_lora:
-        return
     groups = []
     for layers in grouped(adapted(model)):
         groups.append(_group(layers, spec))
@@ -179,12 +177,12 @@ def grouped(layers: dict[str, Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
-def layers(model: Any) -> int:
-    """How many layers' adapters are multiplied so."""
-    return sum(isinstance(module, _Fused) for module in model.modules())
+def applied(model: Any, spec: Experiment) -> dict[str, Any]:
+    """Return how many layers' adapters are multiplied so."""
+    return {"fused_lora_layers": sum(isinstance(module, _Fused) for module in model.modules())}
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     """Every adapted layer is in a group."""
     if not spec.optimizations.fused_lora:
         return []

@@ -1,5 +1,5 @@
 """Gradient checkpointing: the trainer turns it on in every layer that supports it (SFTConfig). `selective` turns it off
-again in every second one; `offload` moves what the layers keep to host memory (`worker/host_memory.py`)."""
+again in every second one; `offload` moves what the layers keep to host memory (`kernels/host_offload.py`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from ftbench.worker.kernels.host_offload import HostMemory
 from ftbench.worker.optimizations.compile import decoder_layers
 
 _KEEPS = "ftbench_host_memory"  # where a model has the memory that its layers' inputs are moved to
-
-
-def apply(model: Any, spec: Experiment) -> None:
-    return None
 
 
 def callback(spec: Experiment) -> TrainerCallback | None:
@@ -55,10 +51,11 @@ def offload(model: Any) -> HostMemory:
     return memory
 
 
-def offloaded(model: Any) -> dict[str, float]:
-    """For applied.json: GiB that the layers have moved to the host so far; empty where nothing is to be moved."""
+def applied(model: Any, spec: Experiment) -> dict[str, Any]:
+    """Return the share of the layers that do it, and GiB moved to the host so far where anything is to be moved."""
     memory = getattr(decoder_layers(model)[0], _KEEPS, None)
-    return {} if memory is None else {"checkpoints_moved_gb": memory.moved_bytes / GIB}
+    moved = {} if memory is None else {"checkpoints_moved_gb": memory.moved_bytes / GIB}
+    return {"gradient_checkpointing": share(model), **moved}
 
 
 def share(model: Any) -> float:
@@ -77,17 +74,17 @@ def asked_for(spec: Experiment) -> bool | str:
     return spec.optimizations.gradient_checkpointing or own != "off"
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     asked, found, layers = asked_for(spec), share(model), len(decoder_layers(model))
     if spec.method.name == "unsloth":  # marks the model, not its layers
         found = float(any(_is_on(module) for module in model.modules()))
     wanted = -(-layers // 2) / layers if asked == "selective" else float(bool(asked))
     if found != wanted:
         return [f"optimizations.gradient_checkpointing is {asked} and {found:.0%} of the layers do it"]
-    return _proof_of_offload(model, layers) if asked == "offload" else []
+    return _verify_offload(model, layers) if asked == "offload" else []
 
 
-def _proof_of_offload(model: Any, layers: int) -> list[str]:
+def _verify_offload(model: Any, layers: int) -> list[str]:
     memory = getattr(decoder_layers(model)[0], _KEEPS, None)
     moved, back = (memory.moved, memory.fetched) if memory else (0, 0)
     if moved < layers or back < layers:

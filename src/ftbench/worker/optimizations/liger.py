@@ -9,8 +9,6 @@ from ftbench.worker.optimizations import chunked_loss
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    if not spec.optimizations.liger:
-        return
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -18,12 +16,16 @@ def apply(model: Any, spec: Experiment) -> None:
     _apply_liger_kernel_to_instance(model=base, **loss)
 
 
+def applied(model: Any, spec: Experiment) -> dict[str, Any]:
+    return {"liger_modules": modules(model)}
+
+
 def modules(model: Any) -> int:
     """How many modules run a function of Liger's."""
     return sum("liger_kernel" in str(getattr(module.forward, "__module__", "")) for module in model.modules())
 
 
-def proof(model: Any, spec: Experiment) -> list[str]:
+def verify(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.liger:
         return []
     found = [] if modules(model) else ["optimizations.liger is on and no module runs a kernel of Liger's"]

@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.model.packed_samples import keep_apart
+from ftbench.worker.model.packed_samples import isolate_packed_samples
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    if spec.optimizations.padding_free:
-        keep_apart(model)
-
-
-def proof(model: Any, spec: Experiment) -> list[str]:
-    """The counts of the batches say it: `recorder` reads them, `trainer.proof` asks."""
-    return []
+    isolate_packed_samples(model)

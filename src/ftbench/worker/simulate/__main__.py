@@ -16,7 +16,7 @@ import transformers
 
 from ftbench.errors import FtbenchError
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.unsimulated import OTHERWISE
+from ftbench.spec.refusals import OTHERWISE
 from ftbench.store.process_identity import die_with_parent
 from ftbench.store.rundir import RunDir, read_json, write_json
 from ftbench.worker.simulate.run import simulate

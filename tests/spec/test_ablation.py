@@ -4,16 +4,16 @@ import pytest
 
 from ftbench.errors import SpecError
 from ftbench.spec import ablation
-from ftbench.spec.combinations import impossible
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.optimizations import Optimizations, choices
+from ftbench.spec.refusals import refusals
 
 SPEC = Experiment.model_validate(
     {"name": "a", "model": {"id": "tiny/qwen3"}, "train": {"precision": "bf16", "optimizer": "adamw_torch_fused"},
      "optimizations": {"compile": True, "gradient_checkpointing": True}}
 )  # fmt: skip
-EVERY = ablation.rungs("adamw_torch")
+EVERY = ablation.variants("adamw_torch")
 
 
 @pytest.mark.parametrize("key", Optimizations.model_fields)
@@ -30,7 +30,7 @@ def test_a_rung_adds_one_thing_to_what_it_is_held_against_and_can_work(rung):
     assert rung.over in ("plain", *(other.name for other in EVERY))
     assert len(rung.changes) == len(over) + 1
     assert over.items() <= rung.changes.items()
-    assert impossible(ablation.changed(ablation.plain(SPEC), rung.changes)) == []
+    assert refusals(ablation.with_changes(ablation.plain_spec(SPEC), rung.changes)) == []
 
 
 def test_what_a_rung_is_held_against_comes_before_it():
@@ -40,16 +40,16 @@ def test_what_a_rung_is_held_against_comes_before_it():
 
 
 def test_plain_is_the_spec_without_its_optimizations():
-    found = ablation.plain(SPEC)
+    found = ablation.plain_spec(SPEC)
     assert (found.optimizations, found.train.optimizer, found.train.precision) == (
         Optimizations(), "adamw_torch", "bf16",
     )  # fmt: skip
 
 
 def test_another_optimizer_than_adamw_learns_otherwise_and_stays():
-    spec = ablation.changed(SPEC, {"train.optimizer": "sgd"})
-    assert ablation.plain(spec).train.optimizer == "sgd"
-    assert not [rung for rung in ablation.rungs("sgd") if rung.key == "optimizer"]
+    spec = ablation.with_changes(SPEC, {"train.optimizer": "sgd"})
+    assert ablation.plain_spec(spec).train.optimizer == "sgd"
+    assert not [rung for rung in ablation.variants("sgd") if rung.key == "optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_another_optimizer_than_adamw_learns_otherwise_and_stays():
     ],
 )  # fmt: skip
 def test_only_keeps_what_is_named_and_what_that_is_held_against(only, names):
-    assert [rung.name for rung in ablation.rungs("adamw_torch", only)] == names
+    assert [rung.name for rung in ablation.variants("adamw_torch", only)] == names
 
 
 @pytest.mark.parametrize(("name", "said"), [("complie", "did you mean compile?"), ("", "allowed: "), ("x" * 99, "fp8")])
 def test_only_says_what_there_is(name, said):
     with pytest.raises(SpecError, match="--only") as caught:
-        ablation.rungs("adamw_torch", [name])
+        ablation.variants("adamw_torch", [name])
     assert said in str(caught.value)
 
 
@@ -77,12 +77,12 @@ def test_varlen_goes_with_the_rows_that_are_packed_already():
     varlen = next(rung for rung in EVERY if rung.changes.get("optimizations.attention") == "varlen")
     assert "optimizations.padding_free" in varlen.changes
     packed = {"optimizations.packing": True}
-    assert ablation.together(packed, varlen) == packed | {"optimizations.attention": "varlen"}
+    assert ablation.merged(packed, varlen) == packed | {"optimizations.attention": "varlen"}
 
 
 @pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
 def test_the_settings_of_a_rung_make_it_of_the_spec_file_again(rung, tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text("model: tiny/qwen3\ntrain: {precision: bf16}\noptimizations: {liger: on, compile: dynamic}\n")
-    wanted = ablation.changed(ablation.plain(load(path)), rung.changes)
+    wanted = ablation.with_changes(ablation.plain_spec(load(path)), rung.changes)
     assert load(path, ["recipe=plain", *ablation.settings(rung.changes.items())]) == wanted

@@ -1,0 +1,64 @@
+"""The attention implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from ftbench.spec.methods import GPT_OSS, family
+from ftbench.spec.optimizations.declaration import ROUNDING, Capability, Optimization, Tolerance
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment
+
+_FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def _refusals(spec: Experiment) -> Iterator[str]:
+    kernel, precision = spec.optimizations.attention, spec.train.precision
+    if family(spec.model) == GPT_OSS and kernel in ("sdpa", "varlen"):
+        yield f"optimizations.attention {kernel} does not compute the attention sinks of gpt-oss: leave it auto"
+    if kernel == "varlen" and not _flat(spec):
+        yield (
+            "optimizations.attention varlen is for rows without padding: set packing or padding_free, or attention sdpa"
+        )
+    if kernel == "varlen" and precision == "fp32":
+        yield "optimizations.attention varlen computes in 16 bits: set train.precision to bf16"
+    if kernel == "cudnn" and precision == "fp32":
+        yield "optimizations.attention cudnn computes in 16 bits: set train.precision to bf16, or attention sdpa"
+
+
+def _flat(spec: Experiment) -> bool:
+    return bool(spec.optimizations.packing or spec.optimizations.padding_free)
+
+
+def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
+    kernel = spec.optimizations.attention
+    if kernel in (*_FLASH, "varlen", "cudnn") and capability is None:
+        yield f"optimizations.attention {kernel} needs a GPU: set it to sdpa"
+
+
+def _unsimulated(spec: Experiment) -> tuple[str, str] | None:
+    kernel = spec.optimizations.attention
+    if kernel not in _FLASH:
+        return None
+    why = f"optimizations.attention {kernel}: its kernel is no operation of torch's own"
+    return why, f"optimizations.attention={'varlen' if _flat(spec) else 'auto'}"
+
+
+OPTIMIZATION = Optimization(
+    type=Literal[
+        "auto", "eager", "sdpa", "cudnn", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ],
+    default="auto",
+    description="attention implementation; auto is the library's choice for the model; cudnn is sdpa with cuDNN's "
+    "kernels; varlen is torch's own for rows without padding",
+    verified="the model's own setting is read",
+    tolerance=Tolerance(ROUNDING),
+    unsloth="it chooses the attention itself: leave it auto",
+    refusals=_refusals,
+    refusals_on=_refusals_on,
+    unsimulated=_unsimulated,
+    beside={"varlen": {"optimizations.padding_free": True}},
+    not_ablated=("sdpa", "eager"),  # what auto takes already; what keeps every score
+)

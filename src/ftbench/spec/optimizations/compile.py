@@ -1,0 +1,27 @@
+"""torch.compile on each decoder layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance, or_words
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment
+
+
+def _unsimulated(spec: Experiment) -> tuple[str, str]:
+    why = "optimizations.compile: the compiler chooses what is kept for the backward pass"
+    return why, "optimizations.compile=off"
+
+
+OPTIMIZATION = Optimization(
+    type=Annotated[bool | Literal["dynamic"], or_words("dynamic")],
+    description="torch.compile each decoder layer: faster steps, a slow start, again for each new shape; dynamic "
+    "compiles for all lengths at once",
+    verified="every layer is compiled and graphs were counted",
+    tolerance=Tolerance(ROUNDING),
+    unsloth="it compiles what it rewrites itself: leave it off",
+    unsimulated=_unsimulated,
+    after=("liger",),  # a layer as Liger rewrote it
+)

@@ -1,0 +1,89 @@
+"""What an optimization says of itself, in `spec/optimizations/<name>.py`; how it is applied and verified stands in
+`worker/optimizations/<name>.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BeforeValidator
+
+from ftbench.spec.base import Switch
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment
+
+OFF = (False, "off", "auto")
+EXACT = 0.001  # the same products in the same order: an order of magnitude above what repeats differ by
+ROUNDING = 0.01  # the same sums in another order, each rounded to bfloat16
+COARSE = 0.05  # fewer bits in the products, the weights or the optimizer's state
+
+Capability = tuple[int, int] | None  # of the GPU; None is a machine without one
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """`share` of the baseline's loss that a step may differ by. Where the samples come in `another_order`, no step of
+    one is a step of the other, and the share is that of the mean loss over equally many samples."""
+
+    share: float
+    another_order: bool = False
+
+
+def _nothing(spec: Experiment) -> Iterable[str]:
+    return ()
+
+
+def _anywhere(spec: Experiment, capability: Capability) -> Iterable[str]:
+    return ()
+
+
+def _simulated(spec: Experiment) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimization:
+    """One key of `optimizations:`. The functions are asked only where it is on, and answer in sentences with a way out.
+
+    `description` says what it does and what it costs; `verified`, how a run shows that it was applied; `tolerance`, how
+    closely the loss must follow; `unsloth`, why not beside method unsloth and what to do instead (None: it does).
+    `refusals` are what it excludes or needs on any machine, `refusals_on` on a machine of this compute capability.
+    `unsimulated` is why `--simulate` does not follow it, and the `--set` that it would. It is applied after those named
+    in `after`. An ablation tries each value on the plain recipe with `beside[value]` switched on, and not those in
+    `not_ablated`."""
+
+    type: Any = Switch
+    default: Any = False
+    description: str
+    verified: str
+    tolerance: Tolerance
+    unsloth: str | None = None
+    refusals: Callable[[Experiment], Iterable[str]] = _nothing
+    refusals_on: Callable[[Experiment, Capability], Iterable[str]] = _anywhere
+    unsimulated: Callable[[Experiment], tuple[str, str] | None] = _simulated
+    after: tuple[str, ...] = ()
+    beside: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
+    not_ablated: tuple[Any, ...] = ()
+
+
+def or_words(*words: str) -> Any:
+    """Return a validator for a switch that also takes some words."""
+
+    def check(value: object) -> object:
+        if value not in words and not isinstance(value, bool):
+            raise ValueError(f"must be {', '.join(('on', 'off', *words)[:-1])} or {words[-1]}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def needs_gpu(name: str) -> Callable[[Experiment, Capability], Iterator[str]]:
+    """Return the refusal, on a machine without a GPU, of an optimization that is made for one."""
+
+    def refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
+        if capability is None:
+            yield f"optimizations.{name} needs a GPU: set it to off"
+
+    return refusals_on

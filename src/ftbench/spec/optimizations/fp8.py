@@ -1,0 +1,52 @@
+"""Products with the frozen layers in 8-bit floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from ftbench.core.hardware import supports_fp8
+from ftbench.spec.optimizations.declaration import COARSE, Capability, Optimization, Tolerance
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment
+
+
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML reads a bare off as false
+
+
+def _refusals(spec: Experiment) -> Iterator[str]:
+    if spec.method.quantised:
+        yield f"optimizations.fp8 needs 16-bit base weights and method {spec.method.name} stores 4-bit ones: use lora"
+    if spec.method.name == "full":
+        yield "optimizations.fp8 converts frozen base layers and method full has none: use lora"
+    if spec.train.precision not in ("auto", "bf16"):
+        yield f"optimizations.fp8 goes with train.precision bf16, not {spec.train.precision}"
+
+
+def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
+    if capability is None or not supports_fp8(capability):
+        have = "this machine has no GPU" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
+        yield f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off"
+
+
+def _unsimulated(spec: Experiment) -> tuple[str, str]:
+    return "optimizations.fp8: it is made for compiled layers", "optimizations.fp8=off"
+
+
+OPTIMIZATION = Optimization(
+    type=Annotated[Literal["off", "tensorwise", "rowwise"], BeforeValidator(_off)],
+    default="off",
+    description="products with the frozen base layers in 8-bit floats cast once: faster where compiled",
+    verified="no frozen layer that fits still multiplies in 16 bits",
+    tolerance=Tolerance(COARSE),
+    unsloth="its fused functions multiply in 16 bits: leave it off, or use method lora",
+    refusals=_refusals,
+    refusals_on=_refusals_on,
+    unsimulated=_unsimulated,
+    after=("liger",),  # which knows layers by their class
+    beside={name: {"optimizations.compile": True} for name in ("tensorwise", "rowwise")},
+)

@@ -1,0 +1,41 @@
+"""The adapters' products within the base product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment
+
+
+def _refusals(spec: Experiment) -> Iterator[str]:
+    """Yield what its products leave out, so that it would train something else."""
+    method: Any = spec.method
+    name = "optimizations.fused_lora"
+    if method.name == "full":
+        yield f"{name} multiplies adapters and method full has none: use lora or qlora"
+    if method.name in ("full", "unsloth"):
+        return
+    if method.dropout:
+        yield f"{name} reads an input once for all adapters, and dropout gives each its own: set method.dropout to 0"
+    if method.bias != "none":
+        yield f"{name} leaves biases frozen: set method.bias to none"
+    if method.experts:
+        yield f"{name} knows linear layers, not fused expert matrices: set it or method.experts to off"
+    if spec.train.precision == "fp16":
+        yield f"{name} goes with train.precision bf16 or fp32"
+
+
+OPTIMIZATION = Optimization(
+    description="the adapters' products within the base product, layers that read one input together: fewer passes "
+    "over the activations",
+    verified="every adapted layer multiplies so",
+    tolerance=Tolerance(ROUNDING),
+    unsloth="it fuses adapters itself: leave it off",
+    refusals=_refusals,
+    after=("fp8",),  # what a base layer is decides how its adapters are multiplied
+    beside={True: {"optimizations.compile": True}},
+)

@@ -1,0 +1,12 @@
+"""Batches without padding: samples end to end in one row."""
+
+from __future__ import annotations
+
+from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance
+
+OPTIMIZATION = Optimization(
+    description="lay the samples of a batch end to end in one row instead of padding them",
+    verified="no padded position was counted",
+    tolerance=Tolerance(ROUNDING),
+    unsloth="it does not read the boundaries that ftbench gives: leave it off",
+)

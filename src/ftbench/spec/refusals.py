@@ -1,0 +1,102 @@
+"""What cannot work: on any machine, on this one, or in a simulation; each as a sentence with a way out. What one method
+or one optimization excludes stands in its own file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftbench.errors import SpecError
+from ftbench.families import FAMILIES
+from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
+from ftbench.spec.optimizations.declaration import Capability
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment
+
+OTHERWISE = f"estimate without --simulate, which knows {', '.join(FAMILIES)}"
+
+
+def refusals(spec: Experiment) -> list[str]:
+    """Return why the parts of a spec cannot work together on any machine."""
+    switched = switched_on(spec.optimizations)
+    sentences = list(spec.method.refusals(spec))
+    if spec.method.name == "unsloth":
+        pairs = ((name, OPTIMIZATIONS[name].unsloth) for name in switched)
+        sentences += [f"optimizations.{name} with method unsloth: {why}" for name, why in pairs if why]
+    for name in switched:
+        sentences += OPTIMIZATIONS[name].refusals(spec)
+    if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
+        sentences.append("measure.eval: epoch needs dataset.eval_samples")
+    return sentences + _of_profile(spec) + _not_built_yet(spec)
+
+
+def _of_profile(spec: Experiment) -> list[str]:
+    if spec.measure.profile == "off":
+        return []
+    sentences, needed = [], spec.measure.steps_to_profile
+    if spec.launch.mock != "off":
+        sentences.append(
+            "measure.profile: launch.mock trains nothing, so there is nothing to profile: set one of them to off"
+        )
+    if spec.train.max_steps is not None and spec.train.max_steps < needed:
+        sentences.append(
+            f"measure.profile {spec.measure.profile} needs {needed} steps to profile {spec.measure.profile_steps} of "
+            f"them and train.max_steps is {spec.train.max_steps}: raise it, or leave it out"
+        )
+    if spec.measure.eval == "epoch":
+        sentences.append("measure.eval: epoch has no place in a run that is profiled: set it to off or end")
+    return sentences
+
+
+def _not_built_yet(spec: Experiment) -> list[str]:
+    """Name what a spec may say of its launch and no launcher can do so far."""
+    launch, sentences = spec.launch, []
+    if launch.framework != "trl":
+        sentences.append(f"launch.framework: {launch.framework} cannot be launched yet: use trl")
+    if launch.python:
+        sentences.append("launch.python: a run uses the interpreter that ftbench itself runs in: leave it out")
+    if launch.gpus > 1:
+        sentences.append(
+            f"launch.gpus: a run on {launch.gpus} GPUs cannot be launched yet: set it to 1 (`ftbench sweep --gpus 0,1` "
+            "trains several runs at once, `ftbench estimate --gpus` computes what sharding would take)"
+        )
+    if launch.strategy != "none":
+        sentences.append(f"launch.strategy: {launch.strategy} cannot be launched yet: set it to none, on one GPU")
+    if launch.offload != "none":
+        sentences.append(
+            f"launch.offload: {launch.offload} cannot be launched yet: set it to none; "
+            "optimizations.gradient_checkpointing offload moves activations to the host"
+        )
+    return sentences
+
+
+def refusals_on(spec: Experiment, capability: Capability) -> list[str]:
+    """Return why a spec cannot work on a machine whose GPU has this compute capability; None is one without a GPU."""
+    sentences = list(spec.method.refusals_on(spec, capability))
+    for name in switched_on(spec.optimizations):
+        sentences += OPTIMIZATIONS[name].refusals_on(spec, capability)
+    if capability is not None:
+        return sentences
+    if spec.train.optimizer.startswith("paged"):
+        sentences.append(f"train.optimizer {spec.train.optimizer} needs a GPU to page from: set it to adamw_torch")
+    if spec.measure.profile == "nsys":
+        sentences.append("measure.profile nsys is for a GPU, and this machine has none: set it to on")
+    if spec.train.precision == "fp16":
+        sentences.append(
+            "train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32"
+        )
+    return sentences
+
+
+def check_simulated(spec: Experiment) -> None:
+    """Raise SpecError for what a simulation does not follow. Silence would be a figure of another run: torch runs a
+    compiled layer as it is where tensors are fake."""
+    parts = [spec.method, *(OPTIMIZATIONS[name] for name in switched_on(spec.optimizations))]
+    refused = [pair for part in parts if (pair := part.unsimulated(spec)) is not None]
+    if spec.train.optimizer.startswith("paged"):
+        why = "bitsandbytes takes its state from the driver, past torch's allocator"
+        refused.append((f"train.optimizer {spec.train.optimizer}: {why}", "train.optimizer=adamw_bnb_8bit"))
+    if refused:
+        raise SpecError(
+            *(f"{why}, which a simulation does not follow: --set {change}, or {OTHERWISE}" for why, change in refused)
+        )
