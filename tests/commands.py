@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import psutil
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
+from waiting import eventually
 
 TINY = {"id": "tiny/qwen3", "weights": "random"}
 # Small enough for a step to take some 20 ms, and more steps than any test waits for.
@@ -34,12 +34,11 @@ def write_spec(folder: Path, **parts: Any) -> Path:
 
 
 class Left:
-    """What a command left: its exit code, what it printed, how long it took, and the files of its run."""
+    """What a command left: its exit code, what it printed, and the files of its run."""
 
     code: int
     stdout: str
     stderr: str
-    wall_s: float
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -80,7 +79,6 @@ class Command(Left):
 
     def __init__(self, spec: Path, out: Path, *arguments: str, **popen: Any) -> None:
         super().__init__(out)
-        self.begun = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ftbench", "run", str(spec), "--out", str(out), "--json", *arguments],
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -101,7 +99,6 @@ class Command(Left):
     def finish(self, within: float = 120.0) -> Command:
         """Waits for the end and keeps what was printed."""
         self.stdout, self.stderr = self.process.communicate(timeout=within)
-        self.wall_s = time.monotonic() - self.begun
         self.code = self.process.returncode
         return self
 
@@ -121,12 +118,14 @@ class Command(Left):
         self.wait_for_phase("train")
         self.wait_until(lambda: len(self.steps()) >= count)
 
-    def wait_until(self, holds: Callable[[], bool], within: float = 90.0) -> None:
-        deadline = time.monotonic() + within
-        while not holds():
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        def going() -> bool:
+            if holds():
+                return True
             assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
-            assert time.monotonic() < deadline, "waited too long"
-            time.sleep(0.02)
+            return False
+
+        eventually(going)
 
 
 def trained_once(folder: Path, *arguments: str, **spec: Any) -> Left:
@@ -139,8 +138,6 @@ def trained_once(folder: Path, *arguments: str, **spec: Any) -> Left:
             with Command(write_spec(folder, **spec), found.out, *arguments) as command:
                 command.finish()
             assert command.code == 0, command.stderr
-            kept.write_text(
-                json.dumps({name: getattr(command, name) for name in ("code", "stdout", "stderr", "wall_s")})
-            )
+            kept.write_text(json.dumps({name: getattr(command, name) for name in ("code", "stdout", "stderr")}))
         vars(found).update(json.loads(kept.read_text()))
     return found

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from waiting import eventually
+
 MARK = "FTBENCH_TEST_CLUSTER"
 # Two addresses of the loopback: Ray turns 127.0.0.1 into the machine's outside one.
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
@@ -73,15 +75,13 @@ class Cluster:
             ))  # fmt: skip
 
     def _wait(self, node: int, pattern: str) -> str:
-        deadline = time.monotonic() + 90
-        while True:
-            for path in (self.folder / str(node)).glob(pattern):
-                if text := path.read_text().strip():
-                    return text
-            told = (self.folder / f"{node}.out").read_text(errors="replace")[-2000:]
-            assert self.nodes[node].poll() is None, f"node {node} ended: {told}"
-            assert time.monotonic() < deadline, f"node {node} did not start in time: {told}"
-            time.sleep(0.05)
+        def written() -> str:
+            assert self.nodes[node].poll() is None, f"node {node} ended: {output.read_text(errors='replace')[-2000:]}"
+            paths = (self.folder / str(node)).glob(pattern)
+            return next((text for path in paths if (text := path.read_text().strip())), "")
+
+        output = self.folder / f"{node}.out"
+        return eventually(written, f"node {node} did not start in time: see {output}")
 
     def processes(self, node: int | None = None) -> list[psutil.Process]:
         """What runs of this cluster, or of one of its nodes, with what the nodes' tasks have started."""

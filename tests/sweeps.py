@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 from ftbench.sweep.execute import journal
+from waiting import eventually
 
 MOCK = {
     "name": "night",
@@ -46,13 +46,6 @@ def processes_about(folder: Path) -> list[psutil.Process]:
         if told and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
-
-
-def eventually(holds: Callable[[], Any], within: float = 30.0, what: str = "waited too long") -> None:
-    deadline = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 class Folder:
@@ -127,7 +120,7 @@ class Night(Folder):
             process.kill()
         self.process.communicate()
 
-    def finish(self, within: float = 60.0) -> Night:
+    def finish(self, within: float = 120.0) -> Night:
         self.stdout, self.stderr = self.process.communicate(timeout=within)
         self.code = self.process.returncode
         return self
@@ -139,16 +132,16 @@ class Night(Folder):
         """`kill -9`, and nothing of it is left."""
         self.process.kill()
         self.process.communicate()
-        eventually(lambda: not self.children(), 3, "a process has outlived its sweep")
+        eventually(lambda: not self.children(), "a process has outlived its sweep")
 
-    def until(self, holds: Callable[[], Any], within: float = 30.0) -> None:
+    def until(self, holds: Callable[[], Any]) -> None:
         def going() -> bool:
             if holds():
                 return True
             assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
             return False
 
-        eventually(going, within)
+        eventually(going)
 
     def until_training(self, steps: int = 1) -> RunDir:
         """Until a run has made `steps`; returns it."""
@@ -161,7 +154,7 @@ class Night(Folder):
         return training()[0]
 
 
-def sweep(spec: Path | None, out: Path, *arguments: str, within: float = 60.0, **more: Any) -> Night:
+def sweep(spec: Path | None, out: Path, *arguments: str, within: float = 120.0, **more: Any) -> Night:
     """A sweep from its start to its end."""
     with Night(spec, out, *arguments, **more) as night:
         night.finish(within)

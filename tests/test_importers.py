@@ -198,8 +198,8 @@ def trained(tmp_path_factory):
             with (folder / "log.csv").open("a", newline="") as file:
                 if state.global_step == 1:
                     csv.writer(file).writerow(COLUMNS)
-                elapsed, progress = time.perf_counter() - self.begin, state.global_step / state.max_steps
-                csv.writer(file).writerow([state.global_step, state.epoch, elapsed, progress, 0.1, 0.2, 0.15])
+                seconds, progress = time.perf_counter() - self.begin, state.global_step / state.max_steps
+                csv.writer(file).writerow([state.global_step, state.epoch, seconds, progress, 0.1, 0.2, 0.15])
 
     ids = torch.randint(0, 64, (22, 12), generator=torch.Generator().manual_seed(0)).tolist()
     data = [{"input_ids": row, "labels": row} for row in ids]

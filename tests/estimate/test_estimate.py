@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from counting import calls_of
 from ftbench.core.architectures import architectures
 from ftbench.core.hardware import find_gpu, gpus
 from ftbench.errors import SpecError
@@ -231,14 +231,10 @@ def test_whatever_a_spec_may_say_has_an_estimate_for_every_gpu(file: Path, sets:
     assert len(json.loads(estimate(Request(file, sets, gpu="all")).document)["gpus"]) == len(gpus())
 
 
-def test_one_estimate_takes_at_most_50_ms_and_all_gpus_half_a_second(file: Path) -> None:
+def test_an_estimate_of_all_gpus_is_little_work(file: Path) -> None:
     estimate(Request(file, gpu="L4"))  # facts are read once
-    begun = time.process_time()
-    estimate_memory(spec(), H200)
-    once = time.process_time() - begun
-    estimate(Request(file, gpu="all"))
-    assert once < 0.05
-    assert time.process_time() - begun < 0.55
+    assert calls_of(lambda: estimate_memory(spec(), H200)) < 50_000
+    assert calls_of(lambda: estimate(Request(file, gpu="all"))) < 500_000
 
 
 def test_the_command_loads_no_heavy_module(file: Path) -> None:

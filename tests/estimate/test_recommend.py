@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from counting import calls_of
 from ftbench.core import units
 from ftbench.core.hardware import capability_of, gpus
 from ftbench.estimate.memory.estimate import largest_batch
@@ -168,10 +168,9 @@ def test_the_largest_batch_is_that_of_the_memory_estimate():
             assert room.largest_batch(one, GPUS[name]) == largest_batch(one, GPUS[name])
 
 
-def test_it_takes_less_than_two_seconds_of_a_processor():
-    began = time.process_time()
-    recommend(Wanted(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, store=Store.read(ROOT / "results")))
-    assert time.process_time() - began < 2
+def test_weighing_every_way_is_little_work():
+    wanted = Wanted(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, store=Store.read(ROOT / "results"))
+    assert calls_of(lambda: recommend(wanted)) < 2_000_000
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

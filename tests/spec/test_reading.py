@@ -1,10 +1,12 @@
 import os
-import time
 
 import pytest
 
 from ftbench.errors import SpecError
 from ftbench.spec.reading import MAX_BYTES, line_of, parse_value, read_yaml
+
+# An alias bomb that is written out takes for ever; a refusal takes milliseconds.
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
@@ -20,10 +22,8 @@ def spec(tmp_path):
 
 
 def refusal(path):
-    begin = time.monotonic()
     with pytest.raises(SpecError) as caught:
         read_yaml(path)
-    assert time.monotonic() - begin < 5, "refused, but slowly"
     assert str(path) in str(caught.value)
     return str(caught.value)
 

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from ftbench.store import rundir
-from sweeps import Folder, Night, eventually, processes_about, sweep, write_sweep
+from sweeps import Folder, Night, processes_about, sweep, write_sweep
+from waiting import eventually
 
 KILLS = 50
 AXES = {
@@ -99,7 +100,7 @@ class Victim:
             return struck
         kill([psutil.Process(self.night.process.pid), *children])
         self.night.process.communicate()
-        eventually(lambda: not processes_about(self.folder.out), 3, "a process has outlived its sweep")
+        eventually(lambda: not processes_about(self.folder.out), "a process has outlived its sweep")
         self.check()
         self.start()
         return 1

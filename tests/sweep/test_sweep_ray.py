@@ -13,7 +13,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'ftbench[ra
 
 from ftbench.store.steps import read_steps
 from rays import ADDRESSES, Cluster
-from sweeps import Folder, Night, eventually, sweep, write_sweep
+from sweeps import Folder, Night, sweep, write_sweep
+from waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
 AXES = {"method": ["lora", "qlora"], "train.batch_size": [1, 2]}
@@ -65,7 +66,7 @@ def test_rays_client_is_another_way_in(cluster, tmp_path):
 def test_a_signal_ends_the_tasks_and_the_same_command_goes_on(cluster, tmp_path):
     spec = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, launch={"mock": "slow"}, train={"max_steps": 4})
     with Night(spec, tmp_path / "out", "--on", "ray", env=cluster.environment) as night:
-        eventually(lambda: len(night.events("start")) == 2, 60)
+        eventually(lambda: len(night.events("start")) == 2)
         night.send(signal.SIGINT)
         assert night.finish(60).code == 130
     assert "ok" not in night.told()
@@ -87,8 +88,8 @@ def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path, on, said):
 def test_a_lost_nodes_cell_is_tried_elsewhere(tmp_path):
     spec = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, launch={"mock": "slow"}, train={"max_steps": 6})
     with Cluster() as cluster, Night(spec, tmp_path / "out", "--on", "ray", env=cluster.environment) as night:
-        eventually(lambda: len(night.events("start")) == 2, 60)
-        eventually(lambda: len(mocks(cluster)) == 2, 60)
+        eventually(lambda: len(night.events("start")) == 2)
+        eventually(lambda: len(mocks(cluster)) == 2)
         cluster.lose(1)
         assert night.finish(120).code == 0, night.stderr
         (note,) = [event["text"] for event in night.events("note")]

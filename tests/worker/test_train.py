@@ -7,6 +7,7 @@ import math
 import time
 
 import pytest
+import transformers
 
 from ftbench.errors import MissingError, NotAppliedError, SpecError
 from ftbench.spec.experiment import Model
@@ -220,15 +221,22 @@ def test_a_model_that_cannot_be_reached_is_a_sentence_with_ways_out(train_here, 
 
 
 def test_a_loader_that_is_too_slow_is_what_the_run_is_bound_by(train_here, monkeypatch):
-    collate = Collator.__call__
+    """On a clock that moves by a tenth of a second with each forward pass, and by `slow` seconds with each batch."""
+    now, slow = 0.0, 0.001
 
-    def slow(self, rows):
-        time.sleep(0.15)
-        return collate(self, rows)
+    def lasting(function, seconds):
+        def call(*arguments, **named):
+            nonlocal now
+            now += seconds()
+            return function(*arguments, **named)
 
-    monkeypatch.setattr(Collator, "__call__", slow)
-    found = summarise(train_here(dataset={"samples": 24})).bound
-    assert found["verdict"] == "data-bound"
-    assert found["data_wait"] > 0.3
-    monkeypatch.undo()
+        return call
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(Collator, "__call__", lasting(Collator.__call__, lambda: slow))
+    monkeypatch.setattr(transformers.Qwen3Model, "forward", lasting(transformers.Qwen3Model.forward, lambda: 0.1))
     assert summarise(train_here(dataset={"samples": 24})).bound["verdict"] is None
+    slow = 0.15
+    bound = summarise(train_here(dataset={"samples": 24})).bound
+    assert bound["verdict"] == "data-bound"
+    assert 0.5 < bound["data_wait"] <= 0.6  # the last step waits for no next batch

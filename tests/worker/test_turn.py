@@ -15,6 +15,7 @@ from ftbench.store.rundir import WAITING, RunDir
 from ftbench.worker import gpu_lock
 from ftbench.worker.measure.phases import Phases
 from ftbench.worker.probe import __main__ as probe
+from waiting import eventually
 
 WORKER = """
 import sys, time
@@ -52,13 +53,12 @@ def begin(tmp_path, monkeypatch):
         process.wait()
 
 
-def in_phase(directory: RunDir, name: str) -> bool:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if rundir.read_json(directory.phases).get("phases", [{}])[-1].get("name") == name:
-            return True
-        time.sleep(0.05)
-    return False
+def phase(directory: RunDir) -> str | None:
+    return rundir.read_json(directory.phases).get("phases", [{}])[-1].get("name")
+
+
+def until_phase(directory: RunDir, name: str) -> None:
+    eventually(lambda: phase(directory) == name, f"not in phase {name}")
 
 
 def memory_before(directory: RunDir) -> float:
@@ -68,13 +68,13 @@ def memory_before(directory: RunDir) -> float:
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_the_second_begins_when_the_first_has_ended(begin, end):
     first, process = begin("first")
-    assert in_phase(first, "load")
+    until_phase(first, "load")
     second, _ = begin("second")
-    assert in_phase(second, WAITING)
+    until_phase(second, WAITING)
     time.sleep(0.3)
-    assert in_phase(second, WAITING)
+    assert phase(second) == WAITING
     process.send_signal(end)
-    assert in_phase(second, "load")
+    until_phase(second, "load")
     assert (memory_before(first), memory_before(second)) == (70.0, 0.5)  # who waited looks again
 
 
@@ -82,7 +82,7 @@ def test_a_probe_does_not_measure_beside_a_run(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_lock.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(gpu_lock, "_held", [])
     first, process = begin("first")
-    assert in_phase(first, "load")
+    until_phase(first, "load")
     monkeypatch.setattr(probe.machine, "gpu", lambda: {"uuid": "GPU-1"})
     assert probe.main(tmp_path / "probe.json", 5.0) == 3
     assert "probe again when it has ended" in rundir.read_json(tmp_path / "probe.json")["missing"]
@@ -94,7 +94,7 @@ def test_a_probe_does_not_measure_beside_a_run(begin, tmp_path, monkeypatch):
 def test_another_gpu_is_not_waited_for(begin):
     for name, uuid in (("first", "GPU-1"), ("second", "GPU-2")):
         directory, _ = begin(name, uuid)
-        assert in_phase(directory, "load")
+        until_phase(directory, "load")
 
 
 def test_without_a_gpu_nobody_waits(tmp_path):

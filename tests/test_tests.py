@@ -1,0 +1,47 @@
+"""What every test is held to: no assert reads a clock."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+CLOCKS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time"}
+
+
+def reads_clock(node: ast.AST, timed: set[str]) -> bool:
+    """Whether an expression calls `time.<clock>()` or names a variable that holds such a reading."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in CLOCKS:
+            if isinstance(part.func.value, ast.Name) and part.func.value.id == "time":
+                return True
+        elif isinstance(part, ast.Name) and part.id in timed:
+            return True
+    return False
+
+
+def clock_asserts(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each assert that depends on a clock which its own function reads."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        timed: set[str] = set()
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and reads_clock(node.value, timed):
+                timed |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assert) and reads_clock(node.test, timed):
+                yield node.lineno
+
+
+def test_the_check_sees_a_clock_and_what_was_computed_from_one():
+    code = "def f():\n a = time.monotonic()\n b = time.time() - a\n assert b < 5\n assert g() == 1\n"
+    assert list(clock_asserts(ast.parse(code))) == [4]
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_assert_reads_a_clock(path):
+    assert sorted(set(clock_asserts(ast.parse(path.read_text("utf-8"))))) == []
