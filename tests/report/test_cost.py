@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ftbench.core import cost, rows, units
+from ftbench.core.hardware import canonical_name
 from ftbench.errors import SpecError
-from ftbench.spec.prices import canonical, load_prices
+from ftbench.spec.prices import load_prices
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
@@ -225,7 +226,7 @@ def test_the_example_that_ships_is_right_and_says_what_it_is():
     ("NVIDIA L40", "NVIDIA L40"), ("NVIDIA GH200 480GB", "NVIDIA GH200 480GB"),
 ])  # fmt: skip
 def test_a_gpu_is_named_as_in_the_table_or_by_its_driver(name, found):
-    assert canonical(name) == found
+    assert canonical_name(name) == found
 
 
 def test_a_gpu_that_is_in_no_table_can_be_priced_if_it_was_used(tmp_path):

@@ -6,10 +6,9 @@ A random-weight model needs nothing but this; `ftbench list models` shows it.
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
+from ftbench.facts import read_facts
 
 # What a family's models share, from their published config.json files.
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -32,8 +31,7 @@ def architectures() -> dict[str, dict[str, Any]]:
     """Model id → configuration with `model_type`. Vision towers are not text models and stay out."""
     table: dict[str, dict[str, Any]] = {}
     for file in ("architectures.yaml", "tiny.yaml"):
-        facts = yaml.safe_load((files("ftbench.facts") / file).read_text("utf-8"))
-        for family, models in facts.items():
+        for family, models in read_facts(file).items():
             if family in _FAMILIES:
                 for name, shape in models.items():
                     config = _FAMILIES[family] | shape

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
+from ftbench.facts import read_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class Gpu:
 @cache
 def gpus() -> tuple[Gpu, ...]:
     """All rows, in the order in which names are tried: most specific first."""
-    rows = yaml.safe_load((files("ftbench.facts") / "gpus.yaml").read_text("utf-8"))
-    return tuple(_gpu(row) for row in rows)
+    return tuple(_gpu(row) for row in read_facts("gpus.yaml"))
 
 
 def _gpu(row: dict[str, Any]) -> Gpu:
@@ -71,6 +69,15 @@ def find_gpu(driver_name: str) -> Gpu | None:
     if _LESSER.search(driver_name):
         return None
     return next((gpu for gpu in gpus() if any(_names(part, driver_name) for part in gpu.match)), None)
+
+
+@cache
+def canonical_name(name: str) -> str:
+    """Return the table's name of a GPU named so there or by its driver; other names stand for themselves."""
+    if any(gpu.name == name for gpu in gpus()):
+        return name
+    gpu = find_gpu(name)
+    return gpu.name if gpu else name
 
 
 def _names(part: str, driver_name: str) -> bool:

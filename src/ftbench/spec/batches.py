@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
+from ftbench.core.normal import standard_normals
 from ftbench.spec.datasets import DATASETS, Dataset
-
-if TYPE_CHECKING:  # imported where it is used: most commands begin without it
-    import numpy as np
 
 SHORTEST = 2
 DEFAULT_SIGMA = 0.65  # spread of the log of the lengths of instruction data
@@ -21,30 +18,39 @@ WINDOW = 50  # batches among which samples of like length are brought together (
 
 
 def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
-    """Fixed, or log-normal with the mean asked for after cutting at `max_length`."""
+    """Return lengths that are fixed, or log-normal with the mean asked for after cutting at `max_length`."""
     if dataset.length is not None:
         return [dataset.length] * count
-    import numpy as np
-
     source = DATASETS[dataset.like] if dataset.like else None
     mean = dataset.mean_length if source is None else source.mean_tokens
     sigma = (source.sigma if source else None) or DEFAULT_SIGMA
     assert mean is not None
-    normal = np.random.default_rng(dataset.seed + 1).standard_normal(count)
-    low, high = math.log(SHORTEST), math.log(dataset.max_length) + 4 * sigma
-    for _ in range(60):  # the mean of the cut lengths grows with the mean of their logs
+    spread = [math.exp(sigma * value) for value in standard_normals(dataset.seed + 1, count)]
+    scale = _scale(sorted(spread), mean, sigma, dataset.max_length)
+    return [min(dataset.max_length, max(SHORTEST, int(scale * value + 0.5))) for value in spread]
+
+
+def _scale(spread: Sequence[float], mean: float, sigma: float, longest: int) -> float:
+    """Return the least factor that brings the cut lengths of an ascending `spread` to their mean."""
+    low, high = math.log(SHORTEST), math.log(longest) + 4 * sigma
+    below, above = 0.0, math.inf
+    for _ in range(60):  # the mean of the cut lengths grows with the factor
         middle = (low + high) / 2
-        if _cut(normal, middle, sigma, dataset.max_length).mean() < mean:
-            low = middle
+        total = _total(spread, math.exp(middle), longest)
+        if total / len(spread) < mean:
+            low, below = middle, total
         else:
-            high = middle
-    return [int(n) for n in _cut(normal, high, sigma, dataset.max_length)]
+            high, above = middle, total
+        if above - below <= 1:  # no two samples are left to tell apart
+            break
+    return math.exp(high)
 
 
-def _cut(normal: np.ndarray, mu: float, sigma: float, longest: int) -> np.ndarray:
-    import numpy as np
-
-    return np.clip(np.rint(np.exp(mu + sigma * normal)), SHORTEST, longest)
+def _total(spread: Sequence[float], scale: float, longest: int) -> int:
+    first = bisect.bisect_left(spread, (SHORTEST + 0.5) / scale)
+    last = bisect.bisect_left(spread, (longest - 0.5) / scale)
+    between = sum([int(scale * value + 0.5) for value in spread[first:last]])
+    return SHORTEST * first + between + longest * (len(spread) - last)
 
 
 def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:
@@ -64,17 +70,22 @@ def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return [sorted(row) for row in sorted(found, key=min)]
 
 
+def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[list[int]]]:
+    """Yield the batches, as places of their samples, of each window of fifty batches that is sorted by length."""
+    for start in range(0, len(lengths), WINDOW * batch_size):
+        places = range(start, min(start + WINDOW * batch_size, len(lengths)))
+        window = sorted(places, key=lambda place: -lengths[place])
+        yield [window[at : at + batch_size] for at in range(0, len(window), batch_size)]
+
+
 def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """The places in an order in which batches hold samples of like length: windows of fifty batches are sorted by
-    length, cut into batches, and the batches shuffled, so that length does not follow the step."""
+    """Return the places in an order in which batches hold samples of like length: the batches of each window are
+    shuffled, so that length does not follow the step; one that is not full comes last."""
     import numpy as np
 
     random = np.random.default_rng(seed)
     result: list[int] = []
-    for start in range(0, len(lengths), WINDOW * batch_size):
-        places = range(start, min(start + WINDOW * batch_size, len(lengths)))
-        window = sorted(places, key=lambda place: -lengths[place])
-        batches = [window[at : at + batch_size] for at in range(0, len(window), batch_size)]
+    for batches in length_windows(lengths, batch_size):
         full = [batch for batch in batches if len(batch) == batch_size]
         order = random.permutation(len(full)).tolist()
         result += [place for at in order for place in full[at]]

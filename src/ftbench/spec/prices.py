@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from ftbench.core.hardware import find_gpu, gpus
+from ftbench.core.hardware import canonical_name, gpus
 from ftbench.errors import SpecError
 from ftbench.spec.base import Float, Part, nearest
 from ftbench.spec.reading import line_of, read_yaml
@@ -77,15 +77,7 @@ class Prices:
 
     def of(self, gpu: str | None) -> Price | None:
         """The price of a GPU by the name that its driver reports."""
-        return None if gpu is None else self.by_gpu.get(canonical(gpu))
-
-
-def canonical(name: str) -> str:
-    """The name in the GPU table of a GPU named so there or by its driver; other names stand for themselves."""
-    if any(gpu.name == name for gpu in gpus()):
-        return name
-    found = find_gpu(name)
-    return found.name if found else name
+        return None if gpu is None else self.by_gpu.get(canonical_name(gpu))
 
 
 def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
@@ -98,7 +90,7 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
     for name, values in read_yaml(
         path, "a price file", "a GPU and what it costs (see configs/prices-example.yaml)"
     ).items():
-        gpu = canonical(name)
+        gpu = canonical_name(name)
         if gpu in names:
             problems.append(_at(path, [name], f"is the same GPU as {names[gpu]!r}: keep one of them"))
         elif gpu not in allowed:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ftbench.errors import DataError
+from ftbench.facts import read_facts
 from ftbench.store import machine, rundir
 
 SCHEMA = 1
@@ -44,7 +42,7 @@ def user_file() -> Path:
 
 @cache
 def shipped() -> Constants:
-    return _read(yaml.safe_load((files("ftbench.facts") / "estimator.yaml").read_text("utf-8")), "facts/estimator.yaml")
+    return _read(read_facts("estimator.yaml"), "facts/estimator.yaml")
 
 
 @cache

@@ -8,9 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import Gpu
+from ftbench.core.hardware import Gpu, canonical_name
 from ftbench.errors import SpecError
-from ftbench.spec.prices import canonical
 from ftbench.store import ceilings as probes
 
 # Shares of the data sheet that large products and copies reach where nobody measured this GPU: the medians of the GPU
@@ -67,4 +66,4 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
 
 def _probed(store: Path, gpu: Gpu) -> dict[str, Any]:
     """What probes say of a GPU, under all the names that the table takes for one."""
-    return probes.of(store, *(name for name in probes.gpus(store) if canonical(name) == gpu.name))
+    return probes.of(store, *(name for name in probes.gpus(store) if canonical_name(name) == gpu.name))

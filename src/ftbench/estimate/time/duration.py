@@ -78,15 +78,14 @@ def estimate_duration(
     *,
     config: dict[str, Any] | None = None,
     coefficients: dict[str, float] | None = None,
-    older: bool = False,
 ) -> DurationEstimate:
-    """`config` is the model's config.json where facts do not know it; `older` as `history.Known` has it. Raises
+    """`config` is the model's config.json where facts do not know it. Raises
     SpecError for a model whose shape is not known, and for products in a precision of which no rate is known."""
     store = store or Store()
     spec = resolve(spec, capability_of(gpu))
     lengths = store.lengths(spec.dataset)
     batches = batches_of(spec, lengths)
-    shape, work = store.work(spec, batches, config, older)
+    shape, work = store.work(spec, batches, config)
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)
     learned = coefficients or speeds.values(speeds.shipped())
     found = speeds.step(speeds.ideal(work, limits), learned)

@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ftbench.core.hardware import canonical_name
 from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.estimate.workload.lengths import Batch, mean_batch
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.prices import canonical
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.summary import optimizations_on
@@ -29,9 +30,7 @@ MOST_RUNS = 500  # reading them takes a second at the most
 @dataclass(frozen=True, slots=True)
 class Known:
     """A run that ended well. `gpu` is the table's name; `step_s` the mean of the steady steps, and `samples` how many a
-    step had; `start_s` the seconds before the first steady step, `watts` the mean power, `described` the data set.
-    `older` says that the code of that day did more: losses over chunks that made the logits again, 8-bit products that
-    cast the weight each time."""
+    step had; `start_s` the seconds before the first steady step, `watts` the mean power, `described` the data set."""
 
     run_id: str
     spec: Experiment
@@ -41,9 +40,9 @@ class Known:
     start_s: float | None
     watts: float | None
     described: dict[str, Any]
+    batch: Batch
     key: StepKey
     settings: Settings
-    older: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def settings_of(spec: Experiment) -> Settings:
     return Settings((spec.method.name, spec.method.quantised, again), _switches(spec.optimizations))
 
 
-def step_key(spec: Experiment, older: bool = False) -> StepKey:
+def step_key(spec: Experiment) -> StepKey:
     """Equal for specs whose steps take the same time on the same GPU."""
     model, data, train = spec.model, spec.dataset, spec.train
     return (
@@ -70,7 +69,6 @@ def step_key(spec: Experiment, older: bool = False) -> StepKey:
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,
         spec.launch.framework,
-        older,
     )
 
 
@@ -128,20 +126,30 @@ def _told(run: RunDir) -> Known | None:
     spec = _spec(rundir.read_json(run.spec_json))
     if spec is None or spec.launch.mock != "off" or spec.measure.share_gpu:
         return None
-    older = is_older(run)
+    if spec.optimizations.chunked_loss and is_older(run):
+        return None
     rate = summary.get("samples_per_s")
     phases = summary.get("phases_s") or {}
     start = sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None
     return Known(
-        f"{summary['name']}/{summary['run_id']}", spec, canonical(summary["gpu"]), step,
+        f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), step,
         rate * step if rate else spec.train.batch_size * spec.train.gradient_accumulation_steps,
         start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {},
-        step_key(spec, older), settings_of(spec), older,
+        _batch(summary, spec, step),
+        step_key(spec), settings_of(spec),
     )  # fmt: skip
 
 
+def _batch(summary: dict[str, Any], spec: Experiment, step: float) -> Batch:
+    """Return the mean micro-batch of the steady steps."""
+    passes, rates = spec.train.gradient_accumulation_steps, summary["tokens_per_s"]
+    positions, real, labels = (rates[kind] * step / passes for kind in ("padded", "real", "label"))
+    samples = summary["samples_per_s"] * step / passes
+    return mean_batch(spec, samples, positions, real, labels, summary["dataset"]["tokens"]["weighted_mean"])
+
+
 def is_older(run: RunDir) -> bool:
-    """By what applied.json calls the loss."""
+    """Return whether the code of that day did more than today's: its loss over chunks made the logits again."""
     return rundir.read_json(run.applied).get("loss") == "chunked (ftbench)"
 
 

@@ -13,7 +13,7 @@ from ftbench.estimate.time import speeds
 from ftbench.estimate.time.ceilings import limits_of
 from ftbench.estimate.time.history import Known
 from ftbench.estimate.time.work import step_work
-from ftbench.estimate.workload.lengths import Batch, batches_of, lengths_of
+from ftbench.estimate.workload.lengths import Batch
 from ftbench.estimate.workload.trainable_shape import adapted
 from ftbench.spec.experiment import Experiment
 
@@ -38,16 +38,13 @@ class Observation:
 
 def observed(run: Known, gpu: Gpu, store: Path | None) -> Observation | None:
     """None for a run of a model whose shape is not known, or in a precision of which no rate is."""
-    spec = run.spec
-    batches = batches_of(spec, lengths_of(spec.dataset, [(spec.dataset, run.described)]))
+    spec, batches = run.spec, (run.batch,)
     try:
         shape = adapted(spec)
         limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store)
     except SpecError:
         return None
-    return Observation(
-        run, speeds.ideal(step_work(spec, shape, batches, run.older), limits), per_step(spec, batches, "samples")
-    )
+    return Observation(run, speeds.ideal(step_work(spec, shape, batches), limits), per_step(spec, batches, "samples"))
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:

@@ -66,13 +66,13 @@ class Store:
         return self._lengths[dataset]
 
     def work(
-        self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None, older: bool = False
+        self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None
     ) -> tuple[Adapted, StepWork]:
         """The model with its method on it, and what a step asks for: the same on every GPU."""
-        key = (id(config), *step_key(spec, older))
+        key = (id(config), *step_key(spec))
         if key not in self._work:
             shape = adapted(spec, config)
-            self._work[key] = shape, step_work(spec, shape, batches, older)
+            self._work[key] = shape, step_work(spec, shape, batches)
         return self._work[key]
 
     def observations(self, gpu: Gpu) -> list[Observation]:

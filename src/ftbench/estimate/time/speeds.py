@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from ftbench.estimate.time.ceilings import Ceilings
 from ftbench.estimate.time.work import StepWork, Work
+from ftbench.facts import read_facts
 
 HOST_OPERATION_S = 10e-6  # one operation of Python and its launch; its coefficient says what it really is
 
@@ -63,8 +61,8 @@ def shipped() -> dict[str, Term]:
 @cache
 def document() -> dict[str, Any]:
     """facts/durations.yaml."""
-    found: dict[str, Any] = yaml.safe_load((files("ftbench.facts") / "durations.yaml").read_text("utf-8"))
-    return found
+    document: dict[str, Any] = read_facts("durations.yaml")
+    return document
 
 
 def values(terms: Mapping[str, Term]) -> dict[str, float]:

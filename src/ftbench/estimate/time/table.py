@@ -74,8 +74,8 @@ def settings(each: Observation) -> str:
 
 def _row(each: Observation, rest: Store, coefficients: dict[str, float]) -> Row:
     gpu = _gpu(each.run)
-    alone = estimate_duration(each.run.spec, gpu, rest, coefficients=coefficients, older=each.run.older)
-    bare = estimate_duration(each.run.spec, gpu, Store(rest.path), coefficients=coefficients, older=each.run.older)
+    alone = estimate_duration(each.run.spec, gpu, rest, coefficients=coefficients)
+    bare = estimate_duration(each.run.spec, gpu, Store(rest.path), coefficients=coefficients)
     step = alone.step_s
     return Row(each.run, each.seconds, step.expected, step.low, step.high, bare.step_s.expected, alone.basis)
 

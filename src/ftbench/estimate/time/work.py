@@ -75,17 +75,17 @@ def recomputed(spec: Experiment) -> float:
     return float(bool(spec.optimizations.gradient_checkpointing) or own != "off")
 
 
-def micro_step(spec: Experiment, shape: Adapted, batch: Batch, older: bool = False) -> Work:
-    """One forward and backward pass; `older` as `history.Known` has it."""
+def micro_step(spec: Experiment, shape: Adapted, batch: Batch) -> Work:
+    """One forward and backward pass."""
     again = recomputed(spec)
-    done = _products(spec, shape, batch, again, older)
+    done = _products(spec, shape, batch, again)
     if is_eager(spec, shape.model):  # products like those with weights, of all pairs
         done["products"] += _whole_square(shape, batch, again)
     else:
         done[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again)
     return Work(
         {name: value for name, value in done.items() if value},
-        _moved(spec, shape, batch, again, older),
+        _moved(spec, shape, batch, again),
         _linked(spec, shape, batch),
         _operations(spec, shape, batch, again),
     )
@@ -101,19 +101,19 @@ def _linked(spec: Experiment, shape: Adapted, batch: Batch) -> dict[str, float]:
     return {}
 
 
-def _products(spec: Experiment, shape: Adapted, batch: Batch, again: float, older: bool) -> dict[str, float]:
+def _products(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> dict[str, float]:
     """FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and Liger's
     take the gradient in the forward pass; the others make the logits again."""
     matmul, n = shape.matmul, batch.positions
     layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
-    once = spec.optimizations.liger or (spec.optimizations.chunked_loss and not older)
+    once = spec.optimizations.liger or spec.optimizations.chunked_loss
     head = batch.labels * (flops.head_per_token(matmul) + (0 if once else 2 * matmul.head))
     experts = n * (4 + 2 * again + 2 * (spec.method.name == "full")) * shape.expert_matmul
     fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if spec.optimizations.fp8 != "off" else 0.0
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 
-def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float, older: bool) -> dict[str, float]:
+def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> dict[str, float]:
     """Bytes read and written, by term."""
     n, kind, compiled = batch.positions, kind_of(spec), bool(spec.optimizations.compile)
     moved: dict[str, float] = defaultdict(float)
@@ -131,8 +131,7 @@ def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float, older: 
     if spec.optimizations.fp8 != "off":
         each = shape.linears.inputs * (1 + again) + shape.linears.outputs
         moved["casts"] += shape.model.layers * each * n * (_CAST if compiled else _CAST_EAGER)
-        moved["casts"] += (2 + again) * shape.matmul.base * _CAST if older else 0.0
-    ours = spec.optimizations.chunked_loss and not older
+    ours = spec.optimizations.chunked_loss
     bytes_ = (_OUR_LOGIT_COMPILED if compiled else _OUR_LOGIT) if ours else _LOGIT
     moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.model.vocab * bytes_
     if is_eager(spec, shape.model):  # scores are written, scaled, masked and normalised, forward and back
@@ -206,7 +205,7 @@ class StepWork:
     update: Work
 
 
-def step_work(spec: Experiment, shape: Adapted, batches: Sequence[Batch], older: bool = False) -> StepWork:
+def step_work(spec: Experiment, shape: Adapted, batches: Sequence[Batch]) -> StepWork:
     """Raises nothing: a spec whose products have no known rate is for `ceilings.py` to refuse."""
-    groups = tuple((batch.weight, micro_step(spec, shape, batch, older)) for batch in batches)
+    groups = tuple((batch.weight, micro_step(spec, shape, batch)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))

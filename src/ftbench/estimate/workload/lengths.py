@@ -3,24 +3,24 @@ the same data, else from what is known of the data set."""
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 from ftbench.spec import batches
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
-if TYPE_CHECKING:
-    import numpy as np
-
 MOST_SAMPLES = 4096  # drawn for an estimate; more change the mean of a batch by about 1 %
 CLASSES = 8  # groups of micro-batches of like size that are computed with: time is not proportional to size
 BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")  # know where a sample ends
 
-Rows: TypeAlias = "np.ndarray[Any, Any]"  # numpy is imported where it is used: run and sweep begin without it
+Row: TypeAlias = tuple[int, int, int]  # tokens, the sum of its samples' squared lengths, samples
+LaidOut: TypeAlias = tuple[int, int, int, int, bool]  # positions, samples, real tokens, pairs, whether they are masked
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,6 @@ class _Layout:
 
     size: int
     max_length: int
-    seed: int
     packing: bool
     grouping: bool
     flat: bool
@@ -118,62 +117,65 @@ def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
     on = spec.optimizations
     # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
     return _batches(lengths, _Layout(
-        spec.train.batch_size, spec.dataset.max_length, spec.dataset.seed, on.packing, on.length_grouping,
+        spec.train.batch_size, spec.dataset.max_length, on.packing, on.length_grouping,
         on.packing or on.padding_free, on.fixed_shape, on.attention in BOUNDARIES, spec.method.name == "unsloth",
     ))  # fmt: skip
 
 
+def mean_batch(
+    spec: Experiment, samples: float, positions: float, real: float, labels: float, of_a_token: float
+) -> Batch:
+    """Return the micro-batch of a run, from its means; `of_a_token` is the mean length of the sample a token is in."""
+    on, padded = spec.optimizations, positions > real * 1.0001
+    if on.attention in BOUNDARIES:
+        return Batch(1.0, samples, positions, real, labels, real * of_a_token, False)
+    if on.packing or on.padding_free:
+        return Batch(1.0, samples, positions, real, labels, positions**2, padded or samples > 1)
+    masked = padded and spec.method.name != "unsloth"
+    return Batch(1.0, samples, positions, real, labels, positions**2 / samples, masked)
+
+
 @lru_cache(maxsize=4096)
 def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
-    import numpy as np
-
-    totals, squares, counts = _rows(
-        lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length, layout.seed
-    )
+    rows = _rows(lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length)
     size = layout.size
-    if len(totals) < size:  # what was drawn fills no whole batch of this size: it is drawn over and over
-        totals, squares, counts = (np.tile(rows, -(-size // len(rows))) for rows in (totals, squares, counts))
-    whole = len(totals) // size
-    longest = totals.max()
-    totals, squares, counts = (rows[: whole * size].reshape(whole, size) for rows in (totals, squares, counts))
-    real, samples = totals.sum(1), counts.sum(1)
-    positions, square, masked = _laid_out(layout, totals, squares.sum(1), samples, longest)
-    order = np.argsort(positions, kind="stable")
-    classes = 1 if positions[order[0]] == positions[order[-1]] else min(CLASSES, whole)
-    starts = np.array([-(-whole * place // classes) for place in range(classes)])
-    held = np.diff(np.append(starts, whole))
-    means = np.add.reduceat(np.stack((samples, positions, real, square, masked))[:, order], starts, axis=1) / held
-    return tuple(
-        Batch(weight, of, computed, tokens, tokens * lengths.labels, pairs, share > 0.5)
-        for weight, of, computed, tokens, pairs, share in zip((held / whole).tolist(), *means.tolist(), strict=True)
-    )
+    if len(rows) < size:  # what was drawn fills no whole batch of this size: it is drawn over and over
+        rows *= -(-size // len(rows))
+    whole = len(rows) // size
+    longest = max(row[0] for row in rows)
+    laid = [_laid_out(layout, rows[at : at + size], longest) for at in range(0, whole * size, size)]
+    laid.sort(key=itemgetter(0))
+    classes = 1 if laid[0][0] == laid[-1][0] else min(CLASSES, whole)
+    starts = [-(-whole * place // classes) for place in range(classes + 1)]
+    return tuple(_mean(laid[a:b], (b - a) / whole, lengths.labels) for a, b in itertools.pairwise(starts))
+
+
+def _mean(laid: Sequence[LaidOut], weight: float, labels: float) -> Batch:
+    positions, samples, real, square, masked = (sum(column) / len(laid) for column in zip(*laid, strict=True))
+    return Batch(weight, samples, positions, real, real * labels, square, masked > 0.5)
 
 
 @lru_cache(maxsize=64)
-def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int, seed: int) -> tuple[Rows, ...]:
-    """Of each row in training order its tokens, the sum of its samples' squared lengths, and its samples. `grouping` is
-    the size of the batches that hold samples of like length, 0 where they do not."""
-    import numpy as np
-
-    values = np.array(lengths.values, dtype=np.int64)
+def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tuple[Row, ...]:
+    """Return the rows, those of a batch after one another. `grouping` is the size of the batches that hold samples of
+    like length, 0 where they do not."""
+    values = lengths.values
     if packing:
-        rows = [values[row] for row in batches.packed(lengths.values, max_length)]
-        totals, squares, counts = ([f(row) for row in rows] for f in (np.sum, lambda row: (row * row).sum(), len))
-        return np.array(totals), np.array(squares), np.array(counts)
+        packed = ([values[place] for place in row] for row in batches.packed(values, max_length))
+        return tuple((sum(row), sum(length * length for length in row), len(row)) for row in packed)
     if grouping:
-        values = values[batches.grouped(lengths.values, grouping, seed)]
-    return values, values * values, np.ones_like(values)
+        windows = batches.length_windows(values, grouping)
+        values = tuple(values[place] for window in windows for batch in window for place in batch)
+    return tuple((length, length * length, 1) for length in values)
 
 
-def _laid_out(layout: _Layout, totals: Rows, squares: Rows, samples: Rows, longest: int) -> tuple[Rows, Rows, Rows]:
-    """Positions, pairs and whether they are masked, of each batch, as `worker/data/collate.py` lays it out."""
-    import numpy as np
-
-    real, wide = totals.sum(1), np.full(len(totals), longest) if layout.fixed else totals.max(1)
-    positions = real if layout.flat and not layout.fixed else np.maximum(real, wide * layout.size)
-    padded = positions > real
+def _laid_out(layout: _Layout, rows: Sequence[Row], longest: int) -> LaidOut:
+    """Return a batch as `worker/data/collate.py` lays it out."""
+    totals, squares, counts = zip(*rows, strict=True)
+    real, samples, wide = sum(totals), sum(counts), longest if layout.fixed else max(totals)
+    positions = real if layout.flat and not layout.fixed else max(real, wide * layout.size)
     if layout.boundaries:
-        return positions, squares, np.zeros_like(padded)
+        return positions, samples, real, sum(squares), False
     if layout.flat:
-        return positions, positions * positions, (samples > 1) | padded
-    return positions, layout.size * wide * wide, padded & (not layout.unmasked)
+        return positions, samples, real, positions * positions, samples > 1 or positions > real
+    return positions, samples, real, layout.size * wide * wide, positions > real and not layout.unmasked

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftbench.core import cost, units
+from ftbench.core.hardware import canonical_name
 from ftbench.report.data.groups import ENERGY, HEADINGS, SAMPLES, TOKENS, Cell, shown, who
 from ftbench.report.data.layout import gpu_of, known
 from ftbench.report.render.document import Section
 from ftbench.report.render.tables import Table
 from ftbench.spec.cost import Bill, bills, running
-from ftbench.spec.prices import Owned, Price, Prices, Rent, canonical
+from ftbench.spec.prices import Owned, Price, Prices, Rent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -162,7 +163,7 @@ def _notes(cells: Sequence[Cell], prices: Prices, records: Sequence[dict[str, An
         if price is None:
             notes.append(f"{gpu}: no price in {prices.path.name}, so what it costs is not known")
             continue
-        notes += [f"{canonical(gpu)}, {_terms(terms)}" for terms in (price.rent, price.owned) if terms is not None]
+        notes += [f"{canonical_name(gpu)}, {_terms(terms)}" for terms in (price.rent, price.owned) if terms is not None]
     notes += dict.fromkeys(f"{record['gpu']}: {record['why']}" for record in records if record["why"])
     if len({record["currency"] for record in records}) > 1:
         notes.append(

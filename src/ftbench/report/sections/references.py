@@ -10,16 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from ftbench.core import units
+from ftbench.core.hardware import canonical_name
+from ftbench.facts import read_facts
 from ftbench.report.data.groups import FIRST, PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.render.document import Section
 from ftbench.report.render.tables import Table
-from ftbench.spec.prices import canonical
 
 LABEL = "Published, not measured here"
 KEYS = ("model", "method", "data", "gpu", "batch")
@@ -44,7 +42,7 @@ class References:
 @cache
 def published() -> References:
     """The table that ships with ftbench."""
-    data = yaml.safe_load((files("ftbench.facts") / "references.yaml").read_text("utf-8"))
+    data = read_facts("references.yaml")
     return References(tuple(data["figures"]), data["sources"], tuple(data["notes"]))
 
 
@@ -104,7 +102,7 @@ def _facts(cell: Cell) -> dict[str, str]:
 
 def _same(key: str, published: Any, here: str) -> bool:
     if key == "gpu":
-        return canonical(here) == str(published)
+        return canonical_name(here) == str(published)
     if key == "model":
         return _plain(here) == _plain(str(published))
     return here == str(published)
