@@ -37,7 +37,7 @@ from ftbench.estimate.workload.trainable_shape import adapted
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
-from ftbench.sweep import command
+from ftbench.sweep import dry_run
 from made_runs import REAL, make_run, steps
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
@@ -436,9 +436,9 @@ def test_a_run_begins_with_what_it_will_take(store):
 
 
 def test_a_plan_says_what_is_an_estimate():
-    measured = command.Planned("batch 1", "pending", None, 60.0, 70.0, "fits", None, None, [])
-    estimated = command.Planned("batch 2", "pending", None, None, 70.0, "fits", 90.0, "scaled from 3 runs", [])
-    assert command.as_text([measured, estimated]).splitlines() == [
+    measured = dry_run.Planned("batch 1", "pending", None, 60.0, 70.0, "fits", None, None, [])
+    estimated = dry_run.Planned("batch 2", "pending", None, None, 70.0, "fits", 90.0, "scaled from 3 runs", [])
+    assert dry_run.as_text([measured, estimated]).splitlines() == [
         "pending    batch 1: at most 60.0 s, 70.0 GiB",
         "pending    batch 2: about 90.0 s (scaled from 3 runs), 70.0 GiB",
     ]

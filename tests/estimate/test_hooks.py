@@ -13,6 +13,7 @@ from ftbench.estimate import preflight
 from ftbench.launch import runner
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command
+from ftbench.sweep.dry_run import as_text, dry_run
 
 H200 = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
 SMALL = {"name": "NVIDIA L4", "memory_gb": 22.5, "compute_capability": [8, 9]}
@@ -56,11 +57,11 @@ def test_a_run_warns_once_and_goes_on(
 
 def test_a_dry_run_lists_estimated_memory_and_what_does_not_fit(spec: Path, tmp_path: Path) -> None:
     half = ["model.dtype=bfloat16", "train.precision=bf16"]
-    asked = command.Request(spec, half, ["train.batch_size=1,4,16"], tmp_path)
+    asked = command.SweepRequest(spec, half, ["train.batch_size=1,4,16"], tmp_path)
     with ExitStack() as stack:
         ready = command.prepare(asked, stack)
-        lines = command.dry_run(dataclasses.replace(ready, device=H200))
+        lines = dry_run(dataclasses.replace(ready, device=H200))
         assert [line.verdict for line in lines] == ["fits", "fits", "does not fit"]
         assert [round(line.peak_gb or 0) for line in lines] == [32, 78, 263]
-        assert "does not fit" in command.as_text(lines)
-        assert [line.peak_gb for line in command.dry_run(ready)] == [None] * 3  # no GPU here, nothing to estimate for
+        assert "does not fit" in as_text(lines)
+        assert [line.peak_gb for line in dry_run(ready)] == [None] * 3  # no GPU here, nothing to estimate for

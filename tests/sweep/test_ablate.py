@@ -21,9 +21,9 @@ from ftbench.store import rundir
 from ftbench.store.rundir import claim_at, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.sweep import ablate
-from ftbench.sweep.output.ablation import Ablation
-from ftbench.sweep.plan.ablation import Ladder, Start
-from ftbench.sweep.plan.grid import Options
+from ftbench.sweep.output.ablation import AblationTables
+from ftbench.sweep.plan.ablation import AblationPlan, Start
+from ftbench.sweep.plan.base import Options
 from sweeps import ENVIRONMENT, Folder, sweep, write_sweep
 
 GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
@@ -72,14 +72,14 @@ def leave(each, loss=lambda step: 2.0, state="ok", step_s=STEP_S):
 
 
 @pytest.fixture
-def climb(tmp_path):
-    """Runs the ladder of some optimizations to its end; returns it and what was started, by the names of its rungs."""
+def ablated(tmp_path):
+    """Runs the ablation of some optimizations to its end; returns its plan and what was started, by variant."""
 
     def run(*only, outcome=lambda each: {}, objective="speed", repeats=2, **sections):
         plan = made(tmp_path, *only, objective=objective, repeats=repeats, **sections)
         started = []
         while (each := plan.next(lambda each: True)) is not None:
-            started.append(f"{each.values['rung']} {each.repeat}")
+            started.append(f"{each.values['variant']} {each.repeat}")
             leave(each, **outcome(each))
             plan.ended(each)
         return plan, started
@@ -92,73 +92,73 @@ def made(folder, *only, objective="speed", repeats=2, **sections):
         spec(repeats, **sections), ablation.variants("adamw_torch", only), objective,
         lambda found: "; ".join(refusals(found)) or None,
     )  # fmt: skip
-    return Ladder(start, Options(folder / "exp", GPU["name"], ("recipe=plain",)))
+    return AblationPlan(start, Options(folder / "exp", GPU["name"], ("recipe=plain",)))
 
 
 def table(plan, folder):
     folder.mkdir(exist_ok=True)
-    return Ablation(folder, plan, GPU["name"], list(plan.refused.items()))
+    return AblationTables(folder, plan, GPU["name"], list(plan.refused.items()))
 
 
 # --- what is run, and in which order ---------------------------------------------------------------------------------
 
 
-def test_every_rung_runs_once_before_any_runs_twice_and_combinations_come_last(climb):
-    _, started = climb("compile", "chunked_loss")
+def test_every_variant_runs_once_before_any_runs_twice_and_combinations_come_last(ablated):
+    _, started = ablated("compile", "chunked_loss")
     alone = ("plain", "chunked loss", "compile", "compile dynamic")
     assert started[:8] == [f"{name} {repeat}" for repeat in (1, 2) for name in alone]
     assert started[8:] == ["compile + chunked loss 1", "compile + chunked loss 2"]  # dynamic says no more than on
 
 
-def test_what_helps_is_put_together_the_most_helpful_first_and_the_rest_left_out(climb):
-    plan, _ = climb("packing", "chunked_loss", "fp8", "liger", "gradient_checkpointing")
+def test_what_helps_is_put_together_the_most_helpful_first_and_the_rest_left_out(ablated):
+    plan, _ = ablated("packing", "chunked_loss", "fp8", "liger", "gradient_checkpointing")
     assert ablation.label(plan.best) == "packing + compile + fp8 tensorwise + chunked loss"
-    kept = [climb.name for climb in plan.climbs if climb.kept]
+    kept = [each.name for each in plan.combinations if each.kept]
     assert kept == [
         "packing", "packing + compile + fp8 tensorwise", "packing + compile + fp8 tensorwise + chunked loss",
     ]  # fmt: skip
-    tried = {climb.rung.key for climb in plan.climbs}
+    tried = {each.variant.key for each in plan.combinations}
     assert "liger" not in tried  # nothing that can be told from noise
     assert "gradient_checkpointing" not in tried  # slower
 
 
-def test_the_smallest_is_asked_for_by_its_own_word(climb):
-    plan, _ = climb("packing", "chunked_loss", "liger", "gradient_checkpointing selective", objective="memory")
+def test_the_smallest_is_asked_for_by_its_own_word(ablated):
+    plan, _ = ablated("packing", "chunked_loss", "liger", "gradient_checkpointing selective", objective="memory")
     assert ablation.label(plan.best) == "gradient checkpointing selective + liger + chunked loss"
 
 
-def test_one_run_of_each_is_enough_for_a_peak_and_for_a_speed_whose_steps_tell_it(climb):
-    plan, started = climb("chunked_loss", "liger", repeats=1)
+def test_one_run_of_each_is_enough_for_a_peak_and_for_a_speed_whose_steps_tell_it(ablated):
+    plan, started = ablated("chunked_loss", "liger", repeats=1)
     assert started == ["plain 1", "chunked loss 1", "liger 1"]
     assert ablation.label(plan.best) == "chunked loss"
     assert plan.pair(plan.best, {}).speed.basis == "steps"
 
 
-def test_what_cannot_go_on_top_of_what_was_kept_is_told_and_not_run(climb):
-    plan, started = climb("packing", "padding_free")
-    (told,) = [climb for climb in plan.climbs if climb.rung.key == "padding_free"]
+def test_what_cannot_go_on_top_of_what_was_kept_is_told_and_not_run(ablated):
+    plan, started = ablated("packing", "padding_free")
+    (told,) = [each for each in plan.combinations if each.variant.key == "padding_free"]
     assert "set padding_free to off" in told.reason
     assert not [name for name in started if "packing + padding" in name]
 
 
-def test_what_helps_only_on_top_of_something_that_was_kept_later_gets_a_second_try(climb):
+def test_what_helps_only_on_top_of_something_that_was_kept_later_gets_a_second_try(ablated):
     def outcome(each):
         both = on(each).keys() >= {"packing", "chunked_loss", "compile"}
         bad = {"packing", "compile"} <= on(each).keys() and not both
         return {"step_s": STEP_S | ({"compile": 1.5} if bad else {})}
 
-    plan, _ = climb("packing", "compile", "chunked_loss", outcome=outcome)
-    assert [climb.kept for climb in plan.climbs if climb.rung.name == "compile"] == [False, True]
+    plan, _ = ablated("packing", "compile", "chunked_loss", outcome=outcome)
+    assert [each.kept for each in plan.combinations if each.variant.name == "compile"] == [False, True]
     assert set(plan.best) == {f"optimizations.{name}" for name in ("packing", "chunked_loss", "compile")}
 
 
-def test_a_companion_alone_is_taken_where_the_rung_adds_nothing_to_it(climb):
-    plan, _ = climb("fixed_shape")
+def test_a_companion_alone_is_taken_where_the_variant_adds_nothing_to_it(ablated):
+    plan, _ = ablated("fixed_shape")
     assert ablation.label(plan.best) == "compile"
 
 
-def test_a_failing_optimization_is_a_row_with_its_reason_and_is_not_tried_again(climb, tmp_path):
-    plan, started = climb(
+def test_a_failing_optimization_is_a_row_with_its_reason_and_is_not_tried_again(ablated, tmp_path):
+    plan, started = ablated(
         "liger", "chunked_loss", "fp8", outcome=lambda each: {"state": "error"} if "chunked_loss" in on(each) else {}
     )
     assert [name for name in started if name.startswith("chunked")] == ["chunked loss 1"]
@@ -169,44 +169,44 @@ def test_a_failing_optimization_is_a_row_with_its_reason_and_is_not_tried_again(
     assert again.next(lambda each: pytest.fail(f"{each.what} is run again")) is None
 
 
-def test_what_does_not_learn_the_same_is_flagged_and_not_taken(climb, tmp_path):
+def test_what_does_not_learn_the_same_is_flagged_and_not_taken(ablated, tmp_path):
     def outcome(each):
         return {"loss": lambda step: 2.1} if "chunked_loss" in on(each) else {}
 
-    plan, _ = climb("liger", "chunked_loss", "fp8", outcome=outcome)
+    plan, _ = ablated("liger", "chunked_loss", "fp8", outcome=outcome)
     assert "optimizations.chunked_loss" not in plan.best
     found = table(plan, tmp_path / "exp")
     assert "OUTSIDE 1 % (5 %)" in found.markdown()
-    assert "chunked loss does not learn what the plain recipe does" in " ".join(found.rungs().notes)
-    (record,) = [one for one in found.document()["rungs"] if one["name"] == "chunked loss"]
+    assert "chunked loss does not learn what the plain recipe does" in " ".join(found.variants().notes)
+    (record,) = [each for each in found.document()["variants"] if each["name"] == "chunked loss"]
     assert (record["loss_parity"], record["loss_tolerance"]) == ("outside", 0.01)
 
 
-def test_without_figures_of_the_plain_recipe_nothing_is_put_together(climb, tmp_path):
-    plan, _ = climb("chunked_loss", outcome=lambda each: {"state": "oom"} if not on(each) else {})
-    assert (plan.best, plan.climbs) == ({}, [])
+def test_without_figures_of_the_plain_recipe_nothing_is_put_together(ablated, tmp_path):
+    plan, _ = ablated("chunked_loss", outcome=lambda each: {"state": "oom"} if not on(each) else {})
+    assert (plan.best, plan.combinations) == ({}, [])
     assert "the kernel broke" in table(plan, tmp_path / "exp").verdict("{}")[0]
 
 
-def test_resumed_it_starts_nothing_again_and_finds_the_same(climb, tmp_path):
-    first, _ = climb("packing", "chunked_loss", "compile")
+def test_resumed_it_starts_nothing_again_and_finds_the_same(ablated, tmp_path):
+    first, _ = ablated("packing", "chunked_loss", "compile")
     again = made(tmp_path, "packing", "chunked_loss", "compile")
     assert again.next(lambda each: pytest.fail(f"{each.what} is run again")) is None
-    assert (again.best, again.climbs) == (first.best, first.climbs)
+    assert (again.best, again.combinations) == (first.best, first.combinations)
 
 
-def test_no_combination_before_every_rung_has_run(tmp_path):
+def test_no_combination_before_every_variant_has_run(tmp_path):
     plan = made(tmp_path, "chunked_loss")
     first = plan.next(lambda each: True)
     leave(first)
     plan.ended(first)
     assert plan.next(lambda each: False) is None  # there is no time for more
-    assert plan.climbs == []
+    assert plan.combinations == []
     assert "3 runs are still to come before anything is put together" in table(plan, tmp_path / "exp").markdown()
 
 
-def test_a_rung_that_cannot_work_is_told_and_not_run(climb, tmp_path):
-    plan, started = climb("fp8", "chunked_loss", method={"name": "qlora"})
+def test_a_variant_that_cannot_work_is_told_and_not_run(ablated, tmp_path):
+    plan, started = ablated("fp8", "chunked_loss", method={"name": "qlora"})
     assert not [name for name in started if "fp8" in name]
     assert "use lora" in plan.refused["compile + fp8 tensorwise"]
     assert "- compile + fp8 tensorwise: optimizations.fp8 needs" in table(plan, tmp_path / "exp").markdown()
@@ -215,9 +215,9 @@ def test_a_rung_that_cannot_work_is_told_and_not_run(climb, tmp_path):
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def test_each_row_says_what_the_optimization_brought(climb, tmp_path):
-    plan, _ = climb("compile", "liger")
-    rows = {row[0]: dict(zip(found.headings, row, strict=True)) for found in [table(plan, tmp_path / "exp").rungs()]
+def test_each_row_says_what_the_optimization_brought(ablated, tmp_path):
+    plan, _ = ablated("compile", "liger")
+    rows = {row[0]: dict(zip(found.headings, row, strict=True)) for found in [table(plan, tmp_path / "exp").variants()]
             for row in found.rows}  # fmt: skip
     assert rows["compile"]["Δ speed"].startswith("+42.9 % [")
     assert rows["compile"]["first step (Δ)"] == "5.70 s (+4.70 s)"
@@ -227,12 +227,12 @@ def test_each_row_says_what_the_optimization_brought(climb, tmp_path):
     assert rows["liger"]["Δ loss"] == "+0 %, within 1 % (0 %)"
 
 
-def test_the_best_is_a_spec_that_gives_the_run_it_was(climb, tmp_path):
-    plan, _ = climb("packing", "chunked_loss", "optimizer", optimizations={"liger": True})
+def test_the_best_is_a_spec_that_gives_the_run_it_was(ablated, tmp_path):
+    plan, _ = ablated("packing", "chunked_loss", "optimizer", optimizations={"liger": True})
     source, best = tmp_path / "spec.yaml", tmp_path / "deep" / "best.yaml"
     best.parent.mkdir()
     source.write_text("name: exp\nmodel: {id: tiny/qwen3, weights: random}\noptimizations: {liger: on}\n")
-    request = ablate.Request(source, ["train.precision=bf16"])
+    request = ablate.AblationRequest(source, ["train.precision=bf16"])
     ablate.write_best(request, table(plan, tmp_path / "exp"), best)
     wanted = ablation.with_changes(plan.start.spec, plan.best)
     found = load(best, ["name=exp"])
@@ -263,7 +263,7 @@ def test_the_command_runs_resumes_tells_and_writes_the_best(tmp_path):
     assert found["best"]["changes"] == {
         "optimizations.compile": True, "optimizations.liger": True, "optimizations.chunked_loss": True,
     }  # fmt: skip
-    assert (found["plain"]["runs_ok"], found["left"], len(found["rungs"])) == (1, 0, 5)
+    assert (found["plain"]["runs_ok"], found["left"], len(found["variants"])) == (1, 0, 5)
     assert load(best).optimizations.liger
     assert "Best for speed: compile + liger + chunked loss" in (folder.path / "ablation.md").read_text()
     runs = folder.content()
@@ -317,9 +317,9 @@ def test_a_spec_that_is_none_is_a_sentence(tmp_path, name):
 
 def test_check_output_takes_a_new_file(tmp_path):
     path = write_sweep(tmp_path)
-    ablate.check_output(ablate.Request(path), tmp_path / "best.yaml")
+    ablate.check_output(ablate.AblationRequest(path), tmp_path / "best.yaml")
     with pytest.raises(SpecError):
-        ablate.check_output(ablate.Request(path), path)
+        ablate.check_output(ablate.AblationRequest(path), path)
 
 
 @pytest.mark.slow
@@ -328,9 +328,9 @@ def test_a_real_ablation_on_the_cpu(tmp_path, cache):
     done = command(path, "--out", tmp_path / "out", "--only", "chunked_loss", "--repeats", 1, "--steps", 20, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    (rung,) = found["rungs"]
-    assert (rung["loss_parity"], rung["loss_tolerance"], rung["runs_ok"]) == ("within", 0.01, 1)
-    assert rung["speed_low"] < rung["speed_ratio"] < rung["speed_high"]
+    (variant,) = found["variants"]
+    assert (variant["loss_parity"], variant["loss_tolerance"], variant["runs_ok"]) == ("within", 0.01, 1)
+    assert variant["speed_low"] < variant["speed_ratio"] < variant["speed_high"]
     assert found["plain"]["tokens_per_s"] > 0
     orders = {run["dataset"]["order_hash"] for run in found["runs"]}
     assert len(orders) == 1

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.sweep.execute.budget import History, duration, most_telling_first
 from ftbench.sweep.jobs import job
+from ftbench.sweep.plan.budget import WallTimes, coarse_to_fine, duration
 
 
 def a_job(batch=1, repeat=1, values=None, method="lora", **train):
@@ -59,7 +59,7 @@ def test_the_parts_of_a_duration_are_added(hours, minutes, seconds):
 
 
 def history(*ended):
-    made = History()
+    made = WallTimes()
     for each, wall_s in ended:
         made.add(each, wall_s)
     return made
@@ -141,20 +141,20 @@ def batches(jobs):
 
 
 def test_the_ends_of_an_axis_come_before_its_middle_and_the_middle_before_the_quarters():
-    ordered = batches(most_telling_first([a_job(batch) for batch in range(1, 10)]))
+    ordered = batches(coarse_to_fine([a_job(batch) for batch in range(1, 10)]))
     assert (ordered[:2], ordered[2], set(ordered[3:5])) == ([1, 9], 5, {3, 7})
 
 
 @pytest.mark.parametrize("sizes", [[1], [1, 2], [8, 1, 4]])
 def test_a_short_axis_has_its_ends_first(sizes):
-    ordered = batches(most_telling_first([a_job(batch) for batch in sizes]))
+    ordered = batches(coarse_to_fine([a_job(batch) for batch in sizes]))
     assert set(ordered[:2]) == {min(sizes), max(sizes)}
     assert sorted(ordered) == sorted(sizes)
 
 
 def test_first_repeats_come_before_second_ones():
     jobs = [a_job(batch, repeat) for batch in (1, 2, 4) for repeat in (1, 2)]
-    assert [each.repeat for each in most_telling_first(jobs)] == [1, 1, 1, 2, 2, 2]
+    assert [each.repeat for each in coarse_to_fine(jobs)] == [1, 1, 1, 2, 2, 2]
 
 
 def test_every_method_is_at_its_ends_before_any_is_in_the_middle():
@@ -162,7 +162,7 @@ def test_every_method_is_at_its_ends_before_any_is_in_the_middle():
         a_job(batch, values={"method": method, "train.batch_size": batch}, method=method)
         for method in ("lora", "qlora") for batch in (1, 2, 4)
     ]  # fmt: skip
-    found = [(each.spec.method.name, each.spec.train.batch_size) for each in most_telling_first(jobs)]
+    found = [(each.spec.method.name, each.spec.train.batch_size) for each in coarse_to_fine(jobs)]
     assert found == [("lora", 1), ("lora", 4), ("qlora", 1), ("qlora", 4), ("lora", 2), ("qlora", 2)]
 
 
@@ -174,11 +174,11 @@ def test_text_and_switches_have_no_ends():
         {"train.max_steps": None},
     ]
     jobs = [a_job(place, values=each) for place, each in enumerate(values, start=1)]
-    assert most_telling_first(jobs) == jobs
+    assert coarse_to_fine(jobs) == jobs
 
 
 def test_no_jobs_are_no_trouble():
-    assert most_telling_first([]) == []
+    assert coarse_to_fine([]) == []
 
 
 @given(
@@ -191,7 +191,7 @@ def test_every_job_is_kept_and_of_each_repeat_the_corners_come_first(sizes, rate
         a_job(size, repeat, {"train.batch_size": size, "train.learning_rate": rate}, learning_rate=rate)
         for size, rate, repeat in itertools.product(sizes, rates, range(1, repeats + 1))
     ]
-    ordered = most_telling_first(jobs)
+    ordered = coarse_to_fine(jobs)
     assert sorted(each.run.run_id for each in ordered) == sorted(each.run.run_id for each in jobs)
     corners = set(itertools.product({min(sizes), max(sizes)}, {min(rates), max(rates)}))
     assert {tuple(each.values.values()) for each in ordered[: len(corners)]} == corners

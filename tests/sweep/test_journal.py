@@ -112,7 +112,7 @@ def test_a_line_that_a_full_disk_tore_spoils_no_later_one(tmp_path, monkeypatch)
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from ftbench.sweep.journal import locked
+from ftbench.sweep.execute.journal import locked
 with locked(Path(sys.argv[1])):
     child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
     print(child.pid, flush=True)

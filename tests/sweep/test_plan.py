@@ -11,9 +11,10 @@ from ftbench.spec.sweep import cells
 from ftbench.store import rundir
 from ftbench.store.rundir import claim_at, write_json
 from ftbench.store.steps import StepsWriter
-from ftbench.sweep.execute.budget import most_telling_first
+from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.budget import coarse_to_fine
 from ftbench.sweep.plan.frontier import next_batch
-from ftbench.sweep.plan.grid import Grid, Options, jobs_of
+from ftbench.sweep.plan.grid import Grid, jobs_of
 from ftbench.sweep.plan.search import Family, Search
 
 GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
@@ -133,7 +134,7 @@ def test_jobs_of_one_family_differ_in_their_batch_alone(jobs):
 
 def test_a_learning_rate_without_a_dot_has_ends_like_any_number(jobs):
     text = "sweep: {axes: {train.learning_rate: [1e-5, 1e-4, 2e-4, 1e-3]}}"
-    ordered = most_telling_first(jobs(text))
+    ordered = coarse_to_fine(jobs(text))
     assert {each.spec.train.learning_rate for each in ordered[:2]} == {1e-5, 1e-3}
 
 
@@ -151,7 +152,7 @@ def test_a_grid_starts_every_job_in_its_order_and_then_nothing(jobs, options):
     assert plan.next(lambda each: True) is None
 
 
-def test_several_places_get_different_jobs(jobs, options):
+def test_several_slots_get_different_jobs(jobs, options):
     found = jobs(TWO_METHODS)
     plan = Grid(found, {}, options)
     assert [plan.next(lambda each: True) for _ in found] == found
@@ -165,7 +166,7 @@ def test_what_is_done_is_not_done_again(jobs, options):
     plan = Grid(found, {}, options)
     assert drain(plan) == []
     assert [one.state for one in plan.standings.values()] == ["ok", "timeout", "error", "ok", "ok", "oom"]
-    assert plan.history.at_most_s(found[0]) == pytest.approx(66.0)
+    assert plan.wall_times.at_most_s(found[0]) == pytest.approx(66.0)
 
 
 def test_a_sweep_that_was_killed_goes_on_where_it_stopped(jobs, options):
@@ -245,7 +246,7 @@ def test_a_run_that_ended_early_does_not_bound_how_long_one_takes(jobs, options,
     found = jobs("", "train.max_steps=10", "train.batch_size=1,16,12")
     leave(found[0], wall_s=600.0)
     leave(found[1], state, wall_s=5.0)
-    assert Grid(found, {}, options).history.at_most_s(found[2]) >= 600.0
+    assert Grid(found, {}, options).wall_times.at_most_s(found[2]) >= 600.0
 
 
 # --- a grid: batches that cannot fit ---------------------------------------------------------------------------------
@@ -552,4 +553,4 @@ def test_what_is_known_of_the_edges_can_be_written_to_a_file(search, tmp_path):
         "lora", {"method": "lora"}, 2, 4,
     )  # fmt: skip
     assert (full["largest"], full["trials"], full["note"]) == (None, [], "needs a GPU")
-    assert next_batch([], plan.candidates(0)) == 1
+    assert next_batch([], plan.candidates(plan.families[0])) == 1

@@ -280,7 +280,7 @@ def test_two_gpus_run_two_at_a_time_and_every_run_says_so(tmp_path):
     night = sweep(write_sweep(tmp_path, axes, **SLOW), tmp_path / "out", "--gpus", "0,1")
     assert (night.code, night.told()) == (0, ["ok"] * 4)
     assert most_at_once(night) == 2
-    assert {event["place"] for event in night.events("start")} == {"GPU 0", "GPU 1"}
+    assert {event["slot"] for event in night.events("start")} == {"GPU 0", "GPU 1"}
     for run in night.runs():
         assert any(text.startswith("shared host") for text in rundir.read_json(run.summary)["warnings"])
     assert "shared host" in night.table()

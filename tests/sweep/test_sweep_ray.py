@@ -27,7 +27,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def places(folder: Folder) -> set[str]:
-    return {event["place"] for event in folder.events("start")}
+    return {event["slot"] for event in folder.events("start")}
 
 
 def mocks(cluster: Cluster) -> list[psutil.Process]:

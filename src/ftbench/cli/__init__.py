@@ -1,24 +1,23 @@
-"""The commands: parse, one call, print, exit code. stdout carries the result, stderr the story."""
+"""The commands, a file each: parse, one call, print, exit code. stdout carries the result, stderr the story."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Annotated
 
 import typer
 
 from ftbench import __version__
-from ftbench.cli import training  # each names its commands to `app`, in the order of --help
-
-# isort: split
-from ftbench.cli import results
-
-# isort: split
-from ftbench.cli import beforehand
 from ftbench.cli.shared import app
 from ftbench.errors import INTERRUPTED, FtbenchError
 
-__all__ = ["app", "beforehand", "main", "results", "training"]
+COMMANDS = (  # in the order of --help
+    "run", "profile", "sweep", "ablate", "report", "bundle", "verify", "import_", "estimate", "recommend", "probe",
+    "doctor", "list_",
+)  # fmt: skip
+for _name in COMMANDS:
+    importlib.import_module(f"ftbench.cli.{_name}")  # each registers its command with `app`
 
 
 @app.callback(invoke_without_command=True)
@@ -29,7 +28,8 @@ def _version(version: Annotated[bool, typer.Option("--version", help="print the 
 
 
 def main() -> None:
-    """The console command: errors meant for the user become sentences, and the exit code says what kind they are."""
+    """Run the console command: turn errors meant for the user into sentences, and end with the exit code of their
+    kind."""
     try:
         app(standalone_mode=True)
     except FtbenchError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +12,9 @@ import typer
 
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
+    from ftbench.launch.runner import Result
     from ftbench.store.rundir import RunDir
+    from ftbench.sweep.command import Ready
 
 app = typer.Typer(
     add_completion=False,
@@ -21,6 +25,7 @@ app = typer.Typer(
 )
 Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train and how")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
+Runs = Annotated[list[Path], typer.Argument(help="run directories, or folders that hold some")]
 Out = Annotated[Path, typer.Option("--out", help="where runs are kept")]
 Prices = Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")]
 Config = Annotated[Path | None, typer.Option(help="config.json of a model that is not known")]
@@ -33,13 +38,38 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs and their
 
 
 def deliver(text: str, output: Path | None) -> None:
-    """A result to stdout, or to the file that was named."""
+    """Print a result, or write it to the file that was named."""
     if output is None:
         print(text, end="")
     else:
         from ftbench.store import rundir
 
         rundir.write_text(output, text)
+
+
+def train(spec: Path, sets: list[str], out: Path) -> Result:
+    """Train a spec once and show on stderr how it goes."""
+    from ftbench.estimate import preflight
+    from ftbench.launch import runner
+    from ftbench.store.rundir import first_gpu
+
+    progress = Progress()
+    result = runner.run(
+        spec, sets, out, progress.start, progress.tick,
+        lambda resolved, described: preflight.announce(
+            resolved, first_gpu(described) or None, out, progress.warn, progress.expect
+        ),
+    )  # fmt: skip
+    progress.stop()
+    return result
+
+
+def print_plan(ready: Ready, as_json: bool) -> None:
+    """Print what --dry-run says of a sweep or an ablation."""
+    from ftbench.sweep import dry_run
+
+    lines = dry_run.dry_run(ready)
+    print(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else dry_run.as_text(lines))
 
 
 class Progress:

@@ -46,7 +46,7 @@ class Diagnosis:
             "machine": self.described,
         }
 
-    def table(self) -> str:
+    def as_text(self) -> str:
         """For a person: findings by area, then what they come to."""
         count = {verdict: sum(finding.verdict == verdict for finding in self.findings) for verdict in ("warn", "fail")}
         ends = [f"{count['fail']} fail, {count['warn']} warn"]

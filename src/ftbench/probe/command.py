@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
@@ -150,54 +149,3 @@ def _above_peak(document: dict[str, Any], known: Gpu) -> list[str]:
         for name, (value, peak, unit) in measured.items()
         if value and peak and value > peak * ABOVE_PEAK
     ]
-
-
-def table(document: dict[str, Any]) -> str:
-    """The document for a person."""
-    gpu, cpu = first_gpu(document["machine"]), document["machine"]["cpu"]
-    device = document["device"] or {}
-    name = gpu.get("name") or f"{cpu['model'] or 'CPU'}, {device.get('threads') or cpu['threads']} threads"
-    versions = document["machine"]["versions"]
-    title = [name, f"driver {gpu['driver']}" if gpu.get("driver") else "", f"torch {versions.get('torch', '')}"]
-    lines = [" · ".join(part for part in title if part), ""]
-    lines += [f"{'TFLOP/s':<10}{'best':>14}{'at':>8}{'lasting':>14}{'clock':>11}{'power':>8}"]
-    lines += [_product_line(kind, product) for kind, product in document["products"].items() if product]
-    lines += ["", *(f"{label:<12}{text}" for label, text in _others(document) if text)]
-    return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
-
-
-def _product_line(kind: str, product: dict[str, Any]) -> str:
-    best, lasting = (units.tflops(product[name]) for name in ("best_tflops", "sustained_tflops"))
-    clock, power = (product.get(name) for name in ("sm_clock_mhz", "power_w"))
-    return (
-        f"{kind:<10}{best:>14}{product['best_size']:>8}{lasting:>14}"
-        f"{'' if clock is None else f'{clock:.0f} MHz':>11}{'' if power is None else f'{power:.0f} W':>8}"
-    ).rstrip()
-
-
-def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
-    memory, link, links = (document[name] or {} for name in ("memory", "host_link", "links"))
-    gpu, idle = first_gpu(document["machine"]), document["idle"] or {}
-    loaded = [product for product in document["products"].values() if product and product.get("power_w")]
-    hottest: dict[str, Any] = max(loaded, key=lambda product: float(product["power_w"]), default={})
-    pairs = [pair["gbs"] for pair in links.get("pairs", [])]
-    return [
-        ("memory", _joined(("copy", memory.get("copy_gbs"), "GB/s"), ("triad", memory.get("triad_gbs"), "GB/s"))),
-        ("host link", _joined(("to device", link.get("to_device_gbs"), "GB/s"),
-                              ("to host", link.get("to_host_gbs"), "GB/s"))),
-        ("launch", _joined(("", document["launch_us"], "µs"))),
-        ("power", _joined(("idle", idle.get("power_w"), "W"), ("loaded", hottest.get("power_w"), "W"),
-                          ("limit", gpu.get("power_limit_w"), "W"))),
-        ("clock", _joined(("idle", idle.get("sm_clock_mhz"), "MHz"), ("loaded", hottest.get("sm_clock_mhz"), "MHz"),
-                          ("highest", gpu.get("sm_clock_max_mhz"), "MHz"))),
-        ("heat", _joined(("idle", idle.get("temperature_c"), "°C"), ("loaded", hottest.get("temperature_c"), "°C"))),
-        (f"{links.get('gpus', 0)} GPUs", _joined(("all-reduce bus", links.get("all_reduce_bus_gbs"), "GB/s"),
-                                                 ("slowest link", min(pairs, default=None), "GB/s"))),
-    ]  # fmt: skip
-
-
-def _joined(*parts: tuple[str, float | None, str]) -> str:
-    """`copy 4,310 GB/s · triad 4,280 GB/s`, without what is not known."""
-    return " · ".join(
-        f"{label} {units.rate(value)} {unit}".strip() for label, value, unit in parts if value is not None
-    )

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import SpecError
-from ftbench.profile import files
-from ftbench.profile.table import as_text
+from ftbench.profile import files, table
 from ftbench.store.rundir import RunDir
 
 
@@ -20,13 +19,13 @@ def request(spec: Path | None, sets: Sequence[str], steps: int | None, nsys: boo
     return spec, [f"measure.profile={'nsys' if nsys else 'on'}", *count, *sets]
 
 
-def shown(run: RunDir) -> str:
+def as_text(run: RunDir) -> str:
     """What a run has recorded, for a person; empty where it recorded nothing."""
     if (run.profile / files.NSYS).is_file():
         return f"{run.run_id}: recorded\n  open it with nsys-ui, or: nsys stats {run.profile / files.NSYS}"
     if not (run.profile / files.KERNELS).is_file():
         return ""
-    return as_text(files.load(run.profile), run.profile)
+    return table.as_text(files.load(run.profile), run.profile)
 
 
 def document(run: RunDir) -> dict[str, Any] | None:

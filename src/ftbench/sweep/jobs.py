@@ -1,4 +1,4 @@
-"""One run that a sweep wants, and where it stands. The run directories are the truth: resuming asks nothing else."""
+"""A run that a sweep wants, and where it stands. The run directories are the truth: resuming asks nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILED = ("timeout", "error")
 class Job:
     """A resolved spec, the changes that make it of the spec file, which repeat it is, and the directory that its
     identity (spec, GPU) and repeat give it, by which jobs are told apart. `family` is what it shares with the other
-    batch sizes of its cell; `values` its place on each axis."""
+    batch sizes of its cell; `values` are its value on each axis."""
 
     run: RunDir
     spec: Experiment = field(compare=False)
@@ -33,18 +33,18 @@ class Job:
 
     @property
     def cell(self) -> str:
-        """What its repeats share."""
+        """Return the name that its repeats share."""
         return self.run.run_id.rpartition("-r")[0]
 
     @property
     def what(self) -> str:
-        """`method=lora train.batch_size=4`, with the repeat if there is more than one."""
+        """Return `method=lora train.batch_size=4`, with the repeat if there is more than one."""
         again = [f"repeat {self.repeat}"] if self.spec.measure.repeats > 1 else []
         return " ".join([*(f"{key}={short(value)}" for key, value in self.values.items()), *again]) or self.spec.name
 
 
 def short(value: Any) -> str:
-    """A value of an axis as a row shows it: of a section its name and what else it says."""
+    """Return a value of an axis as a row shows it: of a section its name and what else it says."""
     text = as_text(value)
     if isinstance(value, dict) and (named := value.get("name", value.get("id"))):
         more = [f"{key} {as_text(other)}" for key, other in value.items() if key not in ("name", "id")]
@@ -53,7 +53,7 @@ def short(value: Any) -> str:
 
 
 def job(spec: Experiment, sets: tuple[str, ...], values: dict[str, Any], repeat: int, folder: Path, gpu: Any) -> Job:
-    """`spec` is resolved; `gpu` is the GPU's name."""
+    """Return the job of a resolved spec on the GPU of that name."""
     fingerprint, family = identity.identities(spec, gpu)
     run = RunDir(folder / f"{identity.named(spec, fingerprint)}-r{repeat}")
     return Job(run, spec, sets, values, repeat, family)
@@ -77,8 +77,8 @@ class Standing:
 PENDING = Standing("pending")
 
 
-def standing(run: RunDir) -> Standing:
-    """What a job's directory says; `pending` where there is none, or none with a word in it."""
+def read_standing(run: RunDir) -> Standing:
+    """Return what a job's directory says; `pending` where there is none, or none with a word in it."""
     state = rundir.read_json(run.state)
     if state.get("state") not in rundir.STATES:
         return PENDING
@@ -89,21 +89,21 @@ def standing(run: RunDir) -> Standing:
     return Standing(state["state"], state.get("reason"), state.get("wall_s"), lacking, killed)
 
 
-def on_resume(found: Standing, retry_failed: bool) -> Standing:
-    """`pending` for what is to be run again: what was cut short, or failed for what the machine lacked; what failed of
-    itself only with `retry_failed`. Out of memory is a result."""
-    cut_short = found.state == "interrupted" or found.killed
-    again = cut_short or found.lacking or (retry_failed and found.state in FAILED)
-    return PENDING if again else found
+def on_resume(standing: Standing, retry_failed: bool) -> Standing:
+    """Return `pending` for what is to be run again: what was cut short, or failed for what the machine lacked; what
+    failed of itself only with `retry_failed`. Out of memory is a result."""
+    cut_short = standing.state == "interrupted" or standing.killed
+    again = cut_short or standing.lacking or (retry_failed and standing.state in FAILED)
+    return PENDING if again else standing
 
 
 def blames_the_batch(run: RunDir) -> bool:
-    """Whether an out-of-memory run had the GPU to itself, so that a larger batch would not fit either."""
+    """Return whether an out-of-memory run had the GPU to itself, so that a larger batch would not fit either."""
     gpu = rundir.first_gpu(rundir.read_json(run.machine))
     return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
 
 
 def command(source: Path, job: Job, out: Path) -> list[str]:
-    """What a user types to make this one run."""
+    """Return what a user types to make this one run."""
     sets = [part for text in job.sets for part in ("--set", text)]
     return ["ftbench", "run", str(source), *sets, *([] if out == Path("results") else ["--out", str(out)])]

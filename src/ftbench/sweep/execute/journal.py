@@ -1,6 +1,6 @@
 """What happened in the night, a line an event, and the lock that keeps a second sweep out of the folder.
 
-The journal is a history for people: what is done is told by the run directories alone, so that a lost line loses
+The journal is a history for people: the run directories alone say what is done, so that a lost line loses
 nothing. The lock is the kernel's (flock): it goes with its owner, however that ends.
 """
 
@@ -35,7 +35,7 @@ class Journal:
             raise rundir.disk_error(path, error) from None
 
     def write(self, event: str, **more: Any) -> None:
-        """One event with its time (UTC). Raises MissingError if the disk does not take it."""
+        """Append one event with its time (UTC). Raise MissingError if the disk does not take it."""
         line = json.dumps({"at": rundir.now(), "event": event, **more}, ensure_ascii=False) + "\n"
         data = (b"\n" if self._torn else b"") + line.encode("utf-8", errors="backslashreplace")
         try:
@@ -51,25 +51,25 @@ class Journal:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a journal; a line that cannot be read is left out."""
+    """Return the events of a journal; leave out a line that cannot be read."""
     try:
         lines = path.read_text("utf-8", errors="replace").split("\n")
     except OSError:
         return []
-    found = []
+    events = []
     for line in lines:
         try:
             event = json.loads(line)
         except ValueError:
             continue
         if isinstance(event, dict) and "event" in event:
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the folder for this process. Raises FtbenchError with the pid of the sweep that has it already."""
+    """Hold the folder for this process. Raise FtbenchError with the pid of the sweep that has it already."""
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _take(file: int) -> bool:
-    """Tries for a moment: somebody who asks whether the lock is held holds it himself while he asks."""
+    """Try for a moment: somebody who asks whether the lock is held holds it himself while he asks."""
     for _ in range(5):
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,12 +102,12 @@ def _take(file: int) -> bool:
 
 
 def holder_of(folder: Path) -> dict[str, Any]:
-    """The process that holds, or last held, the folder."""
+    """Return the process that holds, or last held, the folder."""
     return rundir.read_json(folder / LOCK)
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a sweep runs in the folder just now."""
+    """Return whether a sweep runs in the folder just now."""
     try:
         file = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:

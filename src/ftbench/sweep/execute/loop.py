@@ -1,4 +1,4 @@
-"""The sweep itself: keeps every place busy, writes the table after every run, and stops when it is asked to.
+"""The sweep itself: keeps every GPU slot busy, writes the table after every run, and stops when it is told to.
 
 Each run is watched by a thread of its own that waits for the child and does next to nothing else; only this module's
 loop, in the main thread, decides, writes the journal and the table. The child dies with the thread that started it
@@ -22,15 +22,14 @@ from ftbench.errors import INTERRUPTED, FtbenchError
 from ftbench.launch import process, runner
 from ftbench.launch.runner import Result
 from ftbench.store import rundir
+from ftbench.sweep.execute.gpu_slots import GpuSlot, RunControl
 from ftbench.sweep.execute.journal import Journal
-from ftbench.sweep.execute.places import Place, Watch
 from ftbench.sweep.jobs import FAILED, Job
 from ftbench.sweep.output import view
-from ftbench.sweep.output.table import TERMINAL_ROWS, Tables
-from ftbench.sweep.plan.grid import Plan
+from ftbench.sweep.output.table import BOARD, TERMINAL_ROWS, Tables
+from ftbench.sweep.plan.base import Plan
 from ftbench.sweep.plan.search import Search
 
-BOARD = "sweep.json"
 SCHEMA = 1
 _TICK_S = 0.5
 _FEW = 1000  # jobs whose tables are written in no time
@@ -38,11 +37,11 @@ _SPACING = 20
 
 
 @dataclass(slots=True)
-class Running:
-    """A job in a place: the thread that watches it, the pipe that ends it, and what its files said last."""
+class RunningJob:
+    """A job in a slot: the thread that watches it, the pipe that ends it, and what its files said last."""
 
     job: Job
-    place: Place
+    slot: GpuSlot
     thread: threading.Thread
     pipe: int
     begun: float
@@ -50,209 +49,216 @@ class Running:
 
 
 @dataclass(slots=True)
-class Sweep:
-    """One sitting of a sweep over `places`. `source` is the text of the spec file, `deadline` (monotonic clock, s) when
+class Sitting:
+    """One sitting of a sweep over `slots`. `source` is the text of the spec file, `deadline` (monotonic clock, s) when
     the time budget ends."""
 
     folder: Path
     source: bytes
     plan: Plan
-    places: Sequence[Place]
+    slots: Sequence[GpuSlot]
     tables: Tables
     journal: Journal
-    shown: view.View
+    shown: view.LiveView
     deadline: float | None = None
     about: dict[str, Any] = field(default_factory=dict)
-    _running: list[Running] = field(default_factory=list)
+    _running: list[RunningJob] = field(default_factory=list)
     _inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     _stopping: str | None = None
     _error: FtbenchError | None = None
-    _ring: tuple[int, int] = (-1, -1)
+    _wake: tuple[int, int] = (-1, -1)
     _stale: bool = False
     _written_at: float = 0.0
     _write_s: float = 0.0
 
     def run(self) -> int:
-        """Until nothing is left to start, or a signal. Returns the exit code: 0, 1 where a run failed, 130 where a
-        signal ended it. Raises MissingError where the disk or the machine has no room for more."""
-        self._ring = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        """Run until nothing is left to start, or a signal. Return the exit code: 0, 1 where a run failed, 130 where a
+        signal ended it. Raise MissingError where the disk or the machine has no room for more."""
+        self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.journal.write("begin", **self.about)
         try:
-            with process.signals() as asked:
-                self._loop(asked)
+            with process.signals() as signals:
+                self._loop(signals)
         finally:
-            for one in self._running:
-                _byte(one.pipe)
-            for one in self._running:
-                one.thread.join()
-            os.close(self._ring[0])
-            os.close(self._ring[1])
+            self._end_runs()
+            for running in self._running:
+                running.thread.join()
+            for pipe in self._wake:
+                os.close(pipe)
         self._note("end")
         if self._error is not None:
             raise self._error
         if self._stopping == "signal":
             return INTERRUPTED
-        return int(any(found.state in FAILED for found in self.plan.standings.values()))
+        return int(any(standing.state in FAILED for standing in self.plan.standings.values()))
 
-    def _loop(self, asked: int) -> None:
-        for job, found in self.plan.standings.items():
-            if found.done and found.state != "skipped":
+    def _loop(self, signals: int) -> None:
+        for job, standing in self.plan.standings.items():
+            if standing.done and standing.state != "skipped":
                 runner.tidy(job.run)
-        self._note_board()
+        self._write_board()
         while True:
             self._fill()
             if not self._running:
                 return
-            ready, _, _ = select.select([asked, self._ring[0]], [], [], _TICK_S)
-            if asked in ready:
-                os.read(asked, 1)
+            ready, _, _ = select.select([signals, self._wake[0]], [], [], _TICK_S)
+            if signals in ready:
+                os.read(signals, 1)
                 self._stop("signal")
-            if self._ring[0] in ready:
+            if self._wake[0] in ready:
                 with suppress(BlockingIOError):
-                    os.read(self._ring[0], 4096)
+                    os.read(self._wake[0], 4096)
             while not self._inbox.empty():
                 self._take(self._inbox.get())
             self._show()
 
     def _fill(self) -> None:
-        """Starts a job in every free place for which there is one."""
-        busy = [one.place for one in self._running]
-        for place in self.places:
-            if self._stopping or place in busy:
+        """Start a job in every free slot for which there is one."""
+        taken = [running.slot for running in self._running]
+        for slot in self.slots:
+            if self._stopping or slot in taken:
                 continue
             if (job := self.plan.next(self._has_time)) is None:
                 return
-            self._start(job, place)
+            self._start(job, slot)
 
     def _has_time(self, job: Job) -> bool:
         if self.deadline is None:
             return True
         left = self.deadline - time.monotonic()
-        needed = self.plan.history.at_most_s(job)
+        needed = self.plan.wall_times.at_most_s(job)
         return left > 0 if needed is None else needed <= left
 
-    def _start(self, job: Job, place: Place) -> None:
+    def _start(self, job: Job, slot: GpuSlot) -> None:
         reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        one = Running(job, place, threading.Thread(), writer, time.monotonic())
+        running = RunningJob(job, slot, threading.Thread(), writer, time.monotonic())
 
         def say(text: str) -> None:
             self._inbox.put(text)
-            _byte(self._ring[1])
+            _send_byte(self._wake[1])
 
         def show(text: str) -> None:
-            one.text = text
+            running.text = text
 
         def work() -> None:
             result: Result | BaseException
             try:
-                result = place.run(job, self.source, Watch(reader, self.deadline, say, show))
+                result = slot.run(job, self.source, RunControl(reader, self.deadline, say, show))
             except BaseException as error:  # noqa: BLE001 - the loop decides what it means
                 result = error
-            self._inbox.put((one, result))
+            self._inbox.put((running, result))
             os.close(reader)
-            _byte(self._ring[1])
+            _send_byte(self._wake[1])
 
-        one.thread = threading.Thread(target=work, name=job.run.run_id)
-        self._running.append(one)
-        self.journal.write("start", run=job.run.run_id, what=job.what, place=place.name)
+        running.thread = threading.Thread(target=work, name=job.run.run_id)
+        self._running.append(running)
+        self.journal.write("start", run=job.run.run_id, what=job.what, slot=slot.name)
         if self._is_due():
-            self._note_board()
-        one.thread.start()
+            self._write_board()
+        running.thread.start()
 
     def _take(self, message: Any) -> None:
-        """Something a thread said: an event for people, or how its run ended."""
+        """Take what a thread said: an event for people, or how its run ended."""
         if isinstance(message, str):
             self.journal.write("note", text=message)
             self.shown.event(message)
             return
-        one, result = message
-        one.thread.join()
-        os.close(one.pipe)
-        self._running.remove(one)
+        running, result = message
+        running.thread.join()
+        os.close(running.pipe)
+        self._running.remove(running)
         if isinstance(result, FtbenchError):
-            self._error = self._error or result
-            self._stop("error")
+            self._fail(result)
             return
         if isinstance(result, BaseException):
             self._stop("error")
             raise result
-        self.plan.ended(one.job)
-        self.tables.forget(one.job)
-        wall = rundir.read_json(one.job.run.state).get("wall_s")
+        self._ended(running.job, result)
+
+    def _ended(self, job: Job, result: Result) -> None:
+        self.plan.ended(job)
+        self.tables.forget(job)
+        wall = rundir.read_json(job.run.state).get("wall_s")
         if result.summary.state == "interrupted" and self._stopping is None and self.deadline is not None:
             self._stop("time budget")
-        self.shown.event(view.ended(one.job.what, result.summary, wall))
-        told = {"state": result.summary.state, "reason": result.summary.reason, "wall_s": wall}
-        self._note("ended", run=one.job.run.run_id, **told)
+        self.shown.event(view.ended(job.what, result.summary, wall))
+        self._note("ended", run=job.run.run_id, state=result.summary.state, reason=result.summary.reason, wall_s=wall)
 
     def _stop(self, why: str) -> None:
-        """Starts nothing more. A signal, and an error, end the runs that are on."""
+        """Start nothing more. A signal, and an error, end the runs that are on."""
         self._stopping = self._stopping or why
         if why != "time budget":
-            for one in self._running:
-                _byte(one.pipe)
+            self._end_runs()
+
+    def _end_runs(self) -> None:
+        for running in self._running:
+            _send_byte(running.pipe)
+
+    def _fail(self, error: FtbenchError) -> None:
+        self._error = self._error or error
+        self._stop("error")
+
+    # --- what is written ---------------------------------------------------------------------------------------------
 
     def _note(self, event: str, **more: Any) -> None:
-        """The journal, the tables and the board after something has happened. A disk that takes no more stops the
+        """Write the journal, the tables and the board after something has happened. A disk that takes no more stops the
         sweep; what has ended is in its own directory."""
         try:
             self.journal.write(event, **more)
             self._write(last=event == "end")
         except FtbenchError as error:
-            self._error = self._error or error
-            self._stop("error")
+            self._fail(error)
 
     def _write(self, last: bool) -> None:
-        """The tables and the board. With thousands of runs they take seconds: then not after each run, but in no more
-        than a twentieth of the time; always at the end, unless nothing has changed."""
+        """Write the tables and the board. With thousands of runs they take seconds: then not after each run, but in no
+        more than a twentieth of the time; always at the end, unless nothing has changed."""
         self._stale = self._stale or not last
         if not self._stale and self.tables.written and len(self.plan.standings) > TERMINAL_ROWS:
             return
         begin = time.monotonic()
         if last or self._is_due():
             self.tables.write()
-            self._note_board()
+            self._write_board()
             self._write_s, self._stale = time.monotonic() - begin, False
 
     def _is_due(self) -> bool:
         return len(self.plan.standings) <= _FEW or time.monotonic() - self._written_at > _SPACING * self._write_s
 
-    def _note_board(self) -> None:
-        """sweep.json: where every job stands, for another shell."""
+    def _write_board(self) -> None:
+        """Write sweep.json: where every job stands, for another shell."""
         begin = time.monotonic()
-        jobs: list[dict[str, Any]] = [
-            {"run": job.run.run_id, "what": job.what}
-            | {"state": found.state, "reason": found.reason, "wall_s": found.wall_s}
-            for job, found in self.plan.standings.items()
-        ]
-        board = {
+        board: dict[str, Any] = {
             "schema": SCHEMA,
             **self.about,
             "at": rundir.now(),
             "left_s": self.left_s(),
-            "running": [one.job.run.run_id for one in self._running],
-            "jobs": jobs,
-        }
+            "running": [running.job.run.run_id for running in self._running],
+            "jobs": [
+                {"run": job.run.run_id, "what": job.what, "state": standing.state, "reason": standing.reason,
+                 "wall_s": standing.wall_s}
+                for job, standing in self.plan.standings.items()
+            ],
+        }  # fmt: skip
         if isinstance(self.plan, Search):
             board["frontier"] = self.plan.as_dicts()
         try:
             rundir.write_json(self.folder / BOARD, board, indent=None)
         except FtbenchError as error:
-            self._error = self._error or error
-            self._stop("error")
+            self._fail(error)
         self._written_at = time.monotonic()
         self._write_s = max(self._write_s, self._written_at - begin)
 
     def left_s(self) -> float | None:
-        pending = [*self.plan.pending(), *(one.job for one in self._running)]
-        return self.plan.history.remaining_s(pending, max(1, len(self.places)))
+        """Return the seconds that are left, roughly; None before a run has ended."""
+        pending = [*self.plan.pending(), *(running.job for running in self._running)]
+        return self.plan.wall_times.remaining_s(pending, max(1, len(self.slots)))
 
     def _show(self) -> None:
         now = time.monotonic()
-        running = [f"{one.place.name}: {one.job.what}: {one.text} · {now - one.begun:.0f} s" for one in self._running]
-        self.shown.show(view.counted(self.plan.standings.values(), self.left_s()), running)
+        lines = [f"{each.slot.name}: {each.job.what}: {each.text} · {now - each.begun:.0f} s" for each in self._running]
+        self.shown.show(view.counted(self.plan.standings.values(), self.left_s()), lines)
 
 
-def _byte(pipe: int) -> None:
+def _send_byte(pipe: int) -> None:
     with suppress(OSError):  # full, or closed already: either way it was heard
         os.write(pipe, b"!")

@@ -1,5 +1,5 @@
-"""What an ablation has found: a row a rung, the climb, the best combination with its lines; as tables, as one document,
-and as the file ablation.md, which is written again after every run."""
+"""What an ablation says: a row a variant, the combinations, the best of them with its lines of a spec; as tables, as
+one document, and as the file ablation.md, which is written again after every run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from ftbench.spec.ablation import PLAIN
 from ftbench.spec.sweep import as_text
 from ftbench.store import rundir
 from ftbench.sweep.output.table import Tables
-from ftbench.sweep.plan.ablation import Ladder
+from ftbench.sweep.plan.ablation import AblationPlan
 
 ABLATION = "ablation.md"
-HEADINGS = ("rung", "against", "tokens/s", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
-_TEXT = ("rung", "against", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
+HEADINGS = (
+    "variant", "against", "tokens/s", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state",
+)  # fmt: skip
+_TEXT = ("variant", "against", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
 NOTE = (
     "Δ speed in real tokens per second, with its 95 % interval in brackets: of several runs a side from the spread "
     "between them, of one (*) from its steps alone; ≈ is not distinguishable, ? is without an interval. Peak: tensors "
@@ -33,10 +35,12 @@ NOTE = (
 )
 
 
-class Ablation(Tables):
-    """The tables of a ladder; `plan` is the ladder."""
+class AblationTables(Tables):
+    """The tables of an ablation."""
 
-    def __init__(self, folder: Path, plan: Ladder, gpu: str | None, impossible: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self, folder: Path, plan: AblationPlan, gpu: str | None, impossible: Sequence[tuple[str, str]]
+    ) -> None:
         super().__init__(folder, plan, gpu, impossible)
         self.plan, self.folder = plan, folder
 
@@ -45,21 +49,22 @@ class Ablation(Tables):
         rundir.write_text(self._folder / ABLATION, self.markdown())
 
     def markdown(self) -> str:
+        """Return the text of ablation.md."""
         parts = [f"# {self.folder.name}: what each optimization brings\n"]
-        if left := self._left():
+        if left := self.plan.left():
             parts.append(f"{left} runs are still to come.\n")
-        parts.append("## One at a time\n\n" + formats.markdown(self.rungs()))
-        if climbed := self.climb():
-            parts.append("## Together\n\n" + formats.markdown(climbed))
+        parts.append("## One at a time\n\n" + formats.markdown(self.variants()))
+        if combinations := self.combinations():
+            parts.append("## Together\n\n" + formats.markdown(combinations))
         best = "\n\n".join(self.verdict("```yaml\n{}```\n"))
         refused = self._refusals("- ")
         parts.append("\n".join([f"## Best\n\n{best}", *(["## Cannot work\n", *refused] if refused else [])]))
         return "\n".join(parts).rstrip("\n") + "\n"
 
     def terminal(self) -> str:
-        parts = ["ONE AT A TIME\n" + formats.terminal(self.rungs())]
-        if climbed := self.climb():
-            parts.append("TOGETHER\n" + formats.terminal(climbed))
+        parts = ["ONE AT A TIME\n" + formats.terminal(self.variants())]
+        if combinations := self.combinations():
+            parts.append("TOGETHER\n" + formats.terminal(combinations))
         return "\n".join([*parts, *self.verdict("\n{}"), *self._refusals("cannot work  ")]) + "\n"
 
     def _refusals(self, before: str) -> list[str]:
@@ -67,80 +72,81 @@ class Ablation(Tables):
 
     # --- tables ------------------------------------------------------------------------------------------------------
 
-    def rungs(self) -> Table:
-        """The plain recipe and each rung beside what it is held against."""
+    def variants(self) -> Table:
+        """Return the plain recipe and each variant beside what it is held against."""
         plan = self.plan
         rows = [_row(PLAIN, "", plan.cell({}), None, plan.state({}))]
         rows += [
-            _row(rung.name, rung.over, plan.cell(rung.changes), plan.pair(rung.changes, plan.over(rung)),
-                 plan.state(rung.changes))
-            for rung in plan.start.variants if rung.name not in plan.refused
+            _row(variant.name, variant.over, plan.cell(variant.changes),
+                 plan.pair(variant.changes, plan.over(variant)), plan.state(variant.changes))
+            for variant in plan.start.variants if variant.name not in plan.refused
         ]  # fmt: skip
         return _table(rows, [NOTE, *self._outside()])
 
-    def climb(self) -> Table | None:
-        """Each combination that was tried, beside what had been kept until then."""
+    def combinations(self) -> Table | None:
+        """Return each combination that was tried, beside what had been kept until then."""
         plan, rows = self.plan, []
-        for climb in plan.climbs:
-            told = "kept" if climb.kept else f"not kept: {climb.reason}"
-            added = {key: value for key, value in climb.changes.items() if climb.over.get(key) != value}
-            pair = plan.pair(climb.changes, climb.over)
-            rows.append(_row(f"+ {ablation.label(added)}", "", plan.cell(climb.changes), pair, told))
+        for each in plan.combinations:
+            added = {key: value for key, value in each.changes.items() if each.over.get(key) != value}
+            pair = plan.pair(each.changes, each.over)
+            state = "kept" if each.kept else f"not kept: {each.reason}"
+            rows.append(_row(f"+ {ablation.label(added)}", "", plan.cell(each.changes), pair, state))
         return _table(rows, ["each row is held against all that was kept above it"]) if rows else None
 
     def _outside(self) -> Iterator[str]:
-        for rung in self.plan.start.variants:
-            pair = self.plan.pair(rung.changes, {})
+        for variant in self.plan.start.variants:
+            pair = self.plan.pair(variant.changes, {})
             if pair and pair.parity and pair.parity.verdict == "outside":
-                told = pair.parity.reason or f"its loss differs by {units.percent(pair.parity.worst)}"
-                yield f"{rung.name} does not learn what the plain recipe does: {told}"
+                reason = pair.parity.reason or f"its loss differs by {units.percent(pair.parity.worst)}"
+                yield f"{variant.name} does not learn what the plain recipe does: {reason}"
 
     # --- the best ----------------------------------------------------------------------------------------------------
 
     def verdict(self, lines: str) -> list[str]:
-        """Sentences on the best combination, and its lines of a spec in the form `lines`."""
+        """Return sentences on the best combination, and its lines of a spec in the form `lines`."""
         plan = self.plan
         if not plan.cell({}) or not (plain := plan.cell({})) or not plain.ok:
             return [f"The plain recipe has no figures ({plan.state({})}), so nothing can be held against it."]
-        pending = " so far" if self._left() else ""
-        if pending and not plan.climbs:
-            return [f"{self._left()} runs are still to come before anything is put together."]
+        pending = " so far" if plan.left() else ""
+        if pending and not plan.combinations:
+            return [f"{plan.left()} runs are still to come before anything is put together."]
         if not plan.best:
             return [f"Nothing was found{pending} that is better than the plain recipe for {plan.start.objective}."]
         pair = plan.pair(plan.best, {})
-        told = [f"Best for {plan.start.objective}{pending}: {ablation.label(plan.best)}"]
+        sentences = [f"Best for {plan.start.objective}{pending}: {ablation.label(plan.best)}"]
         if pair:
-            told.append(
+            sentences.append(
                 f"Against the plain recipe: speed {change(pair.speed)}, peak GiB {_change_of_peak(pair)}, loss "
                 f"{_loss(pair.parity)}"
             )
         if plan.start.spec.launch.mock != "off":
-            told.append("launch.mock: nothing was trained, and every figure here is made up.")
-        return [*told, lines.format(spec_lines(ablation.by_section(plan.best)))]
+            sentences.append("launch.mock: nothing was trained, and every figure here is made up.")
+        return [*sentences, lines.format(spec_lines(ablation.by_section(plan.best)))]
 
     def document(self) -> dict[str, Any]:
-        """All of it, for programs; what is unknown is None."""
+        """Return all of it, for programs; what is unknown is None."""
         plan = self.plan
-        rungs = [
-            _record(rung.name, plan.cell(rung.changes), plan.pair(rung.changes, plan.over(rung)), plan)
-            | {"against": rung.over, "reason": plan.refused.get(rung.name) or plan.state(rung.changes) or None}
-            for rung in plan.start.variants
+        variants = [
+            _record(each.name, plan.cell(each.changes), plan.pair(each.changes, plan.over(each)))
+            | {"against": each.over, "reason": plan.refused.get(each.name) or plan.state(each.changes) or None}
+            for each in plan.start.variants
         ]
-        climbed = [
-            _record(climb.name, plan.cell(climb.changes), plan.pair(climb.changes, climb.over), plan)
-            | {"against": ablation.label(climb.over), "kept": climb.kept, "reason": climb.reason or None}
-            for climb in plan.climbs
+        combinations = [
+            _record(each.name, plan.cell(each.changes), plan.pair(each.changes, each.over))
+            | {"against": ablation.label(each.over), "kept": each.kept, "reason": each.reason or None}
+            for each in plan.combinations
         ]
-        best = _record(ablation.label(plan.best), plan.cell(plan.best), plan.pair(plan.best, {}), plan)
+        best = _record(ablation.label(plan.best), plan.cell(plan.best), plan.pair(plan.best, {}))
         return {
-            "folder": str(self._folder), "objective": plan.start.objective, "left": self._left(),
-            "plain": _record(PLAIN, plan.cell({}), None, plan) | {"reason": plan.state({}) or None},
-            "rungs": rungs, "climb": climbed, "best": best | {"changes": dict(plan.best)}, "runs": self.records(),
+            "folder": str(self._folder), "objective": plan.start.objective, "left": plan.left(),
+            "plain": _record(PLAIN, plan.cell({}), None) | {"reason": plan.state({}) or None},
+            "variants": variants, "combinations": combinations, "best": best | {"changes": dict(plan.best)},
+            "runs": self.records(),
         }  # fmt: skip
 
 
 def spec_lines(sections: Mapping[str, Any]) -> str:
-    """Sections of a spec as lines of it, ready to paste."""
+    """Return sections of a spec as lines of it, ready to paste."""
     lines = []
     for section, values in sections.items():
         inner = values if isinstance(values, dict) else {}
@@ -153,7 +159,7 @@ def spec_lines(sections: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Sequence[list[str]], notes: Sequence[str]) -> Table:
-    filled = [i for i, heading in enumerate(HEADINGS) if heading in ("rung", "state") or any(row[i] for row in rows)]
+    filled = [i for i, heading in enumerate(HEADINGS) if heading in ("variant", "state") or any(row[i] for row in rows)]
     return Table({}, [HEADINGS[i] for i in filled], [[row[i] for i in filled] for row in rows], list(notes), _TEXT)
 
 
@@ -200,7 +206,7 @@ def _loss(found: Parity | None) -> str:
     return f"{found.change * 100:+.2g} %, {parity_text(found)}"
 
 
-def _record(name: str, cell: Cell | None, pair: Pair | None, plan: Ladder) -> dict[str, Any]:
+def _record(name: str, cell: Cell | None, pair: Pair | None) -> dict[str, Any]:
     speed, parity = (pair.speed, pair.parity) if pair else (None, None)
     return {
         "name": name,

@@ -9,17 +9,17 @@ from ftbench.errors import SpecError
 from ftbench.launch.follow import Follower
 from ftbench.store.rundir import RunDir, read_json
 from ftbench.sweep.execute.journal import is_held
-from ftbench.sweep.execute.loop import BOARD
 from ftbench.sweep.jobs import Standing
+from ftbench.sweep.output.table import BOARD
 from ftbench.sweep.output.view import counted
 
 
 def status(folder: Path) -> dict[str, Any]:
-    """The board of the sweep in `folder` (the experiment's, `results/<name>`), whether its process is alive, and a line
-    on each run that is on. Raises SpecError where there is no sweep."""
+    """Return the board of the sweep in `folder` (the experiment's, `results/<name>`), whether its process is alive, and
+    a line on each run that is on. Raise SpecError where there is no sweep."""
     board = read_json(folder / BOARD)
     if not board:
-        inside = sorted(str(found.parent) for found in folder.glob(f"*/{BOARD}")) if folder.is_dir() else []
+        inside = sorted(str(path.parent) for path in folder.glob(f"*/{BOARD}")) if folder.is_dir() else []
         raise SpecError(f"{folder}: holds no sweep" + (f"; did you mean {', '.join(inside)}?" if inside else ""))
     alive = is_held(folder)
     running = {}
@@ -30,19 +30,19 @@ def status(folder: Path) -> dict[str, Any]:
     return board | {"alive": alive, "running": running, "folder": str(folder)}
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """The same for people."""
-    jobs = {job["run"]: job for job in found["jobs"]}
-    cut_short = {} if found["alive"] else {"running": "pending"}
+def as_text(board: dict[str, Any]) -> str:
+    """Return the same for people."""
+    jobs = {job["run"]: job for job in board["jobs"]}
+    cut_short = {} if board["alive"] else {"running": "pending"}
     standings = [Standing(cut_short.get(job["state"], job["state"])) for job in jobs.values()]
-    lines = [f"{found['folder']}: {counted(standings, found['left_s'] if found['alive'] else None)}"]
-    lines += [f"  running  {jobs[run]['what']}: {text}" for run, text in found["running"].items()]
+    lines = [f"{board['folder']}: {counted(standings, board['left_s'] if board['alive'] else None)}"]
+    lines += [f"  running  {jobs[run]['what']}: {text}" for run, text in board["running"].items()]
     lines += [
         f"  {job['state']:<8} {job['what']}: {job['reason']}"
         for job in jobs.values() if job["state"] in ("error", "timeout", "oom", "skipped")
     ]  # fmt: skip
     left = sum(not standing.done for standing in standings)
-    if not found["alive"] and left:
-        lines.append(f"  not running since {found['at']}: the same command goes on where it stopped")
-    lines.append(f"  table    {Path(found['folder']) / 'summary.md'}")
+    if not board["alive"] and left:
+        lines.append(f"  not running since {board['at']}: the same command goes on where it stopped")
+    lines.append(f"  table    {Path(board['folder']) / 'summary.md'}")
     return "\n".join(lines)

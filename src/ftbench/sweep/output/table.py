@@ -16,25 +16,26 @@ from ftbench.report.render.tables import Table
 from ftbench.store import rundir
 from ftbench.store.summary import optimizations_on
 from ftbench.sweep.jobs import Job, Standing, short
-from ftbench.sweep.plan.grid import Plan
+from ftbench.sweep.plan.base import Plan
 from ftbench.sweep.plan.search import Search
 
 if TYPE_CHECKING:
     import pandas as pd
 
+BOARD = "sweep.json"  # where every job stands
 REPEAT = "repeat"
 TERMINAL_ROWS = 500  # more are named, not shown
 
 
 class Tables:
-    """The tables of a plan. A finished run's summary is read once."""
+    """The tables of a plan. Reads a finished run's summary once."""
 
     def __init__(self, folder: Path, plan: Plan, gpu: str | None, impossible: Sequence[tuple[str, str]]) -> None:
         self._folder, self._plan, self._gpu, self._impossible = folder, plan, gpu, impossible
         self._records: dict[Job, dict[str, Any]] = {}
 
     def write(self) -> None:
-        """Replaces both files. Raises MissingError if the disk does not take them."""
+        """Replace both files. Raise MissingError if the disk does not take them."""
         axes, records = self._axes(), self._rows()
         frame = frame_of(records) if records else None
         rundir.write_text(self._folder / "summary.md", self._markdown(frame, axes))
@@ -47,7 +48,7 @@ class Tables:
 
     def _markdown(self, frame: pd.DataFrame | None, axes: Sequence[str]) -> str:
         parts = [f"# {self._folder.name}\n"]
-        if (left := self._left()) > 0:
+        if left := self._plan.left():
             parts.append(f"{left} runs are still to come.\n")
         if isinstance(self._plan, Search):
             parts.append("## Largest batch\n\n" + formats.markdown(frontier_table(self._plan)))
@@ -60,30 +61,29 @@ class Tables:
         return "\n".join(parts)
 
     def terminal(self) -> str:
+        """Return what is printed in the end."""
         parts = [formats.terminal(frontier_table(self._plan))] if isinstance(self._plan, Search) else []
-        ended = sum(found.done for found in self._plan.standings.values())
+        ended = sum(standing.done for standing in self._plan.standings.values())
         if ended > TERMINAL_ROWS:
             parts.append(f"{ended:,} rows are in {self._folder / 'summary.md'} and summary.csv\n")
         elif ended:
             parts.append(formats.render(frame_of(self._rows()), "table", self._axes()))
         return "\n".join(parts)
 
-    def frontier(self) -> list[dict[str, Any]]:
-        """What a search has found for each family; empty for a grid."""
-        return self._plan.as_dicts() if isinstance(self._plan, Search) else []
+    def document(self) -> dict[str, Any]:
+        """Return all of it, for programs; `frontier` is empty for a grid."""
+        frontier = self._plan.as_dicts() if isinstance(self._plan, Search) else []
+        return {"folder": str(self._folder), "frontier": frontier, "runs": self.records()}
 
     def records(self) -> list[dict[str, Any]]:
-        """Each ended or skipped job's summary, with its directory in the sweep's folder."""
+        """Return each ended or skipped job's summary, with its directory in the sweep's folder."""
         return [{key: value for key, value in record.items() if "." not in key} for record in self._rows()]
 
     def _others(self) -> int:
-        """Runs in the folder that are not this plan's: of another grid, or of the spec as it was before."""
-        mine = {job.run.run_id for job in self._plan.standings}
+        """Return how many runs in the folder are not this plan's: of another grid, or of the spec as it was before."""
+        planned = {job.run.run_id for job in self._plan.standings}
         with os.scandir(self._folder) as entries:
-            return sum(entry.is_dir() and entry.name[0] != "." and entry.name not in mine for entry in entries)
-
-    def _left(self) -> int:
-        return sum(not found.done for found in self._plan.standings.values())
+            return sum(entry.is_dir() and entry.name[0] != "." and entry.name not in planned for entry in entries)
 
     def _axes(self) -> list[str]:
         keys = dict.fromkeys(key for job in self._plan.standings for key in job.values)
@@ -91,25 +91,27 @@ class Tables:
         return [*keys, *([REPEAT] if repeated else [])]
 
     def _rows(self) -> list[dict[str, Any]]:
-        found = [(job, state) for job, state in self._plan.standings.items() if state.done]
-        if isinstance(self._plan, Search):
-            found.sort(key=lambda pair: pair[0].spec.train.batch_size)
+        """Return a record for each job that is done, those of one cell (of a search: one family) side by side."""
+        searching = isinstance(self._plan, Search)
+        jobs = [job for job, standing in self._plan.standings.items() if standing.done]
+        if searching:
+            jobs.sort(key=lambda job: job.spec.train.batch_size)
         order: dict[str, int] = {}
-        for job, _ in found:
-            order.setdefault(job.family if isinstance(self._plan, Search) else job.cell, len(order))
-        found.sort(key=lambda pair: order[pair[0].family if isinstance(self._plan, Search) else pair[0].cell])
+        for job in jobs:
+            order.setdefault(job.family if searching else job.cell, len(order))
+        jobs.sort(key=lambda job: order[job.family if searching else job.cell])
         axes = self._axes()
-        return [self._record(job, state, axes) for job, state in found]
+        return [self._record(job, self._plan.standings[job], axes) for job in jobs]
 
-    def _record(self, job: Job, found: Standing, axes: Sequence[str]) -> dict[str, Any]:
+    def _record(self, job: Job, standing: Standing, axes: Sequence[str]) -> dict[str, Any]:
         if job not in self._records:
-            summary = dataclasses.asdict(_skipped(job, found, self._gpu)) if found.state == "skipped" else None
-            record = (summary or summary_of(job.run, found.state)) | {"path": job.run.run_id}
+            skipped = dataclasses.asdict(_skipped(job, standing, self._gpu)) if standing.state == "skipped" else None
+            record = (skipped or summary_of(job.run, standing.state)) | {"path": job.run.run_id}
             self._records[job] = record | {key: _text(job, key) for key in axes}
         return self._records[job]
 
     def forget(self, job: Job) -> None:
-        """A job that has run again has another summary."""
+        """Forget the summary of a job that has run again."""
         self._records.pop(job, None)
 
 
@@ -117,10 +119,10 @@ def _text(job: Job, key: str) -> str:
     return str(job.repeat) if key == REPEAT else short(job.values.get(key, ""))
 
 
-def _skipped(job: Job, found: Standing, gpu: str | None) -> RunSummary:
+def _skipped(job: Job, standing: Standing, gpu: str | None) -> RunSummary:
     spec = job.spec
     return RunSummary(
-        name=spec.name, run_id=job.run.run_id, state=found.state, reason=found.reason, method=spec.method.name,
+        name=spec.name, run_id=job.run.run_id, state=standing.state, reason=standing.reason, method=spec.method.name,
         model=spec.model.id, weights=spec.model.weights, gpu=gpu, batch_size=spec.train.batch_size,
         gradient_accumulation_steps=spec.train.gradient_accumulation_steps,
         optimizations=optimizations_on(spec.optimizations.model_dump(mode="json")), steps={},
@@ -129,7 +131,7 @@ def _skipped(job: Job, found: Standing, gpu: str | None) -> RunSummary:
 
 
 def frontier_table(search: Search) -> Table:
-    """A row for each family: the largest batch that fits and the first that does not."""
+    """Return a row for each family: the largest batch that fits and the first that does not."""
     keys = dict.fromkeys(key for family in search.families for key in family.values if key != "method")
     headings = [
         *(key.rpartition(".")[2] for key in keys), "method", "largest batch", "tokens/s", "reserved GiB",
@@ -139,7 +141,7 @@ def frontier_table(search: Search) -> Table:
     for family, _, edge in search.edges():
         largest, failing = edge.largest, edge.first_failing
         oom = failing.oom if failing else None
-        asked = (oom or {}).get("bytes_requested")
+        requested = (oom or {}).get("bytes_requested")
         rows.append([
             *(short(family.values.get(key, "")) for key in keys),
             family.spec.method.name,
@@ -148,7 +150,7 @@ def frontier_table(search: Search) -> Table:
             units.gibibytes(largest.peak_gb) if largest else "",
             str(failing.batch) if failing else "",
             f"{oom['phase']}, step {oom['step']}" if oom and oom.get("phase") else "",
-            units.gibibytes(units.gib(asked)) if asked else "",
+            units.gibibytes(units.gib(requested)) if requested else "",
             str(edge.knee or ""),
             edge.note,
         ])  # fmt: skip

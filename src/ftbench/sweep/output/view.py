@@ -18,15 +18,15 @@ from ftbench.sweep.jobs import FAILED, Standing
 REFRESH_S = 1.0  # the view shares the CPU with what is measured
 
 
-class View:
-    """A context. `event` prints a line; `show` the state of things, no more often than once a second."""
+class LiveView:
+    """A context that shows how a sweep goes."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if sys.stderr.isatty() else None
         self._shown = 0.0
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> LiveView:
         if self._live:
             self._live.start()
         return self
@@ -36,26 +36,28 @@ class View:
             self._live.stop()
 
     def event(self, text: str) -> None:
+        """Print a line with the time."""
         self._console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}"))
 
     def show(self, counted: str, running: Sequence[str]) -> None:
+        """Show the state of things, no more often than once a second."""
         if self._live and time.monotonic() - self._shown >= REFRESH_S:
             self._shown = time.monotonic()
             self._live.update(Group(*(Text(f"  {line}") for line in (*running, counted))), refresh=True)
 
 
 def counted(standings: Iterable[Standing], left_s: float | None) -> str:
-    """`12 ok · 1 oom · 2 skipped · 9 left · about 1 h 20 min`."""
-    states = Counter(found.state for found in standings)
+    """Return `12 ok · 1 oom · 2 skipped · 9 left · about 1 h 20 min`."""
+    states = Counter(standing.state for standing in standings)
     failed = sum(states[name] for name in FAILED)
     left = states["pending"] + states["running"] + states["interrupted"]
-    told = {"ok": states["ok"], "oom": states["oom"], "failed": failed, "skipped": states["skipped"], "left": left}
-    parts = [f"{count} {name}" for name, count in told.items() if count]
+    counts = {"ok": states["ok"], "oom": states["oom"], "failed": failed, "skipped": states["skipped"], "left": left}
+    parts = [f"{count} {name}" for name, count in counts.items() if count]
     return " · ".join([*parts, *([f"about {seconds(left_s)}"] if left_s and left else [])])
 
 
 def ended(what: str, summary: RunSummary, wall_s: float | None) -> str:
-    """One line on a run that has ended."""
+    """Return one line on a run that has ended."""
     if summary.state != "ok":
         return f"{summary.state}  {what}: {summary.reason}"
     speed, peak = summary.tokens_per_s.get("real"), summary.memory_gb.get("allocated_peak")

@@ -1,6 +1,6 @@
-"""The plan of an ablation: every rung on the plain recipe, repeats interleaved, and then the climb, which puts together
-what helped, the most helpful first, and keeps what helps further. What a run says is read from its directory alone, so
-that the climb goes the same way again when the ablation is resumed."""
+"""The plan of an ablation: every variant of the plain recipe, repeats interleaved, and then a greedy selection, which
+puts together what helped, the most helpful first, and keeps what helps further. What a run says is read from its
+directory alone, so that the selection goes the same way again when the ablation is resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN, Changes, Variant
 from ftbench.spec.experiment import Experiment
 from ftbench.sweep.jobs import FAILED, Job, Standing, job
-from ftbench.sweep.plan.grid import Grid, Options
+from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.grid import Grid
 
 OBJECTIVES = ("speed", "memory")  # real tokens a second; the peak of allocated memory
 MEMORY_GAIN = 0.005  # of the peak: repeats agree to more digits than matter
@@ -25,8 +26,8 @@ MEMORY_GAIN = 0.005  # of the peak: repeats agree to more digits than matter
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the rungs stand on: the plain spec, resolved and with its number of repeats; `refused` says why a spec can
-    not run here; `objective` is one of OBJECTIVES."""
+    """What the variants stand on: the plain spec, resolved and with its number of repeats; `refused` says why a spec
+    cannot run on this machine; `objective` is one of OBJECTIVES."""
 
     spec: Experiment
     variants: Sequence[Variant]
@@ -35,11 +36,11 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Climb:
-    """One combination that was tried on top of `over` because `rung` had helped alone; `reason` says why it was not
-    kept, or could not be tried."""
+class Combination:
+    """One that was tried on top of `over` because `variant` had helped alone; `reason` says why it was not kept, or
+    could not be tried."""
 
-    rung: Variant
+    variant: Variant
     changes: Changes
     over: Changes
     kept: bool = False
@@ -50,19 +51,19 @@ class Climb:
         return ablation.label(self.changes)
 
 
-class Ladder(Grid):
-    """`climbs` are the combinations tried so far, in order; `best` what has been kept of them."""
+class AblationPlan(Grid):
+    """`combinations` are those tried so far, in order; `best` what has been kept of them."""
 
     def __init__(self, start: Start, options: Options) -> None:
-        self.start, self.climbs, self.best = start, list[Climb](), dict[str, Any]()
-        self._folder, self._gpu, self._sets = options.folder, options.gpu, options.sets
-        self._climbing: Iterator[list[Job]] | None = None
+        self.start, self.combinations, self.best = start, list[Combination](), dict[str, Any]()
+        self.options = options
+        self._selection: Iterator[list[Job]] | None = None
         self._cells: dict[str, Cell] = {}
-        every = [(PLAIN, dict[str, Any]()), *((rung.name, rung.changes) for rung in start.variants)]
+        every = [(PLAIN, dict[str, Any]()), *((variant.name, variant.changes) for variant in start.variants)]
         reasons = {ablation.label(changes): self._refused(changes) for _, changes in every}
         self.refused = {name: reason for name, reason in reasons.items() if reason}
-        tried = [changes for name, changes in every if name not in self.refused]
-        jobs = [self._job(changes, repeat) for repeat in range(1, self.repeats + 1) for changes in tried]
+        allowed = [changes for name, changes in every if name not in self.refused]
+        jobs = [self._job(changes, repeat) for repeat in range(1, self.repeats + 1) for changes in allowed]
         super().__init__(jobs, {}, options)
         self._skip_repeats()
 
@@ -75,22 +76,22 @@ class Ladder(Grid):
 
     def _job(self, changes: Changes, repeat: int) -> Job:
         spec, name = ablation.with_changes(self.start.spec, changes), ablation.label(changes)
-        sets = (*self._sets, *ablation.settings(changes.items()))
-        return job(spec, sets, {"rung": name}, repeat, self._folder, self._gpu)
+        sets = (*self.options.sets, *ablation.settings(changes.items()))
+        return job(spec, sets, {"variant": name}, repeat, self.options.folder, self.options.gpu)
 
     def jobs(self, changes: Changes) -> list[Job]:
-        """The repeats of a combination."""
+        """Return the repeats of a combination."""
         return [self._job(changes, repeat) for repeat in range(1, self.repeats + 1)]
 
-    def next(self, fits: Callable[[Job], bool]) -> Job | None:
-        while (found := super().next(fits)) is None:
-            if any(not now.done for now in self.standings.values()):
+    def next(self, has_time: Callable[[Job], bool]) -> Job | None:
+        while (found := super().next(has_time)) is None:
+            if self.left():
                 return None
-            self._climbing = self._climbing or self._climb()
-            more = next(self._climbing, None)
-            if more is None:
+            self._selection = self._selection or self._select()
+            jobs = next(self._selection, None)
+            if jobs is None:
                 return None
-            self.add(more, {})
+            self.add(jobs, {})
             self._skip_repeats()
         return found
 
@@ -100,7 +101,7 @@ class Ladder(Grid):
         self._skip_repeats()
 
     def _skip_repeats(self) -> None:
-        """What has failed once is not run again to fail again."""
+        """Skip the repeats of what has failed once: they would fail again."""
         failed = {each.cell: each.repeat for each, now in self.standings.items() if now.state in FAILED}
         for each in self.pending():
             if each.cell in failed:
@@ -109,7 +110,7 @@ class Ladder(Grid):
     # --- figures -----------------------------------------------------------------------------------------------------
 
     def cell(self, changes: Changes) -> Cell | None:
-        """The runs of a combination that have ended; None before the first has."""
+        """Return the runs of a combination that have ended; None before the first has."""
         jobs = self.jobs(changes)
         name = jobs[0].cell
         if name not in self._cells:
@@ -121,78 +122,78 @@ class Ladder(Grid):
         return self._cells[name]
 
     def state(self, changes: Changes) -> str:
-        """How its first run stands, if none has ended well; else empty."""
-        found = [self.standings.get(each) for each in self.jobs(changes)]
-        if any(now and now.state == "ok" for now in found):
+        """Return how a combination's first run stands, if none has ended well; else nothing."""
+        standings = [self.standings.get(each) for each in self.jobs(changes)]
+        if any(now and now.state == "ok" for now in standings):
             return ""
-        return next((f"{now.state}: {now.reason}" if now.reason else now.state for now in found if now), "not run")
+        return next((f"{now.state}: {now.reason}" if now.reason else now.state for now in standings if now), "not run")
 
     def pair(self, changes: Changes, over: Changes) -> Pair | None:
-        """A combination beside another; None before both have run."""
+        """Return a combination beside another; None before both have run."""
         cell, baseline = self.cell(changes), self.cell(over)
         return pair_of(OPTIMIZATIONS, cell, baseline) if cell and baseline else None
 
-    def over(self, rung: Variant) -> Changes:
-        """What a rung is held against."""
-        return next((other.changes for other in self.start.variants if other.name == rung.over), {})
+    def over(self, variant: Variant) -> Changes:
+        """Return what a variant is held against."""
+        return next((other.changes for other in self.start.variants if other.name == variant.over), {})
 
     def hindrance(self, changes: Changes, over: Changes) -> str:
-        """Why a combination is no gain over another; empty where it is one."""
+        """Return why a combination is no gain over another; nothing where it is one."""
         pair = self.pair(changes, over)
         if pair is None or not pair.cell.ok or pair.baseline is None or not pair.baseline.ok:
             return self.state(changes) or "nothing to hold it against"
         plain = self.pair(changes, {})
-        if plain and plain.parity and plain.parity.verdict == "outside" and plain.parity.step is not None:
-            return "does not learn the same"
+        if plain and plain.parity and plain.parity.verdict == "outside":
+            return plain.parity.reason or "does not learn the same"
         return _shortfall(getattr(pair, self.start.objective), self.start.objective)
 
-    # --- the climb ---------------------------------------------------------------------------------------------------
+    # --- the greedy selection ----------------------------------------------------------------------------------------
 
     def helpful(self) -> list[Variant]:
-        """The rungs that help alone, both against the plain recipe and against what they need beside them; the most
-        helpful first."""
+        """Return the variants that help alone, both against the plain recipe and against what they need beside them;
+        the most helpful first."""
         alone = [
-            rung
-            for rung in self.start.variants
-            if rung.name not in self.refused
-            and not self.hindrance(rung.changes, {})
-            and (rung.over == PLAIN or not self.hindrance(rung.changes, self.over(rung)))
+            variant
+            for variant in self.start.variants
+            if variant.name not in self.refused
+            and not self.hindrance(variant.changes, {})
+            and (variant.over == PLAIN or not self.hindrance(variant.changes, self.over(variant)))
         ]
-        return sorted(alone, key=lambda rung: self._gain(rung), reverse=True)
+        return sorted(alone, key=lambda variant: self._gain(variant), reverse=True)
 
-    def _gain(self, rung: Variant) -> float:
-        pair = self.pair(rung.changes, {})
+    def _gain(self, variant: Variant) -> float:
+        pair = self.pair(variant.changes, {})
         ratio: Ratio | None = getattr(pair, self.start.objective) if pair else None
         return 0.0 if ratio is None else ratio.value if self.start.objective == "speed" else 1 / ratio.value
 
-    def _climb(self) -> Iterator[list[Job]]:
-        """Gives the jobs of one combination after the other, each to be run before the next is asked for. What did not
+    def _select(self) -> Iterator[list[Job]]:
+        """Yield the jobs of one combination after the other, each to be run before the next is asked for. What did not
         help at first is tried once more on top of what was kept since, but for another value of what was kept."""
-        rungs = self.helpful()
-        for rung in rungs:
-            yield from self._try(rung)
-        for rung in rungs:
-            if not ablation.merged(self.best, rung).keys() <= self.best.keys():
-                yield from self._try(rung)
+        variants = self.helpful()
+        for variant in variants:
+            yield from self._try(variant)
+        for variant in variants:
+            if not ablation.merged(self.best, variant).keys() <= self.best.keys():
+                yield from self._try(variant)
 
-    def _try(self, rung: Variant) -> Iterator[list[Job]]:
-        changes = ablation.merged(self.best, rung)
-        if changes == self.best or any(climb.changes == changes for climb in self.climbs):
+    def _try(self, variant: Variant) -> Iterator[list[Job]]:
+        changes = ablation.merged(self.best, variant)
+        if changes == self.best or any(each.changes == changes for each in self.combinations):
             return
-        tried = Climb(rung, changes, dict(self.best))
+        combination = Combination(variant, changes, dict(self.best))
         if refused := self._refused(changes):
-            self.climbs.append(replace(tried, reason=refused))
+            self.combinations.append(replace(combination, reason=refused))
             return
         yield self.jobs(changes)
         reason = self.hindrance(changes, self.best)
-        self.climbs.append(replace(tried, kept=not reason, reason=reason))
+        self.combinations.append(replace(combination, kept=not reason, reason=reason))
         if not reason:
             self.best = changes
 
 
 def _shortfall(ratio: Ratio | None, objective: str) -> str:
-    """Why a difference is no gain that can be told from noise; empty where it is one. A peak without an interval, of
-    one run, is taken as it is: it repeats."""
+    """Return why a difference is no gain that can be told from noise; nothing where it is one. A peak without an
+    interval, of one run, is taken as it is: it repeats."""
     if ratio is None:
         return "not known"
     if objective == "memory":

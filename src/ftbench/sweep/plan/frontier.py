@@ -12,9 +12,9 @@ _GUESSES = 2  # trials that trust the memory line before plain bisection
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One batch size tried. `fits` is None where the run failed for another reason than memory. Speed in real tokens/s,
-    memory in GiB: `peak_gb` the allocator's pool, `beside_gb` what the device holds beside it, `capacity_gb` the
-    device's."""
+    """One batch size that was tried. `fits` is None where the run failed for another reason than memory. Speed in real
+    tokens/s, memory in GiB: `peak_gb` the allocator's pool, `beside_gb` what the device holds beside it, `capacity_gb`
+    the device's."""
 
     batch: int
     fits: bool | None
@@ -27,10 +27,10 @@ class Trial:
 
 
 def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> int | None:
-    """The batch to try next of `candidates` (ascending), or None when the frontier is known: doubling up to the first
-    that does not fit, then between the two. The first tries in between follow the line through the measured peaks;
-    where it misleads, bisection takes over. `seed` is the largest that is expected to fit: doubling ends there, and
-    goes on from there in steps of 1, 2, 4."""
+    """Return the batch to try next of `candidates` (ascending), or None when the frontier is known: doubling up to the
+    first that does not fit, then between the two. The first tries in between follow the line through the measured
+    peaks; where it misleads, bisection takes over. `seed` is the largest that is expected to fit: doubling ends there,
+    and goes on from there in steps of 1, 2, 4."""
     if any(trial.fits is None for trial in trials):
         return None
     fitting = [trial.batch for trial in trials if trial.fits]
@@ -50,7 +50,7 @@ def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | N
 
 
 def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | None:
-    """The next batch while all have fitted."""
+    """Return the next batch while all have fitted."""
     larger = [batch for batch in candidates if batch > largest]
     wanted = 2 * largest
     if seed is not None and largest < seed:
@@ -62,7 +62,7 @@ def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | 
 
 
 def _guessed(trials: Sequence[Trial], candidates: Sequence[int]) -> int:
-    """How many trials are no step of the doubling."""
+    """Return how many trials are no step of the doubling."""
     doubling, batch = set(), candidates[0]
     while batch is not None and batch not in doubling:
         doubling.add(batch)
@@ -71,7 +71,8 @@ def _guessed(trials: Sequence[Trial], candidates: Sequence[int]) -> int:
 
 
 def _largest_on_the_line(trials: Sequence[Trial]) -> float | None:
-    """The batch at which the straight line through the two largest measured peaks reaches the device's memory."""
+    """Return the batch at which the straight line through the two largest measured peaks reaches the device's
+    memory."""
     known = sorted(
         (t.batch, t.peak_gb, t.capacity_gb - (t.beside_gb or 0.0))
         for t in trials
@@ -85,15 +86,16 @@ def _largest_on_the_line(trials: Sequence[Trial]) -> float | None:
 
 
 def peak_on_the_line(trials: Sequence[Trial], batch: int) -> float | None:
-    """GiB that a batch is expected to need: as measured, or on the straight line through the two nearest measured."""
+    """Return the GiB that a batch is expected to need: as measured, or on the straight line through the two nearest
+    measured."""
     measured = {trial.batch: trial.peak_gb for trial in trials if trial.peak_gb is not None}
     known = sorted(measured.items(), key=lambda pair: abs(pair[0] - batch))
     if known and known[0][0] == batch:
         return known[0][1]
     if len(known) < 2:
         return None
-    (one, one_gb), (other, other_gb) = known[:2]
-    return one_gb + (other_gb - one_gb) / (other - one) * (batch - one)
+    (near, near_gb), (far, far_gb) = known[:2]
+    return near_gb + (far_gb - near_gb) / (far - near) * (batch - near)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Edge:
 
 
 def edge(trials: Sequence[Trial], candidates: Sequence[int], limited_by: str, seed: int | None = None) -> Edge:
-    """`limited_by` says what ends the candidates: `the data set has 200 samples`."""
+    """Return the edge that trials show; `limited_by` says what ends the candidates: `the data set has 200 samples`."""
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.batch)
     failing = sorted((trial for trial in trials if trial.fits is False), key=lambda trial: trial.batch)
     broken = [trial for trial in trials if trial.fits is None]
@@ -123,11 +125,11 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], limited_by: str, se
 
 
 def knee(fitting: Sequence[Trial]) -> int | None:
-    """The smallest batch after which no larger one is 5 % faster; None where fewer than two speeds are known."""
+    """Return the smallest batch after which no larger one is 5 % faster; None where fewer than two speeds are known."""
     known = sorted((trial.batch, trial.speed) for trial in fitting if trial.speed)
     if len(known) < 2:
         return None
-    for place, (batch, speed) in enumerate(known):
-        if all(later < KNEE * speed for _, later in known[place + 1 :]):
+    for i, (batch, speed) in enumerate(known):
+        if all(later < KNEE * speed for _, later in known[i + 1 :]):
             return batch
     return None

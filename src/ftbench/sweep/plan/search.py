@@ -1,11 +1,10 @@
 """What to run next in the search for the largest batch. The run directories say which trials are done already, as in a
-grid (`plan.py`)."""
+grid (`plan/grid.py`)."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ftbench.estimate import preflight
@@ -13,25 +12,29 @@ from ftbench.report.data.collect import summary_of
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import first_gpu, read_json
-from ftbench.sweep.execute.budget import History
-from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, standing
+from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, read_standing
 from ftbench.sweep.plan import frontier
-from ftbench.sweep.plan.grid import KILLS, Options
+from ftbench.sweep.plan.base import Options, Plan
 
 LARGEST_BATCH = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Family:
-    """One cell whose batch size is searched: what its trials train but for the batch, and what names it."""
+    """One cell whose batch size is searched: what its trials train but for the batch, and what names it. `trials` are
+    those that have ended, by batch; `running` is the one that is on, `seed` the batch that is expected to fit."""
 
     spec: Experiment
     sets: tuple[str, ...]
     values: dict[str, Any]
     refused: str | None = None
+    trials: dict[int, frontier.Trial] = field(default_factory=dict)
+    running: Job | None = None
+    stopped: bool = False
+    seed: int | None = None
 
 
-class Search:
+class Search(Plan):
     """For each family the frontier of batch sizes: its trials are runs like any other and found again."""
 
     def __init__(
@@ -42,157 +45,153 @@ class Search:
         effective: int | None,
         gpu: dict[str, Any] | None = None,
     ) -> None:
-        """`gpu` is the one of machine.json, on which the trials run."""
-        self.history = History()
-        self.standings: dict[Job, Standing] = {}
+        """Take `gpu` from the machine.json of the machine on which the trials run."""
+        super().__init__(options)
         self.families = list(families)
-        self._options, self._steps, self._effective = options, steps, effective
-        self._seeds = [preflight.first_trial(family.spec, gpu, LARGEST_BATCH) for family in self.families]
-        self._trials: dict[int, dict[int, frontier.Trial]] = {place: {} for place in range(len(self.families))}
-        self._busy: dict[Job, int] = {}
-        self._kills: Counter[Job] = Counter()
-        self._stopped: set[int] = {place for place, family in enumerate(self.families) if family.refused}
+        self._steps, self._effective = steps, effective
+        for family in self.families:
+            family.seed = preflight.first_trial(family.spec, gpu, LARGEST_BATCH)
+            family.stopped = bool(family.refused)
 
-    def next(self, fits: Callable[[Job], bool]) -> Job | None:
-        for place in range(len(self.families)):
-            if place in self._busy.values() or place in self._stopped:
+    def next(self, has_time: Callable[[Job], bool]) -> Job | None:
+        for family in self.families:
+            if family.running or family.stopped:
                 continue
-            if (found := self._advance(place)) is not None and fits(found):
-                self._busy[found] = place
-                self.standings[found] = Standing("running")
-                return found
+            trial = self._next_trial(family)
+            if trial is not None and has_time(trial):
+                family.running = trial
+                self.standings[trial] = Standing("running")
+                return trial
         return None
 
-    def _advance(self, place: int) -> Job | None:
-        """The next trial that is to be run; those that were run before are taken from their directories."""
-        while (batch := self._next_batch(place)) is not None:
-            wanted = self._job(self.families[place], batch)
-            found = on_resume(standing(wanted.run), self._options.retry_failed)
-            if found.state == "running":  # in another process: a later sitting reads how it ended
-                self.standings[wanted] = found
-                self._stopped.add(place)
+    def _next_trial(self, family: Family) -> Job | None:
+        """Return the next trial that is to be run; take those that were run before from their directories."""
+        while (batch := self._next_batch(family)) is not None:
+            trial = self._job(family, batch)
+            now = on_resume(read_standing(trial.run), self.options.retry_failed)
+            if now.state == "running":  # in another process: a later sitting reads how it ended
+                self.standings[trial] = now
+                family.stopped = True
                 return None
-            crowded = found.state == "oom" and not blames_the_batch(wanted.run)
-            if (self._options.force or crowded) and wanted not in self.standings:
-                found = PENDING
-            if not found.done:
-                return wanted
-            self._note(wanted, place, found)
+            crowded = now.state == "oom" and not blames_the_batch(trial.run)
+            if (self.options.force or crowded) and trial not in self.standings:
+                now = PENDING
+            if not now.done:
+                return trial
+            self._add_trial(family, trial, now)
         return None
 
-    def _next_batch(self, place: int) -> int | None:
-        return frontier.next_batch(list(self._trials[place].values()), self.candidates(place), self._seeds[place])
+    def _next_batch(self, family: Family) -> int | None:
+        return frontier.next_batch(list(family.trials.values()), self.candidates(family), family.seed)
 
     def ended(self, job: Job) -> None:
-        place = self._busy.pop(job)
-        found = standing(job.run)
-        if found.killed and self._kills[job] < KILLS:
-            self._kills[job] += 1
-            self.standings[job] = PENDING
+        (family,) = (family for family in self.families if family.running == job)
+        family.running = None
+        now = read_standing(job.run)
+        if self.begins_again(job, now):
             return
-        if found.done:
-            self._note(job, place, found)
+        if now.done:
+            self._add_trial(family, job, now)
         else:
-            self.standings[job] = found
-            self._stopped.add(place)
+            self.standings[job] = now
+            family.stopped = True
 
-    def pending(self) -> Collection[Job]:
-        return []  # how many trials there will be is not known before they have run
+    def _add_trial(self, family: Family, trial: Job, now: Standing) -> None:
+        self.record(trial, now)
+        family.trials[trial.spec.train.batch_size] = trial_of(trial, now)
 
-    def candidates(self, place: int) -> list[int]:
-        """Batch sizes that may be tried: up to the samples there are, and divisors of the effective batch where that
-        is held."""
-        if self._effective:
-            every = [batch for batch in range(1, self._effective + 1) if self._effective % batch == 0]
-        else:
-            every = list(range(1, LARGEST_BATCH + 1))
-        limit = self._samples(place)
+    # --- how far it may go -------------------------------------------------------------------------------------------
+
+    def candidates(self, family: Family) -> list[int]:
+        """Return the batch sizes that may be tried: up to the samples there are, and divisors of the effective batch
+        where that is held."""
+        batches = range(1, (self._effective or LARGEST_BATCH) + 1)
+        every = [batch for batch in batches if not self._effective or self._effective % batch == 0]
+        limit = self._samples(family)
         return [batch for batch in every if limit is None or batch <= limit] or every[:1]
 
-    def limited_by(self, place: int) -> str:
-        samples = self._samples(place)
+    def limited_by(self, family: Family) -> str:
+        """Return what ends the candidates, as a sentence."""
+        samples = self._samples(family)
         if samples is not None and samples < (self._effective or LARGEST_BATCH):
             return f"the data set has {samples:,} samples"
         return f"{self._effective or LARGEST_BATCH:,} is the largest batch tried"
 
-    def _samples(self, place: int) -> int | None:
-        """How many samples there are: as asked for, or as the first trial found. Synthetic ones can be had as many as
-        are needed."""
-        family = self.families[place]
+    def _samples(self, family: Family) -> int | None:
+        """Return how many samples there are, as the spec or the first trial says; None for synthetic ones, of which
+        there are as many as are needed."""
         if family.spec.dataset.name == "synthetic":
             return None
-        for batch in self._trials[place]:
+        for batch in family.trials:
             described = read_json(self._job(family, batch).run.applied).get("dataset", {})
             if described.get("samples"):
                 return int(described["samples"])
         return family.spec.dataset.samples
 
+    # --- what is known -----------------------------------------------------------------------------------------------
+
     def edges(self) -> list[tuple[Family, list[frontier.Trial], frontier.Edge]]:
-        """What is known of each family's frontier."""
-        found = []
-        for place, family in enumerate(self.families):
-            trials = sorted(self._trials[place].values(), key=lambda trial: trial.batch)
-            edge = frontier.edge(trials, self.candidates(place), self.limited_by(place), self._seeds[place])
-            found.append((family, trials, replace(edge, note=family.refused) if family.refused else edge))
-        return found
+        """Return what is known of each family's frontier."""
+        edges = []
+        for family in self.families:
+            trials = sorted(family.trials.values(), key=lambda trial: trial.batch)
+            edge = frontier.edge(trials, self.candidates(family), self.limited_by(family), family.seed)
+            edges.append((family, trials, replace(edge, note=family.refused) if family.refused else edge))
+        return edges
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """The edges, for a file."""
+        """Return the edges, for a file."""
         return [
-            {
-                "cell": family.values,
-                "method": family.spec.method.name,
-                **asdict(edge),
-                "trials": list(map(asdict, trials)),
-            }
+            {"cell": family.values, "method": family.spec.method.name, **asdict(edge)}
+            | {"trials": list(map(asdict, trials))}
             for family, trials, edge in self.edges()
         ]
 
+    # --- a trial -----------------------------------------------------------------------------------------------------
+
     def _job(self, family: Family, batch: int) -> Job:
-        accumulation = self._effective // batch if self._effective else family.spec.train.gradient_accumulation_steps
-        train = {"batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": self._steps}
-        dataset: dict[str, Any] = {"longest_first": True}
-        if family.spec.dataset.name == "synthetic":
-            dataset["samples"] = max(family.spec.dataset.samples or 0, batch)
-        spec = family.spec.model_copy(
-            update={
-                "train": family.spec.train.model_copy(update=train),
-                "dataset": family.spec.dataset.model_copy(update=dataset),
-                "measure": family.spec.measure.model_copy(
-                    update={"eval": "off", "repeats": 1, "profile": "off", "generate": None}
-                ),
-            }
-        )
-        trial: dict[str, Any] = {f"train.{key}": value for key, value in train.items()}
-        trial |= {f"dataset.{key}": value for key, value in dataset.items()} | {"measure.eval": "off"}
-        if family.spec.measure.profile != "off":
-            trial |= {"measure.profile": "off"}
-        if family.spec.measure.generate is not None:
-            trial |= {"measure.generate": "off"}
-        sets = (*family.sets, *(f"{key}={'on' if value is True else value}" for key, value in trial.items()))
-        values = family.values | {"train.batch_size": batch}
-        made = job(spec, sets, values, 1, self._options.folder, self._options.gpu)
-        return replace(made, family=identity.family(family.spec, self._options.gpu))
-
-    def _note(self, each: Job, place: int, found: Standing) -> None:
-        self.standings[each] = found
-        if found.state in ("ok", "timeout") and found.wall_s is not None:
-            self.history.add(each, found.wall_s)
-        self._trials[place][each.spec.train.batch_size] = trial_of(each, found)
+        spec = family.spec
+        accumulation = self._effective // batch if self._effective else spec.train.gradient_accumulation_steps
+        changes: dict[str, dict[str, Any]] = {
+            "train": {
+                "batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": self._steps,
+            },
+            "dataset": {"longest_first": True},
+            "measure": {"eval": "off", "profile": "off", "generate": None, "repeats": 1},
+        }  # fmt: skip
+        if spec.dataset.name == "synthetic":
+            changes["dataset"]["samples"] = max(spec.dataset.samples or 0, batch)
+        sections = {name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()}
+        made = job(
+            spec.model_copy(update=sections), (*family.sets, *_settings(spec, changes)),
+            family.values | {"train.batch_size": batch}, 1, self.options.folder, self.options.gpu,
+        )  # fmt: skip
+        return replace(made, family=identity.family(spec, self.options.gpu))
 
 
-def trial_of(job: Job, found: Standing) -> frontier.Trial:
-    """What the finished run of a job says about its batch."""
+def _settings(spec: Experiment, changes: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the changes as `--set` takes them, without those that change nothing."""
+    unchanged = {"measure.repeats"}  # --set of one run says nothing of repeats
+    unchanged |= {f"measure.{key}" for key in ("profile", "generate") if getattr(spec.measure, key) in ("off", None)}
+    words = {None: "off", True: "on"}
+    return [
+        f"{section}.{key}={value if type(value) is int else words.get(value, value)}"
+        for section, values in changes.items() for key, value in values.items()
+        if f"{section}.{key}" not in unchanged
+    ]  # fmt: skip
+
+
+def trial_of(job: Job, now: Standing) -> frontier.Trial:
+    """Return what the finished run of a job says about its batch."""
     batch = job.spec.train.batch_size
-    if found.state == "oom":
+    if now.state == "oom":
         if not blames_the_batch(job.run):
             return frontier.Trial(batch, None, reason="out of memory while others used the GPU")
-        return frontier.Trial(batch, False, reason=found.reason, oom=read_json(job.run.state).get("oom"))
-    if found.state != "ok":
-        return frontier.Trial(batch, None, reason=found.reason)
-    summary, memory = summary_of(job.run), {}
-    memory = summary["memory_gb"]
-    reserved, device = memory.get("reserved_peak"), memory.get("device_peak")
+        return frontier.Trial(batch, False, reason=now.reason, oom=read_json(job.run.state).get("oom"))
+    if now.state != "ok":
+        return frontier.Trial(batch, None, reason=now.reason)
+    summary = summary_of(job.run)
+    reserved, device = (summary["memory_gb"].get(name) for name in ("reserved_peak", "device_peak"))
     return frontier.Trial(
         batch,
         True,

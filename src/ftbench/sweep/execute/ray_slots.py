@@ -1,7 +1,7 @@
 """Cells as Ray tasks on a cluster that is running already. Ray is an extra; this module alone imports it.
 
 A task trains in a temporary directory of its node and returns the run's files, so that nodes need no common disk; the
-driver claims the directory before and fills it after, and what is done is told by the directories as ever.
+driver claims the directory before and fills it after, and the directories say what is done, as ever.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib.util
 import io
 import os
 import re
-import select
 import socket
 import tarfile
 import tempfile
@@ -27,7 +26,7 @@ from ftbench.launch.runner import Order, Result
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
-from ftbench.sweep.execute.places import Here, Watch, claim
+from ftbench.sweep.execute.gpu_slots import LocalSlot, RunControl, claim
 from ftbench.sweep.jobs import Job
 
 _POLL_S = 0.5
@@ -37,9 +36,9 @@ _RETRY_S = 3.0
 _THREADS = "OMP_NUM_THREADS"
 
 
-def cluster_places(on: str, spec: Experiment, stack: ExitStack) -> tuple[Sequence[OnRay], dict[str, Any]]:
-    """A place for each GPU of the cluster (each node, where there are no GPUs), and the machine.json of one. Raises
-    MissingError without Ray or a cluster, SpecError for nodes of different kinds."""
+def cluster_slots(on: str, spec: Experiment, stack: ExitStack) -> tuple[Sequence[RaySlot], dict[str, Any]]:
+    """Return a slot for each GPU of the cluster (each node, where there are no GPUs), and the machine.json of one.
+    Raise MissingError without Ray or a cluster, SpecError for nodes of different kinds."""
     ray = _connect(on, stack)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     with_gpu = [node for node in nodes if node["Resources"].get("GPU", 0) >= 1]
@@ -49,25 +48,31 @@ def cluster_places(on: str, spec: Experiment, stack: ExitStack) -> tuple[Sequenc
     needs = {"num_gpus": 1, "num_cpus": 1} if with_gpu else {
         "num_gpus": 0, "num_cpus": min(int(node["Resources"]["CPU"]) for node in chosen)
     }  # fmt: skip
-    asked: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0}
-    ask, values = ray.remote(describe), spec.model_dump(mode="json")
-    refs = [ask.options(**asked, **_only(node["NodeID"])).remote(values) for node in chosen]
+    described = _describe_nodes(ray, on, spec, chosen)
+    slots = []
+    for node in chosen:
+        count = int(node["Resources"].get("GPU", 0)) if with_gpu else 1
+        address = node["NodeManagerAddress"]
+        slots += [RaySlot(f"{address}/{slot}" if count > 1 else address, node["NodeID"], needs, count > 1)
+                   for slot in range(count)]  # fmt: skip
+    return slots, described
+
+
+def _describe_nodes(ray: Any, on: str, spec: Experiment, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the machine.json of the first node. Raise where one cannot run ftbench, or is of another kind."""
+    free: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0}
+    task, values = ray.remote(describe), spec.model_dump(mode="json")
+    refs = [task.options(**free, **_only(node["NodeID"])).remote(values) for node in nodes]
     try:
         described = ray.get(refs, timeout=_ASK_S)
     except Exception as error:  # noqa: BLE001 - whatever keeps a node from answering
         raise MissingError(f"--on {on}: a node cannot run ftbench: {_reason(error)}") from None
-    kinds = {runner.gpu_name(one) for one in described}
+    kinds = {runner.gpu_name(machine) for machine in described}
     if len(kinds) > 1:
         raise SpecError(
             f"--on {on}: the cluster has {' and '.join(sorted(map(str, kinds)))}: one sweep runs on one kind of GPU"
         )
-    places = []
-    for node in chosen:
-        count = int(node["Resources"].get("GPU", 0)) if with_gpu else 1
-        address = node["NodeManagerAddress"]
-        places += [OnRay(f"{address}/{slot}" if count > 1 else address, node["NodeID"], needs, count > 1)
-                   for slot in range(count)]  # fmt: skip
-    return places, described[0]
+    return dict(described[0])
 
 
 def _connect(on: str, stack: ExitStack) -> Any:
@@ -100,7 +105,7 @@ def _connect(on: str, stack: ExitStack) -> Any:
 
 
 def _knock(on: str, address: str) -> None:
-    """Raises MissingError where nobody listens: Ray itself would try for a quarter of an hour."""
+    """Raise MissingError where nobody listens: Ray itself would try for a quarter of an hour."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
@@ -124,7 +129,7 @@ def _only(node: str) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class OnRay:
+class RaySlot:
     """A GPU of a node. `needs` is what its tasks ask Ray for; `shared` whether the node has other GPUs at work."""
 
     name: str
@@ -133,29 +138,29 @@ class OnRay:
     shared: bool
     _lost: set[str] = field(default_factory=set, init=False)
 
-    def run(self, job: Job, source: bytes, watch: Watch) -> Result:
-        """Trains on the node; on another one if that is lost, once. Raises MissingError when no node is left."""
+    def run(self, job: Job, source: bytes, control: RunControl) -> Result:
+        """Train on the node; on another one if that is lost, once. Raise MissingError when no node is left."""
         claimed = claim(job)
-        watch.show(f"on {self.name}")
+        control.show(f"on {self.name}")
         for attempt in (1, 2):
             node = self._alive()
             try:
-                packed = self._train(job, source, watch, node)
+                packed = self._train(job, source, control, node)
             except _Lost as lost:
                 self._lost.add(node)
                 if attempt == 1:
-                    watch.say(f"{self.name} was lost ({lost}): trying {job.what} elsewhere")
+                    control.say(f"{self.name} was lost ({lost}): trying {job.what} elsewhere")
                     continue
                 return _ended(claimed, "error", f"two workers were lost with it: {lost}")
             if packed is None:
                 return _ended(claimed, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
             unpack(packed, claimed)
-            found = summary.summarise(claimed)
-            return Result(claimed, found, 0 if found.state == "ok" else FtbenchError.exit_code)
+            ended = summary.summarise(claimed)
+            return Result(claimed, ended, 0 if ended.state == "ok" else FtbenchError.exit_code)
         raise AssertionError("unreachable")
 
     def _alive(self) -> str:
-        """This place's node, or another of the cluster that can do the same where it is gone."""
+        """Return this slot's node, or another of the cluster that can do the same where it is gone."""
         import ray
 
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self._lost}
@@ -166,25 +171,27 @@ class OnRay:
             raise MissingError("no node of the Ray cluster is left; the same command goes on once there is one")
         return self.node if self.node in fits else fits[0]
 
-    def _train(self, job: Job, source: bytes, watch: Watch, node: str) -> bytes | None:
-        """The packed files of the run; None if it was asked to end."""
+    def _train(self, job: Job, source: bytes, control: RunControl, node: str) -> bytes | None:
+        """Return the packed files of the run; None if it was told to end."""
         import ray
 
         task = ray.remote(train).options(max_retries=0, **self.needs, **_only(node))
         values = job.spec.model_dump(mode="json")
         ref = task.remote(job.run.run_id, values, source, list(job.sets), self.shared, os.environ.get(_THREADS))
         while not ray.wait([ref], timeout=_POLL_S)[0]:
-            late = watch.deadline is not None and time.monotonic() > watch.deadline
-            if late or select.select([watch.asked], [], [], 0)[0]:
+            late = control.deadline is not None and time.monotonic() > control.deadline
+            if late or control.stops_within(0):
                 ray.cancel(ref, force=True)
                 return None
-            if not any(one["Alive"] for one in ray.nodes() if one["NodeID"] == node):  # a node that hangs says nothing
+            if not any(
+                other["Alive"] for other in ray.nodes() if other["NodeID"] == node
+            ):  # a node that hangs says nothing
                 ray.cancel(ref, force=True)
                 raise _Lost("the cluster gave its node up")
         try:
             packed, notes = ray.get(ref)
             for note in notes:
-                watch.say(f"{self.name}: {note}")
+                control.say(f"{self.name}: {note}")
             return bytes(packed)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, FtbenchError):
@@ -200,31 +207,30 @@ class _Lost(Exception):
 
 def _ended(run: RunDir, state: str, reason: str) -> Result:
     rundir.write_json(run.state, {"schema": rundir.SCHEMA, "state": state, "reason": reason, "ended_at": rundir.now()})
-    found = summary.summarise(run)
-    return Result(run, found, FtbenchError.exit_code)
+    return Result(run, summary.summarise(run), FtbenchError.exit_code)
 
 
 def describe(values: dict[str, Any]) -> dict[str, Any]:
-    """On a node: its machine.json, with its first GPU."""
+    """Return, on a node, its machine.json with its first GPU."""
     return runner.describe(Experiment.model_validate(values), "0")
 
 
 def train(
     name: str, values: dict[str, Any], source: bytes, sets: list[str], shared: bool, threads: str | None
 ) -> tuple[bytes, list[str]]:
-    """On a node: trains in a temporary directory and returns its files, and what there was to say."""
+    """Train, on a node, in a temporary directory; return its files, and what there was to say."""
     os.environ.pop(_THREADS, None)  # Ray holds its tasks to one thread; `threads` is what the user set, if anything
     if threads is not None:
         os.environ[_THREADS] = threads
     order, notes = Order(Experiment.model_validate(values), source, sets), list[str]()
-    with tempfile.TemporaryDirectory(prefix="ftbench-") as folder, process.signals() as asked:
-        watch = Watch(asked, None, notes.append, lambda text: None)
-        result = Here("GPU", shared=shared).train(lambda: rundir.claim_at(Path(folder) / name), order, watch)
+    with tempfile.TemporaryDirectory(prefix="ftbench-") as folder, process.signals() as stop_pipe:
+        control = RunControl(stop_pipe, None, notes.append, lambda text: None)
+        result = LocalSlot("GPU", shared=shared).train(lambda: rundir.claim_at(Path(folder) / name), order, control)
         return pack(result.run), notes
 
 
 def pack(run: RunDir) -> bytes:
-    """The files of a run as a tar, state.json last: with it the run is whole."""
+    """Return the files of a run as a tar, state.json last: with it the run is whole."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as tar:
         for path in sorted(run.path.rglob("*"), key=lambda path: path == run.state):
@@ -234,7 +240,7 @@ def pack(run: RunDir) -> bytes:
 
 
 def unpack(packed: bytes, run: RunDir) -> None:
-    """The same files into a directory that is claimed. Raises MissingError where the disk does not take them."""
+    """Write the same files into a directory that is claimed. Raise MissingError where the disk does not take them."""
     try:
         with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
             tar.extractall(run.path, filter="data")

@@ -1,4 +1,4 @@
-"""How long a run will take, from those that have ended, and which runs tell most. Pure."""
+"""How long a run will take, from those that have ended, and which runs say most in a short night. Pure."""
 
 from __future__ import annotations
 
@@ -14,54 +14,55 @@ MARGIN = 1.1
 
 
 def duration(text: str) -> float:
-    """`8h`, `90m`, `1h30m`, `45s` → seconds. Raises SpecError for anything else."""
+    """Return the seconds of `8h`, `90m`, `1h30m` or `45s`. Raise SpecError for anything else."""
     total = parse_seconds(text)
     if total is None:
         raise SpecError(f"--time-budget {text}: write it as 8h, 90m or 1h30m")
     return total
 
 
-class History:
+class WallTimes:
     """The wall seconds of the runs that have ended, by cell and by family."""
 
     def __init__(self) -> None:
         self._cells: dict[str, list[float]] = {}
         self._families: dict[str, list[tuple[Experiment, float]]] = {}
         self._slowest: tuple[Experiment, float] | None = None
-        self._middling: float | None = None
+        self._median: float | None = None
 
     def add(self, job: Job, wall_s: float) -> None:
+        """Take note of a run that has ended."""
         self._cells.setdefault(job.cell, []).append(wall_s)
         self._families.setdefault(job.family, []).append((job.spec, wall_s))
         if self._slowest is None or wall_s > self._slowest[1]:
             self._slowest = (job.spec, wall_s)
-        self._middling = None
+        self._median = None
 
     def at_most_s(self, job: Job) -> float | None:
-        """Wall seconds that `job` will take at most; None where none has ended. The nearest relative speaks: another
-        repeat, else the same cell with another batch, else the slowest of all. With a fixed number of steps the time
-        grows at most in proportion to the samples of a step; with a fixed number of epochs a smaller batch takes at
-        most in proportion more steps."""
-        if same := self._cells.get(job.cell):
-            return MARGIN * max(same)
-        if kin := self._families.get(job.family):
-            spec, wall = min(kin, key=lambda pair: abs(_batch(pair[0]) - _batch(job.spec)))
+        """Return the wall seconds that `job` takes at most; None where no run has ended. The nearest relative decides:
+        another repeat, else the same cell with another batch, else the slowest of all. With a fixed number of steps
+        the time grows at most in proportion to the samples of a step; with a fixed number of epochs a smaller batch
+        takes at most in proportion more steps."""
+        if repeats := self._cells.get(job.cell):
+            return MARGIN * max(repeats)
+        if relatives := self._families.get(job.family):
+            spec, wall = min(relatives, key=lambda pair: abs(_batch(pair[0]) - _batch(job.spec)))
             return MARGIN * wall * _growth(spec, job.spec)
         return MARGIN * self._slowest[1] * _growth(self._slowest[0], job.spec) if self._slowest else None
 
     def remaining_s(self, pending: Collection[Job], slots: int) -> float | None:
-        """Seconds until all pending jobs are done, roughly: of each, what a middling job of its family
-        or else of all took; None before the first has ended."""
+        """Return the seconds until all pending jobs are done, roughly: for each the median of its family, or else of
+        all runs; None before the first has ended."""
         if not self._cells:
             return None
-        if self._middling is None:
-            self._middling = statistics.median(wall for walls in self._cells.values() for wall in walls)
-        middles: dict[str, float] = {}
+        if self._median is None:
+            self._median = statistics.median(wall for walls in self._cells.values() for wall in walls)
+        medians: dict[str, float] = {}
         for job in pending:
-            if job.family not in middles:
-                kin = [wall for _, wall in self._families.get(job.family, ())]
-                middles[job.family] = statistics.median(kin) if kin else self._middling
-        return sum(middles[job.family] for job in pending) / slots
+            if job.family not in medians:
+                walls = [wall for _, wall in self._families.get(job.family, ())]
+                medians[job.family] = statistics.median(walls) if walls else self._median
+        return sum(medians[job.family] for job in pending) / slots
 
 
 def _batch(spec: Experiment) -> int:
@@ -73,25 +74,25 @@ def _growth(known: Experiment, wanted: Experiment) -> float:
     return max(1.0, ratio if wanted.train.max_steps else 1 / ratio)
 
 
-def most_telling_first(jobs: Sequence[Job]) -> list[Job]:
-    """The same jobs, coarse before fine: first repeats before second ones, the ends of each numeric axis before its
-    middle, the middle before the quarters. If the night is too short, the grid is thin everywhere and not cut off."""
+def coarse_to_fine(jobs: Sequence[Job]) -> list[Job]:
+    """Return the same jobs, first repeats before second ones, the ends of each numeric axis before its middle, the
+    middle before the quarters. If the night is too short, the grid is thin everywhere and not cut off."""
     values: dict[str, list[float]] = {}
     for job in jobs:
         for key, value in job.values.items():
             if (number := _number(value)) is not None:
                 values.setdefault(key, []).append(number)
-    levels = {key: _levels(sorted(set(found))) for key, found in values.items()}
+    levels = {key: _levels(sorted(set(numbers))) for key, numbers in values.items()}
 
-    def coarseness(job: Job) -> int:
+    def level(job: Job) -> int:
         numbers = ((key, _number(job.values.get(key))) for key in levels)
         return sum(levels[key][number] for key, number in numbers if number is not None)
 
-    return sorted(jobs, key=lambda job: (job.repeat, coarseness(job)))
+    return sorted(jobs, key=lambda job: (job.repeat, level(job)))
 
 
 def _number(value: object) -> float | None:
-    """A value of an axis as a number; YAML reads 1e-4 as a text."""
+    """Return a value of an axis as a number; YAML reads 1e-4 as a text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -101,15 +102,15 @@ def _number(value: object) -> float | None:
 
 
 def _levels(ordered: Sequence[float]) -> dict[float, int]:
-    """Each value's level of refinement: 0 for the two ends, 1 for the middle, 2 for the quarters, and so on."""
-    found = {ordered[0]: 0, ordered[-1]: 0}
+    """Return each value's level of refinement: 0 for the two ends, 1 for the middle, 2 for the quarters, and so on."""
+    levels = {ordered[0]: 0, ordered[-1]: 0}
     spans, level = [(0, len(ordered) - 1)], 1
     while spans:
-        following = []
+        halves = []
         for low, high in spans:
             if high - low > 1:
                 middle = (low + high) // 2
-                found[ordered[middle]] = level
-                following += [(low, middle), (middle, high)]
-        spans, level = following, level + 1
-    return found
+                levels[ordered[middle]] = level
+                halves += [(low, middle), (middle, high)]
+        spans, level = halves, level + 1
+    return levels

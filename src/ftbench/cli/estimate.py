@@ -1,0 +1,56 @@
+"""`ftbench estimate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ftbench.cli.shared import Config, Json, Prices, Sets, Store, app
+from ftbench.errors import SpecError
+
+
+@app.command()
+def estimate(
+    spec: Annotated[Path | None, typer.Argument(help="YAML file that says what to train and how")] = None,
+    sets: Sets = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="NAME,NAME of `ftbench list gpus`, or all; this machine's if left out")
+    ] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
+    gpus: Annotated[int, typer.Option(help="how many GPUs share the work")] = 1,
+    strategy: Annotated[str | None, typer.Option(help="how they share it: ddp, fsdp, zero1, zero2 or zero3")] = None,
+    config: Config = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not (of GPUs the best)")
+    ] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="run two steps of the real code on tensors without memory (needs torch)")
+    ] = False,
+    calibrate: Annotated[Path | None, typer.Option(help="learn from the runs in this folder", metavar="DIR")] = None,
+    samples: Annotated[float | None, typer.Option(help="how many to train on, if not the spec's")] = None,
+    hours: Annotated[float | None, typer.Option(help="how long a night is (8)")] = None,
+    prices: Prices = None,
+    store: Store = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Say how much memory and time a spec needs, and whether it fits, without training."""
+    from ftbench.estimate import command
+
+    if calibrate is not None:
+        if spec is not None:
+            raise SpecError(f"estimate --calibrate learns from runs and estimates nothing: leave {spec} out")
+        print(command.calibrate(calibrate))
+        return
+    if spec is None:
+        raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
+    request = command.Request(spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store)
+    if simulate:
+        from ftbench.estimate import simulation
+
+        answer = simulation.answer(request)
+    else:
+        answer = command.estimate(request)
+    print(answer.document if as_json else answer.text)
+    raise typer.Exit(answer.code if check else 0)

@@ -1,0 +1,20 @@
+"""`ftbench probe`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ftbench.cli.shared import Json, Out, app
+
+
+@app.command()
+def probe(out: Out = Path("results"), as_json: Json = False) -> None:
+    """Measure this machine's ceilings, in a minute at most: products, memory, links, power."""
+    from ftbench.probe import command
+    from ftbench.probe.text import as_text
+
+    print(f"probing this machine, {command.LIMIT_S:.0f} s at the most", file=sys.stderr)
+    document, path = command.probe(out)
+    print(json.dumps(document, ensure_ascii=False) if as_json else f"{as_text(document)}\nfile        {path}")

@@ -1,0 +1,40 @@
+"""`ftbench profile`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ftbench.cli.shared import Json, Out, Sets, app, train
+
+
+@app.command()
+def profile(
+    spec: Annotated[Path | None, typer.Argument(help="YAML file; its run is made for the profile alone")] = None,
+    sets: Sets = None,
+    out: Out = Path("results"),
+    steps: Annotated[int | None, typer.Option(min=1, max=20, help="how many steps (measure.profile_steps)")] = None,
+    nsys: Annotated[bool, typer.Option("--nsys", help="record with Nsight Systems instead")] = False,
+    diff: Annotated[
+        tuple[Path, Path] | None, typer.Option("--diff", help="two profiled runs: where their time differs")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Record what a few steady steps do: kernels by group, idle gaps and their cause, memory by what it is for."""
+    from ftbench.profile import command
+    from ftbench.report.card import card
+
+    if diff is not None:
+        from ftbench.report.compare.profiles import compared
+
+        print(compared(diff, spec, as_json))
+        return
+    result = train(*command.request(spec, sets or [], steps, nsys), out)
+    if as_json:
+        print(json.dumps(result.document() | {"profile": command.document(result.run)}, ensure_ascii=False))
+    else:
+        print(command.as_text(result.run) or card(result.summary, result.run))
+    raise typer.Exit(result.exit_code)

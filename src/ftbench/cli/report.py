@@ -1,0 +1,43 @@
+"""`ftbench report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ftbench.cli.shared import Prices, Runs, app, deliver
+
+
+@app.command()
+def report(
+    paths: Runs,
+    format: Annotated[
+        str | None, typer.Option("--format", help="table, md, csv, json, latex or html; else as the file is named")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write to this file instead of stdout")] = None,
+    compare: Annotated[str | None, typer.Option(help="hold runs against each other along this", metavar="AXIS")] = None,
+    baseline: Annotated[str | None, typer.Option(help="--compare: the value that the others are held against")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="--compare: only pairs of the same recipe")] = False,
+    repeats: Annotated[str, typer.Option(help="each, or merge: one row for the runs of a spec on a GPU")] = "each",
+    answers: Annotated[bool, typer.Option("--answers", help="also what a night trains, what fits, what to do")] = False,
+    hours: Annotated[float | None, typer.Option(help="--answers, --prices: how long a night is (8)")] = None,
+    against: Annotated[Path | None, typer.Option(help="earlier runs: exit code 1 if something is worse now")] = None,
+    fail_above: Annotated[str | None, typer.Option(help="--against: how much worse is too much (5%)")] = None,
+    prices: Prices = None,
+    references: Annotated[bool, typer.Option("--references", help="published figures beside the runs")] = False,
+    estimates: Annotated[
+        bool, typer.Option("--estimates", help="also what `ftbench estimate` says of the runs")
+    ] = False,
+) -> None:
+    """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|recipe|KEY`."""
+    from ftbench.report import command
+    from ftbench.report.render import formats
+
+    answer = command.report(command.Request(
+        paths, format or formats.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
+        fail_above, prices, references, estimates,
+    ))  # fmt: skip
+    deliver(answer.text, output)
+    raise typer.Exit(1 if answer.regressed else 0)

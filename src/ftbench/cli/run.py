@@ -1,0 +1,20 @@
+"""`ftbench run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+from ftbench.cli.shared import Json, Out, Sets, Spec, app, train
+
+
+@app.command()
+def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json = False) -> None:
+    """Train once, record every step, print the card."""
+    from ftbench.report.card import card
+
+    result = train(spec, sets or [], out)
+    print(json.dumps(result.document(), ensure_ascii=False) if as_json else card(result.summary, result.run))
+    raise typer.Exit(result.exit_code)

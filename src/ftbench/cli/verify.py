@@ -1,0 +1,25 @@
+"""`ftbench verify`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ftbench.cli.shared import Json, app
+
+
+@app.command()
+def verify(
+    bundle: Annotated[Path, typer.Argument(help="an archive of `ftbench bundle`")], as_json: Json = False
+) -> None:
+    """Check every hash of a bundle, and recompute every figure of its summaries from the steps."""
+    from ftbench.store.bundle import verify as command
+
+    checked = command.verify(bundle)
+    document = dataclasses.asdict(checked)
+    print(json.dumps(document, ensure_ascii=False) if as_json else command.as_text(checked, bundle))
+    raise typer.Exit(1 if checked.problems else 0)
