@@ -1,7 +1,8 @@
 import pytest
 
-from ftbench.core.architectures import architectures, parameter_count, weight_bytes
+from ftbench.core.architectures import architectures
 from ftbench.core.units import GIB
+from ftbench.families import describe
 
 PUBLISHED = {  # the hub's own counts (safetensors metadata)
     "Qwen/Qwen3-0.6B": 596_049_920,
@@ -17,17 +18,17 @@ PUBLISHED = {  # the hub's own counts (safetensors metadata)
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_public_model_has_its_published_number_of_parameters(name):
-    assert sum(parameter_count(architectures()[name]).values()) == PUBLISHED[name]
+    assert describe(architectures()[name]).total == PUBLISHED[name]
 
 
 def test_tied_heads_count_once():
-    counted = parameter_count(architectures()["Qwen/Qwen3-0.6B"])
+    counted = describe(architectures()["Qwen/Qwen3-0.6B"]).parameters
     assert counted["head"] == 0
     assert counted["embedding"] == 151936 * 1024
 
 
 def test_a_mixture_of_experts_has_no_dense_mlp():
-    counted = parameter_count(architectures()["tiny/qwen3-moe"])
+    counted = describe(architectures()["tiny/qwen3-moe"]).parameters
     assert counted["mlp"] == 0
     assert counted["experts"] > 0
     assert counted["router"] > 0
@@ -63,7 +64,7 @@ KINDS = {
 
 
 def kind_of(parameter):
-    """q and k norms of qwen3 stand under self_attn and count as norms, as in parameter_count."""
+    """q and k norms of qwen3 stand under self_attn and count as norms, as in the description."""
     if "q_norm" in parameter or "k_norm" in parameter:
         return "norm"
     return next(kind for part, kind in KINDS.items() if part in parameter)
@@ -78,10 +79,10 @@ def test_the_count_of_each_kind_is_that_of_the_model_built_by_transformers(name)
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(config.pop("model_type"), **config)
         )
-    counted = dict.fromkeys(parameter_count(architectures()[name]), 0)
+    counted = dict.fromkeys(describe(architectures()[name]).parameters, 0)
     for parameter, tensor in model.named_parameters():
         counted[kind_of(parameter)] += tensor.numel()
-    assert counted == parameter_count(architectures()[name])
+    assert counted == describe(architectures()[name]).parameters
 
 
 @pytest.mark.parametrize(
@@ -89,5 +90,5 @@ def test_the_count_of_each_kind_is_that_of_the_model_built_by_transformers(name)
 )
 def test_gpt_oss_takes_what_its_model_card_says(name, bf16, published):
     """Checkpoints of 12.8 and 60.8 GiB: OpenAI, gpt-oss model card, 2025-08."""
-    assert weight_bytes(architectures()[name], 2) / GIB == pytest.approx(bf16, abs=0.05)
-    assert weight_bytes(architectures()[name], 2, mxfp4=True) / GIB == pytest.approx(published, abs=0.05)
+    assert describe(architectures()[name]).weight_bytes(2) / GIB == pytest.approx(bf16, abs=0.05)
+    assert describe(architectures()[name]).weight_bytes(2, mxfp4=True) / GIB == pytest.approx(published, abs=0.05)

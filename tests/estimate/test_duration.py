@@ -33,7 +33,7 @@ from ftbench.estimate.time.observations import per_step
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import micro_step
 from ftbench.estimate.workload.lengths import batches_of, lengths_of
-from ftbench.estimate.workload.trainable_shape import adapted
+from ftbench.estimate.workload.method import trainable_shape
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
@@ -73,7 +73,7 @@ def store() -> Store:
 def test_a_model_by_its_config_has_the_matrices_that_the_worker_counted_on_the_live_one(run):
     told = rundir.read_json(next(RESULTS.rglob(run.run_id.split("/")[1])) / "applied.json")["matmul_shape"]
     told = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
-    counted = adapted(run.spec).matmul
+    counted = trainable_shape(run.spec).matmul
     norms = 0.0001 * counted.base  # the worker counts by the number of dimensions, which says nothing of 4-bit weights
     assert {key: getattr(counted, key) for key in told if key != "base"} == {k: told[k] for k in told if k != "base"}
     assert abs(counted.base - told["base"]) <= norms
@@ -99,11 +99,11 @@ def test_padded_flat_grouped_and_packed_batches_hold_the_tokens_that_runs_comput
 def test_checkpointing_dequantises_a_third_time_and_computes_the_forward_pass_again():
     def work(again: bool) -> Any:
         spec = spec_of(method={"name": "qlora"}, optimizations={"gradient_checkpointing": again})
-        return micro_step(spec, adapted(spec), batches_of(spec, lengths_of(spec.dataset))[0])
+        return micro_step(spec, trainable_shape(spec), batches_of(spec, lengths_of(spec.dataset))[0])
 
     plain, checkpointed = work(False), work(True)
     assert checkpointed.bytes["dequantise"] == 1.5 * plain.bytes["dequantise"]
-    layers = plain.flops["products"] - 6 * 2048 * 4 * adapted(spec_of()).matmul.head
+    layers = plain.flops["products"] - 6 * 2048 * 4 * trainable_shape(spec_of()).matmul.head
     again = checkpointed.flops["products"] - plain.flops["products"]
     assert again == pytest.approx(
         layers / 2, rel=0.01
@@ -112,12 +112,12 @@ def test_checkpointing_dequantises_a_third_time_and_computes_the_forward_pass_ag
 
 def _work(**parts: Any) -> Any:
     spec = resolve(spec_of(**parts), (9, 0))
-    return micro_step(spec, adapted(spec), batches_of(spec, lengths_of(spec.dataset))[0])
+    return micro_step(spec, trainable_shape(spec), batches_of(spec, lengths_of(spec.dataset))[0])
 
 
 def test_the_loss_over_chunks_multiplies_with_the_head_twice_and_trls_three_times():
     ours, theirs = (_work(optimizations={"chunked_loss": on}) for on in (True, False))
-    head = 2 * 2047 * 4 * adapted(spec_of()).matmul.head
+    head = 2 * 2047 * 4 * trainable_shape(spec_of()).matmul.head
     assert theirs.flops["products"] - ours.flops["products"] == pytest.approx(head, rel=1e-3)
 
 

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conftest import spec_of
-from ftbench.core.architectures import architectures, parameter_count
+from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError
+from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
@@ -169,7 +170,7 @@ def test_the_published_sizes_are_met(name, gibibytes):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30 == pytest.approx(gibibytes, rel=0.01)
     counted = sum(kind["total"] for kind in applied.parameters_by_kind(model).values())
-    assert counted == sum(parameter_count(architectures()[name]).values())
+    assert counted == describe(architectures()[name]).total
     active = applied.matmul_shape(model)
     assert active.base + active.head == pytest.approx({"20b": 3.6e9, "120b": 5.1e9}[name.rpartition("-")[2]], rel=0.01)
 

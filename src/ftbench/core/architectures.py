@@ -1,4 +1,4 @@
-"""Shapes of public models (facts/architectures.yaml) as Hugging Face configurations, and their parameter counts.
+"""Shapes of public models (facts/architectures.yaml) as Hugging Face configurations.
 
 A random-weight model needs nothing but this; `ftbench list models` shows it.
 """
@@ -28,7 +28,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 @cache
 def architectures() -> dict[str, dict[str, Any]]:
-    """Model id → configuration with `model_type`. Vision towers are not text models and stay out."""
+    """Return model id → configuration with `model_type`. Vision towers are not text models and stay out."""
     table: dict[str, dict[str, Any]] = {}
     for file in ("architectures.yaml", "tiny.yaml"):
         for family, models in read_facts(file).items():
@@ -38,48 +38,3 @@ def architectures() -> dict[str, dict[str, Any]]:
                     config.pop("parameters", None)
                     table[name] = {"model_type": family, **config}
     return table
-
-
-def parameter_count(config: dict[str, Any]) -> dict[str, int]:
-    """Parameters per module kind (`embedding, attention, mlp, experts, router, norm, head`; tied heads count 0).
-
-    Shapes as in the families' transformers implementations: grouped-query attention with q/k norms (qwen3) or biases
-    (qwen2, gpt_oss), gated MLP, experts as fused matrices (with biases and attention sinks in gpt_oss).
-    """
-    family, hidden, layers = config["model_type"], config["hidden_size"], config["num_hidden_layers"]
-    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    width, kv_width = heads * head_dim, kv * head_dim
-    attention = hidden * (2 * width + 2 * kv_width)
-    if family == "qwen2":
-        attention += width + 2 * kv_width
-    if family == "gpt_oss":
-        attention += width + 2 * kv_width + hidden + heads
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    inner = config.get("moe_intermediate_size", config["intermediate_size"])
-    per_expert = 3 * hidden * inner + (2 * inner + hidden if family == "gpt_oss" else 0)
-    norms = 2 * hidden + (2 * head_dim if family.startswith("qwen3") else 0)
-    vocab = config["vocab_size"] * hidden
-    return {
-        "embedding": vocab,
-        "attention": layers * attention,
-        "mlp": 0 if experts else layers * 3 * hidden * config["intermediate_size"],
-        "experts": layers * experts * per_expert,
-        "router": layers * experts * (hidden + (1 if family == "gpt_oss" else 0)),
-        "norm": layers * norms + hidden,
-        "head": 0 if config.get("tie_word_embeddings") else vocab,
-    }
-
-
-MXFP4_BITS = 4 + 8 / 32  # a value of 4 bits, and 8 bits of scale for 32 of them
-
-
-def weight_bytes(config: dict[str, Any], width: float, mxfp4: bool = False) -> float:
-    """Bytes of all weights with `width` bytes each; with `mxfp4` the experts' matrices (not their biases) take 4.25
-    bits a value, as gpt-oss is published."""
-    count = sum(parameter_count(config).values())
-    if not mxfp4:
-        return count * width
-    per_expert: int = 3 * config["hidden_size"] * config["intermediate_size"]
-    packed: int = config["num_hidden_layers"] * config["num_local_experts"] * per_expert
-    return (count - packed) * width + packed * MXFP4_BITS / 8

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.architectures import architectures, weight_bytes
+from ftbench.core.architectures import architectures
 from ftbench.core.units import GIB, gibibytes
 from ftbench.doctor import abilities, gpu, host, stack
 from ftbench.doctor.facts import Facts, gather
 from ftbench.doctor.findings import Finding, as_lines
 from ftbench.errors import FtbenchError
+from ftbench.families import describe
 from ftbench.launch import runner
 from ftbench.spec.datasets import DATASETS
 from ftbench.spec.experiment import Experiment, resolve
@@ -139,8 +140,8 @@ def _room(spec: Experiment, place: Path, way_out: str) -> Iterator[tuple[str, st
     random = spec.model.weights == "random"
     if spec.model.path or spec.model.id not in architectures() or (random and spec.method.mxfp4):
         return
-    shape = architectures()[spec.model.id]
-    packed = shape["model_type"] == GPT_OSS and (not random or spec.method.name == "unsloth")
-    needed = weight_bytes(shape, 4 if random and spec.model.dtype == "float32" else 2, packed) / GIB
+    shape = describe(architectures()[spec.model.id])
+    packed = shape.family == GPT_OSS and (not random or spec.method.name == "unsloth")
+    needed = shape.weight_bytes(4 if random and spec.model.dtype == "float32" else 2, packed) / GIB
     if needed > (free := host.free_gb(place)):
         yield "weights", f"they take {gibibytes(needed)} GiB and {gibibytes(free)} GiB are free: {way_out}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ftbench.core import units
-from ftbench.core.architectures import architectures, parameter_count
+from ftbench.core.architectures import architectures
 from ftbench.core.hardware import gpus
 from ftbench.errors import SpecError
+from ftbench.families import describe
 from ftbench.spec.base import known
 from ftbench.spec.datasets import DATASETS
 from ftbench.spec.load import spec_keys
@@ -43,7 +44,7 @@ def _recipes() -> list[tuple[str, ...]]:
 def _models() -> list[tuple[str, ...]]:
     rows = [("any model on the hub, or a local directory (model.path)", "", "")]
     for name, config in architectures().items():
-        rows.append((name, config["model_type"], units.parameters(sum(parameter_count(config).values()))))
+        rows.append((name, config["model_type"], units.parameters(describe(config).total)))
     return rows  # type: ignore[return-value]
 
 

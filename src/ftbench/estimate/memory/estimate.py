@@ -13,13 +13,12 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.constants import Constants, constants
 from ftbench.estimate.memory.device_total import total_gib
-from ftbench.estimate.memory.model import ModelShape
 from ftbench.estimate.memory.phases import Plan, peak, phases
-from ftbench.estimate.memory.recipe import Batch, Recipe
 from ftbench.estimate.memory.weights import kept_by, paged_state
 from ftbench.estimate.workload import batches
-from ftbench.estimate.workload.recipe import recipe_of
-from ftbench.estimate.workload.shapes import shape_of
+from ftbench.estimate.workload.method import BatchShape, Recipe, recipe_of
+from ftbench.estimate.workload.model import shape_of
+from ftbench.families.shape import ModelShape
 from ftbench.spec.experiment import Experiment, resolve
 
 Verdict = Literal["fits", "uncertain", "does not fit"]
@@ -100,7 +99,7 @@ def _plan(
     spec: Experiment,
     model: ModelShape,
     recipe: Recipe,
-    batch: Batch,
+    batch: BatchShape,
     capability: tuple[int, int],
     gpus: int,
     strategy: str,

@@ -5,15 +5,15 @@ Notation: T positions, h hidden, V words, n bytes of a normed hidden state.
 
 from __future__ import annotations
 
-from ftbench.estimate.memory.model import ModelShape
-from ftbench.estimate.memory.recipe import Batch, Recipe
+from ftbench.estimate.workload.method import BatchShape, Recipe
+from ftbench.families.shape import ModelShape
 
 FLOAT = 4
 TRL_CHUNK = 256  # label tokens (trl.trainer.sft_trainer, _CHUNKED_LM_HEAD_CHUNK_SIZE)
 UNSLOTH_ROWS = 1024  # whose logits unsloth's fused loss holds, fitted: unsloth 2026.10 sizes chunks by free memory
 
 
-def tail(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
+def tail(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     """What is saved after the last layer: the final norm's input in float32 (and normed, where trained), and the hidden
     states of the label positions, gathered. Liger and unsloth save the norm's input as it is, and the gradient of the
     hidden states that their fused loss makes in the forward pass."""
@@ -22,7 +22,7 @@ def tail(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     return float((norm + normed) * model.hidden * batch.tokens)
 
 
-def final_norm_hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
+def final_norm_hump(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     """The final norm's backward: five float32 copies of the hidden states, less the gathered ones that are freed."""
     if recipe.liger or recipe.unsloth:
         return 0.0
@@ -34,7 +34,7 @@ def head_cast(model: ModelShape, recipe: Recipe) -> float:
     return model.vocab * model.hidden * recipe.compute if recipe.upcast > recipe.compute and recipe.autocast else 0.0
 
 
-def logits(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
+def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     """The hump of the logits.
 
     trl: for a chunk, of 256 positions where there are so many, logits, log-probabilities, probabilities and their
@@ -54,13 +54,13 @@ def logits(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
     return float(min(TRL_CHUNK, batch.tokens) * model.vocab * 4 * FLOAT)
 
 
-def plain_logits(model: ModelShape, batch: Batch) -> float:
+def plain_logits(model: ModelShape, batch: BatchShape) -> float:
     """Logits of every position at once, as transformers' own loss has them: 16-bit, float32, and the gradient of both
     (3.5 to 4 x 4 bytes a position and word, as fitcheck-llm measured)."""
     return float(batch.tokens * model.vocab * (2 + 4 + 4 + 4))
 
 
-def head_gradient(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
+def head_gradient(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     """A trained head: of trl's loss the gradients of two chunks and their sum are alive together (autograd adds them
     up); of ours the sum and what a chunk adds, then the sum and what the backward pass makes of it."""
     if not recipe.full:
@@ -75,7 +75,7 @@ def tied_gradients(model: ModelShape, recipe: Recipe) -> float:
     return 2.0 * model.vocab * model.hidden * recipe.weight if recipe.full and model.tied else 0.0
 
 
-def loss_hump(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
+def loss_hump(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     """The most that the loss needs at once beyond what is saved: logits with the head's cast, or the head's gradients,
     and one gradient or copy of the hidden states. Ours casts the head for a product, and computes probabilities when
     that copy is gone; it adds up the head's gradient beside the logits."""

@@ -11,9 +11,9 @@ from ftbench.core.hardware import find_gpu
 from ftbench.errors import FtbenchError, SpecError
 from ftbench.estimate.memory.constants import Constants
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
-from ftbench.estimate.memory.recipe import Batch
 from ftbench.estimate.time.history import is_older
 from ftbench.estimate.workload import batches
+from ftbench.estimate.workload.method import BatchShape
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, Measure, Train
 from ftbench.store import rundir
@@ -102,7 +102,7 @@ def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
     flat = spec.optimizations.packing or spec.optimizations.padding_free
     labels = -(-(row.label_tokens or 0) // passes)
     count = 1 if flat else max(1, round(positions / longest))
-    batch = Batch(count, -(-positions // count), labels)
+    batch = BatchShape(count, -(-positions // count), labels)
     several = flat and (row.samples or 1) > 1
     padded = several or any((row.padded_tokens or 0) > (row.real_tokens or 0) for row in rows)
     most = spec.dataset.max_length

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftbench.estimate.memory import layer, loss, share, weights
-from ftbench.estimate.memory.model import ModelShape
-from ftbench.estimate.memory.recipe import Batch, Recipe
+from ftbench.estimate.memory import layer, loss, share, transient, weights
+from ftbench.estimate.workload.method import BatchShape, Recipe
+from ftbench.families.shape import ModelShape
 
 Parts = dict[str, float]
 
@@ -19,7 +19,7 @@ class Plan:
 
     model: ModelShape
     recipe: Recipe
-    batch: Batch
+    batch: BatchShape
     accumulates: bool = False
     gpus: int = 1
     strategy: str = "none"
@@ -27,67 +27,103 @@ class Plan:
 
 
 def resident(plan: Plan) -> Parts:
-    """What stays from step to step: weights, adapters, optimizer state, workspaces of libraries."""
-    part = share.share(plan.strategy, plan.gpus)
-    count, width = weights.trained(plan.model, plan.recipe)
-    base = weights.weights(plan.model, plan.recipe) * part.weights
+    """Return what stays from step to step: weights, adapters, optimizer state, workspaces of libraries."""
+    model, recipe, part = plan.model, plan.recipe, share.share(plan.strategy, plan.gpus)
+    count, width = weights.trained(model, recipe)
+    base = weights.weights(model, recipe) * part.weights
     if part.gathered:
-        largest = plan.model.vocab * plan.model.hidden * plan.recipe.compute
-        base += share.gathered(plan.model.layer_parameters * plan.recipe.compute, largest)
+        base += share.gathered(model.largest_layer * recipe.compute, model.vocab * model.hidden * recipe.compute)
     trained = count * width
-    kept = layer.dequantised(plan.model, plan.recipe) if plan.recipe.unsloth else 0
-    kept += layer.checkpoint_buffers(plan.model, plan.recipe, plan.batch)
+    kept = max(transient.dequantised(each, recipe) for each, _ in model.kinds) if recipe.unsloth else 0
+    kept += transient.checkpoint_buffers(model.hidden, recipe, plan.batch)
     return {
         "weights": base,
-        "adapters": weights.adapters(plan.model, plan.recipe) * part.weights,
-        "optimizer state": weights.optimizer_state(*weights.kept_by(plan.model, plan.recipe)) * part.optimizer,
+        "adapters": weights.adapters(model, recipe) * part.weights,
+        "optimizer state": weights.optimizer_state(*weights.kept_by(model, recipe)) * part.optimizer,
         "gradients": trained * part.gradients if plan.accumulates else 0.0,
         "workspace": plan.workspace + kept + share.ddp_buckets(plan.strategy, plan.gpus, trained),
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """What the layers keep, in bytes: `kept` of those that save their activations, `marks` the checkpoints of the
+    others. At the layer where that and what is needed for a moment are most (the last one, unless another needs more)
+    `there` is kept, `again` made a second time and `peak` needed; `first_*` are those of the first layer. `away` is
+    what offloading has moved to the host when the loss is computed."""
+
+    kept: float
+    marks: float
+    there: float
+    again: float
+    peak: float
+    first: float
+    first_mark: float
+    first_again: float
+    first_peak: float
+    away: float = 0.0
+
+
+def _activations(plan: Plan) -> _Activations:
+    model, recipe, batch = plan.model, plan.recipe, plan.batch
+    saved = [layer.saved(each, recipe, batch) for each, _ in model.kinds]
+    peaks = [transient.peak(each, recipe, batch) for each, _ in model.kinds]
+    keeps = _keeps(recipe, len(model.layers))
+    mark, shared = transient.checkpoint(model.hidden, recipe, batch), _shared_input(model, recipe, batch)
+    marks, away = (len(keeps) - sum(keeps)) * mark, 0.0
+    if recipe.checkpointing == "offload":  # one on its way out or in use, and the next
+        marks = min(2, len(keeps)) * mark
+    kept = sum(saved[kind] for kind, keep in zip(model.order, keeps, strict=True) if keep)
+    if recipe.offload:
+        stays = sum(layer.saved_twice(each, recipe) * count for each, count in model.kinds) * batch.tokens
+        away = saved[model.order[-1]] - layer.saved_twice(model.layers[-1], recipe) * batch.tokens  # by the loss
+        kept, marks = stays + away, 0.0
+    kept -= layer.unsaved(model.layers[0], recipe, batch)
+    there, again, peak = kept, 0.0, 0.0
+    behind = 0.0
+    for kind, keep in zip(reversed(model.order), reversed(keeps), strict=True):
+        remade = 0.0 if keep else saved[kind] - shared
+        if kept - behind + remade + peaks[kind] > there + again + peak:
+            there, again, peak = kept - behind, remade, peaks[kind]
+        behind += saved[kind] if keep and not recipe.offload else 0.0
+    first, keep = model.order[0], keeps[0]
+    return _Activations(kept, marks, there, again, peak, saved[first] if keep else 0.0, 0.0 if keep else mark,
+                        0.0 if keep else saved[first] - shared, peaks[first], away)  # fmt: skip
+
+
+def _keeps(recipe: Recipe, layers: int) -> list[bool]:
+    """Whether each layer keeps its activations, or makes them again (selective: every second keeps)."""
+    if recipe.checkpointing == "selective":
+        return [place % 2 == 1 for place in range(layers)]
+    return [recipe.checkpointing == "off" or recipe.offload] * layers
+
+
 def phases(plan: Plan) -> dict[str, Parts]:
-    """Phase → bytes by part. Parts of a phase are alive together."""
-    base = resident(plan)
+    """Return phase → bytes by part. Parts of a phase are alive together."""
+    base, acts = resident(plan), _activations(plan)
     model, recipe, batch = plan.model, plan.recipe, plan.batch
     part = share.share(plan.strategy, plan.gpus)
-    kept, remade = _layers(model, recipe)
-    one, inputs = layer.saved(model, recipe, batch), layer.checkpoint(model, recipe, batch)
-    stays = 0.0
-    if recipe.offload:
-        kept, remade, inputs = 1, 0, 0.0
-        stays = (model.layers - 1) * layer.saved_twice(model, recipe) * batch.tokens
-    if recipe.checkpointing == "offload":  # one on its way out or in use, and the next
-        remade = min(2, remade)
-    acts, marks = kept * one - _unsaved(model, recipe, batch) + stays, remade * inputs
-    hump = layer.hump(model, recipe, batch)
     cast = autocast_weights(model, recipe)
-    again = one - _shared_input(model, recipe, batch) if not kept else 0.0
-    stream = 2 * recipe.stream * model.hidden * batch.tokens if kept else 0
+    stream = 2 * recipe.stream * model.hidden * batch.tokens if acts.kept else 0
     count, width = weights.trained(model, recipe)
     grads = weights.gradients(count, width) * part.gradients
-    top = (
-        loss.head_gradient(model, recipe, batch) / (2 if recipe.loss == "chunked" else 3)
-        if not plan.accumulates
-        else 0.0
-    )
-    held = {"activations": acts, "checkpoints": marks, "cast weights": cast}
+    top = loss.head_gradient(model, recipe, batch) / (2 if recipe.loss == "chunked" else 3)
+    held = {"activations": acts.there, "checkpoints": acts.marks, "cast weights": cast}
     tail = loss.tail(model, recipe, batch)
     final = max(loss.loss_hump(model, recipe, batch), loss.final_norm_hump(model, recipe, batch))
-    first = {"activations": one if kept else 0.0, "checkpoints": inputs if remade else 0.0, "cast weights": cast}
+    first = {"activations": acts.first, "checkpoints": acts.first_mark, "cast weights": cast}
     grown = {} if plan.accumulates else {"gradients": grads * _grown(model, recipe)}
     twice = loss.tied_gradients(model, recipe) * part.gradients
-    gradients = {"gradients": base["gradients"] + top}
-    away = (one - layer.saved_twice(model, recipe) * batch.tokens) if recipe.offload else 0.0  # the last layer's too
+    gradients = {"gradients": base["gradients"] + (0.0 if plan.accumulates else top)}
+    step = weights.optimizer_step(recipe.optimizer, count, width) * part.optimizer
     return {
         "load": {"weights": weights.loading(model, recipe) * part.weights},
-        "forward": base | held | {"one layer": hump + stream if kept else hump},
-        "loss": base | held | {"activations": acts - away, "hidden states": tail, "logits": final},
-        "backward, last layer": base | held | gradients | {"one layer": again + hump},
-        "backward, first layer": base | first | grown | {"one layer": again + hump},
+        "forward": base | held | {"one layer": acts.peak + stream},
+        "loss": base | held | {"activations": acts.kept - acts.away, "hidden states": tail, "logits": final},
+        "backward, last layer": base | held | gradients | {"one layer": acts.again + acts.peak},
+        "backward, first layer": base | first | grown | {"one layer": acts.first_again + acts.first_peak},
         "backward, embedding": base | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
-        "optimizer step": base
-        | {"gradients": grads, "one step": weights.optimizer_step(recipe.optimizer, count, width) * part.optimizer},
+        "optimizer step": base | {"gradients": grads, "one step": step},
     }
 
 
@@ -96,37 +132,23 @@ def _grown(model: ModelShape, recipe: Recipe) -> float:
     those of that layer but for the last matrix of its MLP."""
     if not recipe.full:
         return 1.0
-    left = model.layer_parameters * 2 / 3 + (0 if model.tied else model.parameters["embedding"])
-    return 1 - left / model.total
+    first = sum(model.layers[0].parameters.values())
+    return 1 - (first * 2 / 3 + (0 if model.tied else model.parameters["embedding"])) / model.total
 
 
-def _layers(model: ModelShape, recipe: Recipe) -> tuple[int, int]:
-    """How many layers keep their activations, and how many make them again (selective: every second keeps)."""
-    if recipe.checkpointing == "off":
-        return model.layers, 0
-    kept = model.layers // 2 if recipe.checkpointing == "selective" else 0
-    return kept, model.layers - kept
-
-
-def _unsaved(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
-    """The first norm of a model with a frozen embedding saves nothing: nobody asks for its gradient."""
-    if recipe.full or recipe.checkpointing != "off" or recipe.compiled:
-        return 0.0
-    return layer.norms(model, recipe) / 2 * batch.tokens
-
-
-def _shared_input(model: ModelShape, recipe: Recipe, batch: Batch) -> float:
+def _shared_input(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     """A float32 stream is what the first norm saves: made again, it is the checkpoint itself."""
     return float(recipe.stream * model.hidden * batch.tokens) if recipe.stream == layer.FLOAT else 0.0
 
 
 def autocast_weights(model: ModelShape, recipe: Recipe) -> float:
-    """Trained float32 weights are cast once for a step (torch.autocast's cache) and saved so for the backward pass."""
+    """Return the bytes of trained float32 weights that are cast once for a step (torch.autocast's cache) and saved so
+    for the backward pass."""
     if not (recipe.autocast and recipe.full and recipe.weight > recipe.compute):
         return 0.0
     return float((model.total - model.parameters["embedding"] - model.parameters["norm"]) * recipe.compute)
 
 
-def peak(found: dict[str, Parts]) -> tuple[str, float]:
-    """The phase that needs most, and how many bytes."""
-    return max(((name, sum(parts.values())) for name, parts in found.items()), key=lambda pair: pair[1])
+def peak(phases: dict[str, Parts]) -> tuple[str, float]:
+    """Return the phase that needs most, and how many bytes."""
+    return max(((name, sum(parts.values())) for name, parts in phases.items()), key=lambda pair: pair[1])

@@ -17,7 +17,7 @@ from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.observations import per_step
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.lengths import batches_of
-from ftbench.estimate.workload.trainable_shape import Adapted
+from ftbench.estimate.workload.method import TrainableShape
 from ftbench.spec.experiment import Experiment, resolve
 
 MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data sheet"
@@ -91,7 +91,7 @@ def estimate_duration(
     found = speeds.step(speeds.ideal(work, limits), learned)
     samples = per_step(spec, batches, "samples")
     same = store.same(spec, gpu)
-    unlike = bool(shape.model.experts) and not same  # of a mixture of experts runs of other steps tell little
+    unlike = shape.model.has_experts and not same  # of a mixture of experts runs of other steps tell little
     near = None if same or unlike else correction(spec, found, store.neighbours(gpu, learned))
     seconds, basis, confidence = _judged(gpu, same, near, samples, found.seconds, limits, unlike)
     spread = SPREAD[basis]
@@ -134,7 +134,7 @@ def _counted(runs: int) -> str:
 _IMPORT_S, _LOAD_BYTES_S, _FIRST_S, _FIRST_COMPILED_S = 10.0, 1.5e9, 3.0, 12.0
 
 
-def _start(spec: Experiment, shape: Adapted, same: Sequence[Known]) -> float:
+def _start(spec: Experiment, shape: TrainableShape, same: Sequence[Known]) -> float:
     measured = [run.start_s for run in same if run.start_s is not None]
     if measured:
         return statistics.median(measured)

@@ -14,7 +14,7 @@ from ftbench.estimate.time.ceilings import limits_of
 from ftbench.estimate.time.history import Known
 from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.lengths import Batch
-from ftbench.estimate.workload.trainable_shape import adapted
+from ftbench.estimate.workload.method import trainable_shape
 from ftbench.spec.experiment import Experiment
 
 
@@ -40,7 +40,7 @@ def observed(run: Known, gpu: Gpu, store: Path | None) -> Observation | None:
     """None for a run of a model whose shape is not known, or in a precision of which no rate is."""
     spec, batches = run.spec, (run.batch,)
     try:
-        shape = adapted(spec)
+        shape = trainable_shape(spec)
         limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store)
     except SpecError:
         return None

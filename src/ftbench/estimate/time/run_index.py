@@ -14,7 +14,7 @@ from ftbench.estimate.time.neighbor_correction import Neighbour, neighbours
 from ftbench.estimate.time.observations import Observation, observed
 from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.lengths import Batch, Lengths, lengths_of
-from ftbench.estimate.workload.trainable_shape import Adapted, adapted
+from ftbench.estimate.workload.method import TrainableShape, trainable_shape
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -31,7 +31,7 @@ class Store:
             self._same.setdefault((run.gpu, *run.key), []).append(run)
         self._seen: dict[str, list[Observation]] = {}
         self._near: dict[Any, list[Neighbour]] = {}
-        self._work: dict[Any, tuple[Adapted, StepWork]] = {}
+        self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
         self._lengths: dict[Dataset, Lengths] = {}
         self._left_out: StepKey | None = None
 
@@ -67,11 +67,11 @@ class Store:
 
     def work(
         self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None
-    ) -> tuple[Adapted, StepWork]:
+    ) -> tuple[TrainableShape, StepWork]:
         """The model with its method on it, and what a step asks for: the same on every GPU."""
         key = (id(config), *step_key(spec))
         if key not in self._work:
-            shape = adapted(spec, config)
+            shape = trainable_shape(spec, config)
             self._work[key] = shape, step_work(spec, shape, batches)
         return self._work[key]
 

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftbench.core import flops
-from ftbench.estimate.memory.recipe import Fused
 from ftbench.estimate.workload.lengths import Batch
-from ftbench.estimate.workload.recipe import fused, is_eager, is_upcast
-from ftbench.estimate.workload.trainable_shape import Adapted
+from ftbench.estimate.workload.method import Fused, TrainableShape, fused, is_eager, is_upcast
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
 
@@ -75,7 +73,7 @@ def recomputed(spec: Experiment) -> float:
     return float(bool(spec.optimizations.gradient_checkpointing) or own != "off")
 
 
-def micro_step(spec: Experiment, shape: Adapted, batch: Batch) -> Work:
+def micro_step(spec: Experiment, shape: TrainableShape, batch: Batch) -> Work:
     """One forward and backward pass."""
     again = recomputed(spec)
     done = _products(spec, shape, batch, again)
@@ -91,17 +89,17 @@ def micro_step(spec: Experiment, shape: Adapted, batch: Batch) -> Work:
     )
 
 
-def _linked(spec: Experiment, shape: Adapted, batch: Batch) -> dict[str, float]:
+def _linked(spec: Experiment, shape: TrainableShape, batch: Batch) -> dict[str, float]:
     """Bytes to the host and back."""
     if spec.optimizations.activation_offload:
         return {"offload": 2 * _kept(shape) * batch.positions}
     if spec.optimizations.gradient_checkpointing == "offload":
         stream = 4 if is_upcast(spec.method, shape.model) else 2
-        return {"offload.checkpoints": 2 * stream * shape.model.hidden * shape.model.layers * batch.positions}
+        return {"offload.checkpoints": 2 * stream * shape.model.hidden * len(shape.model.layers) * batch.positions}
     return {}
 
 
-def _products(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> dict[str, float]:
+def _products(spec: Experiment, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
     """FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and Liger's
     take the gradient in the forward pass; the others make the logits again."""
     matmul, n = shape.matmul, batch.positions
@@ -113,7 +111,7 @@ def _products(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> d
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 
-def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> dict[str, float]:
+def _moved(spec: Experiment, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
     """Bytes read and written, by term."""
     n, kind, compiled = batch.positions, kind_of(spec), bool(spec.optimizations.compile)
     moved: dict[str, float] = defaultdict(float)
@@ -124,44 +122,41 @@ def _moved(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> dict
     if is_upcast(spec.method, shape.model):  # and so is the stream between the layers
         moved["elementwise.float32"] += (base + adapters) * n
     if spec.method.mxfp4:
-        matrices = shape.model.layers * shape.model.experts * 3 * shape.model.hidden * shape.model.inner
-        moved["dequantise.mxfp4"] += (2 + again) * matrices * _MXFP4_OUT
+        moved["dequantise.mxfp4"] += (2 + again) * shape.model.expert_matrices * _MXFP4_OUT
     elif spec.method.quantised:  # 4 bits are read and 16 written for each product
         moved["dequantise"] += (2 + again) * shape.quantisable * 2.5
     if spec.optimizations.fp8 != "off":
         each = shape.linears.inputs * (1 + again) + shape.linears.outputs
-        moved["casts"] += shape.model.layers * each * n * (_CAST if compiled else _CAST_EAGER)
+        moved["casts"] += each * n * (_CAST if compiled else _CAST_EAGER)
     ours = spec.optimizations.chunked_loss
     bytes_ = (_OUR_LOGIT_COMPILED if compiled else _OUR_LOGIT) if ours else _LOGIT
     moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.model.vocab * bytes_
     if is_eager(spec, shape.model):  # scores are written, scaled, masked and normalised, forward and back
-        scores = batch.square * shape.model.heads * shape.model.layers
+        scores = batch.square * shape.heads
         moved["elementwise.eager"] += _SCORE * scores * (1 + _RECOMPUTED * again)
-    if shape.model.experts:  # the weights of all experts that some token visits are read
+    if shape.expert_matmul:  # the weights of all experts that some token visits are read
         visited = min(1.0, n * shape.expert_matmul / shape.model.parameters["experts"])
         moved["experts"] += visited * shape.model.parameters["experts"] * _DTYPE_BYTES[spec.model.dtype] * (2 + again)
     return dict(moved)
 
 
-def _attention(shape: Adapted, batch: Batch, again: float) -> float:
+def _attention(shape: TrainableShape, batch: Batch, again: float) -> float:
     """Causal, or the whole square where a mask is given; `4 width` FLOPs a pair forward, twice that backward."""
     if batch.masked:
         return _whole_square(shape, batch, again)
     return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)
 
 
-def _whole_square(shape: Adapted, batch: Batch, again: float) -> float:
+def _whole_square(shape: TrainableShape, batch: Batch, again: float) -> float:
     return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
 
 
-def _elementwise(shape: Adapted, again: float) -> tuple[float, float]:
+def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
     """Bytes a position in all layers: the base model's and the adapters', backward included."""
-    base = _HIDDEN * shape.model.hidden + _HEADS * (shape.model.query + shape.model.key) + _INNER * shape.inner
+    hidden = shape.model.hidden * len(shape.model.layers)
+    base = _HIDDEN * hidden + _HEADS * shape.query_key + _INNER * shape.inner
     adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
-    return (
-        shape.model.layers * base * (1 + _BACKWARD + again),
-        shape.model.layers * adapters * (1 + _ADAPTER_BACKWARD + again),
-    )
+    return base * (1 + _BACKWARD + again), adapters * (1 + _ADAPTER_BACKWARD + again)
 
 
 def _loss(spec: Experiment, kind: str) -> str:
@@ -170,22 +165,20 @@ def _loss(spec: Experiment, kind: str) -> str:
     return "chunked" if own else "trl"
 
 
-def _kept(shape: Adapted) -> float:
+def _kept(shape: TrainableShape) -> float:
     """Bytes a position that the backward pass needs, in all layers: norms and products keep their inputs."""
-    return (
-        shape.model.layers * 2 * (8 * shape.model.hidden + 4 * (shape.model.query + shape.model.key) + 4 * shape.inner)
-    )
+    return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
-def _operations(spec: Experiment, shape: Adapted, batch: Batch, again: float) -> float:
-    layer = _LAYER_OPS + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[fused(spec)]
-    layer += _QUANTISED_OPS * shape.linears.count if spec.method.quantised and not spec.method.mxfp4 else 0
-    layer += _MASK_OPS if batch.masked else 0
-    layer += _EXPERT_OPS if shape.model.experts else 0
-    return shape.model.layers * layer * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * again)
+def _operations(spec: Experiment, shape: TrainableShape, batch: Batch, again: float) -> float:
+    each = _LAYER_OPS + (_MASK_OPS if batch.masked else 0)
+    total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[fused(spec)]
+    total += _QUANTISED_OPS * shape.linears.count if spec.method.quantised and not spec.method.mxfp4 else 0
+    total += _EXPERT_OPS * sum(layer.experts is not None for layer in shape.model.layers)
+    return total * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * again)
 
 
-def update(spec: Experiment, shape: Adapted) -> Work:
+def update(spec: Experiment, shape: TrainableShape) -> Work:
     """Clipping and the optimizer's update, once a step."""
     full = spec.method.name == "full"
     weight = _DTYPE_BYTES[spec.model.dtype] if full else 4  # adapters are trained in float32
@@ -205,7 +198,7 @@ class StepWork:
     update: Work
 
 
-def step_work(spec: Experiment, shape: Adapted, batches: Sequence[Batch]) -> StepWork:
+def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
     """Raises nothing: a spec whose products have no known rate is for `ceilings.py` to refuse."""
     groups = tuple((batch.weight, micro_step(spec, shape, batch)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from ftbench.estimate.memory.recipe import Batch
+from ftbench.estimate.workload.method import BatchShape
 from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, synthetic_lengths
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
@@ -21,8 +21,8 @@ class Largest:
     """The batch that is expected to be the largest, and the largest that can be. `padded` says that it holds padding,
     or several samples in a row, `whole` that each has max_length tokens; `basis` where the lengths come from."""
 
-    expected: Batch
-    most: Batch
+    expected: BatchShape
+    most: BatchShape
     padded: bool
     whole: bool
     basis: str
@@ -70,7 +70,7 @@ def _largest(dataset: Dataset, layout: _Layout) -> Largest:
     most = found
     if lengths is None:
         rows, longest = layout.size, dataset.max_length
-        most = Batch(1, rows * longest, rows * longest - rows) if flat else Batch(rows, longest, rows * (longest - 1))
+        most = BatchShape(1 if flat else rows, rows * longest if flat else longest, rows * (longest - 1))
     even = lengths is not None and min(lengths) == max(lengths)
     alone = found.rows == 1 and not flat and not layout.fixed
     whole = lengths is not None and min(lengths) == dataset.max_length
@@ -108,23 +108,23 @@ def _trained(layout: _Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
     return [lengths[at : at + layout.size] for at in range(0, seen, layout.size)]
 
 
-def _shape(layout: _Layout, batch: Sequence[int], longest: int) -> Batch:
+def _shape(layout: _Layout, batch: Sequence[int], longest: int) -> BatchShape:
     labels = sum(batch) - len(batch)
     if layout.padding_free:
-        return Batch(1, sum(batch), labels)
-    return Batch(len(batch), longest if layout.fixed else max(batch), labels)
+        return BatchShape(1, sum(batch), labels)
+    return BatchShape(len(batch), longest if layout.fixed else max(batch), labels)
 
 
-def _packed(dataset: Dataset, layout: _Layout, lengths: Sequence[int] | None) -> Batch:
+def _packed(dataset: Dataset, layout: _Layout, lengths: Sequence[int] | None) -> BatchShape:
     """Rows filled to max_length, laid end to end; fewer where the data set is too small to fill them, which a fixed
     shape fills with padding."""
     room = layout.size * dataset.max_length
     tokens = min(room, sum(lengths)) if lengths else room
     laid = layout.size * min(dataset.max_length, tokens) if layout.fixed else tokens
-    return Batch(1, laid, tokens - layout.size)
+    return BatchShape(1, laid, tokens - layout.size)
 
 
-def _unknown(dataset: Dataset, layout: _Layout) -> Batch:
+def _unknown(dataset: Dataset, layout: _Layout) -> BatchShape:
     """Real data: the longest sample of a batch is as long as the longest of the data set is expected to be, from the
     mean that facts know of it, else max_length."""
     source, size = DATASETS[dataset.like or dataset.name], layout.size
@@ -135,8 +135,8 @@ def _unknown(dataset: Dataset, layout: _Layout) -> Batch:
         mean = min(known, longest)
     if layout.padding_free:
         tokens = round(longest + (size - 1) * mean)
-        return Batch(1, tokens, tokens - size)
-    return Batch(size, longest, round(size * mean) - size)
+        return BatchShape(1, tokens, tokens - size)
+    return BatchShape(size, longest, round(size * mean) - size)
 
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int:

@@ -8,13 +8,15 @@ from typing import Any
 
 from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError
-from ftbench.estimate.memory.model import ModelShape, UnknownFamilyError, model_shape
+from ftbench.families import UnknownFamilyError, describe
+from ftbench.families.shape import ModelShape
 from ftbench.spec.experiment import Model
 from ftbench.spec.reading import read_config
 
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
-    """`config` is taken before model.path, and that before facts. Raises SpecError with a way out."""
+    """Return the shape of a spec's model. `config` is taken before model.path, and that before facts. Raises SpecError
+    with a way out."""
     if config is None and not model.path and model.id in architectures():
         return _known(model.id)
     found = config or (read_config(Path(model.path)) if model.path else None)
@@ -24,7 +26,7 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
             "`ftbench list models`"
         )
     try:
-        return model_shape(found)
+        return describe(found)
     except UnknownFamilyError as error:
         path = " with model.path=FILE and model.weights=random instead of --config" if config is not None else ""
         raise SpecError(
@@ -38,4 +40,4 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
 
 @cache
 def _known(name: str) -> ModelShape:
-    return model_shape(architectures()[name])
+    return describe(architectures()[name])

@@ -1,0 +1,97 @@
+"""What one decoder layer needs for a moment beyond what it saves, and what checkpoints keep of it. Notation and source
+are those of `layer.py`."""
+
+from __future__ import annotations
+
+from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel
+from ftbench.estimate.workload.method import BatchShape, Recipe
+from ftbench.families.shape import Layer
+
+_MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+
+
+def checkpoint(hidden: int, recipe: Recipe, batch: BatchShape) -> float:
+    """Return the bytes that a checkpointed layer saves: its input (Chen et al. 2016). unsloth's own keeps it in host
+    memory; so does `offload`, of which `phases` counts the ones on their way."""
+    return 0.0 if recipe.checkpointing == "unsloth" else float(recipe.stream * hidden * batch.tokens)
+
+
+def checkpoint_buffers(hidden: int, recipe: Recipe, batch: BatchShape) -> float:
+    """Return the bytes of all layers together: unsloth's own checkpointing copies inputs back into one of two buffers
+    on the GPU, which stay, and leaves the last layer's input where it is (unsloth_zoo, gradient_checkpointing.py:
+    GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
+    return 3.0 * recipe.stream * hidden * batch.tokens if recipe.checkpointing == "unsloth" else 0.0
+
+
+def mlp_peak(layer: Layer, recipe: Recipe) -> float:
+    """Return the most that one layer's MLP needs at once beyond what is saved.
+
+    Full: gradients of the product, of the activation and of up, less the product that is freed, and the stream.
+    Float32 adapters: the product and its float32 copy as down reads it, and five times the stream's width. bfloat16
+    adapters on a float32 stream: the gradient through the base, through the adapters, and their sum, less the freed
+    input. Compiled: the gradients alone; unsloth: two of them, in place.
+    """
+    h, i, p, c = layer.hidden, layer.inner, recipe.product, recipe.compute
+    if recipe.unsloth:
+        return c * (2 * i + 2 * h)
+    if recipe.fused == "augmented" and not recipe.compiled:
+        return c * (2 * i + 3 * h)
+    if recipe.full or not recipe.targets & _MLP:
+        return p * (2 if recipe.full else 3) * i + recipe.stream * h
+    if recipe.compiled:
+        return c * (3 * i + 3 * h)
+    if p > recipe.adapter:
+        return (3 * p - c) * i + recipe.stream * h
+    if recipe.adapter > c:
+        return (c + recipe.adapter) * i + 5 * c * h
+    return 2 * p * i + 3 * recipe.stream * h
+
+
+def experts_peak(layer: Layer, recipe: Recipe) -> float:
+    """Return the most that one layer's experts need at once beyond what is saved: for each visited expert the gradient
+    of the output spread out, and put back in order (3 h); gpt_oss's gate function needs 2 i besides."""
+    moe = layer.experts
+    if moe is None:
+        return 0.0
+    return moe.active * recipe.compute * (3 * layer.hidden + (2 * moe.inner if moe.clamped else 0))
+
+
+def attention_peak(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
+    """Return the most that one layer's attention needs at once beyond what is saved: gradients of queries, keys, values
+    and output, and for eager attention those of the weights (float32 twice, less the cast ones that are freed; gpt_oss
+    twice more in the product's type)."""
+    c, scores, by = recipe.compute, float(layer.heads * batch.length), kernel(layer, recipe, batch)
+    if by == "eager":
+        return c * 2 * layer.query + scores * (2 * c if layer.sinks else 2 * FLOAT - c)
+    spread = layer.query + layer.output if by in ("masked", "varlen") else layer.key + layer.value
+    return c * (layer.query + layer.output + spread) + (FLOAT * layer.query if layer.head_norms else 0)
+
+
+def dequantised(layer: Layer, recipe: Recipe) -> float:
+    """Return the bytes of the largest matrix back in 16 bits: bitsandbytes dequantises it for its backward product
+    (MatMul4Bit.backward), unsloth into a buffer that it keeps (fast_dequantize); gate and up of all experts in MXFP4
+    (worker/mxfp4.py)."""
+    if recipe.mxfp4 and layer.experts:
+        return float(recipe.compute * layer.experts.count * 2 * layer.experts.inner * layer.hidden)
+    if not recipe.quantised or recipe.mxfp4:
+        return 0.0
+    return float(recipe.compute * max((each.inputs * each.outputs for each in layer.linears), default=0))
+
+
+def fp8_casts(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
+    """Return the bytes of the widest input on its way to 8 bits: float32 twice, and itself
+    (worker/optimizations/fp8.py, `cast`); a compiled layer writes the 8 bits alone."""
+    if not recipe.fp8 or layer.experts:
+        return 0.0
+    return float((1 if recipe.compiled else 2 * FLOAT + 1) * layer.inner * batch.tokens)
+
+
+def peak(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
+    """Return the bytes that one layer needs at its worst moment beyond what it saves: in its MLP, or in its attention,
+    which comes to its turn when what the MLP saved is not there yet, or is gone."""
+    second = experts_peak(layer, recipe) if layer.experts else mlp_peak(layer, recipe)
+    each = max(second, attention_peak(layer, recipe, batch) - inside(layer, recipe)) * batch.tokens
+    # the gradient of gate and up together, when the copy of down is gone
+    copies = 0 if recipe.mxfp4 else expert_copies(layer, recipe) / 3
+    bits = 0.0 if recipe.unsloth else dequantised(layer, recipe)
+    return max(each, copies, each / 2 + max(bits, fp8_casts(layer, recipe, batch)))  # in 16 bits, before sums

@@ -1,0 +1,299 @@
+"""A spec → what it trains and how, as far as memory and time depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ftbench.core.flops import MatmulShape
+from ftbench.estimate.workload.model import shape_of
+from ftbench.families.shape import Layer, ModelShape
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import Full, Lora, Qlora, Unsloth
+
+Loss = Literal["trl", "chunked", "liger", "unsloth"]
+Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
+Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
+Fused = Literal["off", "augmented", "beside"]
+
+CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The largest batch as the model sees it: `rows` of `length` positions, of which `labels` carry loss."""
+
+    rows: int
+    length: int
+    labels: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a model is trained, as far as its memory depends on it. Bytes are those of one element.
+
+    weight: of the 16- or 32-bit weights as loaded; upcast: of embedding, head and norms once peft has prepared a
+    quantised model (float32); compute: of what products are made in; autocast: whether products cast their inputs.
+    adapter: of the adapters, 0 without. targets: the last parts of the names of the linear layers that have adapters,
+    and `experts` where the fused experts have.
+    mxfp4: the experts stay in 4 bits as gpt-oss is published. checkpointing: `offload` and `unsloth` keep layer inputs
+    in host memory. chunk: label tokens of a chunk of our loss. fused: how fused_lora multiplies adapters
+    (worker/adapter_products.py).
+    attention: `masked` is sdpa with a mask, made where rows hold padding or several samples.
+    """
+
+    full: bool = False
+    quantised: bool = False
+    mxfp4: bool = False
+    unsloth: bool = False
+    weight: int = 2
+    upcast: int = 2
+    compute: int = 2
+    autocast: bool = True
+    adapter: int = 0
+    rank: int = 0
+    targets: frozenset[str] = field(default_factory=frozenset)
+    double_quant: bool = True
+    optimizer: str = "adamw_torch"
+    checkpointing: Checkpointing = "off"
+    offload: bool = False
+    attention: Attention = "sdpa"
+    loss: Loss = "trl"
+    chunk: int = CHUNK
+    liger: bool = False
+    compiled: bool = False
+    fp8: bool = False
+    fused: Fused = "off"
+
+    @property
+    def stream(self) -> int:
+        """Bytes of an element of the residual stream, which has the type of the embedding."""
+        return self.upcast
+
+    @property
+    def product(self) -> int:
+        """Bytes of an element that a linear layer puts out: bitsandbytes gives back the type it was given, others
+        the type they compute in."""
+        return self.stream if self.quantised and not self.mxfp4 else self.compute
+
+    @property
+    def casts_nothing(self) -> bool:
+        """Whether adapters read the very tensor that the layer reads."""
+        return self.adapter == self.stream == self.compute
+
+    def adapted(self, layer: Layer) -> int:
+        """How many matrices of a layer have adapters."""
+        return len(layer.reached(self.targets)) + ("experts" in self.targets and layer.experts is not None)
+
+
+def recipe_of(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Recipe:
+    """Return the recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
+    `whole` that every sample has max_length tokens."""
+    method, on = spec.method, spec.optimizations
+    weight = _BYTES[spec.model.dtype]
+    autocast = spec.train.precision != "fp32"
+    compute = 2 if autocast or weight == 2 else 4
+    return Recipe(
+        full=isinstance(method, Full),
+        quantised=method.quantised,
+        mxfp4=method.mxfp4,
+        unsloth=isinstance(method, Unsloth),
+        weight=weight,
+        upcast=4 if is_upcast(method, model) else weight,
+        compute=_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
+        autocast=autocast,
+        adapter=_adapter(method),
+        rank=0 if isinstance(method, Full) else method.rank,
+        targets=targets(method, model),
+        double_quant=method.double_quant if isinstance(method, Qlora) else True,
+        optimizer=spec.train.optimizer,
+        checkpointing=_checkpointing(spec),
+        offload=on.activation_offload,
+        attention=_attention(spec, model, padded, whole),
+        loss=_loss(spec),
+        liger=on.liger,
+        compiled=bool(on.compile),
+        fp8=on.fp8 != "off",
+        chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
+        fused=fused(spec),
+    )
+
+
+def _adapter(method: Full | Lora | Qlora | Unsloth) -> int:
+    """peft keeps adapters in float32; trl casts those of a model quantised by bitsandbytes to bfloat16."""
+    return 0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4
+
+
+def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
+    """Whether what is not quantised is cast to float32 (worker/methods/qlora.py, `adapt`)."""
+    return isinstance(method, Qlora) and method.upcast and not model.has_experts
+
+
+def fused(spec: Experiment) -> Fused:
+    """fused_lora takes adapters into the base product where that is a plain one of the type products are made in."""
+    if not spec.optimizations.fused_lora:
+        return "off"
+    other = spec.optimizations.fp8 != "off" or (spec.method.quantised and not spec.method.mxfp4)
+    products = "bfloat16" if spec.train.precision == "bf16" else "float32"
+    return "beside" if other or spec.model.dtype != products else "augmented"
+
+
+def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozenset[str]:
+    """Return what gets adapters: the linear layers of a name that is asked for, as far as the model has them (gpt_oss
+    has no gate_proj), and the fused experts where `method.experts` says so. all-linear means every `nn.Linear`, which
+    fused experts are not."""
+    if isinstance(method, Full):
+        return frozenset()
+    names = {linear.name for layer, _ in model.kinds for linear in layer.linears}
+    if method.targets != "all-linear":
+        names &= {name.rsplit(".", 1)[-1] for name in method.targets}
+    return frozenset(names | ({"experts"} if method.experts and model.has_experts else set()))
+
+
+def _checkpointing(spec: Experiment) -> Checkpointing:
+    if isinstance(spec.method, Unsloth):
+        own = spec.method.use_gradient_checkpointing
+        return "full" if own == "on" else own
+    asked: bool | Literal["selective", "offload"] = spec.optimizations.gradient_checkpointing
+    if asked == "selective" or asked == "offload":
+        return asked
+    return "full" if asked else "off"
+
+
+def is_eager(spec: Experiment, model: ModelShape) -> bool:
+    """Whether attention writes a weight for each pair of positions: transformers has no sdpa for gpt_oss's sinks."""
+    asked = spec.optimizations.attention
+    return asked == "eager" or (asked == "auto" and any(layer.sinks for layer, _ in model.kinds))
+
+
+def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Attention:
+    asked = spec.optimizations.attention
+    if is_eager(spec, model):
+        return "eager"
+    if asked == "varlen":
+        return "sdpa" if whole else asked  # worker/optimizations/attention.py, `_by_rows`
+    if asked in ("auto", "sdpa", "cudnn"):
+        return "masked" if padded and spec.method.name != "unsloth" else "sdpa"
+    return "flash"
+
+
+def _loss(spec: Experiment) -> Loss:
+    if spec.method.name == "unsloth":
+        return "unsloth"
+    if spec.optimizations.chunked_loss:
+        return "chunked"
+    return "liger" if spec.optimizations.liger else "trl"
+
+
+# --- for the time of a step -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Linear layers of a whole model as one token uses them: how many, and the sums of their input and output
+    widths."""
+
+    count: int
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableShape:
+    """A model with a method on it. `linears` are those of all layers, `adapters` the ones among them with adapters.
+    `quantisable` are the parameters that 4-bit storage reaches: fused expert matrices stay as they are. A token uses
+    `expert_matmul` of the experts' parameters. `inner`, `heads` and `query_key` are sums over all layers: the widths of
+    the gated products a token passes, its attention heads, and its queries and keys."""
+
+    model: ModelShape
+    matmul: MatmulShape
+    linears: Linears
+    adapters: Linears
+    trained: int
+    quantisable: int
+    expert_matmul: int
+    inner: int
+    heads: int
+    query_key: int
+
+
+def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> TrainableShape:
+    """Return what a token passes through in a model that is only known by its config.json, with a method on it: the
+    worker counts the same on the live model (`worker/measure/applied.py`), and a test holds the two against each other.
+    Raises SpecError for a model whose shape is not known."""
+    model, full = shape_of(spec.model, config), isinstance(spec.method, Full)
+    names = targets(spec.method, model)
+    rank = 0 if isinstance(spec.method, Full) else spec.method.rank
+    reached = [used for layer in model.layers for used in _adapted(layer, names)]
+    all_linears = [used for layer in model.layers for used in _used(layer)]
+    experts = sum(_visited(layer) for layer in model.layers)
+    others = sum(layer.matrices + layer.parameters["router"] - layer.router_biases for layer in model.layers)
+    base, head = model.linear_parameters + experts + others, model.vocab * model.hidden
+    adapters = rank * sum(inputs + outputs for inputs, outputs in reached)
+    return TrainableShape(
+        model=model,
+        matmul=MatmulShape(base, base if full else 0, head, head if full else 0, adapters,
+                           tuple((layer.query + layer.output) // 2 for layer in model.layers),
+                           tuple(layer.window for layer in model.layers)),
+        linears=_summed(all_linears),
+        adapters=_summed(reached),
+        trained=model.total if full else adapter_parameters(model, names, rank),
+        quantisable=model.linear_parameters,
+        expert_matmul=experts,
+        inner=sum(layer.inner + (layer.experts.active * layer.experts.inner if layer.experts else 0)
+                  for layer in model.layers),
+        heads=sum(layer.heads for layer in model.layers),
+        query_key=sum(layer.query + layer.key for layer in model.layers),
+    )  # fmt: skip
+
+
+def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> int:
+    """Return the trained parameters of LoRA: r (in + out) for each targeted matrix (Hu et al. 2021), of each expert for
+    gate and up together and for down."""
+    return rank * sum(
+        count * sum(linear.inputs + linear.outputs for linear in layer.reached(names))
+        + count * (layer.experts.count * expert_adapter(layer) if layer.experts and "experts" in names else 0)
+        for layer, count in model.kinds
+    )
+
+
+def expert_adapter(layer: Layer) -> int:
+    """Return the inputs and outputs of one expert's two fused matrices."""
+    assert layer.experts is not None
+    return (layer.hidden + 2 * layer.experts.inner) + (layer.experts.inner + layer.hidden)
+
+
+def _visited(layer: Layer) -> int:
+    """Parameters of the experts' matrices that one token uses."""
+    return layer.expert_matrices * layer.experts.active // layer.experts.count if layer.experts else 0
+
+
+def _used(layer: Layer) -> list[tuple[int, int]]:
+    """Inputs and outputs of a layer's matrices as one token uses them: gate, up and down of the experts it visits as
+    one each."""
+    used = [(linear.inputs, linear.outputs) for linear in layer.linears]
+    return used + _of_experts(layer)
+
+
+def _of_experts(layer: Layer) -> list[tuple[int, int]]:
+    if layer.experts is None:
+        return []
+    inner = layer.experts.inner * layer.experts.active
+    return [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)]
+
+
+def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
+    reached = [(linear.inputs, linear.outputs) for linear in layer.reached(names)]
+    if layer.experts is None or "experts" not in names:
+        return reached
+    h, i, active = layer.hidden, layer.experts.inner, layer.experts.active
+    return reached + [(h, 2 * i), (i, h)] * active
+
+
+def _summed(matrices: list[tuple[int, int]]) -> Linears:
+    return Linears(len(matrices), sum(a for a, _ in matrices), sum(b for _, b in matrices))

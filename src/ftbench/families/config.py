@@ -1,0 +1,60 @@
+"""A config.json whose values are checked as they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Config:
+    """The values of a config.json over the defaults that transformers has for its family."""
+
+    def __init__(self, values: dict[str, Any], defaults: dict[str, Any]) -> None:
+        self._values = {**defaults, **values}
+
+    def get(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def whole(self, key: str, otherwise: int | None = None) -> int:
+        """Return a whole number of 1 or more, `otherwise` for a key that is missing or null. Raises ValueError."""
+        value = self.get(key)
+        if value is None and otherwise is not None:
+            return otherwise
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"config.json: {key} is {value!r} and must be a whole number of 1 or more")
+        return value
+
+    def count(self, key: str) -> int:
+        """Return a whole number of 0 or more, 0 for a key that is missing or null. Raises ValueError."""
+        return 0 if self.get(key) in (None, 0) else self.whole(key)
+
+    @property
+    def layers(self) -> int:
+        return self.whole("num_hidden_layers")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head. Raises ValueError where the hidden size has no room for the heads."""
+        hidden, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
+        if self.get("head_dim"):
+            return self.whole("head_dim")
+        if hidden < heads:
+            raise ValueError(f"config.json: hidden_size {hidden} is too small for its num_attention_heads")
+        return hidden // heads
+
+    def kinds(self, sliding: int | None) -> list[str]:
+        """Return the kind of attention of each layer: `layer_types`, else every one slides but each `sliding`-th
+        (0: all, None: none). Raises ValueError."""
+        kinds, layers = self.get("layer_types"), self.layers
+        if kinds is None:
+            full = range(layers) if sliding is None else range(sliding - 1, layers, sliding) if sliding else ()
+            return ["full_attention" if place in full else "sliding_attention" for place in range(layers)]
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise ValueError(f"config.json: layer_types must be a list with a kind for each of the {layers} layers")
+        return kinds
+
+    def windows(self, sliding: int | None) -> list[int | None]:
+        """Return the sliding window of each layer in tokens, None for full attention."""
+        window = self.whole("sliding_window") if self.get("sliding_window") else None
+        if window is None or self.get("use_sliding_window") is False:
+            return [None] * len(self.kinds(sliding))
+        return [window if kind == "sliding_attention" else None for kind in self.kinds(sliding)]

@@ -1,0 +1,57 @@
+"""deepseek_v3: queries, keys and values through latent vectors, routed and shared experts behind dense first layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.families.config import Config
+from ftbench.families.dense import mlp
+from ftbench.families.moe import visited
+from ftbench.families.shape import Experts, Layer, Linear, ModelShape, Norm
+
+
+def describe(family: str, values: dict[str, Any]) -> ModelShape:
+    """Return the shape of the model. Raises ValueError for a value that cannot be."""
+    config = Config(values, {"first_k_dense_replace": 3, "n_shared_experts": 1})
+    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    rotated, plain = config.whole("qk_rope_head_dim"), config.whole("qk_nope_head_dim")
+    value, latent = config.whole("v_head_dim"), config.whole("kv_lora_rank")
+    query_latent, bias = config.count("q_lora_rank"), bool(config.get("attention_bias"))
+    width = plain + rotated
+    linears = (
+        *_queries(hidden, query_latent, heads * width, bias),
+        Linear("kv_a_proj_with_mqa", hidden, latent + rotated, "input", "attention", bias),
+        Linear("kv_b_proj", latent, heads * (plain + value), "key latent", "attention"),
+        Linear("o_proj", heads * value, hidden, "attention", "attention", bias),
+    )
+    norms = [Norm(hidden), Norm(hidden), Norm(latent, place="product")]
+    norms += [Norm(query_latent, place="product")] if query_latent else []
+
+    def layer(place: int) -> Layer:
+        routed = None if place < config.count("first_k_dense_replace") else _experts(config)
+        inner = config.whole("intermediate_size") if routed is None else _shared(config)
+        return Layer(
+            hidden, heads, heads, width, value, inner, (*linears, *mlp(hidden, inner)), tuple(norms), experts=routed,
+            fused_values=heads * plain,
+        )  # fmt: skip
+
+    return ModelShape(
+        family, hidden, config.whole("vocab_size"), bool(config.get("tie_word_embeddings")),
+        tuple(layer(place) for place in range(config.layers)),
+    )  # fmt: skip
+
+
+def _queries(hidden: int, latent: int, width: int, bias: bool) -> tuple[Linear, ...]:
+    if not latent:
+        return (Linear("q_proj", hidden, width, "input", "attention"),)
+    down = Linear("q_a_proj", hidden, latent, "input", "attention", bias)
+    return down, Linear("q_b_proj", latent, width, "query latent", "attention")
+
+
+def _experts(config: Config) -> Experts:
+    count = config.whole("n_routed_experts" if config.get("n_routed_experts") else "num_local_experts")
+    return Experts(count, visited(config, count), config.whole("moe_intermediate_size"), "sigmoid")
+
+
+def _shared(config: Config) -> int:
+    return config.whole("moe_intermediate_size") * config.whole("n_shared_experts")

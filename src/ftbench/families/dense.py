@@ -1,0 +1,116 @@
+"""Decoders with one gated MLP a layer: llama and what differs from it by a norm, a bias or a fused matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ftbench.families.config import Config
+from ftbench.families.shape import Layer, Linear, ModelShape, Norm, NormKind
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """What tells a family from llama. `defaults` are those of its configuration in transformers where published files
+    leave them out. `norms`: before attention and MLP, after them, both, or one before both at once (`parallel`);
+    `qk_norm` those of queries and keys, by head or over all heads. `sliding`: see `Config.kinds`."""
+
+    defaults: dict[str, Any]
+    norms: Literal["before", "after", "both", "parallel"] = "before"
+    norm_kind: NormKind = "plain"
+    qk_norm: Literal["none", "head", "all"] = "none"
+    qkv_bias: bool = False
+    fused_qkv: bool = False
+    fused_gate: bool = False
+    sliding: int | None = None
+
+
+_UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_GEMMA: dict[str, Any] = {"head_dim": 256, "sliding_window": 4096}
+DENSE = {
+    "llama": Dense(_UNTIED),
+    "mistral": Dense(_UNTIED, sliding=0),
+    "qwen2": Dense(_UNTIED | {"use_sliding_window": False}, qkv_bias=True, sliding=0),
+    "qwen3": Dense(_UNTIED | {"use_sliding_window": False}, qk_norm="head", sliding=0),
+    "smollm3": Dense(_TIED | {"use_sliding_window": False, "num_key_value_heads": 4}),
+    "granite": Dense(_UNTIED),
+    "phi3": Dense(_UNTIED, fused_qkv=True, fused_gate=True, sliding=0),
+    "olmo2": Dense(_UNTIED, norms="after", norm_kind="float", qk_norm="all"),
+    "gemma2": Dense(_TIED | _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+                    norms="both", norm_kind="float", sliding=2),
+    "gemma3_text": Dense(_TIED | _GEMMA, norms="both", norm_kind="float", qk_norm="head", sliding=6),
+    "cohere2": Dense(_TIED | {"sliding_window": 4096, "logit_scale": 0.0625}, norms="parallel", norm_kind="centred",
+                     sliding=4),
+    "glm4": Dense(_UNTIED | {"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2}, norms="both",
+                  fused_gate=True),
+}  # fmt: skip
+
+
+def describe(family: str, values: dict[str, Any]) -> ModelShape:
+    """Return the shape of a dense model. Raises ValueError for a value that cannot be."""
+    form = DENSE[family]
+    config = Config(values, form.defaults)
+    hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
+    kv_heads, inner = config.whole("num_key_value_heads", heads), config.whole("intermediate_size")
+    bias = form.qkv_bias or bool(config.get("attention_bias"))
+    query, key = heads * width, kv_heads * width
+    # phi3 has no bias anywhere, glm4 and qwen2 none behind the attention
+    bias_out = bool(config.get("attention_bias")) and family not in ("qwen2", "glm4")
+    linears = (
+        *attention(hidden, query, key, bias, bias_out, fused=form.fused_qkv),
+        *mlp(hidden, inner, bool(config.get("mlp_bias")), form.fused_gate, parallel=form.norms == "parallel"),
+    )
+    norms = (*stream_norms(form, hidden), *query_norms(form, heads, kv_heads, width))
+
+    def layer(window: int | None) -> Layer:
+        return Layer(
+            hidden, heads, kv_heads, width, width, inner, linears, norms, form.norm_kind, window,
+            fused_values=query + key if form.fused_qkv else 0, softcap=bool(config.get("attn_logit_softcapping")),
+        )  # fmt: skip
+
+    return ModelShape(
+        family, hidden, config.whole("vocab_size"), bool(config.get("tie_word_embeddings")),
+        tuple(layer(window) for window in config.windows(form.sliding)),
+        softcap=bool(config.get("final_logit_softcapping")), scaled=config.get("logit_scale") not in (None, 1),
+    )  # fmt: skip
+
+
+def attention(
+    hidden: int, query: int, key: int, bias: bool, bias_out: bool, *, fused: bool = False
+) -> tuple[Linear, ...]:
+    """Return the projections of grouped-query attention; `fused` is phi3's one matrix for queries, keys and values."""
+    out = Linear("o_proj", query, hidden, "attention", "attention", bias_out)
+    if fused:
+        return Linear("qkv_proj", hidden, query + 2 * key, "input", "attention", bias), out
+    sizes = {"q_proj": query, "k_proj": key, "v_proj": key}
+    return *(Linear(name, hidden, size, "input", "attention", bias) for name, size in sizes.items()), out
+
+
+def mlp(
+    hidden: int, inner: int, bias: bool = False, fused: bool = False, *, parallel: bool = False, reads: str = ""
+) -> tuple[Linear, ...]:
+    """Return the matrices of a gated MLP; `fused` is one for gate and up, `parallel` one that reads what the attention
+    reads."""
+    source = "input" if parallel else f"{reads}mlp input"
+    down = Linear("down_proj", inner, hidden, f"{reads}product", "mlp", bias)
+    if fused:
+        return Linear("gate_up_proj", hidden, 2 * inner, source, "mlp", bias), down
+    return *(Linear(name, hidden, inner, source, "mlp", bias) for name in ("gate_proj", "up_proj")), down
+
+
+def stream_norms(form: Dense, hidden: int) -> tuple[Norm, ...]:
+    """Return the norms of a layer's hidden states."""
+    before, after = Norm(hidden), Norm(hidden, place="product")
+    return {
+        "before": (before, before), "after": (after, after), "both": (before, before, after, after),
+        "parallel": (before,),
+    }[form.norms]  # fmt: skip
+
+
+def query_norms(form: Dense, heads: int, kv_heads: int, width: int) -> tuple[Norm, ...]:
+    """Return the norms of queries and keys."""
+    if form.qk_norm == "none":
+        return ()
+    each = form.qk_norm == "head"
+    return tuple(Norm(of * width, of if each else 1, "head") for of in (heads, kv_heads))

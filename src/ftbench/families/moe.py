@@ -1,0 +1,69 @@
+"""Decoders whose layers have fused experts behind ordinary attention: qwen3_moe, mixtral and gpt_oss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.families.config import Config
+from ftbench.families.dense import attention, mlp
+from ftbench.families.shape import Experts, Layer, ModelShape, Norm
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"use_sliding_window": False},
+    "mixtral": {},
+    "gpt_oss": {"attention_bias": True, "head_dim": 64, "num_key_value_heads": 8},
+}
+MOE = tuple(_DEFAULTS)
+
+
+def describe(family: str, values: dict[str, Any]) -> ModelShape:
+    """Return the shape of a mixture of experts. Raises ValueError for a value that cannot be."""
+    config = Config(values, _DEFAULTS[family])
+    hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
+    kv_heads, bias = config.whole("num_key_value_heads", heads), bool(config.get("attention_bias"))
+    query, key = heads * width, kv_heads * width
+    norms = [Norm(hidden), Norm(hidden)]
+    if family == "qwen3_moe":
+        norms += [Norm(query, heads, "head"), Norm(key, kv_heads, "head")]
+    linears = attention(hidden, query, key, bias, bias)
+    dense = dense_layers(config) if family == "qwen3_moe" else set()
+    sinks = family == "gpt_oss"
+
+    def layer(place: int, window: int | None) -> Layer:
+        inner = config.whole("intermediate_size") if place in dense else 0
+        return Layer(
+            hidden, heads, kv_heads, width, width, inner, (*linears, *(mlp(hidden, inner) if inner else ())),
+            tuple(norms), "float" if sinks else "plain", window, None if inner else experts(family, config),
+            sinks=sinks, others=heads if sinks else 0,
+        )  # fmt: skip
+
+    windows = config.windows({"gpt_oss": 2, "mixtral": 0, "qwen3_moe": 0}[family])
+    return ModelShape(
+        family, hidden, config.whole("vocab_size"), bool(config.get("tie_word_embeddings")),
+        tuple(layer(place, window) for place, window in enumerate(windows)),
+    )  # fmt: skip
+
+
+def experts(family: str, config: Config) -> Experts:
+    """Return the experts of one layer. Raises ValueError where a token visits more than there are."""
+    count = config.whole("num_experts" if config.get("num_experts") else "num_local_experts")
+    inner = config.whole("moe_intermediate_size", config.whole("intermediate_size"))
+    active, hidden = visited(config, count), config.whole("hidden_size")
+    if family == "gpt_oss":
+        return Experts(count, active, inner, "chosen", True, 2 * inner + hidden, count)
+    return Experts(count, active, inner)
+
+
+def visited(config: Config, count: int) -> int:
+    """Return how many of `count` experts a token visits. Raises ValueError for more than there are."""
+    active = config.whole("num_experts_per_tok")
+    if active > count:
+        raise ValueError(f"config.json: num_experts_per_tok is {active}, and there are {count} experts")
+    return active
+
+
+def dense_layers(config: Config) -> set[int]:
+    """Return the layers of a Qwen mixture of experts that have an MLP instead."""
+    step = config.whole("decoder_sparse_step", 1)
+    named = set(config.get("mlp_only_layers") or ())
+    return named | {place for place in range(config.layers) if (place + 1) % step}

@@ -1,0 +1,73 @@
+"""qwen3_next: three layers of linear attention to one of gated softmax attention, routed experts and a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ftbench.families.config import Config
+from ftbench.families.dense import attention, mlp
+from ftbench.families.moe import dense_layers, visited
+from ftbench.families.shape import DeltaNet, Experts, Layer, Linear, ModelShape, Norm
+
+_DEFAULTS = {
+    "head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4, "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+def describe(family: str, values: dict[str, Any]) -> ModelShape:
+    """Return the shape of the model. Raises ValueError for a value that cannot be."""
+    config = Config(values, _DEFAULTS)
+    hidden, interval = config.whole("hidden_size"), config.whole("full_attention_interval")
+    kinds = config.kinds(interval)  # without layer_types, each fourth has full attention and the others linear
+    dense = dense_layers(config)
+    layers = []
+    for place, kind in enumerate(kinds):
+        plain = _full(config) if kind == "full_attention" else _linear(config)
+        layers.append(_with_mlp(plain, config, place in dense))
+    tied = bool(config.get("tie_word_embeddings"))
+    return ModelShape(family, hidden, config.whole("vocab_size"), tied, tuple(layers))
+
+
+def _full(config: Config) -> Layer:
+    """A layer of softmax attention, whose q_proj makes the gate of its output too."""
+    hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
+    kv_heads, bias = config.whole("num_key_value_heads", heads), bool(config.get("attention_bias"))
+    query, key = heads * width, kv_heads * width
+    gate, *others = attention(hidden, query, key, bias, bias)
+    linears = (replace(gate, outputs=2 * query), *others[:2], replace(others[2], reads="gated attention"))
+    norms = (Norm(hidden), Norm(hidden), Norm(query, heads, "head"), Norm(key, kv_heads, "head"))
+    return Layer(hidden, heads, kv_heads, width, width, 0, linears, norms, "float", gated_heads=True)
+
+
+def _linear(config: Config) -> Layer:
+    """A layer of linear attention."""
+    hidden = config.whole("hidden_size")
+    keys, values = config.whole("linear_num_key_heads"), config.whole("linear_num_value_heads")
+    key, value = config.whole("linear_key_head_dim"), config.whole("linear_value_head_dim")
+    delta = DeltaNet(keys, values, key, value, config.whole("linear_conv_kernel_dim"))
+    linears = (
+        Linear("in_proj_qkvz", hidden, 2 * keys * key + 2 * values * value, "input", "attention"),
+        Linear("in_proj_ba", hidden, 2 * values, "input", "attention"),
+        Linear("out_proj", values * value, hidden, "normed attention", "attention"),
+    )
+    convolution = delta.convolved * delta.kernel
+    norm = value  # of what each head puts out: one weight for all
+    return Layer(
+        hidden, 0, 0, 0, 0, 0, linears, (Norm(hidden), Norm(hidden)), "float", delta=delta,
+        others=convolution + 2 * values + norm, matrices=convolution,
+    )  # fmt: skip
+
+
+def _with_mlp(layer: Layer, config: Config, is_dense: bool) -> Layer:
+    hidden = layer.hidden
+    if is_dense:
+        inner = config.whole("intermediate_size")
+        return replace(layer, inner=inner, linears=(*layer.linears, *mlp(hidden, inner)))
+    inner, count = config.whole("shared_expert_intermediate_size"), config.whole("num_experts")
+    experts = Experts(count, visited(config, count), config.whole("moe_intermediate_size"))
+    gate = Linear("shared_expert_gate", hidden, 1, "mlp input", "mlp")
+    linears = (*layer.linears, *mlp(hidden, inner), gate)
+    return replace(layer, inner=inner, linears=linears, experts=experts, gated_expert=True)

@@ -1,0 +1,219 @@
+"""What every user of a model's shape asks for: its layers, their linear layers, norms and experts, in elements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+MXFP4_BITS = 4 + 8 / 32  # a value of 4 bits, and 8 bits of scale for 32 of them (OCP Microscaling 1.0)
+# plain: the weight multiplies what was normed in the input's type. float: in float32. centred: a LayerNorm in float32,
+# written out, so that its centred input is saved twice.
+NormKind = Literal["plain", "float", "centred"]
+# softmax: probabilities of all experts in float32. chosen: of the chosen ones alone. sigmoid: a score of each expert in
+# float32, of a hidden state in float32.
+RouterKind = Literal["softmax", "chosen", "sigmoid"]
+PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One `nn.Linear` of a decoder layer by the last part of its name. `reads` names its input: layers that read the
+    same tensor share what is saved of it."""
+
+    name: str
+    inputs: int
+    outputs: int
+    reads: str
+    part: Literal["attention", "mlp"]
+    bias: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of `width` elements of a token in `groups`, each with a scale of its own: heads share one weight. `place`
+    is what it reads: the residual stream, or what a product put out, by position or by `head`."""
+
+    width: int
+    groups: int = 1
+    place: Literal["stream", "product", "head"] = "stream"
+
+    @property
+    def parameters(self) -> int:
+        return self.width // self.groups
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Fused experts: `count` of them with gated products of `inner`, of which a token visits `active`. `clamped` is
+    gpt-oss's gate function; `biases` the biases of one expert, `router_biases` those of the router."""
+
+    count: int
+    active: int
+    inner: int
+    router: RouterKind = "softmax"
+    clamped: bool = False
+    biases: int = 0
+    router_biases: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Linear attention by the gated delta rule: heads of keys and of values, and the width of its convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def convolved(self) -> int:
+        """Elements of a token that pass the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer. `inner` is the width of its gated MLP or of its shared expert, 0 without; `gated_heads` says
+    that a gate from q_proj multiplies the attention's output; `delta` replaces softmax attention. `fused_values` are
+    elements of a token that stay because values are a part of them. `others` counts parameters of the attention that
+    stand in no linear layer: sinks, convolutions, time steps; `matrices` those of them that multiply each token."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    inner: int
+    linears: tuple[Linear, ...]
+    norms: tuple[Norm, ...]
+    norm_kind: NormKind = "plain"
+    window: int | None = None
+    experts: Experts | None = None
+    delta: DeltaNet | None = None
+    sinks: bool = False
+    gated_heads: bool = False
+    gated_expert: bool = False
+    fused_values: int = 0
+    softcap: bool = False
+    others: int = 0
+    matrices: int = 0
+
+    @property
+    def query(self) -> int:
+        """Width of the queries of one token."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of the keys of one token."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def value(self) -> int:
+        """Width of the values of one token."""
+        return self.kv_heads * self.value_dim
+
+    @property
+    def output(self) -> int:
+        """Width of what the attention of one token puts out."""
+        return self.heads * self.value_dim
+
+    @property
+    def head_norms(self) -> tuple[Norm, ...]:
+        return tuple(norm for norm in self.norms if norm.place == "head")
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """Parameters by part, without embedding and head."""
+        moe = self.experts
+        per_expert = 3 * self.hidden * moe.inner + moe.biases if moe else 0
+        return {
+            "attention": sum(each.parameters for each in self.linears if each.part == "attention") + self.others,
+            "mlp": sum(each.parameters for each in self.linears if each.part == "mlp"),
+            "experts": moe.count * per_expert if moe else 0,
+            "router": moe.count * self.hidden + moe.router_biases if moe else 0,
+            "norm": sum(norm.parameters for norm in self.norms),
+        }
+
+    @property
+    def router_biases(self) -> int:
+        return self.experts.router_biases if self.experts else 0
+
+    @property
+    def expert_matrices(self) -> int:
+        """Parameters of the experts' matrices; their biases are none."""
+        return 3 * self.hidden * self.experts.inner * self.experts.count if self.experts else 0
+
+    def reached(self, targets: Iterable[str]) -> tuple[Linear, ...]:
+        """The linear layers that get adapters: those of a name in `targets`."""
+        return tuple(each for each in self.linears if each.name in targets)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder: `layers` in order, `vocab` words, embedding and head `tied` or not, `vision` parameters of a vision
+    tower; `softcap` says that logits pass a tanh, `scaled` that they are multiplied."""
+
+    family: str
+    hidden: int
+    vocab: int
+    tied: bool
+    layers: tuple[Layer, ...]
+    vision: int = 0
+    softcap: bool = False
+    scaled: bool = False
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Layer, int], ...]:
+        """The different layers, and how many there are of each."""
+        return tuple(Counter(self.layers).items())
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Which of `kinds` each layer is."""
+        places = {layer: place for place, (layer, _) in enumerate(self.kinds)}
+        return tuple(places[layer] for layer in self.layers)
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """Parameters by part; a tied head counts 0."""
+        words = self.vocab * self.hidden
+        parts = {part: sum(layer.parameters[part] * count for layer, count in self.kinds) for part in PARTS[1:6]}
+        final = parts.pop("norm") + self.hidden
+        return {"embedding": words, **parts, "norm": final, "head": 0 if self.tied else words}
+
+    @cached_property
+    def total(self) -> int:
+        return sum(self.parameters.values()) + self.vision
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.experts for layer, _ in self.kinds)
+
+    @cached_property
+    def linear_parameters(self) -> int:
+        """Parameters of the linear layers' matrices, which 4-bit storage reaches: no biases, no fused experts."""
+        return sum(each.inputs * each.outputs * count for layer, count in self.kinds for each in layer.linears)
+
+    @cached_property
+    def expert_matrices(self) -> int:
+        return sum(layer.expert_matrices * count for layer, count in self.kinds)
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Parameters of the largest layer."""
+        return max(sum(layer.parameters.values()) for layer, _ in self.kinds)
+
+    def weight_bytes(self, width: float, mxfp4: bool = False) -> float:
+        """Return the bytes of all weights with `width` bytes each; with `mxfp4` the experts' matrices (not their
+        biases) take 4.25 bits a value, as gpt-oss is published."""
+        packed = self.expert_matrices if mxfp4 else 0
+        return (self.total - packed) * width + packed * MXFP4_BITS / 8
