@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -69,6 +70,14 @@ def find_gpu(driver_name: str) -> Gpu | None:
     if _LESSER.search(driver_name):
         return None
     return next((gpu for gpu in gpus() if any(_names(part, driver_name) for part in gpu.match)), None)
+
+
+def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
+    """Return the table's row for a GPU of a machine.json, with the watts that the machine holds it to where they are
+    fewer than its board's; None where it is in no table."""
+    gpu = find_gpu(described["name"]) if described and described.get("name") else None
+    limit = described.get("power_limit_w") if described else None
+    return replace(gpu, watts=limit) if gpu and limit and limit < gpu.watts else gpu
 
 
 @cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import Gpu, find_gpu, gpus
+from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import view
 from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
@@ -104,7 +104,7 @@ def gpus_of(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
     here = machine.gpu()
     if here is None or not here.get("memory_gb"):
         raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
-    return [(here["name"], find_gpu(here["name"]) or here["memory_gb"], here["memory_gb"])]
+    return [(here["name"], limited_gpu(here) or here["memory_gb"], here["memory_gb"])]
 
 
 def listed(text: str) -> list[Gpu]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import find_gpu
+from ftbench.core.hardware import find_gpu, limited_gpu
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, largest_batch, likely_largest_batch
@@ -89,7 +89,7 @@ def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> s
 
 def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> DurationEstimate | None:
     """None without a GPU of the table, for a mock, and where something that is needed is not known."""
-    known = find_gpu(gpu["name"]) if gpu and gpu.get("name") else None
+    known = limited_gpu(gpu)
     if known is None or spec.launch.mock != "off":
         return None
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ftbench.core.hardware import Gpu, find_gpu
+from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
 from ftbench.estimate.command import listed
@@ -69,7 +69,7 @@ def _gpus(text: str | None) -> tuple[Gpu, ...]:
     """Those named, all of the table, or this machine's. Raises SpecError for one that is not in the table."""
     if text is None:
         here = machine.gpu()
-        found = find_gpu(here["name"]) if here and here.get("name") else None
+        found = limited_gpu(here)
         if found is None:
             raise SpecError("this machine has no GPU of the table: name some with --gpu (`ftbench list gpus`), or all")
         return (found,)
