@@ -298,6 +298,74 @@ def test_a_loss_that_is_no_number_is_named_and_can_be_written(run, tmp_path):
     write_json(tmp_path / "summary.json", as_dict(found))
 
 
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_numbers_are_finite_may_have_learned(run):
+    assert summarise(run()).learning == {"state": "ok", "first_step": None, "count": 0}
+
+
+@pytest.mark.parametrize("column", ["loss", "grad_norm"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_single_number_that_is_none_is_a_failure_of_learning(run, column, value):
+    rows = training(grad_norm=[1.0] * 20)
+    setattr(rows[6], column, value)
+    found = summarise(run(rows))
+    assert found.learning == {"state": "not finite", "first_step": 7, "count": 1}
+    word = {"loss": "the loss", "grad_norm": "the gradient norm"}[column]
+    assert f"{word} is not a number in 1 steps, first in step 7" in found.warnings
+
+
+def test_an_unknown_gradient_norm_is_no_failure(run):
+    assert summarise(run(training(grad_norm=[None] * 20))).learning["state"] == "ok"
+
+
+def test_a_run_without_a_loss_says_nothing_of_learning(run):
+    assert summarise(run(training(loss=[None] * 20))).learning == {}
+
+
+def test_gradient_norms_overflow_while_fp16_searches_for_its_scale(run):
+    rows = training(grad_norm=[math.inf] * 2 + [1.0] * 18)
+    fp16 = run(rows, spec_json=SPEC | {"train": SPEC["train"] | {"precision": "fp16"}})
+    assert summarise(fp16).learning["state"] == "ok"
+    assert summarise(run(rows)).learning["state"] == "not finite"
+
+
+# --- contention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "gpu", "contended"),
+    [(0.1, None, False), (0.5, None, True), (None, 0.3, True), (0.1, 0.01, False), (0.5, 0.3, True)],
+)
+def test_a_run_beside_which_others_used_the_machine_is_contended(run, host, gpu, contended):
+    columns = {"host_cpu_by_others": [host] * 20, "gpu_by_others": [gpu] * 20}
+    found = summarise(run(training(**columns)))
+    assert found.contention == pytest.approx({"contended": contended, "host_cpu_by_others": host, "gpu_by_others": gpu})
+    assert any(warning.startswith("contended: ") for warning in found.warnings) is contended
+
+
+def test_contention_is_weighed_by_time_and_of_the_steady_window_alone(run):
+    shares = [1.0] * WARM + [0.0] * (20 - WARM)
+    assert summarise(run(training(host_cpu_by_others=shares))).contention["host_cpu_by_others"] == 0.0
+    rows = training(host_cpu_by_others=[None] * WARM + [0.0, 0.8] * ((20 - WARM) // 2) + [0.0] * ((20 - WARM) % 2))
+    busy = sum(row.step_time_s for row in rows[WARM:] if row.host_cpu_by_others)
+    expected = 0.8 * busy / sum(row.step_time_s for row in rows[WARM:])
+    assert summarise(run(rows)).contention["host_cpu_by_others"] == pytest.approx(expected)
+
+
+def test_without_a_measurement_nothing_is_said_of_contention(run):
+    assert summarise(run()).contention == {}
+
+
+@pytest.mark.parametrize(
+    ("cache", "told"), [({"compile_cache": "warm"}, "warm"), ({"compile_cache": None}, "none"), ({}, None)]
+)
+def test_the_first_step_says_whether_its_graphs_were_there(run, cache, told):
+    applied = {key: value for key, value in APPLIED.items() if key != "compile_cache"} | cache
+    assert summarise(run(applied=applied)).first_step_cache == told
+
+
 def test_peaks_are_those_of_the_whole_run(run):
     found = summarise(run([*training(), evaluation(30.0, device_memory_gb=99.0)])).memory_gb
     assert found["device_peak"] == 99.0

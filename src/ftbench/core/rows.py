@@ -142,9 +142,9 @@ class RunSummary:
     schema: int = SCHEMA
     # `state` (`ok` or `not finite`), `first_step` and `count` of the steps whose loss or gradient norm is no number
     learning: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
-    # `contended`, and medians over the steady steps: `host_cpu_by_others`, `gpu_by_others` (shares, 0 to 1)
+    # `contended` (yes or no), and shares (0 to 1) of the steady window: `host_cpu_by_others`, `gpu_by_others`
     contention: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
-    # of the compiler, before the first step: `cold`, `warm`, or `none` without compilation
+    # of the compiler, before the first step: `cold`, `warm`, `partly warm`, or `none` without compilation
     first_step_cache: str | None = field(default=None, metadata=_LATER)
     # of several ranks: their `count` and the `spread` (`lowest`, `highest`) of what the figures tell the worst of
     ranks: dict[str, Any] = field(default_factory=dict, metadata=_LATER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -32,8 +31,6 @@ def warnings(
     """What makes the figures weak, as sentences."""
     found = []
     steady = train[warm:]
-    if broken := [row.step for row in train if row.loss is not None and not math.isfinite(row.loss)]:
-        found.append(f"the loss is not a number in {len(broken)} steps, first in step {broken[0]}")
     if ended_well and len(steady) < stats.MINIMUM_STEADY:
         found.append(
             f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on"

@@ -12,7 +12,7 @@ from ftbench.core import flops, hardware, stats
 from ftbench.core.bottleneck import bound
 from ftbench.core.rows import RunSummary, StepRow
 from ftbench.core.stats import total
-from ftbench.store import run_warnings
+from ftbench.store import health, run_warnings
 from ftbench.store.rundir import RunDir, first_gpu, read_json, read_state
 from ftbench.store.steps import read_steps
 
@@ -29,6 +29,7 @@ def summarise(run: RunDir) -> RunSummary:
     warm = _warmup(spec, train)
     steady = train[warm:]
     phases = read_json(run.phases).get("phases", [])
+    loss_scaled = spec.get("train", {}).get("precision") == "fp16"
     summary = RunSummary(
         name=spec.get("name", run.path.parent.name),
         run_id=run.run_id,
@@ -49,7 +50,10 @@ def summarise(run: RunDir) -> RunSummary:
         dataset=applied.get("dataset", {}),
         oom=state.get("oom"),
         warnings=[*applied.get("warnings", []), *warnings],
+        learning=health.learning(everything, loss_scaled),
+        first_step_cache=health.first_step_cache(applied),
     )
+    summary.warnings += health.learning_warnings([row for row in everything if row.phase == "train"], loss_scaled)
     if spec.get("measure", {}).get("share_gpu"):
         summary.warnings.append(SHARED)
     if profiled(spec):  # the profiler slows steps and launches
@@ -65,6 +69,8 @@ def summarise(run: RunDir) -> RunSummary:
         _energy(summary, steady, machine)
         summary.drift = run_warnings.drift(steady)
         summary.outliers = run_warnings.outliers(steady)
+        summary.contention = health.contention(steady)
+        summary.warnings += health.contention_warning(summary.contention)
     timed = bool(train) or not everything  # an imported log may hold losses and no times
     summary.warnings += run_warnings.warnings(
         everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed

@@ -18,6 +18,7 @@ from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device, device
 from ftbench.worker.generate import Answers
 from ftbench.worker.measure import applied
+from ftbench.worker.measure.contention import GpuLoad, HostLoad, own_processes
 from ftbench.worker.measure.controls import Control
 from ftbench.worker.measure.gradients import Gradients
 from ftbench.worker.measure.meters import meters
@@ -183,8 +184,11 @@ def _watch_memory(phases: Phases) -> None:
 
 def _recorder(directory: RunDir, spec: Experiment) -> Recorder:
     place = device()
-    sampler = None
+    sampler = Sampler(others=[HostLoad()])
     if place.type == "cuda" and (nvml := nvml_module()) is not None:
         handle = handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(place).uuid}")
-        sampler = Sampler(nvml, handle) if handle is not None else None
+        if handle is not None:
+            before = first_gpu(read_json(directory.machine)).get("process_ids") or ()
+            own = own_processes(nvml, handle, before)
+            sampler = Sampler(nvml, handle, [HostLoad(), GpuLoad(nvml, handle, own)])
     return Recorder(StepsWriter(directory.steps), place, sampler, count_graphs=bool(spec.optimizations.compile))

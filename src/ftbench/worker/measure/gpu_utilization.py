@@ -21,13 +21,11 @@ COLUMNS = tuple(_GPM)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Shares (0 to 1) between `begin` and `end`, in seconds of perf_counter."""
+    """Shares (0 to 1) by the column of steps.csv, between `begin` and `end` (seconds of perf_counter)."""
 
     begin: float
     end: float
-    gpu_busy: float | None
-    tensor_busy: float | None = None
-    memory_busy: float | None = None
+    shares: dict[str, float | None]
 
 
 class BusyMeter:
@@ -71,19 +69,19 @@ class BusyMeter:
     def _by_gpm(self) -> list[Interval]:
         nvml = self._nvml
         begin, self._begin = self._begin, self._sample(self._spare)
-        asked = nvml.c_nvmlGpmMetricsGet_t()
-        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(self._metrics)
-        asked.sample1, asked.sample2 = self._before, self._spare
-        for place, metric in enumerate(self._metrics.values()):
-            asked.metrics[place].metricId = metric
-        nvml.nvmlGpmMetricsGet(asked)
+        query = nvml.c_nvmlGpmMetricsGet_t()
+        query.version, query.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(self._metrics)
+        query.sample1, query.sample2 = self._before, self._spare
+        for index, metric in enumerate(self._metrics.values()):
+            query.metrics[index].metricId = metric
+        nvml.nvmlGpmMetricsGet(query)
         self._before, self._spare = self._spare, self._before
-        told = [asked.metrics[place] for place in range(len(self._metrics))]
+        answers = [query.metrics[index] for index in range(len(self._metrics))]
         shares = {
-            name: each.value / 100 if each.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(each.value) else None
-            for name, each in zip(self._metrics, told, strict=True)
+            name: answer.value / 100 if answer.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(answer.value) else None
+            for name, answer in zip(self._metrics, answers, strict=True)
         }  # not a number where the counters did not move between the two samples
-        return [Interval(begin, self._begin, **shares)]
+        return [Interval(begin, self._begin, shares)]
 
     def _start_samples(self) -> None:
         self._last = int(time.time() * 1e6)
@@ -94,19 +92,19 @@ class BusyMeter:
     def _samples(self) -> list[tuple[int, int]]:
         """(µs since the epoch, percent) of the samples since the last one seen."""
         kind = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
-        _, found = self._nvml.nvmlDeviceGetSamples(self._handle, kind, self._last)
-        return [(s.timeStamp, s.sampleValue.uiVal) for s in found if s.timeStamp > self._last]
+        _, samples = self._nvml.nvmlDeviceGetSamples(self._handle, kind, self._last)
+        return [(s.timeStamp, s.sampleValue.uiVal) for s in samples if s.timeStamp > self._last]
 
     def _by_samples(self) -> list[Interval]:
         try:
-            found = self._samples()
+            samples = self._samples()
         except self._nvml.NVMLError as error:
             if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND:  # none since the last call
                 return []
             raise
         shift = time.perf_counter() - time.time()
         intervals = []
-        for stamp, percent in found:
-            intervals.append(Interval(self._last / 1e6 + shift, stamp / 1e6 + shift, percent / 100))
+        for stamp, percent in samples:
+            intervals.append(Interval(self._last / 1e6 + shift, stamp / 1e6 + shift, {"gpu_busy": percent / 100}))
             self._last = stamp
         return intervals

@@ -1,17 +1,20 @@
-"""What the driver says about the GPU, at most ten times a second: power, energy, clock, heat, throttling, memory, load.
+"""What driver and kernel say beside the steps, at most ten times a second: the GPU's power, energy, clock, heat,
+throttling, memory and load, and what other processes use.
 
-Standard library and NVML only. A counter that the driver does not have stays None in every sample.
+Standard library, psutil and NVML only. A counter that the driver does not have stays None in every sample.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Any
 
 from ftbench.core.units import GIB
+from ftbench.worker.measure.contention import GpuLoad, HostLoad
 from ftbench.worker.measure.gpu_utilization import COLUMNS, BusyMeter, Interval
 
 # nvml.h, nvmlClocksEventReasons; idle (0x1) and the display's own clock (0x100) say nothing about a training run.
@@ -35,17 +38,20 @@ class Sample:
 
 
 class Sampler:
-    """Keeps the samples of a run; `take` is called by the recorder's thread."""
+    """Keeps the samples of a run; `take` is called by the recorder's thread. Without `nvml` only `others` are read."""
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
+    def __init__(self, nvml: Any = None, handle: Any = None, others: Sequence[HostLoad | GpuLoad] = ()) -> None:
         self._times: list[float] = []
         self._samples: list[Sample] = []
-        self._busy = BusyMeter(nvml, handle)
-        self._intervals: list[Interval] = []
-        self._ends: list[float] = []
+        self._busy = BusyMeter(nvml, handle) if nvml else None
+        self._meters = [*([self._busy] if self._busy else []), *others]
+        self._intervals: list[list[Interval]] = [[] for _ in self._meters]
+        self._readers: dict[str, Callable[[], Any]] = {}
+        if nvml is None:
+            return
+        self._failures = (nvml.NVMLError, AttributeError)
         memory = getattr(nvml, "nvmlDeviceGetMemoryInfo", None)
-        self._readers: dict[str, Callable[[], Any]] = {
+        self._readers = {
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
             "sm_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
@@ -62,19 +68,18 @@ class Sampler:
         for name, read in list(self._readers.items()):
             try:
                 values[name] = read()
-            except (self._nvml.NVMLError, AttributeError):
+            except self._failures:
                 del self._readers[name]
         sample = Sample(time.perf_counter(), **values)
         self._times.append(sample.time)
         self._samples.append(sample)
-        for interval in self._busy.read():
-            self._intervals.append(interval)
-            self._ends.append(interval.end)
+        for meter, intervals in zip(self._meters, self._intervals, strict=True):
+            intervals.extend(meter.read())
 
     @property
     def busy_method(self) -> str | None:
         """Where the shares of gpu_busy come from."""
-        return self._busy.method
+        return self._busy.method if self._busy else None
 
     @property
     def latest(self) -> float:
@@ -102,13 +107,15 @@ class Sampler:
         }
 
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
-        """The busy shares of a step: the mean of the intervals it lies in, each for the time they share."""
-        found: list[tuple[float, Interval]] = []
-        for interval in self._intervals[bisect_left(self._ends, begin) :]:
-            if interval.begin >= end:
-                break
-            found.append((min(end, interval.end) - max(begin, interval.begin), interval))
-        return {name: _weighted([(w, getattr(interval, name)) for w, interval in found]) for name in COLUMNS}
+        """Return the shares of a step: the mean of the intervals it lies in, each for the time they have in common."""
+        pairs: dict[str, list[tuple[float, float | None]]] = {name: [] for name in COLUMNS}
+        for intervals in self._intervals:
+            first = bisect_left(intervals, begin, key=lambda interval: interval.end)
+            for interval in takewhile(lambda interval: interval.begin < end, islice(intervals, first, None)):
+                common = min(end, interval.end) - max(begin, interval.begin)
+                for name, share in interval.shares.items():
+                    pairs.setdefault(name, []).append((common, share))
+        return {name: _weighted(values) for name, values in pairs.items()}
 
     def _energy(self, begin: float, end: float) -> float | None:
         first, last = self._counter(begin), self._counter(end)

@@ -1,0 +1,72 @@
+"""Whether a run's figures may be trusted: did it learn with finite numbers, and had it the machine to itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ftbench.core.rows import StepRow
+
+# Shares of the host's CPUs and of the GPU's time that others may have taken before a run counts as contended. A
+# training loop keeps one or two CPUs busy and the rest are spare; kernels of others delay ours from the first on.
+HOST_SHARE = 0.25
+GPU_SHARE = 0.05
+
+
+def learning(rows: Sequence[StepRow], loss_scaled: bool) -> dict[str, Any]:
+    """Return `state` (`ok` or `not finite`), the `first_step` and the `count` of the rows whose loss or gradient norm
+    is NaN or infinite; empty where no row has a loss. With `loss_scaled` (fp16) gradient norms may be infinite while
+    the scale is searched for: such a step is skipped."""
+    if not any(row.loss is not None for row in rows):
+        return {}
+    broken = [row for row in rows if not finite(row.loss) or not (loss_scaled or finite(row.grad_norm))]
+    state = "not finite" if broken else "ok"
+    return {"state": state, "first_step": broken[0].step if broken else None, "count": len(broken)}
+
+
+def finite(value: float | None) -> bool:
+    """Whether a figure is a number or not known."""
+    return value is None or math.isfinite(value)
+
+
+def learning_warnings(rows: Sequence[StepRow], loss_scaled: bool) -> list[str]:
+    """Return a sentence for the loss and one for the gradient norm, where they are no numbers."""
+    columns = {"loss": "the loss"} | ({} if loss_scaled else {"grad_norm": "the gradient norm"})
+    broken = {text: [row.step for row in rows if not finite(getattr(row, name))] for name, text in columns.items()}
+    return [f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}"
+            for text, steps in broken.items() if steps]  # fmt: skip
+
+
+def contention(steady: Sequence[StepRow]) -> dict[str, Any]:
+    """Return what other processes took of the steady window, as shares of its time: `host_cpu_by_others`,
+    `gpu_by_others` (None where it is not known), and whether that is too much (`contended`). Empty where neither is
+    known."""
+    shares = {name: _over_time(steady, name) for name in ("host_cpu_by_others", "gpu_by_others")}
+    if all(share is None for share in shares.values()):
+        return {}
+    taken = (shares["host_cpu_by_others"] or 0.0) > HOST_SHARE or (shares["gpu_by_others"] or 0.0) > GPU_SHARE
+    return {"contended": taken, **shares}
+
+
+def _over_time(rows: Sequence[StepRow], name: str) -> float | None:
+    """The mean of a column over the time of the steps that have it."""
+    known = [(row.step_time_s or 0.0, value) for row in rows if (value := getattr(row, name)) is not None]
+    seconds = sum(time for time, _ in known)
+    return sum(time * value for time, value in known) / seconds if seconds else None
+
+
+def contention_warning(found: dict[str, Any]) -> list[str]:
+    """Return the sentence on a contended run; none for another."""
+    if not found.get("contended"):
+        return []
+    parts = {"host_cpu_by_others": ("the host's CPUs", HOST_SHARE), "gpu_by_others": ("the GPU's time", GPU_SHARE)}
+    taken = [f"{found[name]:.0%} of {what} (more than {limit:.0%})" for name, (what, limit) in parts.items()
+             if (found[name] or 0.0) > limit]  # fmt: skip
+    return [f"contended: other processes used {' and '.join(taken)}; its speed is no measurement: run it again alone"]
+
+
+def first_step_cache(applied: dict[str, Any]) -> str | None:
+    """Return where the first step found its compiled graphs: `cold` (it compiled them), `warm` or `partly warm` (the
+    compiler's cache on disk), `none` where nothing is compiled; None where that is not known."""
+    return str(applied["compile_cache"] or "none") if "compile_cache" in applied else None
