@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from commands import Left, trained_once
 from ftbench.core.rows import StepRow
-from ftbench.store import run_warnings, rundir, summary
+from ftbench.store import health, run_warnings, rundir, summary
 from ftbench.store.steps import read_steps
 
 SEVEN = "step,epoch,elapsed_time_sec,progress_ratio,memory_allocated_gb,memory_reserved_gb,peak_memory_gb,"
@@ -154,3 +157,31 @@ class TestTheSameSpecTwice:
     def test_anyone_can_compute_the_summary_again(self, runs):
         again = json.loads(json.dumps(summary.as_dict(summary.summarise(runs["first"].run))))
         assert again == runs["first"].summary()
+
+
+@pytest.fixture(scope="session")
+def contended(shared: Path) -> Left:
+    """The same run beside processes that keep most of the machine's CPUs busy."""
+    program = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(program) for _ in range(len(os.sched_getaffinity(0)) // 2 + 1)]
+    try:
+        return trained_once(shared / "contended", **MANY_STEPS)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+class TestARunBesideOthers:
+    def test_the_summary_and_its_warnings_say_so(self, contended):
+        found = contended.summary()
+        assert found["contention"]["contended"] is True
+        assert found["contention"]["host_cpu_by_others"] > health.HOST_SHARE
+        assert any(warning.startswith("contended: other processes used") for warning in found["warnings"])
+
+    def test_the_machine_is_described_as_it_was_while_the_run_started(self, contended):
+        assert rundir.read_json(contended.run.machine)["host_cpu_by_others"] > health.HOST_SHARE
+
+    def test_it_did_learn(self, contended):
+        assert contended.summary()["learning"] == {"state": "ok", "first_step": None, "count": 0}
+        assert contended.summary()["first_step_cache"] == "none"

@@ -121,6 +121,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     ecc = ask("nvmlDeviceGetEccMode")
     limits = ask("nvmlDeviceGetPowerManagementLimitConstraints")
     processes = ask("nvmlDeviceGetComputeRunningProcesses")
+    others = None if processes is None else [p.pid for p in processes if p.pid != os.getpid()]
     return {
         "name": ask("nvmlDeviceGetName"),
         "uuid": ask("nvmlDeviceGetUUID"),
@@ -129,7 +130,8 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         "compute_capability": ask("nvmlDeviceGetCudaComputeCapability"),
         "memory_gb": memory.total / GIB if memory else None,
         "memory_used_before_gb": memory.used / GIB if memory else None,
-        "foreign_processes": len(processes) if processes is not None else None,
+        "foreign_processes": len(others) if others is not None else None,
+        "process_ids": others,
         "power_limit_w": _milli(ask("nvmlDeviceGetEnforcedPowerLimit")),
         "power_limit_max_w": _milli(limits[1]) if limits else None,
         "idle_power_w": _milli(ask("nvmlDeviceGetPowerUsage")) if _idles(ask, nvml) else None,

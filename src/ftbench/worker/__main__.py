@@ -15,6 +15,7 @@ from ftbench.store.machine import cache_dir
 from ftbench.store.process_identity import die_with_parent
 from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.worker import gpu_lock
+from ftbench.worker.measure.contention import HostLoad
 from ftbench.worker.measure.outcome import Terminated, of_exception
 from ftbench.worker.measure.phases import Phases
 
@@ -23,18 +24,19 @@ def main(path: str) -> int:
     die_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
-    directory = RunDir(Path(path))
+    directory, load = RunDir(Path(path)), HostLoad()
     phases = Phases(directory, "import")
     run: Any = None
     outcome: dict[str, Any]
     try:
         spec = _spec(directory)
         if spec.method.name == "unsloth":  # patches what the others import, and looks at the GPU at once
-            _take_turn(spec, directory, phases)
+            _acquire_gpu(spec, directory, phases)
             _import_unsloth()
         from ftbench.worker.train import Run, train
 
-        _take_turn(spec, directory, phases)
+        _acquire_gpu(spec, directory, phases)
+        _write_load(directory, load)
         run = Run(spec, directory, phases)
         train(run)
         outcome = {"state": "ok"}
@@ -53,9 +55,15 @@ def _spec(directory: RunDir) -> Experiment:
     return Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
 
 
-def _take_turn(spec: Experiment, directory: RunDir, phases: Phases) -> None:
+def _acquire_gpu(spec: Experiment, directory: RunDir, phases: Phases) -> None:
     if not spec.measure.share_gpu:
-        gpu_lock.take(directory, phases)
+        gpu_lock.acquire(directory, phases)
+
+
+def _write_load(directory: RunDir, load: HostLoad) -> None:
+    """Add to machine.json what others used of the host while this process started."""
+    for interval in load.read():
+        write_json(directory.machine, read_json(directory.machine) | interval.shares)
 
 
 def _import_unsloth() -> None:

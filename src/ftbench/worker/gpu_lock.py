@@ -5,27 +5,41 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from ftbench.store import machine
-from ftbench.store.rundir import WAITING, RunDir, read_json, write_json
+from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
+from ftbench.store.rundir import WAITING, RunDir, first_gpu, read_json, write_json
 from ftbench.worker.measure.phases import Phases
 
+RETURN_S = 30.0  # how long the memory of a process that has ended is waited for,
+STILL_S = 5.0  # and how long while nothing of it comes back: then somebody else is using it
+_POLL_S = 0.1
 _held: list[int] = []  # as long as this process lives; the kernel gives it back however that ends
 
 
-def take(directory: RunDir, phases: Phases) -> None:
-    """Returns when no other run of ftbench on this machine has the GPU of machine.json, and has it from then on."""
-    gpu = read_json(directory.machine).get("gpu")
-    if gpu and not _held and not take_now(gpu):
+def acquire(directory: RunDir, phases: Phases) -> None:
+    """Wait until no other run of ftbench has the GPU of machine.json and its memory is back, and have it from then on.
+    Write into machine.json what the GPU is like now: what the parent saw may have been another run's."""
+    gpu = first_gpu(read_json(directory.machine))
+    if not gpu.get("uuid") or _held:
+        return
+    if not try_acquire(gpu):
         with phases.within(WAITING):
             fcntl.flock(_held[0], fcntl.LOCK_EX)
-        _look_again(directory, gpu["uuid"])
+    if (now := machine.gpu(gpu["uuid"])) is None:
+        return
+    if not _is_free(now):
+        with phases.within(WAITING):
+            now = _when_free(now)
+    described = read_json(directory.machine)
+    write_json(directory.machine, described | {"gpus": [now]})
 
 
-def take_now(gpu: dict[str, Any] | None) -> bool:
-    """Whether nobody else has the GPU; then this process has it."""
+def try_acquire(gpu: dict[str, Any] | None) -> bool:
+    """Return whether nobody else has the GPU; then this process has it."""
     if not gpu or not gpu.get("uuid"):
         return True
     if (lock := _opened(Path(tempfile.gettempdir()) / f"ftbench-{gpu['uuid']}.lock")) is None:
@@ -39,7 +53,7 @@ def take_now(gpu: dict[str, Any] | None) -> bool:
 
 
 def _opened(path: Path) -> int | None:
-    """A file that any user may lock; None where there is none to be had, and then nobody waits."""
+    """Open a file that any user may lock; None where there is none to be had, and then nobody waits."""
     for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):  # another user's file in /tmp may be opened and not created
         try:
             return os.open(path, flags, 0o644)
@@ -48,8 +62,17 @@ def _opened(path: Path) -> int | None:
     return None
 
 
-def _look_again(directory: RunDir, uuid: str) -> None:
-    """What machine.json says of the GPU is from before the wait: memory and processes were another run's."""
-    described: dict[str, Any] = read_json(directory.machine)
-    if (gpu := machine.gpu(uuid)) is not None:
-        write_json(directory.machine, described | {"gpu": gpu})
+def _is_free(gpu: dict[str, Any]) -> bool:
+    return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
+
+
+def _when_free(gpu: dict[str, Any]) -> dict[str, Any]:
+    """Return the GPU as it is once it is free, or once that is no longer to be expected."""
+    begin = changed = time.monotonic()
+    while not _is_free(gpu) and (now := time.monotonic()) < begin + RETURN_S and now < changed + STILL_S:
+        time.sleep(_POLL_S)
+        after = machine.gpu(gpu["uuid"]) or gpu
+        if after.get("memory_used_before_gb") != gpu.get("memory_used_before_gb"):
+            changed = now
+        gpu = after
+    return gpu

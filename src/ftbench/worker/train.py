@@ -184,11 +184,12 @@ def _watch_memory(phases: Phases) -> None:
 
 def _recorder(directory: RunDir, spec: Experiment) -> Recorder:
     place = device()
-    sampler = Sampler(others=[HostLoad()])
+    host = HostLoad()
+    sampler = Sampler(others=[host])
     if place.type == "cuda" and (nvml := nvml_module()) is not None:
         handle = handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(place).uuid}")
         if handle is not None:
             before = first_gpu(read_json(directory.machine)).get("process_ids") or ()
             own = own_processes(nvml, handle, before)
-            sampler = Sampler(nvml, handle, [HostLoad(), GpuLoad(nvml, handle, own)])
+            sampler = Sampler(nvml, handle, [host, GpuLoad(nvml, handle, own)])
     return Recorder(StepsWriter(directory.steps), place, sampler, count_graphs=bool(spec.optimizations.compile))

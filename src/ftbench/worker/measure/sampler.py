@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any
 
 from ftbench.core.units import GIB
@@ -111,7 +111,7 @@ class Sampler:
         pairs: dict[str, list[tuple[float, float | None]]] = {name: [] for name in COLUMNS}
         for intervals in self._intervals:
             first = bisect_left(intervals, begin, key=lambda interval: interval.end)
-            for interval in takewhile(lambda interval: interval.begin < end, islice(intervals, first, None)):
+            for interval in takewhile(lambda interval: interval.begin < end, intervals[first:]):
                 common = min(end, interval.end) - max(begin, interval.begin)
                 for name, share in interval.shares.items():
                     pairs.setdefault(name, []).append((common, share))

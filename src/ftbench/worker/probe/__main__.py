@@ -52,7 +52,7 @@ class Document:
 def main(out: Path, seconds: float) -> int:
     """Measures this machine and leaves the figures in `out`; its exit code is 3 where torch cannot use the GPU."""
     budget, document = Budget(seconds), Document(out)
-    if not gpu_lock.take_now(machine.gpu()):
+    if not gpu_lock.try_acquire(machine.gpu()):
         document.found["missing"] = "a run of ftbench has this GPU just now: probe again when it has ended"
         document.write(None)
         return MissingError.exit_code
