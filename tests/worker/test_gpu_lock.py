@@ -75,11 +75,7 @@ def test_the_second_begins_when_the_first_has_ended(begin, end):
     time.sleep(0.3)
     assert phase(second) == WAITING
     process.send_signal(end)
-<<<<<<< HEAD:tests/worker/test_turn.py
     until_phase(second, "load")
-    assert (memory_before(first), memory_before(second)) == (70.0, 0.5)  # who waited looks again
-=======
-    assert in_phase(second, "load")
     assert (memory_before(first), memory_before(second)) == (0.5, 0.5)  # as it was when they began
 
 
@@ -133,7 +129,6 @@ def test_memory_that_keeps_changing_is_not_waited_for_for_ever(alone, monkeypatc
     monkeypatch.setattr(gpu_lock, "RETURN_S", 0.2)
     gpu, _ = alone(*(20.0 + n % 2 for n in range(10**6)))
     assert gpu["foreign_processes"] == 1
->>>>>>> 7aba7a9 (A worker describes the GPU once it has it and its predecessor's memory is back, and the load of the host while it started):tests/worker/test_gpu_lock.py
 
 
 def test_a_probe_does_not_measure_beside_a_run(begin, tmp_path, monkeypatch):
