@@ -20,8 +20,7 @@ from ftbench import cli
 from ftbench.doctor import abilities, bounds, examine, facts, gpu, host, stack
 from ftbench.doctor.bounds import Requirement, within
 from ftbench.doctor.facts import Facts
-from ftbench.doctor.findings import Finding, as_lines
-from ftbench.launch import runner
+from ftbench.doctor.findings import Finding, as_text
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 
@@ -99,9 +98,10 @@ def named(findings, name):
         ("2.13.0+cpu", ">=2.8,<2.14", True), ("2.14.0", ">=2.8,<2.14", False), ("2.8", ">=2.8.0", True),
         ("2.10.0", ">=2.8", True), ("5.9.1", ">=5.10,<5.18", False), ("2026.10.9", ">=2026.10", True),
         ("0.19.0.dev1", "<0.19", False), ("1.0", "", True), ("1.5", "!=1.5", False), ("1.5", "==1.5.0", True),
+        ("2.13.0rc1", ">=2.8,<2.14", True), ("1.5.1", "~=1.5.0", True), ("built by hand", ">=1", False),
     ],
 )  # fmt: skip
-def test_versions_are_compared_number_by_number(version, text, inside):
+def test_versions_are_compared_as_pep_440_says(version, text, inside):
     assert within(version, text) is inside
 
 
@@ -189,15 +189,15 @@ def test_torch_that_does_not_answer_leaves_its_reason():
 )  # fmt: skip
 def test_bitsandbytes_takes_the_nearest_build_of_the_same_major_version(cuda, verdict, told):
     facts_of = machine(torch={"cuda": cuda})
-    (found,) = stack.bitsandbytes(facts_of)
-    assert (found.verdict, told in found.text) == (verdict, True), found
+    found = stack.bitsandbytes(facts_of)
+    assert (found[0], told in found[1]) == (verdict, True), found
     assert abilities.method(facts_of, "qlora")[0] == ("fail" if verdict == "fail" else "ok")
 
 
 def test_a_chosen_build_of_bitsandbytes_is_told():
-    (found,) = stack.bitsandbytes(machine(BNB_CUDA_VERSION="128"))
-    assert found.verdict == "warn"
-    assert "unset it" in found.text
+    verdict, text = stack.bitsandbytes(machine(BNB_CUDA_VERSION="128"))
+    assert verdict == "warn"
+    assert "unset it" in text
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_what_makes_a_gpu_other_than_it_should_be_is_told(name, facts_of, verdic
     ],
 )  # fmt: skip
 def test_kernels_run_on_the_same_major_version_or_are_compiled(capability, built, how):
-    assert gpu.runs(capability, built) == how
+    assert gpu.code_for(capability, built) == how
 
 
 def test_a_blackwell_without_kernels_is_told_what_to_install():
@@ -453,27 +453,27 @@ def test_no_limit_and_no_control_groups_are_none(groups, tmp_path):
     ],
 )  # fmt: skip
 def test_debug_variables_are_told_each_with_a_way_out(environment, names):
-    findings = list(host.debug_variables(environment))
-    assert {finding.verdict for finding in findings} == ({"warn"} if names else {"ok"})
+    answers = host.debug_variables(environment)
+    assert {verdict for verdict, _ in answers} == ({"warn"} if names else {"ok"})
     if names:
-        assert [finding.text.split("=")[0] for finding in findings] == sorted(names, key=list(host.DEBUG).index)
-        assert all("unset it" in finding.text for finding in findings)
+        assert [text.split("=")[0] for _, text in answers] == sorted(names, key=list(host.DEBUG).index)
+        assert all("unset it" in text for _, text in answers)
 
 
 def test_a_disk_that_is_full_or_cannot_be_written_fails(monkeypatch, tmp_path):
-    assert host._disk("disk", tmp_path / "not" / "yet", "move", 0.0).verdict == "ok"
-    assert host._disk("disk", tmp_path, "move", 1e9).verdict == "fail"
-    assert host._disk("disk", tmp_path, "move", 1e9, full="warn").verdict == "warn"
+    assert host.disk(tmp_path / "not" / "yet", "move", 0.0)[0] == "ok"
+    assert host.disk(tmp_path, "move", 1e9)[0] == "fail"
+    assert host.disk(tmp_path, "move", 1e9, full="warn")[0] == "warn"
     (tmp_path / "file").write_text("")
-    assert host._disk("disk", tmp_path / "file" / "results", "move", 0.0).verdict == "fail"
+    assert host.disk(tmp_path / "file" / "results", "move", 0.0)[0] == "fail"
 
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline_means_that_the_hub_is_not_asked(monkeypatch, name):
     monkeypatch.setattr(host, "_ask", lambda endpoint: pytest.fail("asked"))
-    found = host.hub({name: "1"})
-    assert found.verdict == "n/a"
-    assert name in found.text
+    verdict, text = host.hub({name: "1"})
+    assert verdict == "n/a"
+    assert name in text
 
 
 @pytest.mark.parametrize(
@@ -494,15 +494,15 @@ def test_the_hub_answers_or_the_reason_is_told(monkeypatch, error, told):
         return nullcontext()
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    found = host.hub({"HF_ENDPOINT": "https://mirror.example/"})
-    assert (found.verdict, told in found.text) == ("warn" if told else "ok", True)
+    verdict, text = host.hub({"HF_ENDPOINT": "https://mirror.example/"})
+    assert (verdict, told in text) == ("warn" if told else "ok", True)
 
 
 def test_a_hub_that_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setattr(host, "HUB_S", 0.1)
     answer = threading.Event()
     monkeypatch.setattr(host, "_ask", lambda endpoint: str(answer.wait()))
-    assert host.hub({}).verdict == "warn"
+    assert host.hub({})[0] == "warn"
     assert not answer.is_set()
     answer.set()
 
@@ -516,8 +516,8 @@ def doctor(monkeypatch, capsys, tmp_path):
 
     def call(*arguments, facts_of=None, hub="ok"):
         monkeypatch.setattr(examine, "gather", lambda: facts_of or machine())
-        monkeypatch.setattr(host, "hub", lambda environment: Finding("host", "hub", hub, "not reached (no route): …"))
-        monkeypatch.setattr(runner.trl, "check_installed", lambda spec: None)
+        monkeypatch.setattr(host, "hub", lambda environment: (hub, "not reached (no route): …"))
+        monkeypatch.setattr(abilities.trl, "check_installed", lambda spec: None)
         monkeypatch.setenv("FTBENCH_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(sys, "argv", ["ftbench", "doctor", "--out", str(tmp_path / "out"), *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
@@ -607,7 +607,7 @@ def test_json_is_one_document_of_findings(doctor):
 
 
 def test_long_sentences_go_over_several_lines():
-    lines = as_lines([Finding("gpu", "power limit", "warn", "word " * 60)], 90)
+    lines = as_text([Finding("gpu", "power limit", "warn", "word " * 60)], 90).splitlines()
     assert lines[0] == "gpu"
     assert lines[1].startswith("  warn  power limit")
     assert len(lines) > 4

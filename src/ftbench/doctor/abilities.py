@@ -1,7 +1,7 @@
 """Each method and each optimization: works here, falls back, or what to install.
 
-What a compute capability and an installation refuse is asked of the same functions that refuse a run; what those leave
-to the libraries (kernels of attention, compilers, CUDA builds) is known here.
+The functions that refuse a run say what a compute capability and an installation cannot do; what those leave to the
+libraries (kernels of attention, compilers, CUDA builds) is known here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from ftbench.doctor import stack
 from ftbench.doctor.facts import Facts
-from ftbench.doctor.findings import Finding, Verdict
+from ftbench.doctor.findings import Answer, Finding
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
@@ -20,12 +20,12 @@ from ftbench.spec.optimizations import Optimizations, choices, switched_on
 from ftbench.spec.refusals import refusals_on
 
 METHOD, OPTIMIZATION = "methods", "optimizations"
-Answer = tuple[Verdict, str]
 HOPPER = (9, 0)
+_NO_TRITON = "needs triton, which is not installed: pip install triton"
 
 
 def check(facts: Facts) -> list[Finding]:
-    """One finding for each method and for each choice of each optimization, named `key` or `key value`."""
+    """Return one finding for each method and for each choice of each optimization, named `key` or `key value`."""
     return [
         *(Finding(METHOD, name, *method(facts, name)) for name in METHODS),
         *(
@@ -37,32 +37,31 @@ def check(facts: Facts) -> list[Finding]:
 
 
 def label(key: str, value: Any) -> str:
-    """`compile`, `fp8 rowwise`, `flash_attention_2`."""
+    """Return `compile`, `fp8 rowwise`, `flash_attention_2`."""
     return key if value is True else str(value) if key == "attention" else f"{key} {value}"
 
 
 def used_by(spec: Experiment) -> list[tuple[str, str]]:
-    """Area and name of the findings that a spec depends on."""
+    """Return area and name of the findings that a spec depends on."""
     switched = switched_on(spec.optimizations).items()
     on = [label(key, value if value in choices(key) else True) for key, value in switched]
     return [(METHOD, spec.method.name), *((OPTIMIZATION, name) for name in on)]
 
 
 def method(facts: Facts, name: str) -> Answer:
-    """Whether a method can be trained with here."""
+    """Judge whether a method can train on this machine."""
     if (refused := _refused(facts, method={"name": name})) is not None:
         return refused
     if METHODS[name]().quantised:
-        for found in stack.bitsandbytes(facts):
-            if found.verdict == "fail":
-                return "fail", f"bitsandbytes {found.text}"
+        if (build := stack.bitsandbytes(facts)) and build[0] == "fail":
+            return "fail", f"bitsandbytes {build[1]}"
         if facts.capability is None:
             return "ok", "works, with bitsandbytes' kernels for the CPU"
     return "ok", "works"
 
 
 def optimization(facts: Facts, key: str, value: Any) -> Answer:
-    """Whether an optimization can be switched on here."""
+    """Judge whether an optimization can be switched on on this machine."""
     if not facts.has("torch"):
         return "n/a", "nothing can be trained here yet: see methods"
     beside = {"packing": True} if value == "varlen" else {}  # goes with rows without padding only
@@ -72,7 +71,8 @@ def optimization(facts: Facts, key: str, value: Any) -> Answer:
 
 
 def _refused(facts: Facts, **sections: Any) -> Answer | None:
-    """What `ftbench run` would say to the smallest spec with these sections before it starts; None if nothing."""
+    """Return what `ftbench run` would say to the smallest spec with these sections before it starts; None if
+    nothing."""
     spec = Experiment.model_validate({"name": "doctor", "model": {"id": "doctor/none"}, **sections})
     if problems := refusals_on(spec, facts.capability):
         return "n/a", "; ".join(problems)
@@ -89,31 +89,30 @@ def _attention(facts: Facts, value: str) -> Answer:
     if value == "cudnn" and (facts.capability or (0, 0)) < (8, 0):
         return "n/a", "needs compute capability 8.0 or higher: use sdpa"
     if value == "flex_attention" and not facts.has("triton"):
-        return "n/a", "needs triton, which is not installed: pip install triton, or use sdpa"
+        return "n/a", f"{_NO_TRITON}, or use sdpa"
     return "ok", "works, with the largest memory: it keeps every score" if value == "eager" else "works"
 
 
 def _flash(facts: Facts, value: str) -> Answer:
     module, package = trl.FLASH[value]
-    have = facts.capability or (0, 0)
-    this = f"this GPU has {have[0]}.{have[1]}"
-    if have < (8, 0):
+    capability = facts.capability or (0, 0)
+    this = f"this GPU has {capability[0]}.{capability[1]}"
+    if capability < (8, 0):
         return "n/a", f"needs compute capability 8.0 or higher and {this}: use sdpa"
-    if value == "flash_attention_3" and have != HOPPER:
+    if value == "flash_attention_3" and capability != HOPPER:
         return "n/a", f"its kernels are for Hopper (9.0) and {this}: use sdpa or flash_attention_2"
     if facts.has(module):
         return "ok", "works"
     if facts.has("kernels"):
-        return (
-            "warn",
-            f"{package} is not installed; transformers takes the kernel from the hub: be online at the first run",
+        return "warn", (
+            f"{package} is not installed; transformers takes the kernel from the hub: be online at the first run"
         )
     return "n/a", f"{package} is not installed: pip install it, or pip install kernels, or use sdpa"
 
 
 def _compile(facts: Facts, value: str) -> Answer:
     if facts.capability is not None and not facts.has("triton"):
-        return "n/a", "needs triton, which is not installed: pip install triton"
+        return "n/a", _NO_TRITON
     if stack.compiler(facts) is None:
         return "n/a", "needs a C compiler: apt-get install g++, or set CC and CXX to one"
     return "ok", "works; the first steps compile, for seconds to minutes"
@@ -128,9 +127,7 @@ def _works(facts: Facts, value: str) -> Answer:
 
 
 def _liger(facts: Facts, value: str) -> Answer:
-    return (
-        ("ok", "works") if facts.has("triton") else ("n/a", "needs triton, which is not installed: pip install triton")
-    )
+    return ("ok", "works") if facts.has("triton") else ("n/a", _NO_TRITON)
 
 
 CHECKS: dict[str, Callable[[Facts, str], Answer]] = {

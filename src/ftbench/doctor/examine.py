@@ -13,7 +13,7 @@ from ftbench.core.architectures import architectures
 from ftbench.core.units import GIB, gibibytes
 from ftbench.doctor import abilities, gpu, host, stack
 from ftbench.doctor.facts import Facts, gather
-from ftbench.doctor.findings import Finding, as_lines
+from ftbench.doctor.findings import Finding, as_text
 from ftbench.errors import FtbenchError
 from ftbench.families import describe
 from ftbench.launch import runner
@@ -38,7 +38,7 @@ class Diagnosis:
     described: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """One JSON document."""
+        """Return one JSON document."""
         return {
             "schema": SCHEMA,
             "date": rundir.now(),
@@ -48,17 +48,17 @@ class Diagnosis:
         }
 
     def as_text(self) -> str:
-        """For a person: findings by area, then what they come to."""
+        """Return findings by area, then what they come to, for a person."""
         count = {verdict: sum(finding.verdict == verdict for finding in self.findings) for verdict in ("warn", "fail")}
         ends = [f"{count['fail']} fail, {count['warn']} warn"]
         if self.can_run is not None:
             ends.append("the spec can run here" if self.can_run else "the spec cannot run here")
         width = shutil.get_terminal_size((120, 24)).columns
-        return "\n".join([*as_lines(self.findings, width), "", "; ".join(ends)])
+        return f"{as_text(self.findings, width)}\n\n{'; '.join(ends)}"
 
 
 def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis:
-    """Looks at this machine, and at whether the spec can run on it. Raises SpecError where the spec is wrong."""
+    """Look at this machine, and at whether the spec can run on it. Raise SpecError where the spec is wrong."""
     spec = load(spec_path, sets) if spec_path else None
     facts = gather()
     findings = [
@@ -69,29 +69,23 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
     ]
     if spec is None:
         return Diagnosis(findings, None, facts.described)
-    about = [Finding(AREA, name, "fail", text) for name, text in obstacles(spec, facts, findings)]
-    can_run = not about
-    about = about or [Finding(AREA, spec.name, "ok", f"{spec.method.name} of {spec.model.id} can run on this machine")]
-    return Diagnosis([*findings, *about], can_run, facts.described)
+    failures = [Finding(AREA, name, "fail", text) for name, text in obstacles(spec, facts, findings)]
+    works = Finding(AREA, spec.name, "ok", f"{spec.method.name} of {spec.model.id} can run on this machine")
+    return Diagnosis([*findings, *(failures or [works])], not failures, facts.described)
 
 
 def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> list[tuple[str, str]]:
-    """What keeps a spec from running here, each as a name and a sentence: what a run would be refused for, what would
-    stop every run, what the spec asks for and does not work, what it cannot load."""
-    found: dict[str, str] = {}  # by sentence: the same reason is told once
-    for sentence in _refusals(spec, facts):
-        found.setdefault(sentence, spec.name)
-    if spec.launch.mock != "off":  # it trains nothing, and needs nothing
-        return [(name, sentence) for sentence, name in found.items()]
-    depends = {*ALWAYS, *abilities.used_by(spec)}
-    broken = {"fail", "n/a"}
-    for finding in findings:
-        always = (finding.area, finding.name) in ALWAYS
-        if (finding.area, finding.name) in depends and finding.verdict in ({"fail"} if always else broken):
-            found.setdefault(finding.text, finding.name)
-    for name, sentence in unreachable(spec, facts, findings):
-        found.setdefault(sentence, name)
-    return [(name, sentence) for sentence, name in found.items()]
+    """Return what keeps a spec from running here, each as a name and a sentence: what a run would be refused for, what
+    would stop every run, what the spec asks for and does not work, what it cannot load."""
+    pairs = [(spec.name, sentence) for sentence in _refusals(spec, facts)]
+    if spec.launch.mock == "off":  # a mock trains nothing, and needs nothing
+        broken = dict.fromkeys(abilities.used_by(spec), ("fail", "n/a")) | dict.fromkeys(ALWAYS, ("fail",))
+        pairs += [(each.name, each.text) for each in findings if each.verdict in broken.get((each.area, each.name), ())]
+        pairs += unreachable(spec, facts, findings)
+    names: dict[str, str] = {}  # by sentence: the same reason is given once
+    for name, sentence in pairs:
+        names.setdefault(sentence, name)
+    return [(name, sentence) for sentence, name in names.items()]
 
 
 def _refusals(spec: Experiment, facts: Facts) -> list[str]:
@@ -103,7 +97,7 @@ def _refusals(spec: Experiment, facts: Facts) -> list[str]:
 
 
 def unreachable(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
-    """Weights and data that are neither here nor can be fetched, and weights that the disk has no room for."""
+    """Yield weights and data that are neither here nor can be fetched, and weights that the disk has no room for."""
     hub = next(finding for finding in findings if (finding.area, finding.name) == (host.AREA, "hub"))
     cache = host.hub_cache(facts.environment)
     kept = cache / f"models--{spec.model.id.replace('/', '--')}"
@@ -134,14 +128,14 @@ def _data_kept(source: str, facts: Facts) -> bool:
     return (prepared / source.replace("/", "___")).exists()
 
 
-def _room(spec: Experiment, place: Path, way_out: str) -> Iterator[tuple[str, str]]:
-    """For weights whose shape is known: 4 bytes a parameter in float32, else 2; gpt-oss's experts in MXFP4 where they
-    lie so in files. Random ones for quant_type mxfp4 are made in memory."""
+def _room(spec: Experiment, folder: Path, way_out: str) -> Iterator[tuple[str, str]]:
+    """Yield a sentence where weights whose shape is known do not fit: 4 bytes a parameter in float32, else 2; gpt-oss's
+    experts in MXFP4 where they lie so in files. Random ones for quant_type mxfp4 are made in memory."""
     random = spec.model.weights == "random"
     if spec.model.path or spec.model.id not in architectures() or (random and spec.method.mxfp4):
         return
     shape = describe(architectures()[spec.model.id])
     packed = shape.family == GPT_OSS and (not random or spec.method.name == "unsloth")
     needed = shape.weight_bytes(4 if random and spec.model.dtype == "float32" else 2, packed) / GIB
-    if needed > (free := host.free_gb(place)):
+    if needed > (free := host.free_gb(folder)):
         yield "weights", f"they take {gibibytes(needed)} GiB and {gibibytes(free)} GiB are free: {way_out}"

@@ -1,4 +1,4 @@
-"""Everything the doctor looks at, gathered once: the checks are functions of it and ask nothing themselves."""
+"""Everything that the doctor looks at, gathered once: the checks are functions of it and read nothing themselves."""
 
 from __future__ import annotations
 
@@ -42,25 +42,20 @@ class Facts:
 
     @property
     def gpu(self) -> dict[str, Any]:
-        """The GPU of machine.json; empty without one."""
+        """Return the GPU of machine.json; empty without one."""
         return first_gpu(self.described)
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """Compute capability as NVML tells it, or torch where NVML does not answer."""
-        found = capability(self.described)
-        if found is None and self.torch.get("devices"):
-            major, minor = self.torch["devices"][0]["capability"]
-            return major, minor
-        return found
-
-    @property
-    def wsl(self) -> bool:
-        return "microsoft" in self.kernel.lower()
+        """Return the compute capability as NVML tells it, or torch where NVML does not answer."""
+        if (known := capability(self.described)) is not None or not self.torch.get("devices"):
+            return known
+        major, minor = self.torch["devices"][0]["capability"]
+        return major, minor
 
 
 def ask_torch(environment: Mapping[str, str], within_s: float = CHILD_S) -> tuple[dict[str, Any], str | None]:
-    """What a short child that imports torch says, or nothing and the reason."""
+    """Return what a short child that imports torch says, or nothing and the reason."""
     if not has("torch"):
         return {}, "torch is not installed"
     try:
@@ -79,7 +74,7 @@ def ask_torch(environment: Mapping[str, str], within_s: float = CHILD_S) -> tupl
 
 
 def gather() -> Facts:
-    """The facts of this machine. The GPU is read before torch touches it."""
+    """Return the facts of this machine. The GPU is read before torch touches it."""
     environment = dict(os.environ)
     described = machine.describe()
     nvml = machine.nvml_module()
@@ -90,8 +85,8 @@ def gather() -> Facts:
 
 
 def read_driver(nvml: Any, handle: Any | None) -> dict[str, Any]:
-    """What machine.json does not hold, from NVML; a value that this driver or GPU does not have is None. Without a
-    handle, how many GPUs there are."""
+    """Return what machine.json does not hold, from NVML; a value that this driver or GPU does not have is None. Without
+    a handle, how many GPUs there are."""
 
     def ask(function: str, *arguments: Any) -> Any:
         try:
@@ -113,7 +108,7 @@ def read_driver(nvml: Any, handle: Any | None) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package; None if it is not there."""
+    """Return the installed version of a package; None if it is not there."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -121,20 +116,20 @@ def version(package: str) -> str | None:
 
 
 def has(module: str) -> bool:
-    """Whether a top-level module can be imported; imports nothing."""
+    """Return whether a top-level module can be imported; import nothing."""
     return importlib.util.find_spec(module) is not None
 
 
 def files(package: str) -> list[str]:
-    """The names of the files in the folder of a top-level package; imports nothing."""
+    """Return the names of the files in the folder of a top-level package; import nothing."""
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec else None) or ()
     return sorted(path.name for folder in folders for path in Path(folder).iterdir())
 
 
 def cuda_version(text: str | int | None) -> tuple[int, int] | None:
-    """`13.0`, or NVML's 13000, as (13, 0)."""
+    """Return `13.0`, or NVML's 13000, as (13, 0)."""
     if isinstance(text, int):
         return text // 1000, text % 1000 // 10
-    found = re.match(r"(\d+)\.(\d+)", text or "")
-    return (int(found[1]), int(found[2])) if found else None
+    parts = re.match(r"(\d+)\.(\d+)", text or "")
+    return (int(parts[1]), int(parts[2])) if parts else None

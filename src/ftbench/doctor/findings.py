@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from ftbench.core.table import text_table
 
 Verdict = Literal["ok", "warn", "fail", "n/a"]
-_NAME = 24
+Answer = tuple[Verdict, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +23,15 @@ class Finding:
     text: str
 
 
-def as_lines(findings: Iterable[Finding], width: int) -> list[str]:
-    """Findings grouped by area in the order in which areas first come, a long sentence over several lines of `width`
-    characters."""
-    areas: dict[str, list[Finding]] = {}
+def answers(area: str, checks: Mapping[str, Callable[..., Answer | None]], *arguments: Any) -> list[Finding]:
+    """Return the finding of each check that has an answer, in their order."""
+    return [Finding(area, name, *answer) for name, check in checks.items() if (answer := check(*arguments))]
+
+
+def as_text(findings: Iterable[Finding], width: int) -> str:
+    """Return findings grouped by area in the order in which areas first come, a long sentence over several lines of
+    `width` characters."""
+    areas: dict[str, list[tuple[str, str, str]]] = {}
     for finding in findings:
-        areas.setdefault(finding.area, []).append(finding)
-    lines: list[str] = []
-    for area, members in areas.items():
-        lines += ["", area]
-        for finding in members:
-            head = f"  {finding.verdict:<5} {finding.name:<{_NAME}} "
-            lines += textwrap.wrap(
-                finding.text, max(width, len(head) + 40), initial_indent=head, subsequent_indent=" " * (_NAME + 9),
-                break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
-    return lines[1:]
+        areas.setdefault(finding.area, []).append((f"  {finding.verdict}", finding.name, finding.text))
+    return "\n\n".join(f"{area}\n{text_table(['', '', ''], rows, width)}" for area, rows in areas.items())
