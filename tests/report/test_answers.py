@@ -166,7 +166,7 @@ def test_memory_short_names_the_smaller_and_its_price(tmp_path):
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2, peak_memory_gb=20.0), spec=method("qlora"))
     text = words(tmp_path)
     assert re.search(r"Memory short: qlora at batch 4 needs 20\.0 GiB, lora at batch 4 77\.\d GiB", text)
-    assert re.search(r"price is speed, -(49|50)\.\d %", text)
+    assert re.search(r"price is speed, likely -(49|50)\.\d %", text)
 
 
 def test_the_smallest_that_is_the_fastest_has_no_price(tmp_path):
@@ -235,7 +235,7 @@ def test_two_cards_with_the_same_recipe(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=3.0, seed=2), machine=gpu(MAX_Q, 300, 300))
     assert re.search(
-        rf"NVIDIA H200 against {MAX_Q}: lora at batch 4 is \+\d+\.\d % .* the same recipe", words(tmp_path)
+        rf"NVIDIA H200 against {MAX_Q}: lora at batch 4 is likely \+\d+\.\d % .* the same recipe", words(tmp_path)
     )
 
 
@@ -283,7 +283,7 @@ def test_a_mock_can_be_reported(tmp_path, ftbench):
     code, out, err = ftbench("report", tmp_path / "out", "--compare", "method", "--baseline", "full", "--answers")
     assert (code, err) == (0, "")
     assert "+100.0 %" in out
-    assert "within 5 %" in out
+    assert "follows (+0" in out
 
 
 def test_every_answer_of_the_committed_runs():

@@ -45,9 +45,9 @@ def test_the_same_recipe_on_two_cards(tmp_path):
     make_run(tmp_path, "b", steps(seconds=2.0, first=6.0, seed=2), machine=gpu(MAX_Q, 300, 300))
     pair = only(compared(tmp_path, "gpu", "H200"))
     assert pair.iso
-    assert pair.speed.verdict == "lower"
+    assert pair.speed.direction == "lower"
     assert pair.speed.value == pytest.approx(0.5, rel=0.01)
-    assert pair.parity.verdict == "within"
+    assert pair.learning.verdict == "follows"
     assert pair.break_even.when == "never"
 
 
@@ -101,12 +101,12 @@ def test_an_older_spec_without_a_key_is_the_same_recipe_as_one_with_its_default(
     assert only(compared(tmp_path, "gpu", "H200")).iso
 
 
-def test_a_missing_order_of_tokens_is_told_and_parity_cannot_be_checked(tmp_path):
+def test_a_missing_order_of_tokens_is_told_and_learning_cannot_be_judged(tmp_path):
     for name, card in (("a", H200), ("b", MAX_Q)):
         make_run(tmp_path, name, machine={"gpu.name": card}, applied={"dataset.order_hash": ...})
     pair = only(compared(tmp_path, "gpu", "H200"))
     assert [one.key for one in pair.differences] == ["dataset.order_hash"]
-    assert pair.parity.verdict == "unchecked"
+    assert pair.learning.verdict == "cannot tell"
 
 
 def test_what_varies_beside_the_axis_is_matched(tmp_path):
@@ -149,12 +149,12 @@ def test_inside_the_noise_it_is_not_distinguishable(tmp_path):
     assert "≈" in str(table.table(found).rows)
 
 
-def test_one_run_a_side_is_labelled_as_within_the_runs(tmp_path):
+def test_one_run_a_side_is_likely_at_most(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
     found = compared(tmp_path, "method", "lora")
-    assert only(found).speed.basis == "steps"
-    assert "]*" in str(table.table(found).rows)
+    assert (only(found).speed.basis, only(found).speed.verdict) == ("steps", "likely lower")
+    assert "likely -16." in str(table.table(found).rows)
 
 
 def test_too_few_steps_have_a_ratio_and_no_interval(tmp_path):
@@ -193,7 +193,7 @@ def test_a_cell_that_failed_keeps_its_place_and_its_reason(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(1), spec=method("full"), state=OOM)
     pair = only(compared(tmp_path, "method", "lora"))
-    assert (pair.speed, pair.memory, pair.parity) == (None, None, None)
+    assert (pair.speed, pair.memory, pair.learning) == (None, None, None)
     assert "oom" in table.table(compared(tmp_path, "method", "lora")).rows[1][-1]
     other = only(compared(tmp_path, "method", "full"))
     assert other.reason == "the baseline did not end well"
@@ -240,25 +240,25 @@ def test_a_faster_run_that_does_not_learn_the_same_is_flagged(tmp_path):
     make_run(tmp_path, "b", steps(seconds=0.5, seed=2, loss=lambda step: 2.2), spec={"optimizations.compile": True})
     found = compared(tmp_path, "optimization")
     assert found.baseline == "none"
-    assert only(found).parity.verdict == "outside"
+    assert only(found).learning.verdict == "does not follow"
     assert "does not learn the same" in " ".join(table.table(found).notes)
 
 
 @pytest.mark.parametrize(
     ("changes", "factor", "verdict"),
     [
-        ({"optimizations.gradient_checkpointing": True}, 1.004, "outside"),
-        ({"optimizations.compile": True}, 1.004, "within"),
-        ({"optimizations.compile": True}, 1.02, "outside"),
-        ({"optimizations.fp8": "tensorwise", "optimizations.compile": True}, 1.02, "within"),
-        ({"optimizations.chunked_loss": True, "train.optimizer": "adamw_bnb_8bit"}, 1.02, "within"),
+        ({"optimizations.gradient_checkpointing": True}, 1.004, "does not follow"),
+        ({"optimizations.compile": True}, 1.004, "follows"),
+        ({"optimizations.compile": True}, 1.02, "does not follow"),
+        ({"optimizations.fp8": "tensorwise", "optimizations.compile": True}, 1.02, "follows"),
+        ({"optimizations.chunked_loss": True, "train.optimizer": "adamw_bnb_8bit"}, 1.02, "follows"),
     ],
 )
 def test_each_optimization_has_a_tolerance_of_its_own(tmp_path, changes, factor, verdict):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2, loss=lambda step: factor * (2.0 + 1.0 / step)), spec=changes)
-    parity = only(compared(tmp_path, "optimization")).parity
-    assert (parity.verdict, parity.change) == (verdict, pytest.approx(factor - 1))
+    learning = only(compared(tmp_path, "optimization")).learning
+    assert (learning.verdict, learning.change) == (verdict, pytest.approx(factor - 1))
 
 
 def test_recipes_are_told_by_their_keys_and_held_against_the_plain_one(tmp_path):
@@ -278,29 +278,53 @@ def test_recipes_are_told_by_their_keys_and_held_against_the_plain_one(tmp_path)
     assert table.section(found).title == "Compared by recipe"
 
 
-def test_samples_in_another_order_are_held_to_the_mean_loss(tmp_path):
-    make_run(tmp_path, "a", steps(seed=1, loss=2.0))
+def test_every_row_shows_one_metric_whatever_the_order_of_its_samples(tmp_path):
+    """Of packed rows no step is a step of the other: the mean loss over the same samples holds for all."""
+
+    def fall(step):
+        return 2.0 + 1.0 / step
+
+    make_run(tmp_path, "a", steps(seed=1, loss=fall, grad_norm=2.0))
+    swung = steps(seed=3, loss=lambda step: fall(step) * (1.004 if step % 2 else 0.996), grad_norm=1.98)
+    make_run(tmp_path, "b", swung, spec={"optimizations.fp8": "tensorwise"})
     other = {"dataset.order_hash": "packed", "dataset.hash": "packed"}
-    packed = steps(count=10, seed=2, loss=2.02, samples=12, label_tokens=3 * 8188)
-    make_run(tmp_path, "b", packed, spec={"optimizations.packing": True}, applied=other)
+    rows = steps(count=10, seed=2, samples=12, label_tokens=3 * 8188, grad_norm=1.5,
+                 loss=lambda step: 1.01 * sum(map(fall, range(3 * step - 2, 3 * step + 1))) / 3)  # fmt: skip
+    make_run(tmp_path, "c", rows, spec={"optimizations.packing": True}, applied=other)
+    shown = table.table(compared(tmp_path, "optimization"))
+    columns = [dict(zip(shown.headings, row, strict=True)) for row in shown.rows]
+    # The alternate steps of the second cancel in the mean: its worst step is 0.4 % off.
+    assert [row["loss"] for row in columns] == [
+        "", "follows (+0.0042 %, allowed 5 %)", "follows (+1 %, allowed 5 %)",
+    ]  # fmt: skip
+    assert [row["grad norm"] for row in columns] == ["", "-1 %", ""]
+    make_run(tmp_path, "d", rows, spec={"dataset.seed": 7, "optimizations.packing": True}, applied=other)
+    verdicts = [pair.learning.verdict for pair in compared(tmp_path, "optimization").pairs]
+    assert verdicts == ["follows", "follows", "cannot tell"]
+
+
+@pytest.mark.parametrize("column", ["loss", "grad_norm"])
+def test_what_is_no_number_is_a_failure(tmp_path, column):
+    make_run(tmp_path, "a", steps(seed=1, grad_norm=1.0))
+    rows = steps(seed=2, **{"grad_norm": 1.0, column: lambda step: float("nan") if step > 1 else 2.0})
+    make_run(tmp_path, "b", rows, spec={"optimizations.compile": True})
+    learning = only(compared(tmp_path, "optimization")).learning
+    assert (learning.verdict, learning.failed, learning.worst) == ("not finite", True, None)
+    assert "not a number in 29 steps, first in step 2" in learning.reason
+
+
+def test_a_baseline_that_learned_nothing_proves_nothing(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1, loss=12.76))
+    make_run(tmp_path, "b", steps(seed=2, loss=12.75), spec={"optimizations.compile": True})
     found = compared(tmp_path, "optimization")
-    assert table.parity_text(only(found).parity) == "mean within 5 % (1 %)"
-    make_run(tmp_path, "c", packed, spec={"dataset.seed": 7, "optimizations.packing": True}, applied=other)
-    assert [pair.parity.verdict for pair in compared(tmp_path, "optimization").pairs] == ["within", "unchecked"]
-
-
-def test_a_loss_that_is_no_number_is_outside(tmp_path):
-    make_run(tmp_path, "a", steps(seed=1))
-    make_run(tmp_path, "b", steps(seed=2, loss=float("nan")), spec={"optimizations.compile": True})
-    parity = only(compared(tmp_path, "optimization")).parity
-    assert (parity.verdict, parity.worst) == ("outside", None)
-    assert "not a number in 30 steps" in parity.reason
+    assert only(found).learning.verdict == "cannot tell"
+    assert "the baseline learned nothing" in " ".join(table.table(found).notes)
 
 
 def test_other_samples_in_a_step_cannot_be_checked(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2, samples=8), spec={"train.batch_size": 8})
-    assert only(compared(tmp_path, "batch")).parity.reason == "other samples in a step"
+    assert only(compared(tmp_path, "batch")).learning.reason == "other samples in a step"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -504,4 +528,6 @@ def test_unsloth_is_a_recipe_of_its_own_beside_plain():
     rows = {row["value"]: row for row in found["comparison"]["records"]}
     assert {"plain", "fastest", "smallest", "unsloth 16 bit", "unsloth 4 bit"} <= set(rows)
     assert rows["unsloth 16 bit"]["baseline_run_ids"] == rows["plain"]["run_ids"]
-    assert {row["loss_parity"] for row in rows.values() if row["value"] != "plain"} == {"within"}
+    judged = [row for row in rows.values() if row["value"] != "plain"]
+    assert {row["learning"] for row in judged} == {"cannot tell"}, "random tokens: nothing was learned"
+    assert all(abs(row["loss_change"]) < 0.003 for row in judged)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 MINIMUM_STEADY = 5  # fewer steady steps than this are named in the warnings
+CONFIDENCE = 0.95
 MAD_TO_SIGMA = 1.4826  # median absolute deviation → standard deviation of a normal distribution
 
 
@@ -111,3 +112,62 @@ def drift(times: Sequence[float]) -> float | None:
     if third < 5:
         return None
     return statistics.median(times[-third:]) / statistics.median(times[:third]) - 1
+
+
+def median_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of a median: the width of its order-statistic interval over twice the normal quantile
+    of the coverage that this interval really has (Price and Bonett, 2002). None with fewer than six values."""
+    interval = median_interval(values, CONFIDENCE)
+    if interval is None:
+        return None
+    coverage = _coverage(len(values))
+    return (interval[1] - interval[0]) / 2 / statistics.NormalDist().inv_cdf((1 + coverage) / 2)
+
+
+def _coverage(n: int) -> float:
+    """What the order-statistic interval of the median of n values really covers: at least `CONFIDENCE`."""
+    if n > 1000:  # by the normal approximation of `median_interval`
+        return CONFIDENCE
+    tail, k = 0.0, 0
+    while 1 - 2 * (tail + math.comb(n, k) / 2**n) >= CONFIDENCE:
+        tail += math.comb(n, k) / 2**n
+        k += 1
+    return 1 - 2 * tail
+
+
+def t_quantile(p: float, freedom: float) -> float:
+    """Return the p-quantile (0.5 < p < 1) of Student's t, by bisection of its distribution function, which is one minus
+    half the regularised incomplete beta function at ν / (ν + t²) (Abramowitz and Stegun 26.7.1)."""
+    low, high = 0.0, 1.0
+    while _t_below(high, freedom) < p:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_below(middle, freedom) < p else (low, middle)
+    return (low + high) / 2
+
+
+def _t_below(t: float, freedom: float) -> float:
+    return 1 - 0.5 * _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
+
+
+def _incomplete_beta(x: float, a: float, b: float) -> float:
+    """Regularised, by the continued fraction of Press et al., Numerical Recipes, 6.4."""
+    if x <= 0 or x >= 1:
+        return min(max(x, 0.0), 1.0)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _incomplete_beta(1 - x, b, a)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
+    tiny, c, d = 1e-300, 1.0, 1 - (a + b) * x / (a + 1)
+    d = 1 / (d or tiny)
+    h = d
+    for m in range(1, 300):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for part in (even, odd):
+            d = 1 / ((1 + part * d) or tiny)
+            c = (1 + part / c) or tiny
+            h *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return front * h

@@ -56,9 +56,9 @@ def limit_of(text: str) -> float:
 
 def gate(new: pd.DataFrame, old: pd.DataFrame, limit: float) -> Gate:
     """Pairs the cells of both sides by spec and GPU. A cell has regressed where its rate fell by more than `limit` and
-    by more than the noise, where its peak memory rose by more than `limit`, or where it no longer ends well. Where the
-    noise is not known (fewer than six steady steps) the limit alone decides. Raises SpecError if nothing has a
-    partner."""
+    by more than the noise, where its peak memory rose by more than `limit`, where it does not learn the same, or
+    where it no longer ends well. Where the noise is not known (fewer than six steady steps) the limit alone decides.
+    Raises SpecError if nothing has a partner."""
     now, then = ({identity(cell.runs[0]): cell for cell in cells_of(runs_of(frame))} for frame in (new, old))
     both = [key for key in now if key in then]
     if not both:
@@ -84,6 +84,8 @@ def _regressed(pair: Pair, limit: float) -> list[str]:
     if pair.speed and pair.speed.value < 1 - limit and (pair.speed.high is None or pair.speed.high < 1):
         unsure = "" if pair.speed.high is not None else ", the noise is not known"
         found.append(f"slower: {change(pair.speed).removesuffix(' ?')}{unsure}")
+    if pair.learning and pair.learning.failed:
+        found.append(f"does not learn the same: {pair.learning.reason}")
     if pair.memory and pair.memory.value > 1 + limit:
         gib = [units.gibibytes(side.figure(PEAK)) for side in (before, cell)]
         found.append(f"more memory: {gib[0]} → {gib[1]} GiB")

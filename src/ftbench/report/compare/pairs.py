@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core import compare as core
-from ftbench.core.compare import BreakEven, Difference, Parity, Ratio
+from ftbench.core.compare import BreakEven, Difference, Ratio
+from ftbench.core.learning import CANNOT_TELL, NOT_FINITE, Learning, learning_verdict, not_finite
 from ftbench.errors import SpecError
 from ftbench.report.data import steps as steps_csv
 from ftbench.report.data.facts import NO_OPTIMIZATION, OPTIMIZATIONS, RECIPE, SHORT, implied, on_axis, value_at
@@ -28,7 +29,6 @@ _HARD = (
     "gpu", "model.id", "method.name", "dataset.name", "dataset.path", "dataset.length", "dataset.mean_length",
     "dataset.like",
 )  # fmt: skip
-NO_NUMBER = "the loss is not a number"  # as ftbench.store.run_warnings says it
 _PLAIN = {OPTIMIZATIONS: (NO_OPTIMIZATION,), RECIPE: ("plain", NO_OPTIMIZATION)}
 
 
@@ -45,7 +45,7 @@ class Pair:
     first_step: Ratio | None = None
     energy: Ratio | None = None
     break_even: BreakEven | None = None
-    parity: Parity | None = None
+    learning: Learning | None = None
     reason: str = ""
 
     @property
@@ -190,7 +190,7 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "") -> P
     first, second = _single_runs(baseline, cell)
     speed = TOKENS if baseline.values(TOKENS) and cell.values(TOKENS) else SAMPLES
     ratio = _ratio(baseline, cell, speed, first, second)
-    told_apart = ratio is not None and ratio.verdict in ("higher", "lower")
+    told_apart = ratio is not None and bool(ratio.direction)
     paces = baseline.pace(), cell.pace()
     return Pair(
         cell, baseline, differences,
@@ -199,7 +199,7 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "") -> P
         first_step=core.ratio_of_runs(baseline.values(FIRST), cell.values(FIRST)),
         energy=_ratio(baseline, cell, ENERGY, first, second),
         break_even=core.break_even(paces[0], paces[1]) if told_apart and paces[0] and paces[1] else None,
-        parity=_parity(baseline, cell),
+        learning=_learning(baseline, cell),
     )  # fmt: skip
 
 
@@ -260,23 +260,21 @@ def _same_samples(first: Run, second: Run) -> bool:
     return bool(common) and all(one[step] == other[step] for step in common)
 
 
-def _parity(baseline: Cell, cell: Cell) -> Parity:
-    """Whether both learn the same, from the first run of each that ended well."""
-    if "dataset.order_hash" not in baseline.facts or "dataset.order_hash" not in cell.facts:
-        return Parity("unchecked", "the order of the tokens is not known")
+def _learning(baseline: Cell, cell: Cell) -> Learning:
+    """Whether both learn the same: the first run of each that ended well, and that no run of the cell went wrong."""
     first, second = baseline.ok[0], cell.ok[0]
+    for run in cell.ok:
+        if broken := not_finite(steps_of(run).learning()):
+            return Learning(NOT_FINITE, broken if len(cell.ok) == 1 else f"{broken} of {run.run_id}")
+    if "dataset.order_hash" not in baseline.facts or "dataset.order_hash" not in cell.facts:
+        return Learning(CANNOT_TELL, "the order of the tokens is not known")
     allowed = tolerance(baseline.facts, cell.facts)
-    reordered = allowed.another_order and _same_samples_asked_for(baseline, cell)
-    if not reordered and not _same_tokens(baseline, cell):
-        return Parity("unchecked", "other tokens, or another order")
-    if not reordered and not _same_samples(first, second):
-        return Parity("unchecked", "other samples in a step")
-    broken = [text for text in second.record["warnings"] if text.startswith(NO_NUMBER)]
-    if broken and not any(text.startswith(NO_NUMBER) for text in first.record["warnings"]):
-        return Parity("outside", broken[0])
-    if reordered:
-        return core.mean_parity(steps_of(first).weighted(), steps_of(second).weighted(), allowed.share)
-    return core.loss_parity(steps_of(first).losses(), steps_of(second).losses(), allowed.share)
+    paired = _same_tokens(baseline, cell) and _same_samples(first, second)
+    if not paired and not (allowed.another_order and _same_samples_asked_for(baseline, cell)):
+        same = _same_tokens(baseline, cell)
+        return Learning(CANNOT_TELL, "other samples in a step" if same else "other tokens, or another order")
+    sides = steps_of(first).learning(), steps_of(second).learning()
+    return learning_verdict(*sides, allowed.share, paired=paired)
 
 
 def _same_samples_asked_for(baseline: Cell, cell: Cell) -> bool:

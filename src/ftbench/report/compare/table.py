@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.compare import BreakEven, Parity, Ratio
+from ftbench.core.compare import BreakEven, Ratio
+from ftbench.core.learning import CANNOT_TELL, Learning
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import Comparison, Pair, in_order
 from ftbench.report.data.facts import NO_OPTIMIZATION, OPTIMIZATIONS, RECIPE, on_axis, value_at
@@ -22,13 +24,13 @@ _HEADING = {
 _WORDS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
 _TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005
-TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "recipe", "state")
+TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "recipe", "state")
 NOTE = (
     "Changes are against the baseline, with their 95 % interval in brackets; ≈ is not distinguishable, ? is without an "
     "interval (one run a side with fewer than six steady steps, or a figure that a run has only once). Of several runs "
-    "the interval comes from the spread between them; of one run a side (*) from its steps alone, and starting it "
-    "again may change it by more. It holds for these machines, not for others of their kind. Energy is the "
-    "GPU's, per sample."
+    "the interval comes from the spread between them; of one run a side from its steps and the spread between like "
+    "runs, and the answer is likely at most. It holds for these machines, not for others of their kind. Loss is the "
+    "difference of the mean loss a label token over the same samples; energy is the GPU's, per sample."
 )
 
 
@@ -123,16 +125,17 @@ def _runs(cell: Cell) -> str:
 
 
 def change(ratio: Ratio | None) -> str:
-    """`+12.3 % [+11.0, +13.6]`, `≈ +0.4 % [-1.0, +1.9]`, `+12.3 % ?`; an asterisk where the steps of one run a side are
-    all there is."""
+    """`+12.3 % [+11.0, +13.6]`, `likely +12.3 % [+11.0, +13.6]` of one run a side, `≈ +0.4 % [-1.0, +1.9]`,
+    `+12.3 % ?`; `+322.0 %, uncertain by a factor of 40` where the ends of the interval would say nothing."""
     if ratio is None:
         return ""
     value = f"{(ratio.value - 1) * 100:+.1f} %"
     if ratio.low is None or ratio.high is None:
         return f"{value} ?"
-    sign = "≈ " if ratio.verdict == "not distinguishable" else ""
-    star = "*" if ratio.basis == "steps" else ""
-    return f"{sign}{value} [{(ratio.low - 1) * 100:+.1f}, {(ratio.high - 1) * 100:+.1f}]{star}"
+    sign = "≈ " if not ratio.direction else "likely " if ratio.verdict.startswith("likely") else ""
+    if ratio.vague:
+        return f"{sign}{value}, uncertain by a factor of {math.sqrt(ratio.high / ratio.low):,.2g}"
+    return f"{sign}{value} [{(ratio.low - 1) * 100:+.1f}, {(ratio.high - 1) * 100:+.1f}]"
 
 
 def break_even_text(found: BreakEven | None) -> str:
@@ -141,17 +144,21 @@ def break_even_text(found: BreakEven | None) -> str:
     return found.when if found.steps is None else f"{found.when} step {round(found.steps):,}"
 
 
-def parity_text(found: Parity | None) -> str:
-    """`within 1 % (0.21 %)` with the worst step's difference, `OUTSIDE 1 % (7.5 %)`, `mean within 5 % (0.4 %)` for
-    samples in another order, or `unchecked`."""
-    if found is None or found.verdict == "unchecked":
-        return found.verdict if found else ""
-    told = "OUTSIDE" if found.verdict == "outside" else found.verdict
-    if found.worst is None:
-        return told
-    return (
-        f"{'mean ' if found.step is None else ''}{told} {(found.tolerance or 0) * 100:g} % ({found.worst * 100:.2g} %)"
-    )
+def learning_text(found: Learning | None) -> str:
+    """`follows (+0.005 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `cannot tell (+0.1 %)`, `NOT FINITE`:
+    the verdict with the difference of the mean losses over the same samples."""
+    if found is None:
+        return ""
+    verdict = found.verdict.upper() if found.failed else found.verdict
+    if found.change is None:
+        return verdict
+    allowed = "" if found.verdict == CANNOT_TELL else f", allowed {(found.tolerance or 0) * 100:g} %"
+    return f"{verdict} ({found.change * 100:+.2g} %{allowed})"
+
+
+def grad_norm_text(found: Learning | None) -> str:
+    """`-1.0 %`: the difference of the gradient norms."""
+    return "" if found is None or found.grad_norm is None else f"{found.grad_norm * 100:+.2g} %"
 
 
 def _lists(found: Comparison) -> dict[str, int]:
@@ -206,7 +213,8 @@ _FIGURES: tuple[tuple[str, Callable[[Cell, Pair | None], str]], ...] = (
     ("first step", _changed(FIRST, units.seconds, "first_step")),
     ("energy", lambda _, pair: change(pair.energy) if pair else ""),
     ("break-even", lambda _, pair: break_even_text(pair.break_even) if pair else ""),
-    ("loss", lambda _, pair: parity_text(pair.parity) if pair else ""),
+    ("loss", lambda _, pair: learning_text(pair.learning) if pair else ""),
+    ("grad norm", lambda _, pair: grad_norm_text(pair.learning) if pair else ""),
 )
 
 
@@ -225,14 +233,13 @@ def _notes(found: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -
         yield f"--strict: {found.dropped} {noun} not the same recipe and left out"
     for words, number in lists.items():
         yield f"({number}) {words}"
-    reasons = dict.fromkeys(p.parity.reason for p in found.pairs if p.parity and p.parity.verdict == "unchecked")
+    verdicts = [(pair, pair.learning) for pair in found.pairs if pair.learning]
+    reasons = dict.fromkeys(learning.reason for _, learning in verdicts if learning.verdict == CANNOT_TELL)
     if reasons:
-        yield f"loss unchecked: {', '.join(reasons)}"
-    for pair in found.pairs:
-        if pair.parity and pair.parity.verdict == "outside":
-            where = "over the same samples" if pair.parity.step is None else f"in step {pair.parity.step}"
-            worst = f"the loss differs by {units.percent(pair.parity.worst)} {where}"
-            yield f"{pair.cell.name} does not learn the same: {pair.parity.reason or worst}"
+        yield f"loss, cannot tell: {'; '.join(reasons)}"
+    for pair, learning in verdicts:
+        if learning.failed:
+            yield f"{pair.cell.name} does not learn the same: {learning.reason}"
     few = [run.run_id for cell in cells for run in cell.ok if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]
     if few:
         yield f"fewer than {MINIMUM_STEADY} steady steps: {named(few)}"
@@ -270,15 +277,25 @@ def _record(found: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str
     }  # fmt: skip
     for name in ("speed", "memory", "first_step", "energy"):
         record |= _flat_ratio(name, getattr(pair, name) if pair else None)
-    even, parity = (pair.break_even, pair.parity) if pair else (None, None)
+    even, learning = (pair.break_even, pair.learning) if pair else (None, None)
     return record | {
         "break_even": even.when if even else None,
         "break_even_steps": even.steps if even else None,
-        "loss_parity": parity.verdict if parity else None,
-        "loss_parity_reason": parity.reason or None if parity else None,
-        "loss_worst": parity.worst if parity else None,
-        "loss_worst_step": parity.step if parity else None,
-        "loss_tolerance": parity.tolerance if parity else None,
+        **flat_learning(learning),
+    }
+
+
+def flat_learning(found: Learning | None) -> dict[str, Any]:
+    """A verdict on learning as fields of a flat record; None is unknown."""
+    return {
+        "learning": found.verdict if found else None,
+        "learning_reason": found.reason or None if found else None,
+        "loss_change": found.change if found else None,
+        "loss_tolerance": found.tolerance if found else None,
+        "loss_learned": found.learned if found else None,
+        "loss_worst": found.worst if found else None,
+        "loss_worst_step": found.step if found else None,
+        "grad_norm_change": found.grad_norm if found else None,
     }
 
 

@@ -3,59 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftbench.report.data.curves import read_columns
+from ftbench.core.learning import TrainedStep
 from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_columns
 
-_NAMES = ("step", "step_time_s", "real_tokens", "samples", "energy_j", "loss", "label_tokens")
+_NAMES = ("step", "step_time_s", "real_tokens", "samples", "energy_j", "label_tokens", "loss", "grad_norm")
+_Column = list[float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The train steps of one run whose time is known, in order: step number, seconds, real tokens, samples, joules,
-    loss and label tokens (NaN is unknown); and how many of them are warm-up."""
+    """The train steps of one run whose time is known, in order, as columns: step number, seconds, real tokens,
+    samples, joules, label tokens, loss, gradient norm (None is unknown); and how many of them are warm-up."""
 
     step: list[int]
-    seconds: list[float]
-    tokens: list[float]
-    samples: list[float]
-    joules: list[float]
-    loss: list[float]
-    labels: list[float]
+    seconds: _Column
+    tokens: _Column
+    samples: _Column
+    joules: _Column
+    labels: _Column
+    loss: _Column
+    grad_norm: _Column
     warmup: int
 
     def rate(self, counts: str) -> dict[int, float]:
-        """Step → `tokens` or `samples` a second, of the steady steps that are known."""
+        """Return step → `tokens` or `samples` a second, of the steady steps that are known."""
         return self._per(getattr(self, counts), self.seconds)
 
     def joules_per_sample(self) -> dict[int, float]:
         return self._per(self.joules, self.samples)
 
-    def _per(self, above: Iterable[float], below: Iterable[float]) -> dict[int, float]:
+    def _per(self, above: Sequence[float | None], below: Sequence[float | None]) -> dict[int, float]:
         steady = list(zip(self.step, above, below, strict=True))[self.warmup :]
-        return {step: a / b for step, a, b in steady if a > 0 and b > 0}
+        return {step: a / b for step, a, b in steady if a and b and a > 0 and b > 0}
 
-    def losses(self) -> dict[int, float]:
-        """Step → loss, of all steps that have one."""
-        return {step: loss for step, loss in zip(self.step, self.loss, strict=True) if math.isfinite(loss)}
-
-    def weighted(self) -> list[tuple[float, float, float]]:
-        """Samples, label tokens and loss of each step; nothing where a step lacks one."""
-        found = list(zip(self.samples, self.labels, self.loss, strict=True))
-        return found if all(math.isfinite(value) for row in found for value in row) else []
+    def learning(self) -> list[TrainedStep]:
+        """Return what each step says about learning."""
+        return list(map(TrainedStep, self.step, self.samples, self.labels, self.loss, self.grad_norm))
 
     def samples_by_step(self) -> dict[int, float]:
-        return {step: count for step, count in zip(self.step, self.samples, strict=True) if count > 0}
+        return {step: count for step, count in zip(self.step, self.samples, strict=True) if count}
 
 
 def read(run: RunDir, warmup: int) -> Steps:
-    """The steps of a run; none for a run that has no steps.csv."""
-    found = read_columns(run.steps, _NAMES)
-    if not found:
-        return Steps([], [], [], [], [], [], [], warmup)
-    rows = [row for row in zip(*(found[name] for name in _NAMES), strict=True) if math.isfinite(row[1])]
-    columns: list[list[float]] = [[row[i] for row in rows] for i in range(len(_NAMES))]
-    number = [int(step) if math.isfinite(step) else i for i, step in enumerate(columns[0], 1)]
-    return Steps(number, columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], warmup)
+    """Return the steps of a run; none for a run that has no steps.csv."""
+    columns = read_columns(run.steps, _NAMES)
+    rows = zip(*(columns[name] for name in _NAMES), strict=True) if columns else ()
+    timed = [row for row in rows if row[0] is not None and row[1] is not None and math.isfinite(row[1])]
+    step, *rest = ([row[place] for row in timed] for place in range(len(_NAMES)))
+    seconds, tokens, samples, joules, labels, loss, norm = rest
+    return Steps([int(number or 0) for number in step], seconds, tokens, samples, joules, labels, loss, norm, warmup)

@@ -145,11 +145,9 @@ def _few_steps(best: Sequence[Cell]) -> Iterator[str]:
 
 def _other_learning(best: Sequence[Cell]) -> Iterator[str]:
     for cell in best[1:]:
-        parity = _pair(best[0], cell).parity
-        if parity is not None and parity.verdict == "outside":
-            where = "over the same samples" if parity.step is None else f"in step {parity.step}"
-            worst = "" if parity.worst is None else f" (by {units.percent(parity.worst)} {where})"
-            yield f"{best[0].name} and {cell.name} do not learn the same: their losses differ{worst}."
+        learning = _pair(best[0], cell).learning
+        if learning is not None and learning.failed:
+            yield f"{best[0].name} and {cell.name} do not learn the same: {learning.reason}."
 
 
 def _cards(cells: Sequence[Cell]) -> Iterator[str]:
@@ -198,5 +196,7 @@ def _change(ratio: Ratio | None) -> str:
     value = f"{(ratio.value - 1) * 100:+.1f} %"
     if ratio.low is None or ratio.high is None:
         return f"{value} (too few steady steps to know the noise)"
-    within = ", within the runs" if ratio.basis == "steps" else ""
-    return f"{value} (95 %: {(ratio.low - 1) * 100:+.1f} to {(ratio.high - 1) * 100:+.1f}{within})"
+    likely = "likely " if ratio.basis == "steps" else ""
+    if ratio.vague:
+        return f"{likely}{value} (its repeats are too few or too far apart to say more than that)"
+    return f"{likely}{value} (95 %: {(ratio.low - 1) * 100:+.1f} to {(ratio.high - 1) * 100:+.1f})"

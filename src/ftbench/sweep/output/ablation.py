@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.compare import Parity
+from ftbench.core.learning import Learning
 from ftbench.report.compare.pairs import Pair
-from ftbench.report.compare.table import break_even_text, change, parity_text
+from ftbench.report.compare.table import break_even_text, change, flat_learning, grad_norm_text, learning_text
 from ftbench.report.data.groups import FIRST, PEAK, TOKENS, Cell
 from ftbench.report.render import formats
 from ftbench.report.render.tables import Table
@@ -28,10 +28,10 @@ HEADINGS = (
 _TEXT = ("variant", "against", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
 NOTE = (
     "Δ speed in real tokens per second, with its 95 % interval in brackets: of several runs a side from the spread "
-    "between them, of one (*) from its steps alone; ≈ is not distinguishable, ? is without an interval. Peak: tensors "
-    "of the GPU (on a CPU: the process). Δ loss: of the mean, and in brackets the tolerance with the worst step's "
-    "difference, or the mean's where the samples come in another order. Break-even: after how many steps a slow start "
-    "has paid for itself."
+    "between them, of one from its steps and the spread between like runs (likely at most); ≈ is not distinguishable, "
+    "? is without an interval. Peak: tensors of the GPU (on a CPU: the process). Δ loss: of the mean over the same "
+    "samples, with what is allowed, and of the gradient norm. Break-even: after how many steps a slow start has paid "
+    "for itself."
 )
 
 
@@ -96,9 +96,8 @@ class AblationTables(Tables):
     def _outside(self) -> Iterator[str]:
         for variant in self.plan.start.variants:
             pair = self.plan.pair(variant.changes, {})
-            if pair and pair.parity and pair.parity.verdict == "outside":
-                reason = pair.parity.reason or f"its loss differs by {units.percent(pair.parity.worst)}"
-                yield f"{variant.name} does not learn what the plain recipe does: {reason}"
+            if pair and pair.learning and pair.learning.failed:
+                yield f"{variant.name} does not learn what the plain recipe does: {pair.learning.reason}"
 
     # --- the best ----------------------------------------------------------------------------------------------------
 
@@ -117,7 +116,7 @@ class AblationTables(Tables):
         if pair:
             sentences.append(
                 f"Against the plain recipe: speed {change(pair.speed)}, peak GiB {_change_of_peak(pair)}, loss "
-                f"{_loss(pair.parity)}"
+                f"{_loss(pair.learning)}"
             )
         if plan.start.spec.launch.mock != "off":
             sentences.append("launch.mock: nothing was trained, and every figure here is made up.")
@@ -171,7 +170,7 @@ def _row(name: str, over: str, cell: Cell | None, pair: Pair | None, state: str)
         change(paired.speed) if paired else "",
         _with_change(units.gibibytes(cell.figure(PEAK)), _change_of_peak(paired)) if cell else "",
         _with_change(units.seconds(cell.figure(FIRST)), _later(paired)) if cell else "",
-        _loss(paired.parity) if paired else "",
+        _loss(paired.learning) if paired else "",
         break_even_text(paired.break_even) if paired else "",
         state or (cell.state if cell else ""),
     ]  # fmt: skip
@@ -199,15 +198,14 @@ def _later(pair: Pair | None) -> str:
     return "" if difference is None else f"{'-' if difference < 0 else '+'}{units.seconds(abs(difference))}"
 
 
-def _loss(found: Parity | None) -> str:
-    """`+0.003 % (within 1 % (0.014 %))`; what cannot be checked says why."""
-    if found is None or found.change is None:
-        return f"unchecked: {found.reason}" if found and found.verdict == "unchecked" else parity_text(found)
-    return f"{found.change * 100:+.2g} %, {parity_text(found)}"
+def _loss(found: Learning | None) -> str:
+    """The verdict with the difference of the mean losses, and that of the gradient norms beside it."""
+    norm = grad_norm_text(found)
+    return learning_text(found) + (f", gradient norm {norm}" if norm else "")
 
 
 def _record(name: str, cell: Cell | None, pair: Pair | None) -> dict[str, Any]:
-    speed, parity = (pair.speed, pair.parity) if pair else (None, None)
+    speed = pair.speed if pair else None
     return {
         "name": name,
         "tokens_per_s": cell.figure(TOKENS) if cell else None,
@@ -223,9 +221,6 @@ def _record(name: str, cell: Cell | None, pair: Pair | None) -> dict[str, Any]:
         "first_step_change_s": _difference(pair, FIRST) if pair else None,
         "break_even": pair.break_even.when if pair and pair.break_even else None,
         "break_even_steps": pair.break_even.steps if pair and pair.break_even else None,
-        "loss_change": parity.change if parity else None,
-        "loss_parity": parity.verdict if parity else None,
-        "loss_tolerance": parity.tolerance if parity else None,
-        "loss_worst": parity.worst if parity else None,
+        **flat_learning(pair.learning if pair else None),
         "run_ids": [run.run_id for run in cell.runs] if cell else [],
     }

@@ -143,8 +143,8 @@ class AblationPlan(Grid):
         if pair is None or not pair.cell.ok or pair.baseline is None or not pair.baseline.ok:
             return self.state(changes) or "nothing to hold it against"
         plain = self.pair(changes, {})
-        if plain and plain.parity and plain.parity.verdict == "outside":
-            return plain.parity.reason or "does not learn the same"
+        if plain and plain.learning and plain.learning.failed:
+            return f"does not learn the same: {plain.learning.reason}"
         return _shortfall(getattr(pair, self.start.objective), self.start.objective)
 
     # --- the greedy selection ----------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def _shortfall(ratio: Ratio | None, objective: str) -> str:
     if ratio is None:
         return "not known"
     if objective == "memory":
-        gains = ratio.value <= 1 - MEMORY_GAIN and ratio.verdict in ("lower", "unknown")
+        gains = ratio.value <= 1 - MEMORY_GAIN and (ratio.direction or ratio.verdict) in ("lower", "unknown")
         return "" if gains else "no smaller"
     words = {"higher": "", "lower": "slower", "unknown": "too few steps to tell: give it more, or repeats"}
-    return words.get(ratio.verdict, ratio.verdict)
+    return words.get(ratio.direction or ratio.verdict, ratio.verdict)
