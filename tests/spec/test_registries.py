@@ -1,7 +1,8 @@
 """Each half in `spec/` has its other half in `worker/`. Files are looked for by path: nothing heavy is imported."""
 
 import ast
-import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 import ftbench
 from ftbench.spec.datasets import DATASETS, FORMATS, LIKE
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.loss_tolerance import TOLERANCES
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import OPTIMIZATIONS, ORDER, Optimizations
 from ftbench.spec.refusals import refusals_on
@@ -80,15 +80,8 @@ def test_an_optimization_is_off_unless_asked_for_and_explained(name):
     assert field.description
 
 
-@pytest.mark.parametrize("name", Optimizations.model_fields)
-def test_the_documentation_has_a_row_for_each_optimization_with_its_tolerance(name):
-    page = ROOT.parents[1] / "docs" / "optimizations.md"
-    rows = [line for line in page.read_text("utf-8").splitlines() if re.match(rf"\| `{name}[:`]", line)]
-    allowed = TOLERANCES[f"optimizations.{name}"]
-    told = f"{allowed.share * 100:g} %{' of the mean' if allowed.another_order else ''}"
-    assert rows
-    assert {row.split("|")[-2].strip() for row in rows} == {told}
-    assert "docs/optimizations.md" in (ROOT.parents[1] / "README.md").read_text("utf-8")
+def test_the_documentation_has_the_table_of_the_declarations():
+    subprocess.run([sys.executable, ROOT.parents[1] / "scripts" / "optimizations-table", "--check"], check=True)
 
 
 @pytest.mark.parametrize("name", DATASETS)

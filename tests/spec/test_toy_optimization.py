@@ -1,0 +1,116 @@
+"""An optimization is added by two files and nothing else: a copy of the package with a toy among its optimizations."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC_HALF = '''"""A toy."""
+
+from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance
+
+
+def _refusals(spec):
+    if spec.optimizations.packing:
+        yield "optimizations.toy plays with single samples: set packing to off"
+
+
+OPTIMIZATION = Optimization(
+    description="play with the model",
+    verified="the model says that it was played with",
+    tolerance=Tolerance(EXACT),
+    refusals=_refusals,
+    after=("chunked_loss",),
+)
+'''
+WORKER_HALF = '''"""A toy: marks the model, after the loss is chunked."""
+
+
+def apply(model, spec):
+    model.played_with = model.get_base_model().forward.__name__
+
+
+def verify(model, spec):
+    asked = spec.optimizations.toy
+    return ["optimizations.toy is on and nobody played"] if asked and not hasattr(model, "played_with") else []
+
+
+def applied(model, spec):
+    return {"played_with": getattr(model, "played_with", None)}
+'''
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the package, the page and the script, with the toy's two files."""
+    folder = tmp_path_factory.mktemp("copy")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "src" / "ftbench", folder / "src" / "ftbench", ignore=ignored)
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    (folder / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "optimizations-table", folder / "scripts")
+    (folder / "src" / "ftbench" / "spec" / "optimizations" / "toy.py").write_text(SPEC_HALF)
+    (folder / "src" / "ftbench" / "worker" / "optimizations" / "toy.py").write_text(WORKER_HALF)
+    return folder
+
+
+@pytest.fixture
+def ftbench(copy, tmp_path):
+    """Runs the copy's command on a spec of the tiny model with the toy and these optimizations."""
+
+    def run(*arguments, **optimizations):
+        spec = {
+            "model": {"id": "tiny/qwen3", "weights": "random"},
+            "dataset": {"name": "synthetic", "samples": 4, "length": 16},
+            "train": {"batch_size": 2},
+            "optimizations": {"toy": True, **optimizations},
+        }
+        (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+        return subprocess.run(
+            [sys.executable, "-m", "ftbench", *arguments], cwd=tmp_path, env=_environment(copy), capture_output=True,
+            text=True, timeout=240,
+        )  # fmt: skip
+
+    return run
+
+
+def _environment(copy):
+    return os.environ | {"PYTHONPATH": str(copy / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def test_the_toy_is_listed(ftbench):
+    assert "play with the model" in ftbench("list", "optimizations").stdout
+
+
+@pytest.mark.slow
+def test_the_toy_is_applied_in_its_place_and_told_by_the_run(ftbench, tmp_path, cache):
+    done = ftbench("run", "spec.yaml", chunked_loss=True)
+    (applied,) = tmp_path.glob("results/*/*/applied.json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(applied.read_text())["played_with"] == "chunked_forward"
+
+
+def test_the_toy_is_a_variant_of_an_ablation(ftbench, tmp_path):
+    lines = ftbench("ablate", "spec.yaml", "--only", "toy", "--dry-run", "--json").stdout
+    assert "toy" in lines
+
+
+def test_the_toy_is_refused_beside_what_it_excludes(ftbench):
+    done = ftbench("run", "spec.yaml", packing=True)
+    assert done.returncode == 2
+    assert "optimizations.toy plays with single samples: set packing to off" in done.stderr
+
+
+def test_the_toy_gets_a_row_in_the_documentation(copy):
+    script = [sys.executable, copy / "scripts" / "optimizations-table"]
+    assert subprocess.run([*script, "--check"], capture_output=True).returncode == 1
+    subprocess.run(script, check=True)
+    row = "| `toy` | on | play with the model | the model says that it was played with | 0.1 % |"
+    assert row in (copy / "docs" / "optimizations.md").read_text("utf-8")
