@@ -13,8 +13,8 @@ from ftbench.cli.shared import app
 from ftbench.errors import INTERRUPTED, FtbenchError
 
 COMMANDS = (  # in the order of --help
-    "run", "profile", "sweep", "ablate", "report", "bundle", "verify", "import_", "estimate", "recommend", "probe",
-    "doctor", "list_",
+    "run", "profile", "sweep", "ablate", "parity", "report", "bundle", "verify", "import_", "estimate", "recommend",
+    "probe", "doctor", "list_",
 )  # fmt: skip
 for _name in COMMANDS:
     importlib.import_module(f"ftbench.cli.{_name}")  # each registers its command with `app`

@@ -69,7 +69,8 @@ class LocalSlot:
             claim_run(), order, described, control.stop_pipe, lambda follower: control.show(follower.text()),
             None if self.visible is None else {"CUDA_VISIBLE_DEVICES": self.visible}, control.deadline,
         )  # fmt: skip
-        self._wait_for_memory(_used_gb(before), control)
+        if not order.spec.measure.share_gpu:
+            self._wait_for_memory(_used_gb(before), control)
         return result
 
     def _when_free(self, spec: Experiment, control: RunControl) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class LocalSlot:
                 self._first_sight_gb = used
             others = rundir.first_gpu(described).get("foreign_processes") or 0
             crowded = used is not None and used > (self._first_sight_gb or 0.0) + FREE_GB
-            if not others and not crowded:
+            if spec.measure.share_gpu or (not others and not crowded):
                 return described
             if time.monotonic() > until or control.stops_within(1.0):
                 control.say(f"{self.name} is still in use by others: running all the same")

@@ -1,0 +1,101 @@
+"""`ftbench parity`: do recipes learn what a reference recipe learns? A spec → runs of both over several seeds and
+controls that must not pass, run as a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench.errors import MissingError, SpecError
+from ftbench.launch import runner
+from ftbench.spec.experiment import resolve
+from ftbench.spec.load import ImpossibleError, load
+from ftbench.store.rundir import first_gpu
+from ftbench.sweep import command
+from ftbench.sweep.execute.gpu_slots import LocalSlot
+from ftbench.sweep.output.parity import ParityTables
+from ftbench.sweep.plan import budget
+from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.parity import Contender, ParityPlan
+
+HELD_OUT = 32  # samples, where the spec sets none aside
+
+
+@dataclass(frozen=True, slots=True)
+class ParityRequest:
+    """The command line. `against` names the reference recipe, `recipes` those held against it: none is the spec as it
+    is. `steps` of each run; `gradients` of the first steps are compared; `parallel` runs share the GPU."""
+
+    spec: Path
+    against: str = "plain"
+    recipes: Sequence[str] = ()
+    sets: Sequence[str] = ()
+    out: Path = Path("results")
+    seeds: int = 3
+    steps: int | None = None
+    gradients: int = 3
+    parallel: int = 1
+    time_budget: str | None = None
+    retry_failed: bool = False
+    force: bool = False
+
+
+def prepare(request: ParityRequest) -> command.Ready:
+    """Plan without starting anything. Raise SpecError and MissingError for what is wrong or not there."""
+    if request.time_budget is not None:
+        budget.duration(request.time_budget)
+    sets = _sets(request)
+    spec = load(request.spec, sets)
+    runner.check_disk(request.out)
+    slots = [
+        LocalSlot(f"place {number + 1}" if request.parallel > 1 else "this machine")
+        for number in range(request.parallel)
+    ]
+    described = runner.describe(spec)
+    reference = _recipe(request, request.against, [*sets, f"recipe={request.against}"], described)
+    if reference.refused:
+        raise MissingError(f"--against {request.against}: {reference.refused}")
+    named = [_recipe(request, Path(name).stem, [*sets, f"recipe={name}"], described) for name in request.recipes]
+    recipes = named or [_recipe(request, spec.name, sets, described)]
+    folder, gpu = request.out / runner.experiment(spec), runner.gpu_name(described)
+    options = Options(folder, gpu, tuple(sets), request.retry_failed, request.force)
+    plan = ParityPlan(reference, recipes, request.seeds, request.gradients, options)
+    sweep = command.SweepRequest(
+        request.spec, sets, out=request.out, time_budget=request.time_budget, retry_failed=request.retry_failed,
+        force=request.force,
+    )  # fmt: skip
+    refused = [(recipe.name, recipe.refused) for recipe in recipes if recipe.refused]
+    return command.Ready(
+        sweep, folder, request.spec.read_bytes(), plan, slots, gpu, first_gpu(described) or None, refused, ParityTables
+    )
+
+
+def _sets(request: ParityRequest) -> list[str]:
+    """Return the changes to the spec file that all runs share."""
+    sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
+    spec = load(request.spec, sets)
+    if spec.measure.control != "off":
+        raise SpecError("measure.control: parity makes its controls itself: leave it off")
+    held_out = [] if spec.dataset.eval_samples else [f"dataset.eval_samples={HELD_OUT}"]
+    shared = ["measure.share_gpu=on"] if request.parallel > 1 else []
+    return [*sets, *held_out, "measure.eval=end", "measure.repeats=1", *shared]
+
+
+def _recipe(request: ParityRequest, name: str, sets: Sequence[str], described: dict[str, Any]) -> Contender:
+    """Return a recipe, with the reason where it cannot run on this machine. Raise SpecError for one that is wrong."""
+    try:
+        spec = resolve(load(request.spec, sets), runner.capability(described))
+        runner.check(spec, described)
+    except (ImpossibleError, MissingError) as error:
+        return Contender(name, load(request.spec, request.sets), tuple(sets), str(error))
+    return Contender(name, spec, tuple(sets))
+
+
+def run(ready: command.Ready) -> tuple[int, ParityTables]:
+    """Run one sitting; return the exit code, 0 only where every recipe follows and every control was caught, and the
+    tables."""
+    code, tables = command.run(ready)
+    assert isinstance(tables, ParityTables)
+    return code or int(not tables.plan.passed()), tables

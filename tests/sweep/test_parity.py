@@ -1,0 +1,245 @@
+"""`ftbench parity`: a recipe that learns the same follows, one that does not is named, and what must not pass fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ftbench.core.learning import CANNOT_TELL, DIFFERS, FOLLOWS, NOT_FINITE, Learning
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.identity import fingerprint
+from ftbench.store import rundir
+from ftbench.sweep import gradients
+from ftbench.sweep.output.parity import ParityTables
+from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.parity import CONTROLS, FAILED, PENDING, Contender, ParityPlan, SeedSpread, _together
+
+SPEC = {
+    "name": "learning",
+    "model": {"id": "tiny/qwen3", "weights": "random"},
+    "method": "full",
+    "dataset": {"name": "synthetic", "structure": "markov", "length": 24, "samples": 128, "eval_samples": 16},
+    "train": {"batch_size": 4, "learning_rate": 2e-3, "max_steps": 24},
+}
+
+
+def spec_of(**sections) -> Experiment:
+    values = {**SPEC, **{key: {**SPEC.get(key, {}), **value} for key, value in sections.items()}}
+    return resolve(Experiment.model_validate(values | {"method": {"name": "full"}}), None)
+
+
+def recipe(name="recipe", **sections) -> Contender:
+    return Contender(name, spec_of(**sections), ())
+
+
+def plan_of(folder: Path, *recipes: Contender, seeds=2, **sections) -> ParityPlan:
+    return ParityPlan(recipe("plain", **sections), recipes, seeds, 2, Options(folder, None))
+
+
+def train_all(plan: ParityPlan, spoil=None) -> ParityPlan:
+    """Trains what the plan has still to run, in this process; `spoil` is told of each spec before it trains."""
+    training = pytest.importorskip("ftbench.worker.train", reason="training libraries are not installed")
+    from ftbench.worker.measure.phases import Phases
+
+    while (job := plan.next(lambda job: True)) is not None:
+        directory = rundir.claim_at(job.run.path)
+        rundir.write_json(directory.spec_json, job.spec.model_dump(mode="json"))
+        rundir.write_json(directory.machine, {})
+        phases = Phases(directory, "import")
+        with pytest.MonkeyPatch.context() as patch:
+            if spoil:
+                spoil(job, patch)
+            training.train(training.Run(job.spec, directory, phases))
+        phases.close()
+        rundir.write_json(directory.state, rundir.running() | {"state": "ok"})
+        plan.ended(job)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache) -> Path:
+    """One folder for all plans: the reference and the controls train once, and the next plan finds them."""
+    return tmp_path_factory.mktemp("parity")
+
+
+CHECKPOINTING = {"optimizations": {"gradient_checkpointing": True}}
+
+
+def test_a_recipe_that_computes_the_same_follows_and_every_control_is_caught(folder):
+    plan = train_all(plan_of(folder, recipe(**CHECKPOINTING)))
+    (found,) = plan.judgements()
+    assert (found.verdict, found.reason) == (FOLLOWS, "")
+    assert found.tolerance == 0.001
+    assert len(found.seeds) == len(found.held_out) == 2
+    assert abs(found.worst) < 1e-3 < abs(plan.band().train)
+    assert [control.verdict for control in plan.controls()] == [DIFFERS] * 3
+    assert plan.passed()
+    reference, candidate = (plan.job(each, 0).run for each in (plan.reference, plan.recipes[0]))
+    rows, reason = gradients.agreement(reference, candidate)
+    assert not reason
+    assert {row.module for row in rows} > {"q_proj", "down_proj", "embed_tokens", "norm"}
+    assert min(row.lowest for row in rows) > 0.9999
+
+
+def test_an_optimization_that_scales_wrongly_does_not_follow_and_its_gradients_show_where(folder):
+    from ftbench.worker import optimizations
+
+    def halved(job, patch):
+        apply = optimizations.apply
+
+        def wrong(model, spec):
+            apply(model, spec)
+            model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 0.2 * output)
+            model.model.norm.register_forward_hook(lambda module, inputs, output: 0.3 * output)
+
+        if job.values["recipe"] == "wrong":
+            patch.setattr(optimizations, "apply", wrong)
+
+    wrong = recipe("wrong", optimizations={"gradient_checkpointing": "selective"})
+    plan = train_all(plan_of(folder, wrong), halved)
+    (found,) = plan.judgements()
+    assert found.verdict == DIFFERS, (found, plan.band())
+    assert not plan.passed()
+    rows, _ = gradients.agreement(plan.job(plan.reference, 0).run, plan.job(wrong, 0).run)
+    down = next(row for row in rows if row.module == "down_proj")
+    assert down.norm_ratio < 0.7
+
+
+def test_on_data_that_nothing_can_learn_it_cannot_tell_and_the_controls_give_it_away(tmp_path, cache):
+    random = {"dataset": {"structure": "random"}, "train": {"max_steps": 12}}
+    plan = train_all(plan_of(tmp_path, recipe(**CHECKPOINTING, **random), seeds=1, **random))
+    (found,) = plan.judgements()
+    assert found.verdict == CANNOT_TELL
+    assert "learned" in found.reason
+    assert CANNOT_TELL in [control.verdict for control in plan.controls()]
+    assert not plan.passed()
+    text = ParityTables(tmp_path, plan, None, []).terminal()
+    assert "The check could not have failed" in text
+
+
+def test_a_plan_goes_on_where_it_stopped_and_says_what_is_left(tmp_path, cache):
+    plan = plan_of(tmp_path, recipe(**CHECKPOINTING), seeds=1)
+    order = [job.values["recipe"] for job in plan.standings]
+    assert order == ["plain", "recipe", *(f"control: {name.replace('_', ' ')}" for name in CONTROLS)]
+    first = plan.next(lambda job: True)
+    rundir.claim_at(first.run.path)
+    rundir.write_json(first.run.state, {"state": "ok"})
+    again = plan_of(tmp_path, recipe(**CHECKPOINTING), seeds=1)
+    assert [job.values["recipe"] for job in again.pending()] == order[1:]
+    assert [found.verdict for found in (*again.judgements(), *again.controls())] == [PENDING] * 4
+    assert not again.passed()
+    tables = ParityTables(tmp_path, again, None, [])
+    tables.write()
+    document = json.loads((tmp_path / "parity.json").read_text())
+    assert document["left"] == 4
+    assert document["passed"] is False
+    assert "4 runs are still to come" in (tmp_path / "parity.md").read_text()
+
+
+def test_a_run_that_failed_and_a_recipe_that_cannot_run_are_no_pass(tmp_path):
+    refused = Contender("fp8", spec_of(), (), "needs a GPU")
+    plan = plan_of(tmp_path, recipe(**CHECKPOINTING), refused, seeds=1)
+    for job in plan.standings:
+        rundir.claim_at(job.run.path)
+        state = "oom" if job.values["recipe"] == "recipe" else "ok"
+        rundir.write_json(
+            job.run.state, {"state": state, "reason": "out of memory"} if state == "oom" else {"state": state}
+        )
+        plan.ended(job)
+    failed, cannot_run = plan.judgements()
+    assert (failed.verdict, failed.reason) == (FAILED, "recipe=recipe seed=1: out of memory")
+    assert (cannot_run.verdict, cannot_run.reason) == (FAILED, "needs a GPU")
+    assert not plan.passed()
+
+
+def test_the_runs_of_a_check_are_experiments_of_their_own(tmp_path):
+    plan = plan_of(tmp_path, recipe(**CHECKPOINTING), seeds=2)
+    names = {job.run.run_id for job in plan.standings}
+    assert len(names) == 7
+    assert fingerprint(spec_of()) not in "".join(names - {plan.job(plan.reference, 1).run.run_id})
+    assert {job.spec.dataset.seed for job in plan.standings} == {42, 43}
+    assert {job.spec.train.seed for job in plan.standings} == {42, 43}
+    assert [job.spec.measure.control for job in plan.standings][2:5] == [*CONTROLS]
+
+
+@dataclass
+class _Case:
+    """Seeds' verdicts and held-out differences, by a tolerance of 1 % and bands, and what they make together."""
+
+    seeds: list[Learning]
+    held_out: list[float]
+    band: SeedSpread
+    verdict: str
+
+
+FOLLOWING = Learning(FOLLOWS, change=0.001, learned=0.2)
+DIFFERING = Learning(DIFFERS, "differs", change=0.03, learned=0.2)
+NARROW, WIDE = SeedSpread(0.01, 0.01), SeedSpread(0.05, 0.05)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _Case([FOLLOWING, FOLLOWING], [0.001, -0.002], NARROW, FOLLOWS),
+        _Case([FOLLOWING, DIFFERING], [0.001, 0.001], NARROW, DIFFERS),
+        _Case([FOLLOWING, DIFFERING], [0.001, 0.001], WIDE, CANNOT_TELL),
+        _Case([FOLLOWING], [0.02], NARROW, DIFFERS),
+        _Case([FOLLOWING], [math.nan], NARROW, NOT_FINITE),
+        _Case([FOLLOWING, Learning(NOT_FINITE, "NaN")], [0.0], WIDE, NOT_FINITE),
+        _Case([FOLLOWING], [0.001], SeedSpread(0.3, 0.3), CANNOT_TELL),
+        _Case([FOLLOWING, Learning(CANNOT_TELL, "learned nothing")], [0.0, 0.0], NARROW, CANNOT_TELL),
+        _Case([FOLLOWING], [], NARROW, CANNOT_TELL),
+    ],
+    ids=lambda case: case.verdict,
+)
+def test_seeds_together(case):
+    assert _together(case.seeds, case.held_out, 0.01, case.band)[0] == case.verdict
+
+
+def test_the_command_refuses_what_it_cannot_judge(ftbench, tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(json.dumps(SPEC | CHECKPOINTING))
+    out = ["--out", str(tmp_path / "out")]
+    code, _, stderr = ftbench("parity", path, "--recipe", "fastet", *out)
+    assert code == 2
+    assert "fastest" in stderr
+    code, _, stderr = ftbench("parity", path, "--set", "measure.control=random_labels", *out)
+    assert code == 2
+    assert "parity makes its controls itself" in stderr
+    code, stdout, _ = ftbench("parity", path, "--dry-run", "--seeds", "2", "--steps", "9", *out)
+    assert code == 0
+    assert stdout.count("pending") == 7
+    assert "measure.control=reversed_gradient" in stdout
+    assert stdout.count("train.max_steps=9") == 7
+
+
+@pytest.mark.slow
+def test_a_killed_check_keeps_what_has_ended_and_the_same_command_goes_on(tmp_path, cache):
+    path = tmp_path / "spec.yaml"
+    path.write_text(json.dumps(SPEC | CHECKPOINTING))
+    command = [sys.executable, "-m", "ftbench", "parity", str(path), "--seeds", "1", "--out", str(tmp_path / "out")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    folder = tmp_path / "out" / "learning"
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as begun:
+        while not (ended := [run for run in rundir.find_runs(folder) if rundir.read_json(run.state)["state"] == "ok"]):
+            assert begun.poll() is None
+            time.sleep(0.05)
+        begun.kill()
+    first = ended[0].steps.read_bytes()
+    done = subprocess.run(
+        [*command, "--json"], env=environment, capture_output=True, text=True, check=False, timeout=250
+    )
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["passed"]) == (0, True), document
+    assert ended[0].steps.read_bytes() == first
+    assert [control["caught"] for control in document["controls"]] == [True] * 3
+    assert {row["module"] for row in document["gradients"]["learning"]["modules"]} > {"q_proj", "norm"}
+    assert (folder / "parity.json").exists()
