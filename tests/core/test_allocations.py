@@ -1,6 +1,6 @@
 import pytest
 
-from ftbench.core.allocations import CATEGORIES, Event, History, by_category
+from ftbench.core.allocations import CATEGORIES, AllocationHistory, Event, by_category
 from ftbench.core.units import GIB
 
 MIB = 2**20
@@ -28,7 +28,7 @@ def history(**changed):
         "gradients": {GRADIENT},
         "gradients_at": 60.0,
     }  # fmt: skip
-    return History(**values | changed)
+    return AllocationHistory(**values | changed)
 
 
 def mib(point):

@@ -162,13 +162,13 @@ def test_an_item_that_fails_leaves_a_note_and_the_others(tmp_path):
     document = Document(tmp_path / "out.json")
     assert document.item("fp8", Budget(9), 1, fail) is None
     assert document.item("int8", Budget(9), 1, lambda: 5) == 5
-    assert document.found["notes"] == ["fp8: not measured: CUBLAS_STATUS_NOT_SUPPORTED"]
+    assert document.figures["notes"] == ["fp8: not measured: CUBLAS_STATUS_NOT_SUPPORTED"]
 
 
 def test_an_item_without_time_left_is_not_begun(tmp_path):
     document = Document(tmp_path / "out.json")
     assert document.item("memory", Budget(0.5), 3, lambda: pytest.fail("begun")) is None
-    assert document.found["notes"] == ["memory: not measured: the time was used up"]
+    assert document.figures["notes"] == ["memory: not measured: the time was used up"]
 
 
 def test_the_file_says_what_is_under_way(tmp_path):
@@ -301,7 +301,7 @@ def test_each_item_of_two_gpus_has_its_place_and_those_that_fail_their_note(monk
     monkeypatch.setattr(links, "self_test", lambda gpus, backend, budget: ({"gpus": gpus, "via": backend}, ["a note"]))
     document = Document(tmp_path / "out.json")
     _measure(document, Budget(60), torch.device("cuda", 0), None)
-    found = document.found
+    found = document.figures
     assert found["device"] == {"kind": "cuda", "name": "NVIDIA H200", "gpus": 2}
     assert {name for name, product in found["products"].items() if product} == set(products.KINDS) - {"int8"}
     assert found["memory"] == {"copy_gbs": 2**34}

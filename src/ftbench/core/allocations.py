@@ -42,7 +42,7 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class AllocationHistory:
     """`events` in their order; `alive` are address and size of what is allocated after the last of them; `marks` are
     (µs, phase) as each part of the step began; `owners` says of addresses that stay what they are; `gradients` are the
     addresses that held them when the optimizer began, at `gradients_at` µs."""
@@ -55,8 +55,8 @@ class History:
     gradients_at: float = 0.0
 
 
-def by_category(history: History, at: int | None = None) -> dict[str, Any]:
-    """The document: `timeline` (ms, phase, GiB by category; of each of some 240 stretches the moment with most),
+def by_category(history: AllocationHistory, at: int | None = None) -> dict[str, Any]:
+    """Return the document: `timeline` (ms, phase, GiB by category; of each of some 240 stretches the moment with most),
     `peak` with what is alive there (GiB, by category and the line that made it), `start` and `end`. `at` is the index
     of the event to describe instead of the highest moment."""
     blocks = _blocks(history)
@@ -80,22 +80,22 @@ def by_category(history: History, at: int | None = None) -> dict[str, Any]:
     }
 
 
-def _blocks(history: History) -> list[_Block]:
+def _blocks(history: AllocationHistory) -> list[_Block]:
     last = len(history.events)
-    found: list[_Block] = []
+    blocks: list[_Block] = []
     taken: dict[int, _Block] = {}
     for index, event in enumerate(history.events):
         if event.size >= 0:
             taken[event.address] = _Block(event.address, event.size, index, last, event.frame)
-            found.append(taken[event.address])
+            blocks.append(taken[event.address])
         elif (block := taken.pop(event.address, None)) is not None:
             block.end = index
         else:
-            found.append(_Block(event.address, -event.size, -1, index, ""))
-    return found + [_Block(address, size, -1, last, "") for address, size in history.alive if address not in taken]
+            blocks.append(_Block(event.address, -event.size, -1, index, ""))
+    return blocks + [_Block(address, size, -1, last, "") for address, size in history.alive if address not in taken]
 
 
-def _categorise(blocks: Sequence[_Block], history: History, at: int | None) -> None:
+def _categorise(blocks: Sequence[_Block], history: AllocationHistory, at: int | None) -> None:
     times = [event.time for event in history.events]
     backward = [bisect_left(times, time) for time, name in history.marks if name == parts.BACKWARD]
     update = bisect_left(times, history.gradients_at)
@@ -124,12 +124,12 @@ class _Phases:
 
 
 def _points(blocks: Sequence[_Block], count: int) -> list[list[int]]:
-    """Bytes by category before the first event and after each."""
+    """Return bytes by category before the first event and after each."""
     change: dict[int, list[int]] = defaultdict(lambda: [0] * len(CATEGORIES))
     for block in blocks:
-        place = CATEGORIES.index(block.category)
-        change[block.begin][place] += block.size
-        change[block.end][place] -= block.size
+        column = CATEGORIES.index(block.category)
+        change[block.begin][column] += block.size
+        change[block.end][column] -= block.size
     points, now = [], [0] * len(CATEGORIES)
     for index in range(-1, count):
         now = [a + b for a, b in zip(now, change[index], strict=True)] if index in change else now
@@ -138,7 +138,7 @@ def _points(blocks: Sequence[_Block], count: int) -> list[list[int]]:
 
 
 def _chosen(points: Sequence[Sequence[int]], times: Sequence[float]) -> list[int]:
-    """The first, the last, and the highest of each stretch of time."""
+    """Return the first, the last, and the highest of each stretch of time."""
     span = (times[-1] - times[0]) or 1.0
     highest: dict[int, int] = {}
     for index, time in enumerate(times):
@@ -149,7 +149,7 @@ def _chosen(points: Sequence[Sequence[int]], times: Sequence[float]) -> list[int
 
 
 def _alive(blocks: Sequence[_Block], at: int, phases: _Phases, times: Sequence[float]) -> list[dict[str, Any]]:
-    """What is held just after the event `at`, by category and maker, the largest first."""
+    """Return what is held just after the event `at`, by category and maker, the largest first."""
     sizes: dict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     for block in blocks:
         if block.begin <= at < block.end:

@@ -15,7 +15,7 @@ from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
 
 DATA_BOUND = 0.10  # share of the steady window spent waiting for batches
-BUSY = 0.90  # a GPU that works less than this waits for somebody
+UTILIZED = 0.90  # a GPU that works less than this waits for somebody
 # Products that at the measured rate would take this share of the time are what the time goes into; with less, it goes
 # into moving numbers about. Where the driver tells how busy tensor cores and memory were, the busier one decides.
 COMPUTE_BOUND = 1 / 3
@@ -30,7 +30,7 @@ POWER = ("sw_power_cap",)
 
 
 @dataclass(slots=True)
-class Bound:
+class Bottleneck:
     """`verdict` is data-bound, launch-bound, compute-bound, memory-bound, thermally limited or None with the reason in
     `why`; shares are of the steady window. `gpu_busy` is the time in which kernels ran, without their launches."""
 
@@ -51,12 +51,14 @@ class Bound:
         return asdict(self)
 
 
-def bound(steady: Sequence[StepRow], on_gpu: bool, products: float | None, busy_method: str | None = None) -> Bound:
-    """The verdict on a steady window. `products` is the share of its time that the run's products would take at the
-    highest rate known for this GPU."""
+def classify_bottleneck(
+    steady: Sequence[StepRow], on_gpu: bool, products: float | None, busy_method: str | None = None
+) -> Bottleneck:
+    """Return the verdict on a steady window. `products` is the share of its time that the run's products would take at
+    the highest rate known for this GPU."""
     if not steady:
-        return Bound(why="there is no steady step")
-    found = Bound(
+        return Bottleneck(why="there is no steady step")
+    bottleneck = Bottleneck(
         data_wait=_over_time(steady, [row.data_time_s for row in steady], of_time=True),
         gpu_busy=_over_time(steady, [_in_kernels(row) for row in steady]),
         gpu_busy_method=busy_method,
@@ -67,52 +69,55 @@ def bound(steady: Sequence[StepRow], on_gpu: bool, products: float | None, busy_
         thermally_limited=_under(steady, THERMAL),
         sm_clock_mhz=_over_time(steady, [row.sm_clock_mhz for row in steady]),
     )
-    found.verdict, found.why = _judge(found, on_gpu)
-    for name, share in (("power-capped", found.power_capped), ("thermally limited", found.thermally_limited)):
-        if share is not None and share > THROTTLED and name != found.verdict:
-            found.also.append(name)
-    return found
+    bottleneck.verdict, bottleneck.why = _judge(bottleneck, on_gpu)
+    for name, share in (("power-capped", bottleneck.power_capped), ("thermally limited", bottleneck.thermally_limited)):
+        if share is not None and share > THROTTLED and name != bottleneck.verdict:
+            bottleneck.also.append(name)
+    return bottleneck
 
 
-def _judge(found: Bound, on_gpu: bool) -> tuple[str | None, str]:
-    idle = None if found.gpu_busy is None else 1 - found.gpu_busy
-    waits = found.data_wait is not None and found.data_wait > DATA_BOUND
-    if waits and (idle is None or idle > 1 - BUSY):
-        return "data-bound", f"{found.data_wait:.0%} of the steady window was spent waiting for batches"
+def _judge(bottleneck: Bottleneck, on_gpu: bool) -> tuple[str | None, str]:
+    idle = None if bottleneck.gpu_busy is None else 1 - bottleneck.gpu_busy
+    waits = bottleneck.data_wait is not None and bottleneck.data_wait > DATA_BOUND
+    if waits and (idle is None or idle > 1 - UTILIZED):
+        return "data-bound", f"{bottleneck.data_wait:.0%} of the steady window was spent waiting for batches"
     if not on_gpu:
         return None, "there is no GPU whose load could be read"
     if idle is None:
         return None, "the driver does not say how busy the GPU was"
-    if idle > 1 - BUSY:
-        return "launch-bound", f"the GPU worked {found.gpu_busy:.0%} of the time and waited for the CPU in the rest"
-    if (found.thermally_limited or 0) > THROTTLED:
-        return "thermally limited", f"heat held the clock down in {found.thermally_limited:.0%} of the time"
-    return _busy(found)
+    if idle > 1 - UTILIZED:
+        return (
+            "launch-bound",
+            f"the GPU worked {bottleneck.gpu_busy:.0%} of the time and waited for the CPU in the rest",
+        )
+    if (bottleneck.thermally_limited or 0) > THROTTLED:
+        return "thermally limited", f"heat held the clock down in {bottleneck.thermally_limited:.0%} of the time"
+    return _arithmetic_or_memory(bottleneck)
 
 
-def _busy(found: Bound) -> tuple[str | None, str]:
-    """What a GPU that always works is busy with."""
-    busy = f"the GPU worked {found.gpu_busy:.0%} of the time"
-    if found.tensor_busy is not None and found.memory_busy is not None:
-        multiplied = max(found.tensor_busy, found.products or 0.0)  # products in fp32 take no tensor cores
-        kind = "compute-bound" if multiplied >= found.memory_busy else "memory-bound"
-        memory = f"{found.memory_busy:.0%} of the memory's bandwidth was used"
-        return kind, f"{busy}, its tensor cores {found.tensor_busy:.0%}; {memory}"
-    if found.products is None:
+def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
+    """Return whether a GPU that always works multiplies or moves memory."""
+    busy = f"the GPU worked {bottleneck.gpu_busy:.0%} of the time"
+    if bottleneck.tensor_busy is not None and bottleneck.memory_busy is not None:
+        multiplied = max(bottleneck.tensor_busy, bottleneck.products or 0.0)  # products in fp32 take no tensor cores
+        kind = "compute-bound" if multiplied >= bottleneck.memory_busy else "memory-bound"
+        memory = f"{bottleneck.memory_busy:.0%} of the memory's bandwidth was used"
+        return kind, f"{busy}, its tensor cores {bottleneck.tensor_busy:.0%}; {memory}"
+    if bottleneck.products is None:
         return None, f"{busy}; how fast it could multiply is not known (`ftbench probe` measures it)"
-    products = f"{busy}; its products alone, at the best rate known, take {found.products:.0%} of it"
-    return ("compute-bound" if found.products >= COMPUTE_BOUND else "memory-bound"), products
+    products = f"{busy}; its products alone, at the best rate known, take {bottleneck.products:.0%} of it"
+    return ("compute-bound" if bottleneck.products >= COMPUTE_BOUND else "memory-bound"), products
 
 
 def _in_kernels(row: StepRow) -> float | None:
-    """A step's busy share without what its launches kept busy; as it was counted where nobody counted them."""
+    """Return a step's busy share without what its launches kept busy; as it was counted where nobody counted them."""
     if row.gpu_busy is None or not row.allocations or not row.step_time_s:
         return row.gpu_busy
     return max(0.0, row.gpu_busy - LAUNCH_S * row.allocations / row.step_time_s)
 
 
 def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
-    """The mean over the window's time of a step's share, or (`of_time`) of its seconds."""
+    """Return the mean over the window's time of a step's share, or (`of_time`) of its seconds."""
     known = ((row, value) for row, value in zip(steady, values, strict=True) if value is not None)
     pairs = [(row.step_time_s or 0.0, value) for row, value in known if math.isfinite(value)]
     seconds = sum(time for time, _ in pairs)
@@ -121,7 +126,7 @@ def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_tim
 
 def _under(steady: Sequence[StepRow], reasons: Sequence[str]) -> float | None:
     """Share of the time in steps in which the driver named one of the reasons."""
-    told = [row for row in steady if row.throttle]
-    seconds = total(row.step_time_s for row in told)
-    held = [row for row in told if set((row.throttle or "").split("|")).intersection(reasons)]
+    known = [row for row in steady if row.throttle]
+    seconds = total(row.step_time_s for row in known)
+    held = [row for row in known if set((row.throttle or "").split("|")).intersection(reasons)]
     return total(row.step_time_s for row in held) / seconds if seconds else None

@@ -51,11 +51,12 @@ class Oom:
 
 
 def recognise(text: str) -> Oom | None:
-    """The out-of-memory failure a message or the end of a log tells of, or None if it tells of something else."""
+    """Return the out-of-memory failure a message or the end of a log tells of, or None if it tells of something
+    else."""
     text = _OTHER.split(text)[-1]
     for kind, pattern in _PATTERNS:
-        if found := re.search(pattern, text, re.DOTALL if kind == "allocator" else 0):
-            size = found.groupdict().get("size")
+        if match := re.search(pattern, text, re.DOTALL if kind == "allocator" else 0):
+            size = match.groupdict().get("size")
             return Oom(kind, _bytes(size) if size else None)
     return None
 

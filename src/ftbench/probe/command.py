@@ -41,9 +41,9 @@ _EMPTY: dict[str, Any] = {
 
 
 def probe(out: Path) -> tuple[dict[str, Any], Path]:
-    """Measures this machine within LIMIT_S seconds and keeps the document under `out`; gives it and its file.
+    """Measure this machine within LIMIT_S seconds and keep the document under `out`; return it and its file.
 
-    Raises MissingError where torch or a place to write is missing or torch cannot use the GPU, FtbenchError where
+    Raise MissingError where torch or a place to write is missing or torch cannot use the GPU, FtbenchError where
     nothing could be measured, KeyboardInterrupt where a signal ended it.
     """
     if importlib.util.find_spec("torch") is None:
@@ -70,19 +70,19 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _measure(scratch: Path) -> dict[str, Any]:
-    """What the child found, also where it was stopped half-way."""
-    found, log = scratch / "probe.json", scratch / "log.txt"
-    argv = [sys.executable, "-P", "-m", "ftbench.worker.probe", str(found.resolve()), f"{_CHILD_S:g}"]
+    """Return what the child has measured, also where it was stopped half-way."""
+    path, log = scratch / "probe.json", scratch / "log.txt"
+    argv = [sys.executable, "-P", "-m", "ftbench.worker.probe", str(path.resolve()), f"{_CHILD_S:g}"]
     end = time.monotonic() + LIMIT_S
     late = process.Stop("timeout", f"was stopped after {LIMIT_S:.0f} s")
-    with process.signals() as asked:
-        ended = process.run_child(argv, environment(), log, asked, lambda: late if time.monotonic() > end else None)
+    with process.signals() as signals:
+        ended = process.run_child(argv, environment(), log, signals, lambda: late if time.monotonic() > end else None)
     if ended.stop and ended.stop.state == "interrupted":
         raise KeyboardInterrupt
-    document = rundir.read_json(found)
+    document = rundir.read_json(path)
     doing = document.pop("doing", None)
-    if told := document.pop("missing", None):
-        raise MissingError(told)
+    if missing := document.pop("missing", None):
+        raise MissingError(missing)
     if ended.stop or ended.code != 0:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         last = lines[-1][:300] if lines else "no output"
@@ -94,7 +94,7 @@ def _measure(scratch: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """The child's environment: the GPUs that are visible here, numbered as the driver numbers them."""
+    """Return the child's environment: the GPUs that are visible here, numbered as the driver numbers them."""
     return os.environ | {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1",
@@ -103,7 +103,7 @@ def environment() -> dict[str, str]:
 
 
 def file_name(described: dict[str, Any]) -> str:
-    """`nvidia-h200-1a2b3c4d.json`: a GPU by its UUID, a machine without one by its host name."""
+    """Return `nvidia-h200-1a2b3c4d.json`: a GPU by its UUID, a machine without one by its host name."""
     gpu = first_gpu(described)
     name = gpu.get("name") or described["cpu"]["model"] or "cpu"
     key = gpu.get("uuid") or platform.node()
@@ -115,25 +115,25 @@ def file_name(described: dict[str, Any]) -> str:
 
 
 def remarks(document: dict[str, Any]) -> list[str]:
-    """What makes figures doubtful, as sentences. Nothing is left out of the document for it."""
+    """Return what makes figures doubtful, as sentences. Nothing is left out of the document for it."""
     gpu = first_gpu(document["machine"])
     known = find_gpu(gpu["name"]) if gpu.get("name") and (document["device"] or {}).get("kind") == "cuda" else None
-    found = _above_peak(document, known) if known else []
+    notes = _above_peak(document, known) if known else []
     for name, product in document["products"].items():
         if product and product["sustained_tflops"] < product["best_tflops"] * THROTTLED:
             share = 1 - product["sustained_tflops"] / product["best_tflops"]
             reason = (product.get("throttle") or "none").replace("|", ", ")
             why = "no throttling was seen: was the machine free?" if reason == "none" else f"{reason}, as in training"
-            found.append(f"{name}: what lasts is {share:.0%} below the best: {why}")
+            notes.append(f"{name}: what lasts is {share:.0%} below the best: {why}")
     idle, highest = (document["idle"] or {}).get("sm_clock_mhz"), gpu.get("sm_clock_max_mhz")
     if idle is not None and highest is not None and idle > highest / 2:
-        found.append("idle: the clock had not fallen yet, so this is more than idle power: wait, and measure again")
+        notes.append("idle: the clock had not fallen yet, so this is more than idle power: wait, and measure again")
     used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
     if others or (used is not None and used > FOREIGN_MEMORY_GB):
-        found.append(
+        notes.append(
             f"the GPU was not free: {used or 0:.1f} GiB in use, {others or 0} other processes; measure it alone"
         )
-    return found
+    return notes
 
 
 def _above_peak(document: dict[str, Any], known: Gpu) -> list[str]:

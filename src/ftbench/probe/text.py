@@ -9,7 +9,7 @@ from ftbench.store.rundir import first_gpu
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """The document for a person."""
+    """Return the document for a person."""
     gpu, cpu = first_gpu(document["machine"]), document["machine"]["cpu"]
     device = document["device"] or {}
     name = gpu.get("name") or f"{cpu['model'] or 'CPU'}, {device.get('threads') or cpu['threads']} threads"
@@ -53,7 +53,7 @@ def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _joined(*parts: tuple[str, float | None, str]) -> str:
-    """`copy 4,310 GB/s · triad 4,280 GB/s`, without what is not known."""
+    """Return `copy 4,310 GB/s · triad 4,280 GB/s`, without what is not known."""
     return " · ".join(
         f"{label} {units.rate(value)} {unit}".strip() for label, value, unit in parts if value is not None
     )

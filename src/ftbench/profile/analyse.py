@@ -10,17 +10,18 @@ from ftbench.core.phases import BACKWARD
 from ftbench.profile.gaps import longest
 from ftbench.profile.groups import GROUPS, OTHER
 from ftbench.profile.trace import Trace
-from ftbench.profile.work import Phases, Work, complement, union
+from ftbench.profile.work import DeviceWork, PhaseSpans, complement, union
 
 SCHEMA = 1
 _MOST_KERNELS, _MOST_OPERATORS, _MOST_GAPS = 300, 60, 10
 
 
-def analyse(trace: Trace, work: Sequence[Work], step_before_s: float | None = None) -> dict[str, Any]:
-    """The document; `work` is that of the trace (`work_of`). All totals are of the whole window, `steps` long; shares
-    of kernels and groups are of the time that kernels took. `step_before_s` is the median step before the profiler ran,
-    in seconds: profiling makes launches slower, so `busy_share_unprofiled` holds the GPU's time against that."""
-    phases = Phases(trace.phases)
+def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | None = None) -> dict[str, Any]:
+    """Return the document; `work` is that of the trace (`work_of`). All totals are of the whole window, `steps` long;
+    shares of kernels and groups are of the time that kernels took. `step_before_s` is the median step before the
+    profiler ran, in seconds: profiling makes launches slower, so `busy_share_unprofiled` holds the GPU's time against
+    that."""
+    phases = PhaseSpans(trace.phases)
     begin, end = trace.window
     busy = union(((each.begin, each.end) for each in work), begin, end)
     gaps = complement(busy, begin, end)
@@ -49,7 +50,7 @@ def analyse(trace: Trace, work: Sequence[Work], step_before_s: float | None = No
     }
 
 
-def _groups(work: Iterable[Work], total: float) -> list[dict[str, Any]]:
+def _groups(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for each in work:
@@ -62,8 +63,9 @@ def _groups(work: Iterable[Work], total: float) -> list[dict[str, Any]]:
     ]
 
 
-def _kernels(work: Iterable[Work], total: float) -> list[dict[str, Any]]:
-    """By name and group, as one name may serve several; the longest first, what is left in one line."""
+def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
+    """Return a row for each name and group, as one name may serve several; the longest first, what is left in one
+    line."""
     times: dict[tuple[str, str], float] = defaultdict(float)
     calls: dict[tuple[str, str], int] = defaultdict(int)
     for each in work:
@@ -80,9 +82,9 @@ def _kernels(work: Iterable[Work], total: float) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _operators(trace: Trace, work: Iterable[Work]) -> list[dict[str, Any]]:
-    """By name: how often, how long with all that it called, how long its own kernels took; the longest on the device
-    first, then on the CPU."""
+def _operators(trace: Trace, work: Iterable[DeviceWork]) -> list[dict[str, Any]]:
+    """Return a row for each name: how often, how long with all that it called, how long its own kernels took; the
+    longest on the device first, then on the CPU."""
     device: dict[str, float] = defaultdict(float)
     for each in work:
         device[each.operator] += each.end - each.begin
@@ -98,10 +100,10 @@ def _operators(trace: Trace, work: Iterable[Work]) -> list[dict[str, Any]]:
 
 
 def _phases(
-    trace: Trace, phases: Phases, work: Iterable[Work], gaps: Iterable[tuple[float, float]]
+    trace: Trace, phases: PhaseSpans, work: Iterable[DeviceWork], gaps: Iterable[tuple[float, float]]
 ) -> list[dict[str, Any]]:
-    """For each part of a step: how long the training thread was in it, how long the work took that was launched in it,
-    and how long the device was idle meanwhile."""
+    """Return for each part of a step: how long the training thread was in it, how long the work took that was launched
+    in it, and how long the device was idle meanwhile."""
     cpu: dict[str, float] = defaultdict(float)
     device: dict[str, float] = defaultdict(float)
     idle: dict[str, float] = defaultdict(float)
@@ -116,5 +118,5 @@ def _phases(
     return [{"phase": name, "cpu_ms": cpu[name], "device_ms": device[name], "idle_ms": idle[name]} for name in names]
 
 
-def _share(work: Sequence[Work], phase: str, total: float) -> float | None:
+def _share(work: Sequence[DeviceWork], phase: str, total: float) -> float | None:
     return sum(each.end - each.begin for each in work if each.phase == phase) / total if total else None

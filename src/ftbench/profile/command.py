@@ -12,7 +12,7 @@ from ftbench.store.rundir import RunDir
 
 
 def request(spec: Path | None, sets: Sequence[str], steps: int | None, nsys: bool) -> tuple[Path, list[str]]:
-    """The spec and the changes to it that make its run a profile. Raises SpecError without a spec."""
+    """Return the spec and the changes to it that make its run a profile. Raise SpecError without a spec."""
     if spec is None:
         raise SpecError("profile: name a spec file, or two profiled runs with --diff A B")
     count = [f"measure.profile_steps={steps}"] if steps is not None else []
@@ -20,7 +20,7 @@ def request(spec: Path | None, sets: Sequence[str], steps: int | None, nsys: boo
 
 
 def as_text(run: RunDir) -> str:
-    """What a run has recorded, for a person; empty where it recorded nothing."""
+    """Return what a run has recorded, for a person; empty where it recorded nothing."""
     if (run.profile / files.NSYS).is_file():
         return f"{run.run_id}: recorded\n  open it with nsys-ui, or: nsys stats {run.profile / files.NSYS}"
     if not (run.profile / files.KERNELS).is_file():
@@ -29,5 +29,5 @@ def as_text(run: RunDir) -> str:
 
 
 def document(run: RunDir) -> dict[str, Any] | None:
-    """kernels.json of a run; None where it recorded none."""
+    """Return kernels.json of a run; None where it recorded none."""
     return files.load(run.profile) if (run.profile / files.KERNELS).is_file() else None

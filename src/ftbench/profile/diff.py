@@ -14,16 +14,17 @@ _MOST_ALONE = 10
 
 
 def diff(a: dict[str, Any], b: dict[str, Any], differences: Sequence[Difference] | None = None) -> dict[str, Any]:
-    """`groups`: ms and calls a step in each, the difference, the ratio, the share of the difference between all groups;
-    None where a group is in one only. `idle` is what is left of the step. `only_a` and `only_b` are the kernels that
-    take most and are in one only. `differences` are those of the runs; None is unknown."""
+    """Return where the time differs. `groups`: ms and calls a step in each, the difference, the ratio, the share of the
+    difference between all groups; None where a group is in one only. `idle` is what is left of the step. `only_a` and
+    `only_b` are the kernels that take most and are in one only. `differences` are those of the runs; None is
+    unknown."""
     return {
         "a": _whole(a),
         "b": _whole(b),
         "same_gpu": a.get("gpu") == b.get("gpu"),
         "differences": None
         if differences is None
-        else [{"key": one.key, "a": one.baseline, "b": one.candidate} for one in differences],
+        else [{"key": each.key, "a": each.baseline, "b": each.candidate} for each in differences],
         "groups": _groups(a, b),
         "idle": _pair(_idle(a), _idle(b)),
         "kernels": _pair(_kernels_ms(a), _kernels_ms(b)),
@@ -52,7 +53,7 @@ def _kernels_ms(document: dict[str, Any]) -> float:
 
 
 def _pair(a: float | None, b: float | None) -> dict[str, Any]:
-    """`difference` is b - a, `ratio` b / a."""
+    """Return both, `difference` b - a, and `ratio` b / a."""
     return {
         "a_ms": a, "b_ms": b, "difference_ms": (b or 0.0) - (a or 0.0), "ratio": b / a if a and b is not None else None,
     }  # fmt: skip
@@ -65,10 +66,10 @@ def _groups(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
     whole = _kernels_ms(b) - _kernels_ms(a)
     rows = []
     for name in dict.fromkeys(names):
-        found = [side.get(name) for side in sides]
+        rows_of_group = [side.get(name) for side in sides]
         steps = (a["steps"], b["steps"])
-        times = [each["time_ms"] / n if each else None for each, n in zip(found, steps, strict=True)]
-        calls = [each["calls"] / n if each else None for each, n in zip(found, steps, strict=True)]
+        times = [each["time_ms"] / n if each else None for each, n in zip(rows_of_group, steps, strict=True)]
+        calls = [each["calls"] / n if each else None for each, n in zip(rows_of_group, steps, strict=True)]
         pair = _pair(*times)
         share = pair["difference_ms"] / whole if whole else None
         rows.append({"group": name, **pair, "share_of_difference": share, "a_calls": calls[0], "b_calls": calls[1]})
@@ -77,45 +78,48 @@ def _groups(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _alone(this: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
     known = {kernel["name"] for kernel in other["kernels"]}
-    mine: dict[str, dict[str, Any]] = {}
+    kernels: dict[str, dict[str, Any]] = {}
     for kernel in this["kernels"]:
         if kernel["name"] not in known:
-            entry = mine.setdefault(
+            entry = kernels.setdefault(
                 kernel["name"], {"name": kernel["name"], "group": kernel.get("group"), "ms": 0.0, "calls": 0.0}
             )
             entry["ms"] += kernel["time_ms"] / this["steps"]
             entry["calls"] += (kernel["calls"] or 0) / this["steps"]
-    return sorted(mine.values(), key=lambda entry: -entry["ms"])[:_MOST_ALONE]
+    return sorted(kernels.values(), key=lambda entry: -entry["ms"])[:_MOST_ALONE]
 
 
-def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
-    a, b = found["a"], found["b"]
+def as_text(comparison: dict[str, Any], names: tuple[str, str]) -> str:
+    a, b = comparison["a"], comparison["b"]
     lines = [f"A  {names[0]}: {_about(a)}", f"B  {names[1]}: {_about(b)}"]
-    if not found["same_gpu"]:
+    if not comparison["same_gpu"]:
         lines.append(f"note: not the same GPU: {a['gpu'] or 'none (CPU)'} against {b['gpu'] or 'none (CPU)'}")
-    lines += _differences(found["differences"])
+    lines += _differences(comparison["differences"])
     lines += [
         "",
         f"{'ms a step':<22}{'A':>10}{'B':>10}{'B - A':>11}{'B / A':>8}{'of all':>9}{'calls A':>10}{'calls B':>10}",
     ]
     lines += [
-        _line(row["group"], row, row["share_of_difference"], row["a_calls"], row["b_calls"]) for row in found["groups"]
+        _line(row["group"], row, row["share_of_difference"], row["a_calls"], row["b_calls"])
+        for row in comparison["groups"]
     ]
-    lines += [_line(name, found[key]) for name, key in (("all kernels", "kernels"), ("idle", "idle"), ("step", "step"))]
+    lines += [
+        _line(name, comparison[key]) for name, key in (("all kernels", "kernels"), ("idle", "idle"), ("step", "step"))
+    ]
     for side, key in (("A", "only_a"), ("B", "only_b")):
-        if found[key]:
+        if comparison[key]:
             lines += ["", f"only in {side}: ms and calls a step"]
             lines += [
                 f"{each['ms']:>10.3f}{each['calls']:>9,.0f}  {short(each['name'])} ({each['group']})"
-                for each in found[key]
+                for each in comparison[key]
             ]
     return "\n".join(lines)
 
 
-def _differences(found: Sequence[dict[str, str]] | None) -> list[str]:
-    if found is None:
+def _differences(differences: Sequence[dict[str, str]] | None) -> list[str]:
+    if differences is None:
         return ["note: whether both ran the same spec is not known: their run directories are not there"]
-    return [f"differs  {one['key']}: {one['a']} → {one['b']}" for one in found] or [
+    return [f"differs  {each['key']}: {each['a']} → {each['b']}" for each in differences] or [
         "nothing differs in their specs, data and versions"
     ]
 

@@ -11,7 +11,7 @@ _TICKS = ((0.0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (
 
 
 def drawing(height: float, title: str, parts: Iterable[str]) -> str:
-    """The SVG element of parts, as wide as there is room."""
+    """Return the SVG element of parts, as wide as there is room."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" role="img" '
         f'font-family="sans-serif" font-size="11"><title>{escape(title)}</title>{"".join(parts)}</svg>\n'
@@ -23,7 +23,7 @@ def label(text: str, x: float, y: float, colour: str = "currentColor", anchor: s
 
 
 def ticks(total: float, unit: str, y: float) -> list[str]:
-    """Labels of an axis from 0 to `total`."""
+    """Return labels of an axis from 0 to `total`."""
     return [label(f"{share * total:.4g} {unit}", LEFT + share * WIDE, y, anchor=anchor) for share, anchor in _TICKS]
 
 

@@ -24,7 +24,7 @@ MOST_TRACE_BYTES = 128 * 2**20  # of JSON; a browser opens no more, and it packs
 
 
 def finish(run: RunDir) -> None:
-    """Reads the trace that the worker left, writes kernels.json, timeline.json and timeline.svg, and packs it. Raises
+    """Read the trace that the worker left, write kernels.json, timeline.json and timeline.svg, and pack it. Raise
     TraceError where it cannot be read. Does nothing where there is none."""
     raw = run.profile / rundir.TRACE
     if not raw.is_file():
@@ -46,7 +46,7 @@ def finish(run: RunDir) -> None:
 
 
 def step_before(run: RunDir) -> float | None:
-    """The median of the steps just before the profiler started, in seconds."""
+    """Return the median of the steps just before the profiler started, in seconds."""
     first, last = (rundir.read_json(run.profile / rundir.WINDOW).get("timed") or [0, -1])[:2]
     rows, _ = read_steps(run.steps)
     times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]
@@ -55,8 +55,8 @@ def step_before(run: RunDir) -> float | None:
 
 
 def pack(raw: Path, packed: Path, trace: Trace, limit: int = MOST_TRACE_BYTES) -> dict[str, Any]:
-    """Compresses a trace. Of one with more than `limit` bytes it keeps the first steps, or a part of the first, and
-    says so: `complete` and `kept_ms` from the beginning."""
+    """Write a trace compressed. Of one with more than `limit` bytes it keeps the first steps, or a part of the first,
+    and says so: `complete` and `kept_ms` from the beginning."""
     size, window = raw.stat().st_size, trace.window[1]
     kept = window
     try:
@@ -88,24 +88,24 @@ def _write_part(raw: Path, packed: Path, until_ms: float) -> None:
 
 
 def folder_of(path: Path) -> Path:
-    """The profile's folder that a path names: itself, a run with one, or the only run below it that has one. Raises
-    SpecError where there is none, or more than one."""
+    """Return the profile's folder that a path names: itself, a run with one, or the only run below it that has one.
+    Raise SpecError where there is none, or more than one."""
     if not path.exists():
         raise SpecError(f"{path}: no such file or directory")
     if not path.is_dir():
         raise SpecError(f"{path}: name the directory of a run that was profiled")
     if (path / KERNELS).is_file():
         return path
-    found = [run.profile for run in rundir.find_runs(path) if (run.profile / KERNELS).is_file()]
-    if not found:
+    folders = [run.profile for run in rundir.find_runs(path) if (run.profile / KERNELS).is_file()]
+    if not folders:
         raise SpecError(f"{path}: holds no profile; `ftbench profile SPEC` makes one")
-    if len(found) > 1:
-        raise SpecError(f"{path}: holds {len(found)} profiles: name one run, for example {found[0].parent}")
-    return found[0]
+    if len(folders) > 1:
+        raise SpecError(f"{path}: holds {len(folders)} profiles: name one run, for example {folders[0].parent}")
+    return folders[0]
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """kernels.json. Raises SpecError where it is not what `ftbench profile` writes."""
+    """Return kernels.json. Raise SpecError where it is not what `ftbench profile` writes."""
     document = rundir.read_json(folder / KERNELS)
     needed: dict[str, Any] = {
         "groups": list,

@@ -7,32 +7,32 @@ from collections import defaultdict
 from typing import Any
 
 from ftbench.profile.trace import Span, Trace
-from ftbench.profile.work import Phases, complement, union
+from ftbench.profile.work import PhaseSpans, complement, union
 
 _MOST_CAUSES = 3
 PYTHON = "Python between operators"
 
 
-def longest(trace: Trace, phases: Phases, gaps: list[tuple[float, float]], most: int) -> list[dict[str, Any]]:
-    """The longest gaps, each with the phase that it mostly lies in and what ran on the CPU meanwhile, by time: waits of
-    the driver's library and outermost operators of any thread, and Python where none of them ran."""
+def longest(trace: Trace, phases: PhaseSpans, gaps: list[tuple[float, float]], most: int) -> list[dict[str, Any]]:
+    """Return the longest gaps, each with the phase that it mostly lies in and what ran on the CPU meanwhile, by time:
+    waits of the driver's library and outermost operators of any thread, and Python where none of them ran."""
     outermost = [_outermost(spans) for spans in trace.threads.values()]
-    found = []
+    rows = []
     for begin, end in sorted(gaps, key=lambda gap: gap[0] - gap[1])[:most]:
         within = dict[str, float]()
         for name, length in phases.within(begin, end):
             within[name] = within.get(name, 0.0) + length
-        found.append({
+        rows.append({
             "begin_ms": begin, "ms": end - begin,
             "phase": max(within, key=lambda name: within[name]) if within else None,
             "meanwhile": _meanwhile(outermost, begin, end),
         })  # fmt: skip
-    return found
+    return rows
 
 
 def _outermost(spans: list[Span]) -> list[Span]:
-    """Operators that no other called, and calls of the driver's library: those within an operator too, for one that
-    waits explains more than the operator that waits."""
+    """Return operators that no other called, and calls of the driver's library: those within an operator too, for one
+    that waits explains more than the operator that waits."""
     return [
         span for span in spans
         if (span.kind == "call" and _waits(span)) or (span.kind == "op" and not _within_operator(span))

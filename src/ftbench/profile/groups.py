@@ -74,12 +74,12 @@ _CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # whose plain kernels are par
 
 
 def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
-    """The group of a GPU kernel. `operators` are those that were running when it was launched, innermost first;
+    """Return the group of a GPU kernel. `operators` are those that were running when it was launched, innermost first;
     `phase` is the part of the step; `in_loss` says that it computes the loss or a gradient of it."""
     sure = _first(_SURE, name)
     if sure is not None:
         return sure
-    callers = [found for operator in operators if (found := _first(_OPERATORS, operator)) is not None]
+    callers = [group for operator in operators if (group := _first(_OPERATORS, operator)) is not None]
     if (part := _part(callers, phase, in_loss)) is not None:
         return part
     if _search(_PLAIN, name):
@@ -88,11 +88,11 @@ def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None 
 
 
 def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
-    """The group of an operator's own time on a CPU; `operators` are those around it, innermost first."""
+    """Return the group of an operator's own time on a CPU; `operators` are those around it, innermost first."""
     own = _first(_OPERATORS, name)
     if own not in (None, NORM):
         return str(own)
-    callers = [found for operator in operators if (found := _first(_OPERATORS, operator)) is not None]
+    callers = [group for operator in operators if (group := _first(_OPERATORS, operator)) is not None]
     if (part := _part(callers, phase, in_loss)) is not None:
         return part
     return own or OTHER

@@ -13,7 +13,7 @@ COLOURS = dict(zip(CATEGORIES, ("#3b6fb6", "#17a2a2", "#c0392b", "#b5446e", "#6a
 
 
 def svg(document: dict[str, Any], name: str) -> str:
-    """A self-contained SVG of memory.json that says whose it is; every text in it is escaped."""
+    """Return a self-contained SVG of memory.json that says whose it is; every text in it is escaped."""
     points = document["timeline"]
     present = [kind for kind in CATEGORIES if any(point[kind] for point in points)]
     last = points[-1]["at_ms"] or 1.0
@@ -27,8 +27,8 @@ def svg(document: dict[str, Any], name: str) -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
         parts.append(f'<polygon points="{path}" fill="{COLOURS[kind]}"><title>{escape(kind)}</title></polygon>')
         below = above
-    for place, kind in enumerate(reversed(present)):
-        y = _TOP + 16 * place
+    for row, kind in enumerate(reversed(present)):
+        y = _TOP + 16 * row
         parts.append(f'<rect x="4" y="{y}" width="10" height="10" fill="{COLOURS[kind]}"/>')
         parts.append(label(f"{kind} {document['peak'][kind]:.3g}", 20, y + 9))
     parts += ticks(last, "ms", _TOP + _TALL + 16)
@@ -36,7 +36,7 @@ def svg(document: dict[str, Any], name: str) -> str:
 
 
 def _steps(edges: list[float], values: list[float], highest: float) -> list[tuple[float, float]]:
-    """Corners of a line that keeps a value until the next."""
+    """Return corners of a line that keeps a value until the next."""
     heights = [_TOP + _TALL * (1 - value / highest) for value in values]
     corners = [(edges[0], heights[0])]
     for x, before, after in zip(edges[1:], heights, heights[1:], strict=False):

@@ -13,7 +13,7 @@ _KERNELS, _GAPS, _ALIVE, _OPERATORS = 15, 5, 8, 8
 
 
 def as_text(document: dict[str, Any], folder: Path) -> str:
-    """Times are per step."""
+    """Return the profile for a person; times are per step."""
     on_gpu, steps = document["device"] == "cuda", document["steps"]
     lines = [*_head(document), "", f"{'group':<22}{'ms/step':>10}{'share':>9}{'calls/step':>12}"]
     lines += [

@@ -8,7 +8,7 @@ from typing import Any
 from ftbench.profile.drawing import LEFT, WIDE, drawing, escape, label, ticks
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.trace import Trace
-from ftbench.profile.work import Work, complement, union
+from ftbench.profile.work import DeviceWork, complement, union
 
 SCHEMA = 1
 BINS = 600  # stretches of the step that a lane tells apart
@@ -20,9 +20,9 @@ COLOURS = dict(zip(GROUPS, ("#3b6fb6", "#d9822b", "#6aa84f", "#9b59b6", "#b5446e
 _PHASE, _IDLE = "#8aa0b8", "#e0b000"
 
 
-def reduce(trace: Trace, work: Iterable[Work]) -> dict[str, Any]:
-    """The step in the middle: for each group stretches in which it ran, [begin, end, share of the stretch]; phases and
-    idle stretches as [begin, end, name]; all in ms from the step's beginning."""
+def reduce(trace: Trace, work: Iterable[DeviceWork]) -> dict[str, Any]:
+    """Return the step in the middle: for each group stretches in which it ran, [begin, end, share of the stretch];
+    phases and idle stretches as [begin, end, name]; all in ms from the step's beginning."""
     middle = len(trace.steps) // 2
     begin = trace.steps[middle][0]
     end = trace.steps[middle][1] if middle + 1 < len(trace.steps) else trace.window[1]
@@ -44,26 +44,26 @@ def reduce(trace: Trace, work: Iterable[Work]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _lane(work: Iterable[Work], group: str, begin: float, end: float) -> list[list[float]]:
-    """A share for each bin, neighbours of about the same share joined."""
+def _lane(work: Iterable[DeviceWork], group: str, begin: float, end: float) -> list[list[float]]:
+    """Return a share for each bin, neighbours of about the same share joined."""
     size = (end - begin) / BINS
     filled = [0.0] * BINS
     for start, stop in union(((each.begin, each.end) for each in work if each.group == group), begin, end):
-        for place in range(int((start - begin) / size), min(BINS - 1, int((stop - begin) / size)) + 1):
-            low, high = begin + place * size, begin + (place + 1) * size
-            filled[place] += max(0.0, min(stop, high) - max(start, low)) / size
+        for column in range(int((start - begin) / size), min(BINS - 1, int((stop - begin) / size)) + 1):
+            low, high = begin + column * size, begin + (column + 1) * size
+            filled[column] += max(0.0, min(stop, high) - max(start, low)) / size
     lane: list[list[float]] = []
-    for place, share in enumerate(filled):
+    for column, share in enumerate(filled):
         tenths = min(10, round(share * 10))
-        if tenths and lane and lane[-1][1] == place and lane[-1][2] == tenths:
-            lane[-1][1] = place + 1
+        if tenths and lane and lane[-1][1] == column and lane[-1][2] == tenths:
+            lane[-1][1] = column + 1
         elif tenths:
-            lane.append([place, place + 1, tenths])
+            lane.append([column, column + 1, tenths])
     return [[round(first * size, 4), round(last * size, 4), tenths / 10] for first, last, tenths in lane]
 
 
 def svg(picture: dict[str, Any], name: str) -> str:
-    """A self-contained SVG that says whose it is; every text in it is escaped."""
+    """Return a self-contained SVG that says whose it is; every text in it is escaped."""
     total = picture["ms"] or 1.0
     lanes = list(picture["groups"])
     height = _TOP + _LANE * (len(lanes) + 2) + 22

@@ -73,27 +73,27 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """The trace in a .json or .json.gz file. Raises TraceError for what is none, or holds no profiled step."""
-    found = Trace()
+    """Return the trace in a .json or .json.gz file. Raise TraceError for what is none, or holds no profiled step."""
+    trace = Trace()
     collecting = gc.isenabled()
     gc.disable()  # a million objects without a cycle among them: looking for one takes a third of the time
     try:
-        for event in events(path, found):
+        for event in events(path, trace):
             if event.get("ph") == "X":
-                _keep(found, event)
+                _keep(trace, event)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"{path}: cannot be read as a trace ({error}); profile again") from None
     finally:
         if collecting:
             gc.enable()
-    if not found.steps:
+    if not trace.steps:
         raise TraceError(f"{path}: holds no profiled step; profile again")
-    _settle(found)
-    return found
+    _settle(trace)
+    return trace
 
 
 def events(path: Path, into: Trace | None = None) -> Iterator[dict[str, Any]]:
-    """The trace's events, one by one; the GPU's name goes `into` a trace."""
+    """Return the trace's events, one by one; the GPU's name goes `into` a trace."""
     with _open(path) as file:
         reader = _Reader(file, path)
         head = reader.until('"traceEvents"')
@@ -122,7 +122,7 @@ class _Reader:
         self._decode = json.JSONDecoder(strict=False).raw_decode
 
     def until(self, mark: str) -> str:
-        """What stands before a mark; reads on behind it."""
+        """Return what stands before a mark; read on behind it."""
         while (at := self._text.find(mark, self._place)) < 0:
             if not self._more():
                 raise ValueError(f"no {mark}")
@@ -179,7 +179,7 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
 
 
 def _settle(trace: Trace) -> None:
-    """Times from the first step on, everything in order, each span with the one around it."""
+    """Count times from the first step, put everything in order, give each span the one around it."""
     trace.steps.sort()
     origin = trace.origin = trace.steps[0][0]
     trace.steps = [(begin - origin, end - origin) for begin, end in trace.steps]

@@ -12,7 +12,7 @@ from ftbench.profile.trace import Span, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DeviceWork:
     """A kernel; without a GPU, a stretch in which an operator itself ran. `operator` is the innermost one that launched
     it, empty where none is known; `call` counts a thing that was begun once and ran in several stretches once."""
 
@@ -25,7 +25,7 @@ class Work:
     call: int = 1
 
 
-class Phases:
+class PhaseSpans:
     """Which part of a step the training thread was in, and when. Other threads work for it: a backward pass runs in
     one of autograd's."""
 
@@ -40,7 +40,7 @@ class Phases:
         return OTHER
 
     def within(self, begin: float, end: float) -> Iterator[tuple[str, float]]:
-        """The phases of a stretch and how long each lasts in it."""
+        """Return the phases of a stretch and how long each lasts in it."""
         for index in range(max(0, bisect_right(self._begins, begin) - 1), len(self._phases)):
             start, stop, name = self._phases[index]
             if start >= end:
@@ -49,14 +49,15 @@ class Phases:
                 yield name, length
 
 
-def work_of(trace: Trace) -> list[Work]:
-    """What the device did, in the order of its beginning: kernels and copies, or on a CPU the operators themselves."""
-    phases = Phases(trace.phases)
+def work_of(trace: Trace) -> list[DeviceWork]:
+    """Return what the device did, in the order of its beginning: kernels and copies, or on a CPU the operators
+    themselves."""
+    phases = PhaseSpans(trace.phases)
     loss = _loss_sequences(trace, phases)
     return list(_on_gpu(trace, phases, loss) if trace.kernels else _on_cpu(trace, phases, loss))
 
 
-def _on_gpu(trace: Trace, phases: Phases, loss: set[int]) -> Iterator[Work]:
+def _on_gpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> Iterator[DeviceWork]:
     calls = {
         span.correlation: span for spans in trace.threads.values() for span in spans
         if span.kind == "call" and span.correlation
@@ -69,25 +70,25 @@ def _on_gpu(trace: Trace, phases: Phases, loss: set[int]) -> Iterator[Work]:
         group = group_of_kernel(
             kernel.name, (span.name for span in around), phase, any(_of_loss(span, loss) for span in around)
         )
-        yield Work(kernel.name, group, kernel.begin, kernel.end, next(iter(operators), ""), phase)
+        yield DeviceWork(kernel.name, group, kernel.begin, kernel.end, next(iter(operators), ""), phase)
 
 
-def _on_cpu(trace: Trace, phases: Phases, loss: set[int]) -> list[Work]:
-    found = [
+def _on_cpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> list[DeviceWork]:
+    stretches = [
         work for spans in trace.threads.values()
         for work in _own_time([span for span in spans if span.kind == "op"], phases, loss)
     ]  # fmt: skip
-    return sorted(found, key=lambda work: work.begin)
+    return sorted(stretches, key=lambda work: work.begin)
 
 
-def _own_time(spans: list[Span], phases: Phases, loss: set[int]) -> Iterator[Work]:
-    """The stretches in which an operator ran and none that it had called."""
+def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator[DeviceWork]:
+    """Return the stretches in which an operator ran and none that it had called."""
     stack: list[Span] = []
     begun: set[int] = set()
-    place = 0.0
+    begin = 0.0
 
-    def stretch(until: float) -> Iterator[Work]:
-        if stack and until > place:
+    def stretch(until: float) -> Iterator[DeviceWork]:
+        if stack and until > begin:
             span = stack[-1]
             around = list(_around(span))
             phase, first = phases.at(span.begin), id(span) not in begun
@@ -95,29 +96,29 @@ def _own_time(spans: list[Span], phases: Phases, loss: set[int]) -> Iterator[Wor
             group = group_of_operator(
                 span.name, (each.name for each in around), phase, any(_of_loss(each, loss) for each in (span, *around))
             )
-            yield Work(span.name, group, place, until, span.name, phase, int(first))
+            yield DeviceWork(span.name, group, begin, until, span.name, phase, int(first))
 
     for span in spans:
         while stack and stack[-1].end <= span.begin:
             yield from stretch(stack[-1].end)
-            place = max(place, stack.pop().end)
+            begin = max(begin, stack.pop().end)
         yield from stretch(span.begin)
         stack.append(span)
-        place = span.begin
+        begin = span.begin
     while stack:
         yield from stretch(stack[-1].end)
-        place = max(place, stack.pop().end)
+        begin = max(begin, stack.pop().end)
 
 
 def _around(span: Span | None) -> Iterator[Span]:
-    """What a span happened in, innermost first; calls of the driver's library are left out."""
+    """Return what a span happened in, innermost first; calls of the driver's library are left out."""
     while span is not None and (span := span.parent) is not None:
         if span.kind != "call":
             yield span
 
 
-def _loss_sequences(trace: Trace, phases: Phases) -> set[int]:
-    """The numbers that join the loss's operators with their backward passes."""
+def _loss_sequences(trace: Trace, phases: PhaseSpans) -> set[int]:
+    """Return the numbers that join the loss's operators with their backward passes."""
     return {
         span.sequence for spans in trace.threads.values() for span in spans
         if span.sequence is not None and not span.backward and phases.at(span.begin) == LOSS
@@ -129,20 +130,20 @@ def _of_loss(span: Span, loss: set[int]) -> bool:
 
 
 def union(stretches: Iterable[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """Stretches as few that do not overlap, cut to the window, in order."""
-    found: list[tuple[float, float]] = []
+    """Return stretches as few that do not overlap, cut to the window, in order."""
+    merged: list[tuple[float, float]] = []
     for start, stop in sorted(stretches):
         start, stop = max(start, begin), min(stop, end)
         if stop <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def complement(busy: list[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """What a `union` leaves of its window."""
+    """Return what a `union` leaves of its window."""
     edges = [begin, *(edge for stretch in busy for edge in stretch), end]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]

@@ -10,30 +10,30 @@ from ftbench.spec.load import SHORT_FORMS
 
 
 def agrees(values: Mapping[str, Any], pattern: Mapping[str, Any]) -> bool:
-    """Whether a cell has all that a line names: dotted keys, each with a value or a list of them."""
+    """Return whether a cell has all that a line names: dotted keys, each with a value or a list of them."""
     return all(_is(at(values, key.split(".")), wanted) for key, wanted in pattern.items())
 
 
 def at(values: Any, parts: Sequence[str]) -> Any:
-    """What stands in nested sections at these keys; None where there is nothing."""
+    """Return what stands in nested sections at these keys; None where there is nothing."""
     for part in parts:
         values = values.get(part) if isinstance(values, dict) else None
     return values
 
 
-def _is(found: Any, wanted: Any) -> bool:
+def _is(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, (list, tuple)):
-        return any(_is(found, one) for one in wanted) or found == wanted
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        return all(_is(found.get(key), value) for key, value in wanted.items())
-    if isinstance(found, dict):  # a section by its short form
-        return any(found.get(key) == wanted for key in set(SHORT_FORMS.values()))
-    if wanted is False and found == "off":  # YAML reads a bare off as false
+        return any(_is(value, each) for each in wanted) or value == wanted
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        return all(_is(value.get(key), each) for key, each in wanted.items())
+    if isinstance(value, dict):  # a section by its short form
+        return any(value.get(key) == wanted for key in set(SHORT_FORMS.values()))
+    if wanted is False and value == "off":  # YAML reads a bare off as false
         return True
-    if isinstance(found, (int, float)) and isinstance(wanted, str):  # and 1e-4 as a text
+    if isinstance(value, (int, float)) and isinstance(wanted, str):  # and 1e-4 as a text
         with suppress(ValueError):
-            return found == float(wanted)
-    if isinstance(found, str) and isinstance(wanted, (int, float)):
+            return value == float(wanted)
+    if isinstance(value, str) and isinstance(wanted, (int, float)):
         with suppress(ValueError):
-            return wanted == float(found)
-    return bool(found == wanted)
+            return wanted == float(value)
+    return bool(value == wanted)

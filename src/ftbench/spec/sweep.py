@@ -77,7 +77,7 @@ class Cell:
 
 
 def as_text(value: Any) -> str:
-    """A value as it is written behind `--set key=`."""
+    """Return a value as it is written behind `--set key=`."""
     if isinstance(value, bool):
         return "on" if value else "off"
     plain = isinstance(value, str) and parse_value(value) == value
@@ -87,10 +87,10 @@ def as_text(value: Any) -> str:
 def cells(
     path: Path, sets: Sequence[str], axes: Sequence[str] = (), on_note: Callable[[str], None] = lambda text: None
 ) -> list[Cell]:
-    """The cells of a spec file's sweep in the order of its axes, the last one turning fastest; the base alone where
-    nothing varies. `axes` are those of the command line (`key=value,value`) and win over the file's. Raises SpecError
-    for a mistake in the file, in an axis or in the value of one; a combination that cannot work is a refused cell.
-    `on_note` hears of what is no mistake and does nothing."""
+    """Return the cells of a spec file's sweep in the order of its axes, the last one turning fastest; the base alone
+    where nothing varies. `axes` are those of the command line (`key=value,value`) and win over the file's. Raise
+    SpecError for a mistake in the file, in an axis or in the value of one; a combination that cannot work is a refused
+    cell. `on_note` hears of what is no mistake and does nothing."""
     layers = read_layers(path, sets)
     base = merged(layers, path)
     section = _section(base.get("sweep"), layers)
@@ -144,7 +144,7 @@ def _section(values: object, layers: Sequence[Layer]) -> Sweep:
 
 
 def _origin(layers: Sequence[Layer], *keys: str) -> str:
-    """`file:line` of the layer whose `sweep:` says the key, else of the last that has one."""
+    """Return `file:line` of the layer whose `sweep:` says the key, else of the last that has one."""
     path = ["sweep", *(keys if keys and keys[0] in Sweep.model_fields else ("axes", *keys))]
     layer = _saying(layers, path)
     line = line_of(layer.file, path) if layer.file else None
@@ -152,14 +152,15 @@ def _origin(layers: Sequence[Layer], *keys: str) -> str:
 
 
 def _saying(layers: Sequence[Layer], path: Sequence[str]) -> Layer:
-    """The last layer with `path[1]` in its `sweep:` (sections of a sweep are replaced whole), else with a `sweep:`."""
+    """Return the last layer with `path[1]` in its `sweep:` (sections of a sweep are replaced whole), else with a
+    `sweep:`."""
     having = [layer for layer in layers if "sweep" in layer.data]
     saying = [layer for layer in having if isinstance(layer.data["sweep"], dict) and path[1] in layer.data["sweep"]]
     return (saying or having)[-1]
 
 
 def _folder(layers: Sequence[Layer], key: str) -> Path:
-    """The folder of the file that says a key of the sweep, against which its paths are taken."""
+    """Return the folder of the file that says a key of the sweep, against which its paths are taken."""
     if not any("sweep" in layer.data for layer in layers):
         return Path()
     file = _saying(layers, ["sweep", key if key in Sweep.model_fields else "axes"]).file
@@ -167,7 +168,7 @@ def _folder(layers: Sequence[Layer], key: str) -> Path:
 
 
 def _expanded(key: str, value: Any, folder: Path) -> Any:
-    """A value with the paths in it made absolute; a short form stays one."""
+    """Return a value with the paths in it made absolute; a short form stays one."""
     parts = key.split(".")
     if parts[0] in SHORT_FORMS and len(parts) == 1 and isinstance(value, str):
         return value
@@ -191,7 +192,7 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
 
 
 def _file_or_name(value: Any, folder: Path) -> Any:
-    """A shipped recipe's name; of another its whole path."""
+    """Return a shipped recipe's name; of another its whole path."""
     path = named(value, folder).absolute()
     return path.stem if path.parent == FOLDER else str(path)
 
@@ -233,7 +234,7 @@ Step = tuple[tuple[Axis, int], ...]
 
 
 def _steps(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> list[list[Step]]:
-    """For each axis, or group of axes that advance together, the places it steps through."""
+    """Return for each axis, or group of axes that advance together, the places it steps through."""
     leader = {key: group[0] for group in groups for key in group}
     result = []
     for key, axis in axes.items():
@@ -260,7 +261,7 @@ def _laid_over(base: dict[str, Any], chosen: Sequence[tuple[Axis, int]]) -> dict
 
 
 def _matches(cell: Cell, base: dict[str, Any], chosen: Sequence[tuple[Axis, int]], pattern: Mapping[str, Any]) -> bool:
-    """Whether a cell has all the values that a line of `exclude` names."""
+    """Return whether a cell has all the values that a line of `exclude` names."""
     if cell.spec is not None:
         values = cell.spec.model_dump(mode="json")
     else:

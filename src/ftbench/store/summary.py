@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ftbench.core import flops, hardware, stats
-from ftbench.core.bottleneck import bound
+from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import health, run_warnings
@@ -150,7 +150,9 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
                 setattr(summary, name, rate / best)
     ceiling = measured or peak
     products = rates[1] / ceiling if rates and ceiling and rates[1] <= ceiling else None
-    summary.bound = bound(steady, summary.gpu is not None, products, applied.get("gpu_busy_method")).as_dict()
+    summary.bound = classify_bottleneck(
+        steady, summary.gpu is not None, products, applied.get("gpu_busy_method")
+    ).as_dict()
 
 
 def _rates(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> tuple[float, float] | None:

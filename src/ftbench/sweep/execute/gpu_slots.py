@@ -62,7 +62,7 @@ class LocalSlot:
         return self.train(lambda: claim(job), Order(job.spec, source, job.sets), control)
 
     def train(self, claim_run: Callable[[], rundir.RunDir], order: Order, control: RunControl) -> Result:
-        """Do the same in the directory that `claim_run` makes once the GPU is free."""
+        """Train in the directory that `claim_run` makes once the GPU is free."""
         before = self._when_free(order.spec, control)
         described = before | ({"shared_host": True} if self.shared else {})
         result = runner.carry_out(

@@ -181,9 +181,9 @@ def _with_change(text: str, changed: str) -> str:
 
 
 def _difference(pair: Pair, name: str) -> float | None:
-    """Candidate less baseline, of a figure that both know."""
-    found = [side.figure(name) if side else None for side in (pair.cell, pair.baseline)]
-    return None if found[0] is None or found[1] is None else found[0] - found[1]
+    """Return candidate less baseline, of a figure that both know."""
+    figures = [side.figure(name) if side else None for side in (pair.cell, pair.baseline)]
+    return None if figures[0] is None or figures[1] is None else figures[0] - figures[1]
 
 
 def _change_of_peak(pair: Pair | None) -> str:
@@ -198,10 +198,10 @@ def _later(pair: Pair | None) -> str:
     return "" if difference is None else f"{'-' if difference < 0 else '+'}{units.seconds(abs(difference))}"
 
 
-def _loss(found: Learning | None) -> str:
-    """The verdict with the difference of the mean losses, and that of the gradient norms beside it."""
-    norm = grad_norm_text(found)
-    return learning_text(found) + (f", gradient norm {norm}" if norm else "")
+def _loss(learning: Learning | None) -> str:
+    """Return the verdict with the difference of the mean losses, and that of the gradient norms beside it."""
+    norm = grad_norm_text(learning)
+    return learning_text(learning) + (f", gradient norm {norm}" if norm else "")
 
 
 def _record(name: str, cell: Cell | None, pair: Pair | None) -> dict[str, Any]:

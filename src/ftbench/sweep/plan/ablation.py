@@ -84,7 +84,7 @@ class AblationPlan(Grid):
         return [self._job(changes, repeat) for repeat in range(1, self.repeats + 1)]
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        while (found := super().next(has_time)) is None:
+        while (job := super().next(has_time)) is None:
             if self.left():
                 return None
             self._selection = self._selection or self._select()
@@ -93,7 +93,7 @@ class AblationPlan(Grid):
                 return None
             self.add(jobs, {})
             self._skip_repeats()
-        return found
+        return job
 
     def ended(self, job: Job) -> None:
         super().ended(job)

@@ -24,7 +24,7 @@ class Grid(Plan):
         self.add(jobs, refused)
 
     def add(self, jobs: Iterable[Job], refused: dict[Job, str]) -> None:
-        """Queue more jobs behind those that wait; one that the plan has already is not run again."""
+        """Add more jobs behind those that wait; one that the plan has already is not run again."""
         for each in jobs:
             if each in self.standings:
                 continue

@@ -30,98 +30,103 @@ class Document:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.found: dict[str, Any] = {"notes": [], "products": {}}
+        self.figures: dict[str, Any] = {"notes": [], "products": {}}
 
     def item(self, name: str, budget: Budget, needed: float, measure: Callable[[], Any]) -> Any:
-        """What `measure` finds, or None with the reason in `notes`: no time left, or the error of a library."""
+        """Return what `measure` finds, or None with the reason in `notes`: no time left, or the error of a library."""
         self.write(doing=name)
         if budget.left() < needed:
-            self.found["notes"].append(f"{name}: not measured: the time was used up")
+            self.figures["notes"].append(f"{name}: not measured: the time was used up")
             return None
         try:
             return measure()
         except Exception as error:  # noqa: BLE001 - an item that fails leaves the others
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.found["notes"].append(f"{name}: not measured: {first[:300]}")
+            self.figures["notes"].append(f"{name}: not measured: {first[:300]}")
             return None
 
     def write(self, doing: str | None) -> None:
-        write_json(self._path, self.found | {"doing": doing})
+        write_json(self._path, self.figures | {"doing": doing})
 
 
 def main(out: Path, seconds: float) -> int:
-    """Measures this machine and leaves the figures in `out`; its exit code is 3 where torch cannot use the GPU."""
+    """Measure this machine and leave the figures in `out`; the exit code is 3 where torch cannot use the GPU."""
     budget, document = Budget(seconds), Document(out)
     if not gpu_lock.try_acquire(machine.gpu()):
-        document.found["missing"] = "a run of ftbench has this GPU just now: probe again when it has ended"
+        document.figures["missing"] = "a run of ftbench has this GPU just now: probe again when it has ended"
         document.write(None)
         return MissingError.exit_code
     sampler = _sampler()
-    document.found["idle"] = _idle(sampler)  # before torch: a CUDA context raises the clock
+    document.figures["idle"] = _idle(sampler)  # before torch: a CUDA context raises the clock
     if sampler is None:
-        document.found["notes"].append("power, clocks and temperature: not measured: NVML shows no GPU")
+        document.figures["notes"].append("power, clocks and temperature: not measured: NVML shows no GPU")
     document.write("import torch")
     from ftbench.worker.device import check_device, device
 
     try:
         check_device(machine.gpu())
     except MissingError as error:
-        document.found["missing"] = str(error)
+        document.figures["missing"] = str(error)
         document.write(None)
         return MissingError.exit_code
-    place = device()
-    _measure(document, budget, place, sampler)
+    _measure(document, budget, device(), sampler)
     document.write(None)
     return 0
 
 
-def _measure(document: Document, budget: Budget, place: Any, sampler: Sampler | None) -> None:
+def _measure(document: Document, budget: Budget, device: Any, sampler: Sampler | None) -> None:
     import torch
 
     from ftbench.worker.measure.meters import meters
     from ftbench.worker.probe import links, products, transfers
 
-    cuda = place.type == "cuda"
-    clock, _ = meters(place)
-    found = document.found
-    found["device"] = _device(place)
+    cuda = device.type == "cuda"
+    clock, _ = meters(device)
+    figures = document.figures
+    figures["device"] = _device(device)
 
     def product(kind: str) -> Callable[[], Any]:
-        return lambda: products.measure(kind, place, clock, sampler, budget, _free(place) / 2)
+        return lambda: products.measure(kind, device, clock, sampler, budget, _free(device) / 2)
 
     with torch.no_grad():
         for kind in products.KINDS if cuda else products.ON_CPU:
-            found["products"][kind] = document.item(kind, budget, PRODUCT_S, product(kind))
+            figures["products"][kind] = document.item(kind, budget, PRODUCT_S, product(kind))
             if cuda:
                 torch.cuda.empty_cache()
-        found["memory"] = document.item("memory", budget, ITEM_S, lambda: transfers.memory(place, clock, _free(place)))
+        figures["memory"] = document.item(
+            "memory", budget, ITEM_S, lambda: transfers.memory(device, clock, _free(device))
+        )
         if cuda:
-            found["host_link"] = document.item("host_link", budget, ITEM_S, lambda: transfers.host_link(place, clock))
-            found["launch_us"] = document.item("launch_us", budget, ITEM_S, lambda: transfers.launch_us(place, clock))
+            figures["host_link"] = document.item(
+                "host_link", budget, ITEM_S, lambda: transfers.host_link(device, clock)
+            )
+            figures["launch_us"] = document.item(
+                "launch_us", budget, ITEM_S, lambda: transfers.launch_us(device, clock)
+            )
             torch.cuda.empty_cache()
         else:
             left = [*(kind for kind in products.KINDS if kind not in products.ON_CPU), "host_link", "launch_us"]
-            found["notes"].append(f"{', '.join(left)}: not measured: on a GPU only")
+            figures["notes"].append(f"{', '.join(left)}: not measured: on a GPU only")
     if cuda and torch.cuda.device_count() > 1:
         gpus = torch.cuda.device_count()
         tested = document.item("links", budget, links.MINIMUM_S, lambda: links.self_test(gpus, "nccl", budget))
-        found["links"], notes = tested or (None, [])
-        found["notes"] += notes
+        figures["links"], notes = tested or (None, [])
+        figures["notes"] += notes
 
 
-def _device(place: Any) -> dict[str, Any]:
+def _device(device: Any) -> dict[str, Any]:
     import torch
 
-    if place.type == "cuda":
-        return {"kind": "cuda", "name": torch.cuda.get_device_name(place), "gpus": torch.cuda.device_count()}
+    if device.type == "cuda":
+        return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "gpus": torch.cuda.device_count()}
     return {"kind": "cpu", "name": None, "gpus": 0, "threads": torch.get_num_threads()}
 
 
-def _free(place: Any) -> float:
-    """Bytes that may be filled."""
+def _free(device: Any) -> float:
+    """Return the bytes that may be filled."""
     import torch
 
-    return float(torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else psutil.virtual_memory().available)
+    return float(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
 
 
 def _sampler() -> Sampler | None:
@@ -131,7 +136,7 @@ def _sampler() -> Sampler | None:
 
 
 def _idle(sampler: Sampler | None) -> dict[str, Any] | None:
-    """What the GPU draws when this process has not touched it yet."""
+    """Return what the GPU draws when this process has not touched it yet."""
     if sampler is None:
         return None
     begin = time.perf_counter()

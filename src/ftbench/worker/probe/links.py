@@ -35,25 +35,25 @@ POLL_S = 0.05
 
 
 def self_test(world: int, backend: str, budget: Budget) -> tuple[dict[str, Any], list[str]]:
-    """All-reduce and links over `world` GPUs, and notes. Where that fails, once more without peer access: the known
-    way out, which it tells. The first try gets the larger part of the time."""
-    found, reason = attempt(world, backend, os.environ, min(TIMEOUT_S, max(MINIMUM_S, budget.left() * 0.6)))
+    """Return the figures of all-reduce and links over `world` GPUs, and notes. Where that fails, once more without peer
+    access: the known way out, which it tells. The first try gets the larger part of the time."""
+    figures, reason = attempt(world, backend, os.environ, min(TIMEOUT_S, max(MINIMUM_S, budget.left() * 0.6)))
     if not reason:
-        return found | {"peer_access": os.environ.get("NCCL_P2P_DISABLE", "0") == "0"}, []
+        return figures | {"peer_access": os.environ.get("NCCL_P2P_DISABLE", "0") == "0"}, []
     notes = [f"links: the ranks {reason}"]
     if backend == "nccl" and os.environ.get("NCCL_P2P_DISABLE", "0") == "0" and budget.left() >= MINIMUM_S * 0.8:
-        found, again = attempt(world, backend, {**os.environ, "NCCL_P2P_DISABLE": "1"}, budget.left())
+        figures, again = attempt(world, backend, {**os.environ, "NCCL_P2P_DISABLE": "1"}, budget.left())
         if not again:
             notes.append("links: with NCCL_P2P_DISABLE=1 they work; set it for every run on several of these GPUs")
-            return found | {"peer_access": False}, notes
+            return figures | {"peer_access": False}, notes
         notes.append(f"links: with NCCL_P2P_DISABLE=1 the ranks {again}; train on one GPU, NCCL_DEBUG=INFO says more")
-    return found, notes
+    return figures, notes
 
 
 def attempt(
     world: int, backend: str, environment: Mapping[str, str], timeout_s: float
 ) -> tuple[dict[str, Any], str | None]:
-    """One self-test in processes of its own: what was measured, and what went wrong."""
+    """Run one self-test in processes of its own; return what was measured, and what went wrong."""
     with tempfile.TemporaryDirectory() as folder:
         out, meeting = Path(folder, "links.json"), Path(folder, "meeting")
         ranks = [
@@ -67,7 +67,7 @@ def attempt(
 def supervise(
     commands: Sequence[Sequence[str]], environment: Mapping[str, str], folder: Path, timeout_s: float
 ) -> str | None:
-    """Runs the commands side by side in one process group; kills the group as soon as one fails or the time is over.
+    """Run the commands side by side in one process group; kill the group as soon as one fails or the time is over.
     None when all went well, else what happened, as the end of a sentence about them."""
     end = time.monotonic() + timeout_s
     logs = [folder / f"rank-{number}.log" for number in range(len(commands))]
@@ -97,12 +97,12 @@ def supervise(
 
 
 def _ended(child: subprocess.Popen[bytes]) -> int | None:
-    """The exit code of a child that has ended, without reaping it: the first one's number names the group."""
+    """Return the exit code of a child that has ended, without reaping it: the first one's number names the group."""
     with suppress(ChildProcessError):
-        told = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if told is None:
+        ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return None
-        return told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
     return child.returncode
 
 
@@ -124,7 +124,7 @@ def _last_line(log: Path) -> str:
 
 
 def rank_main(backend: str, rank: int, world: int, meeting: str, out: str) -> None:
-    """Sums a tensor over the ranks, checks the sum, times it; rank 0 then times every link and writes the figures."""
+    """Sum a tensor over the ranks, check the sum, time it; on rank 0 then time every link and write the figures."""
     cuda = backend == "nccl"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -137,17 +137,18 @@ def rank_main(backend: str, rank: int, world: int, meeting: str, out: str) -> No
     dist.all_reduce(small)
     if float(small[0]) != world * (world + 1) / 2:
         raise SystemExit(f"the sum over the ranks is {float(small[0])}, not {world * (world + 1) / 2}")
-    found = {"all_reduce_bus_gbs": _all_reduce(backend, world, device)}
+    figures = {"all_reduce_bus_gbs": _all_reduce(backend, world, device)}
     if rank == 0:
-        write_json(Path(out), found)
+        write_json(Path(out), figures)
     dist.barrier()
     if rank == 0 and cuda:
-        write_json(Path(out), found | {"pairs": _pairs(world)})
+        write_json(Path(out), figures | {"pairs": _pairs(world)})
     dist.barrier()
 
 
 def _all_reduce(backend: str, world: int, device: torch.device) -> float:
-    """Bus bandwidth in GB/s, as nccl-tests define it: 2 (n - 1) / n of the tensor's bytes cross each GPU's link."""
+    """Return bus bandwidth in GB/s, as nccl-tests define it: 2 (n - 1) / n of the tensor's bytes cross each GPU's
+    link."""
     clock, _ = meters(device)
     data = torch.zeros(REDUCE_BYTES[backend] // 4, device=device)
 
@@ -163,8 +164,8 @@ def _all_reduce(backend: str, world: int, device: torch.device) -> float:
 
 
 def _pairs(world: int) -> list[dict[str, Any]]:
-    """GB/s of a copy from one GPU to another, one pair at a time, and whether it goes directly (peer access)."""
-    found = []
+    """Return GB/s of a copy from one GPU to another, one pair at a time, and whether it goes directly (peer access)."""
+    pairs = []
     for source in range(world):
         for target in range(source + 1, world):
             clock = CudaClock(torch.device("cuda", source))
@@ -177,10 +178,10 @@ def _pairs(world: int) -> list[dict[str, Any]]:
             with torch.cuda.device(source):
                 times = [timed_batch(copy, 3, clock) for _ in range(6)]
             direct = torch.cuda.can_device_access_peer(source, target)
-            found.append(
+            pairs.append(
                 {"from": source, "to": target, "gbs": PEER_BYTES / faster_half(times[1:]) / 1e9, "peer_access": direct}
             )
-    return found
+    return pairs
 
 
 if __name__ == "__main__":

@@ -28,18 +28,18 @@ def _floats(dtype: torch.dtype) -> Operands:
 
 
 def _fp8(size: int, device: torch.device) -> Call:
-    """E4M3 with one scale a tensor and fast accumulation, as torchao's tensorwise recipe multiplies forward. cuBLAS
-    takes the right matrix by columns only."""
+    """Return products of E4M3 with one scale a tensor and fast accumulation, as torchao's tensorwise recipe multiplies
+    forward. cuBLAS takes the right matrix by columns only."""
     left, right = (
         torch.randn(size, size, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn) for _ in range(2)
     )
-    one = torch.ones((), device=device, dtype=torch.float32)
+    unit = torch.ones((), device=device, dtype=torch.float32)
     turned = right.t()
-    return lambda: torch._scaled_mm(left, turned, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return lambda: torch._scaled_mm(left, turned, unit, unit, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def _int8(size: int, device: torch.device) -> Call:
-    """8-bit integers into 32-bit sums; by columns, as for fp8."""
+    """Return products of 8-bit integers into 32-bit sums; by columns, as for fp8."""
     left, right = (torch.randint(-127, 128, (size, size), device=device, dtype=torch.int8) for _ in range(2))
     turned = right.t()
     return lambda: torch._int_mm(left, turned)
@@ -77,7 +77,7 @@ class Unsupported(Exception):
 
 
 def supported(name: str, device: torch.device) -> None:
-    """Raises Unsupported for a kind that this GPU has no units for."""
+    """Raise Unsupported for a kind that this GPU has no units for."""
     if device.type == "cpu":
         return
     have, need = torch.cuda.get_device_capability(device), KINDS[name].capability
@@ -88,9 +88,10 @@ def supported(name: str, device: torch.device) -> None:
 def measure(
     name: str, device: torch.device, clock: Clock, sampler: Sampler | None, budget: Budget, memory: float
 ) -> dict[str, Any]:
-    """The rates of one kind in TFLOP/s (10**12 multiplications and additions a second), `memory` bytes being free.
+    """Return the rates of one kind in TFLOP/s (10**12 multiplications and additions a second), `memory` bytes being
+    free.
 
-    Raises Unsupported, or RuntimeError where the library cannot multiply this kind.
+    Raise Unsupported, or RuntimeError where the library cannot multiply this kind.
     """
     supported(name, device)
     kind = KINDS[name]
@@ -106,7 +107,7 @@ def measure(
         estimate = best(call, clock, BEST_S, first_call(call, clock))
         sizes.append({"size": size, "tflops": tflops(size, estimate)})
         del call  # before the next, larger matrices are made
-    top = max(sizes, key=lambda found: found["tflops"])
+    top = max(sizes, key=lambda rate: rate["tflops"])
     return {
         "best_tflops": top["tflops"],
         "best_size": top["size"],
@@ -119,14 +120,14 @@ def _lasting(kind: Kind, size: int, device: torch.device, clock: Clock, sampler:
     call = kind.operands(size, device)
     estimate = first_call(call, clock)
     with watching(sampler):
-        found = lasting(call, clock, LASTING_S, estimate)
+        rate = lasting(call, clock, LASTING_S, estimate)
     return {
-        "sustained_tflops": tflops(size, found.seconds),
-        "sustained_s": found.end - found.begin,
-        **during(sampler, found.begin, found.end),
+        "sustained_tflops": tflops(size, rate.seconds),
+        "sustained_s": rate.end - rate.begin,
+        **during(sampler, rate.begin, rate.end),
     }
 
 
 def tflops(size: int, seconds: float) -> float:
-    """A product of two square matrices is size**3 multiplications and as many additions."""
+    """Return TFLOP/s: a product of two square matrices is size**3 multiplications and as many additions."""
     return 2 * size**3 / seconds / 1e12

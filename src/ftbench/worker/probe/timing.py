@@ -29,24 +29,24 @@ class Budget:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds; negative once it is spent."""
+        """Return the seconds; negative once it is spent."""
         return self._end - time.monotonic()
 
 
 def first_call(call: Call, clock: Clock) -> float:
-    """Seconds of the second call: the first loads kernels, and libraries choose among theirs."""
+    """Return the seconds of the second call: the first loads kernels, and libraries choose among theirs."""
     call()
     return timed_batch(call, 1, clock)
 
 
 def best(call: Call, clock: Clock, seconds: float, estimate: float) -> float:
-    """Seconds of one call, from batches that together take about `seconds`; `estimate` is what one call takes.
+    """Return the seconds of one call, from batches that together take about `seconds`; `estimate` is what one call
+    takes.
 
     It is the median of the faster half of the batches. What disturbs a batch from outside (an interrupt, another
     process, a clock that still rises) makes it longer and never shorter, so the slower half says more about the
     disturbance than about the machine; the single fastest batch would be one lucky reading, and differs more between
-    two sittings than the middle of the faster half does.
-    """
+    two sittings than the middle of the faster half does."""
     count = batch_size(estimate)
     end = time.perf_counter() + seconds / 3
     while time.perf_counter() < end:  # clocks rise and caches fill
@@ -59,17 +59,17 @@ def best(call: Call, clock: Clock, seconds: float, estimate: float) -> float:
 
 
 def faster_half(times: list[float]) -> float:
-    """The median of the faster half, rounded up, of some times."""
+    """Return the median of the faster half, rounded up, of some times."""
     return statistics.median(sorted(times)[: math.ceil(len(times) / 2)])
 
 
 def batch_size(estimate: float) -> int:
-    """Calls in a batch, when one takes `estimate` seconds."""
+    """Return how many calls make a batch, when one takes `estimate` seconds."""
     return max(1, math.ceil(BATCH_S / max(estimate, 1e-7)))
 
 
 def timed_batch(call: Call, count: int, clock: Clock) -> float:
-    """Seconds of one of `count` calls, waiting for the device at the end."""
+    """Return the seconds of one of `count` calls, waiting for the device at the end."""
     begin = clock.mark()
     for _ in range(count):
         call()
@@ -88,8 +88,8 @@ class Lasting:
 
 
 def lasting(call: Call, clock: Clock, seconds: float, estimate: float) -> Lasting:
-    """The mean over the last two thirds of `seconds` in which the device never waits: the next batch is queued while
-    one runs. Before that, clocks and power settle; a mean, since throttling is a part of what lasts."""
+    """Return the mean over the last two thirds of `seconds` in which the device never waits: the next batch is queued
+    while one runs. Before that, clocks and power settle; a mean, since throttling is a part of what lasts."""
     count = batch_size(estimate)
     start = time.perf_counter()
     marks = [clock.mark()]
@@ -112,7 +112,7 @@ def lasting(call: Call, clock: Clock, seconds: float, estimate: float) -> Lastin
 
 @contextmanager
 def watching(sampler: Sampler | None) -> Iterator[None]:
-    """Within the block the driver's counters are read ten times a second."""
+    """Read the driver's counters ten times a second within the block."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -129,6 +129,7 @@ def watching(sampler: Sampler | None) -> Iterator[None]:
 
 
 def during(sampler: Sampler | None, begin: float, end: float) -> dict[str, Any]:
-    """Power (W), clock (MHz), heat (°C) and throttling between two moments; None where the driver does not tell."""
+    """Return power (W), clock (MHz), heat (°C) and throttling between two moments; None where the driver does not
+    tell."""
     seen = sampler.over(begin, end) if sampler else {}
     return {name: seen.get(name) for name in ("power_w", "sm_clock_mhz", "temperature_c", "throttle")}

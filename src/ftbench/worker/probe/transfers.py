@@ -20,8 +20,8 @@ LAUNCHES = 4000
 
 
 def memory(device: torch.device, clock: Clock, free: float) -> dict[str, Any]:
-    """GB/s of a copy (one tensor read, one written) and of a triad `c = a + 3 b` (two read, one written). Bytes are
-    counted as in STREAM: what the program asks for, not what a cache fetches before it writes."""
+    """Return GB/s of a copy (one tensor read, one written) and of a triad `c = a + 3 b` (two read, one written). Bytes
+    are counted as in STREAM: what the program asks for, not what a cache fetches before it writes."""
     count = int(min(MEMORY_BYTES, free / 8)) // 4
     first, second, third = (torch.empty(count, device=device).fill_(number) for number in (1.0, 2.0, 0.0))
     bytes_each = 4 * count
@@ -40,7 +40,7 @@ def memory(device: torch.device, clock: Clock, free: float) -> dict[str, Any]:
 
 
 def host_link(device: torch.device, clock: Clock) -> dict[str, Any]:
-    """GB/s to and from the device, from and to pinned host memory, one way at a time."""
+    """Return GB/s to and from the device, from and to pinned host memory, one way at a time."""
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
 
@@ -58,8 +58,9 @@ def host_link(device: torch.device, clock: Clock) -> dict[str, Any]:
 
 
 def launch_us(device: torch.device, clock: Clock) -> float:
-    """Microseconds of one torch operation on one number, in a long row of them: the kernel takes less than its launch,
-    so that this is the host's share, torch's own included. A layer of small operations goes no faster than this."""
+    """Return microseconds of one torch operation on one number, in a long row of them: the kernel takes less than its
+    launch, so that this is the host's share, torch's own included. A layer of small operations goes no faster than
+    this."""
     number = torch.zeros(1, device=device)
     rows: list[float] = []
     for _ in range(9):

@@ -105,8 +105,8 @@ class Profiler(TrainerCallback):
         self._profiler.start()
 
     def _next(self, step: int, first: int) -> None:
-        """After the step that warms the profiler up, and after each profiled one. The device is waited for where the
-        profiled steps begin and end, so that their work is in the trace and no other's."""
+        """Go on after the step that warms the profiler up, and after each profiled one. The device is waited for where
+        the profiled steps begin and end, so that their work is in the trace and no other's."""
         begins, ends = step == first - 1, step == first + self._count - 1
         if begins or ends:
             self._clock.wait()
@@ -122,6 +122,6 @@ class Profiler(TrainerCallback):
             self._memory.start()
 
     def failed(self, error: BaseException) -> None:
-        """Keeps what memory held when the device ran out of it."""
+        """Keep what memory held when the device ran out of it."""
         if self._memory:
             self._memory.failed(error)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ftbench.core.allocations import Event, History, by_category
+from ftbench.core.allocations import AllocationHistory, Event, by_category
 from ftbench.core.phases import OPTIMIZER, PREFIX
 from ftbench.core.units import GIB
 from ftbench.store.rundir import MEMORY, OOM_MEMORY, write_json
@@ -35,10 +35,10 @@ class Memory:
         self._gradients_at = 0.0
         self._profiler: Any = None
         self._ran_out: int | None = None
-        ranges.told.append(self._hear)
+        ranges.listeners.append(self._hear)
 
     def watch(self) -> None:
-        """Records for the case that a GPU runs out of memory; the first steps are where that happens."""
+        """Record for the case that a GPU runs out of memory; the first steps are where that happens."""
         if self._on_gpu:
             self.start()
 
@@ -64,7 +64,7 @@ class Memory:
         self._write(MEMORY, history, allocated)
 
     def failed(self, error: BaseException) -> None:
-        """Writes oom.json where a GPU ran out of memory: what was alive at that moment."""
+        """Write oom.json where a GPU ran out of memory: what was alive at that moment."""
         if self._on_gpu and of_exception(error, "", None)["state"] == "oom":
             self._gradients |= gradients(self._loop)
             history, allocated = self._on_cuda()
@@ -79,14 +79,14 @@ class Memory:
         if phase == OPTIMIZER:
             self._gradients, self._gradients_at = gradients(self._loop), self._marks[-1][0]
 
-    def _write(self, name: str, history: History, allocated: int | None, at: int | None = None) -> None:
+    def _write(self, name: str, history: AllocationHistory, allocated: int | None, at: int | None = None) -> None:
         write_json(self._folder / name, {
             "schema": SCHEMA, "device": "cuda" if self._on_gpu else "cpu",
             "allocated_gb": None if allocated is None else allocated / GIB,
             "complete": len(history.events) < _MOST_EVENTS, **by_category(history, at),
         })  # fmt: skip
 
-    def _on_cuda(self) -> tuple[History, int]:
+    def _on_cuda(self) -> tuple[AllocationHistory, int]:
         allocated = torch.cuda.memory_allocated()
         snapshot = torch.cuda.memory._snapshot()
         device = torch.cuda.current_device()
@@ -98,7 +98,7 @@ class Memory:
         ]  # fmt: skip
         return self._history(events, alive), allocated
 
-    def _on_cpu(self) -> tuple[History, None]:
+    def _on_cpu(self) -> tuple[AllocationHistory, None]:
         self._profiler.stop()
         path = self._folder / ".memory.json"
         self._profiler.export_chrome_trace(str(path))
@@ -108,14 +108,14 @@ class Memory:
         self._gradients_at = next((at for at, phase in self._marks if phase == OPTIMIZER), 0.0)
         return self._history(events, [(address, size) for address, (_, size) in owned(self._loop).items()]), None
 
-    def _history(self, events: Sequence[Event], alive: Sequence[tuple[int, int]]) -> History:
+    def _history(self, events: Sequence[Event], alive: Sequence[tuple[int, int]]) -> AllocationHistory:
         owners = {address: kind for address, (kind, _) in owned(self._loop).items()}
-        return History(events, alive, self._marks, owners, self._gradients, self._gradients_at)
+        return AllocationHistory(events, alive, self._marks, owners, self._gradients, self._gradients_at)
 
 
 def from_entries(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], int | None]:
-    """The allocator's trace (torch.cuda.memory._snapshot) as events, and the index of the last one before memory ran
-    out. A block counts as given back when it is asked back: that is when `memory_allocated` falls."""
+    """Return the allocator's trace (torch.cuda.memory._snapshot) as events, and the index of the last one before memory
+    ran out. A block counts as given back when it is asked back: that is when `memory_allocated` falls."""
     events: list[Event] = []
     ran_out = None
     for entry in entries:
@@ -131,7 +131,8 @@ def from_entries(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], int | 
 
 
 def from_trace(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], list[tuple[float, str]]]:
-    """The same from the profiler's trace of a CPU (recorded with memory and stacks), and where the phases began."""
+    """Return the same from the profiler's trace of a CPU (recorded with memory and stacks), and where the phases
+    began."""
     memory = [entry for entry in entries if entry.get("name") == "[memory]" and entry["args"]["Device Type"] == 0]
     calls = [entry for entry in entries if entry.get("cat") == "python_function"]
     marks = sorted(
@@ -143,26 +144,26 @@ def from_trace(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], list[tup
     for entry in sorted([*calls, *memory], key=lambda entry: (entry["ts"], -entry.get("dur", 0.0))):
         stack = [call for call in stack if call["ts"] + call["dur"] > entry["ts"] or call["tid"] != entry["tid"]]
         if entry["name"] == "[memory]":
-            here = [_parsed(call["name"]) for call in reversed(stack) if call["tid"] == entry["tid"]]
-            events.append(Event(entry["ts"], entry["args"]["Addr"], entry["args"]["Bytes"], frame_of(here)))
+            frames = [_parsed(call["name"]) for call in reversed(stack) if call["tid"] == entry["tid"]]
+            events.append(Event(entry["ts"], entry["args"]["Addr"], entry["args"]["Bytes"], frame_of(frames)))
         else:
             stack.append(entry)
     return events, marks
 
 
 def _parsed(call: str) -> tuple[str, int, str]:
-    """`a/b.py(12): f` as file, line and function."""
-    place, _, name = call.partition(": ")
-    file, _, line = place.rstrip(")").rpartition("(")
+    """Return `a/b.py(12): f` as file, line and function."""
+    where, _, name = call.partition(": ")
+    file, _, line = where.rstrip(")").rpartition("(")
     return f"/{file}", int(line) if line.isdigit() else 0, name
 
 
 def frame_of(frames: Sequence[tuple[str, int, str]]) -> str:
-    """The innermost frame of the libraries that people know their way in; `frames` (file, line, function), innermost
-    first."""
+    """Return the innermost frame of the libraries that people know their way in; `frames` (file, line, function),
+    innermost first."""
     for file, line, name in frames:
         parts = Path(file).parts
-        package = next((place for place in reversed(range(len(parts))) if parts[place] in _KNOWN), None)
+        package = next((i for i in reversed(range(len(parts))) if parts[i] in _KNOWN), None)
         if package is not None and parts[-3:-1] != ("worker", "profile"):
             return f"{'/'.join(parts[package:])}:{line} {name}"
     return ""

@@ -23,13 +23,13 @@ class Ranges:
     def __init__(self, nvtx: bool) -> None:
         self._nvtx = nvtx
         self._open: Any = None
-        self.told: list[Callable[[str], None]] = []  # hear of every part as it begins
+        self.listeners: list[Callable[[str], None]] = []  # hear of every part as it begins
 
     def enter(self, name: str) -> None:
-        """Ends the current range and begins another."""
+        """End the current range and begin another."""
         self.leave()
-        for tell in self.told:
-            tell(name)
+        for listener in self.listeners:
+            listener(name)
         if self._nvtx:
             torch.cuda.nvtx.range_push(PREFIX + name)
             self._open = torch.cuda.nvtx.range_pop
@@ -44,7 +44,7 @@ class Ranges:
             self._open = None
 
     def around(self, function: Callable[..., Any], name: str, then: str) -> Callable[..., Any]:
-        """The function within the range `name`, with `then` after it."""
+        """Return the function within the range `name`, with `then` after it."""
 
         @wraps(function)
         def ranged(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ class Ranges:
 
 
 def mark(loop: Any, ranges: Ranges) -> None:
-    """Puts ranges around the parts of this trainer's step, on its own objects: no other run is touched."""
+    """Put ranges around the parts of this trainer's step, on its own objects: no other run is touched."""
     loop.model.register_forward_pre_hook(lambda *_: ranges.enter(FORWARD))
     loop.model.register_forward_hook(lambda *_: ranges.enter(METRICS))
     loop.accelerator.backward = ranges.around(loop.accelerator.backward, BACKWARD, DATA)

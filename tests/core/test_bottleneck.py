@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.core.bottleneck import bound
+from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import StepRow
 from ftbench.store.steps import read_steps
 
@@ -35,22 +35,22 @@ def window(times=(0.5,) * 10, **columns):
     ],
 )
 def test_the_verdict_names_what_the_gpu_waits_for(columns, products, verdict):
-    found = bound(window(**columns), True, products)
+    found = classify_bottleneck(window(**columns), True, products)
     assert found.verdict == verdict
     assert "%" in found.why
 
 
 def test_a_share_that_is_no_number_is_left_out():
-    assert bound(window(gpu_busy=[float("nan"), *[0.98] * 9]), True, 0.5).gpu_busy == pytest.approx(0.98)
+    assert classify_bottleneck(window(gpu_busy=[float("nan"), *[0.98] * 9]), True, 0.5).gpu_busy == pytest.approx(0.98)
 
 
 def test_a_wait_that_the_gpu_works_through_costs_nothing():
-    assert bound(window(gpu_busy=0.98, data_time_s=0.2), True, 0.5).verdict == "compute-bound"
+    assert classify_bottleneck(window(gpu_busy=0.98, data_time_s=0.2), True, 0.5).verdict == "compute-bound"
 
 
 def test_a_wait_counts_where_nobody_knows_how_busy_the_gpu_was():
-    assert bound(window(data_time_s=0.2), True, 0.5).verdict == "data-bound"
-    assert bound(window(data_time_s=0.2), False, None).verdict == "data-bound"
+    assert classify_bottleneck(window(data_time_s=0.2), True, 0.5).verdict == "data-bound"
+    assert classify_bottleneck(window(data_time_s=0.2), False, None).verdict == "data-bound"
 
 
 @pytest.mark.parametrize(
@@ -62,36 +62,38 @@ def test_a_wait_counts_where_nobody_knows_how_busy_the_gpu_was():
     ],
 )
 def test_what_is_not_known_gives_no_verdict_and_the_reason(columns, on_gpu, products, why):
-    found = bound(window(**columns), on_gpu, products)
+    found = classify_bottleneck(window(**columns), on_gpu, products)
     assert found.verdict is None
     assert why in found.why
 
 
 def test_a_window_without_steps_gives_no_verdict():
-    assert bound([], True, 0.5).verdict is None
+    assert classify_bottleneck([], True, 0.5).verdict is None
 
 
 def test_the_power_limit_is_told_beside_what_the_gpu_is_busy_with():
-    found = bound(window(gpu_busy=0.99, throttle=["sw_power_cap"] * 8 + ["none"] * 2, sm_clock_mhz=1650.0), True, 0.6)
+    found = classify_bottleneck(
+        window(gpu_busy=0.99, throttle=["sw_power_cap"] * 8 + ["none"] * 2, sm_clock_mhz=1650.0), True, 0.6
+    )
     assert (found.verdict, found.also) == ("compute-bound", ["power-capped"])
     assert found.power_capped == pytest.approx(0.8)
     assert found.sm_clock_mhz == pytest.approx(1650)
 
 
 def test_shares_are_of_the_time_and_not_of_the_steps():
-    found = bound(window([1.0, 3.0], gpu_busy=[1.0, 0.5], data_time_s=[0.0, 0.4]), True, 0.5)
+    found = classify_bottleneck(window([1.0, 3.0], gpu_busy=[1.0, 0.5], data_time_s=[0.0, 0.4]), True, 0.5)
     assert found.gpu_busy == pytest.approx((1 * 1.0 + 3 * 0.5) / 4)
     assert found.data_wait == pytest.approx(0.1)
 
 
 def test_steps_without_a_share_do_not_dilute_the_others():
-    assert bound(window([1.0, 1.0], gpu_busy=[None, 0.8]), True, 0.5).gpu_busy == pytest.approx(0.8)
+    assert classify_bottleneck(window([1.0, 1.0], gpu_busy=[None, 0.8]), True, 0.5).gpu_busy == pytest.approx(0.8)
 
 
 def test_what_launches_keep_busy_is_no_work():
-    found = bound(window([0.1] * 4, gpu_busy=0.17, allocations=8000), True, 0.01)
+    found = classify_bottleneck(window([0.1] * 4, gpu_busy=0.17, allocations=8000), True, 0.01)
     assert found.gpu_busy == pytest.approx(0.17 - 8000 * 1.1e-6 / 0.1)
-    assert bound(window([0.1] * 4, gpu_busy=0.05, allocations=8000), True, 0.01).gpu_busy == 0
+    assert classify_bottleneck(window([0.1] * 4, gpu_busy=0.05, allocations=8000), True, 0.01).gpu_busy == 0
 
 
 def test_the_cheap_share_of_a_launch_bound_run_is_the_profilers_on_the_committed_runs():
@@ -99,9 +101,9 @@ def test_the_cheap_share_of_a_launch_bound_run_is_the_profilers_on_the_committed
     folder = Path("results/h200/launch-bound")
     rows, _ = read_steps(folder / "qwen3-0.6b-lora-b1-dcc2630c0176-r1/steps.csv")
     profile = json.loads((folder / "qwen3-0.6b-lora-b1-7bb75b8176ad-r1/profile/kernels.json").read_text("utf-8"))
-    found = bound(rows[10:], True, 0.01)
+    found = classify_bottleneck(rows[10:], True, 0.01)
     assert found.verdict == "launch-bound"
-    counted = bound([replace(row, allocations=None) for row in rows[10:]], True, 0.01).gpu_busy
+    counted = classify_bottleneck([replace(row, allocations=None) for row in rows[10:]], True, 0.01).gpu_busy
     assert counted > profile["busy_share_unprofiled"] + 0.02
     assert found.gpu_busy == pytest.approx(profile["busy_share_unprofiled"], abs=0.02)
     in_steps = (
