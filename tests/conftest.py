@@ -3,6 +3,7 @@ runs keep their random weights in a cache of this session's own."""
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +14,20 @@ from hypothesis import settings
 
 from ftbench import cli
 
+collect_ignore = [] if importlib.util.find_spec("torch") else ["worker", "gpu"]
 settings.register_profile("ftbench", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("ftbench")
+
+
+def pytest_report_header() -> str | None:
+    return "without the training libraries: tests/worker and tests/gpu are left out" if collect_ignore else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in the folders that need torch; elsewhere a test says so itself."""
+    for item in items:
+        if {"worker", "gpu"} & set(item.path.relative_to(Path(__file__).parent).parts):
+            item.add_marker("torch")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,19 @@
+"""On PYTHONPATH this makes the training libraries absent, in this process and those it starts: `scripts/test --light`."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import PathFinder
+
+ABSENT = {"accelerate", "bitsandbytes", "datasets", "peft", "torch", "transformers", "trl"}
+
+
+class Finder(PathFinder):
+    """Finds what lies on the path but for them, as on a machine where nobody has installed them."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in ABSENT else super().find_spec(name, path, target)
+
+
+sys.meta_path = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
