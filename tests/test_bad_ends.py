@@ -16,6 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch", reason="training libraries are not installed")
+
 import torch
 
 from commands import ENDLESS, TINY, Command, write_spec
@@ -27,7 +30,7 @@ from ftbench.store.steps import read_steps
 from ftbench.worker.data.prepare import prepare
 from ftbench.worker.measure.outcome import Terminated, of_exception
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]
 
 
 def assert_kept(command: Command, at_least: int) -> None:

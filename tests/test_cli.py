@@ -119,7 +119,7 @@ def test_two_things_that_are_not_there_are_told_at_once(refused):
 
 @pytest.mark.parametrize("place", ["/proc/version", "/proc/version/results"], ids=["a file", "below a file"])
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(ftbench, tmp_path, place):
-    code, out, err = ftbench("run", write_spec(tmp_path), "--out", place)
+    code, out, err = ftbench("run", write_spec(tmp_path, launch={"mock": "ok"}), "--out", place)
     assert (code, out) == (3, "")
     assert "cannot be written" in err
     assert "--out" in err
@@ -128,7 +128,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(ftbenc
 
 def test_folders_above_the_results_are_made(ftbench, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "carry_out", lambda run, *_: (_ for _ in ()).throw(MissingError(str(run.path))))
-    code, _, err = ftbench("run", write_spec(tmp_path), "--out", tmp_path / "a" / "b")
+    code, _, err = ftbench("run", write_spec(tmp_path, launch={"mock": "ok"}), "--out", tmp_path / "a" / "b")
     assert code == 3
     assert str(tmp_path / "a" / "b" / "spec") in err
 

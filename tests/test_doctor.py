@@ -338,6 +338,7 @@ def test_cuda_versions_of_both_spellings(told, version):
     assert facts.cuda_version(told) == version
 
 
+@pytest.mark.torch
 def test_torch_is_asked_in_a_child():
     pytest.importorskip("torch", reason="training libraries are not installed")
     told, reason = facts.ask_torch({**facts.os.environ, "CUDA_VISIBLE_DEVICES": ""})

@@ -219,6 +219,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.torch
 def test_a_trainer_state_gives_losses_and_no_times(trained, tmp_path):
     run, found = imported(trained / "trainer_state.json", tmp_path, batch_size=None, gpu=None)
     state = json.loads((trained / "trainer_state.json").read_text())
@@ -235,6 +236,7 @@ def test_a_trainer_state_gives_losses_and_no_times(trained, tmp_path):
     assert [row.step for row in read_steps(run.steps)[0] if row.phase == "train"] == [2, 4, 6, 8, 10]
 
 
+@pytest.mark.torch
 def test_the_csv_of_a_real_loop_gives_its_step_times(trained, tmp_path):
     _, found = imported(trained / "log.csv", tmp_path, batch_size=2, samples=22)
     with (trained / "log.csv").open() as file:
@@ -247,6 +249,7 @@ def test_the_csv_of_a_real_loop_gives_its_step_times(trained, tmp_path):
     assert found["samples_per_s"] > 0
 
 
+@pytest.mark.torch
 def test_both_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     imported(trained / "trainer_state.json", tmp_path / "out", batch_size=None, method="full")
@@ -260,6 +263,7 @@ def test_both_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
     assert verify(tmp_path / "x.tar.zst").problems == []
 
 
+@pytest.mark.torch
 def test_the_command_prints_where_the_run_is(trained, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "ftbench", "import", str(trained / "log.csv"), "--name", "old",

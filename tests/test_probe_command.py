@@ -52,6 +52,7 @@ def child(monkeypatch):
             stop = process.Stop(state, "was stopped after 60 s") if state else None
             return process.Exit(code, stop, False, 30.0)
 
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(machine, "describe", lambda: described)
         monkeypatch.setattr(process, "run_child", run_child)
 

@@ -16,6 +16,9 @@ from ftbench.core.rows import StepRow
 from ftbench.store import health, run_warnings, rundir, summary
 from ftbench.store.steps import read_steps
 
+pytest.importorskip("torch", reason="training libraries are not installed")
+pytestmark = pytest.mark.torch
+
 SEVEN = "step,epoch,elapsed_time_sec,progress_ratio,memory_allocated_gb,memory_reserved_gb,peak_memory_gb,"
 FILES = {
     "spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",

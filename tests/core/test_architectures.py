@@ -70,6 +70,7 @@ def kind_of(parameter):
     return next(kind for part, kind in KINDS.items() if part in parameter)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", COMPARED)
 def test_the_count_of_each_kind_is_that_of_the_model_built_by_transformers(name):
     transformers = pytest.importorskip("transformers")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ftbench.core.hardware import gpus
+from ftbench.core.rows import StepRow
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.sections import references
@@ -33,7 +34,7 @@ def made_run(folder: Path, gpu: str = "NVIDIA H200", state: str = "ok", **spec: 
     rundir.write_json(run.machine, {"gpu": {"name": gpu}})
     writer = StepsWriter(run.steps)
     writer.append(
-        rundir.rows.StepRow(step=i, phase="train", step_time_s=1.0, elapsed_time_sec=float(i), samples=2,
+        StepRow(step=i, phase="train", step_time_s=1.0, elapsed_time_sec=float(i), samples=2,
                             real_tokens=200, padded_tokens=300, label_tokens=100)
         for i in range(1, 12)
     )  # fmt: skip

@@ -673,6 +673,7 @@ def test_a_cluster_without_ray_is_a_sentence(tmp_path):
 # --- real training ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_a_sweep_that_trains_is_done_once_and_can_be_reported(tmp_path):

@@ -1,4 +1,4 @@
-"""On PYTHONPATH this makes the training libraries absent, in this process and those it starts: `scripts/test --light`."""
+"""On PYTHONPATH this makes the training libraries absent, for this process and its children: `scripts/test --light`."""
 
 from __future__ import annotations
 
