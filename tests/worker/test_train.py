@@ -132,10 +132,35 @@ def test_gpt_oss_trains_attention_only_and_says_so(train_here):
     assert "experts" in text
 
 
+ATTENTION = 2 * 8 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))  # layers, rank, q + k and v + o of the tiny models
+
+
 @pytest.mark.parametrize("model", ["tiny/gpt-oss", "tiny/qwen3-moe"])
-def test_experts_get_adapters_when_asked_for(train_here, model):
-    applied = read_json(train_here(model={"id": model}, method={"experts": True}).applied)
-    assert applied["parameters"]["by_kind"]["experts"]["trainable"] > 0
+@pytest.mark.parametrize(
+    ("method", "optimizations"),
+    [({}, {}), ({"targets": "all-linear"}, {}), ({"name": "qlora"}, {}), ({}, {"fused_lora": True})],
+    ids=str,
+)
+def test_experts_get_no_adapters_unless_asked_for(train_here, model, method, optimizations):
+    applied = read_json(train_here(model={"id": model}, method=method, optimizations=optimizations).applied)
+    assert applied["parameters"]["trainable"] == ATTENTION
+    assert applied["parameters"]["by_kind"]["experts"]["trainable"] == 0
+
+
+@pytest.mark.parametrize(
+    "targets", [{}, {"targets": "all-linear"}, {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}]
+)
+@pytest.mark.parametrize("model", ["tiny/gpt-oss", "tiny/qwen3-moe"])
+def test_experts_get_adapters_of_the_rank_when_asked_for(train_here, model, targets):
+    applied = read_json(train_here(model={"id": model}, method={"experts": True, **targets}).applied)
+    experts = 2 * 4 * 8 * ((64 + 2 * 64) + (64 + 64))  # layers, experts, rank, gate and up in one + down
+    assert applied["parameters"]["by_kind"]["experts"]["trainable"] == experts
+    assert applied["parameters"]["trainable"] == ATTENTION + experts
+
+
+def test_targets_that_name_experts_alone_are_refused_with_a_way_out(train_here):
+    with pytest.raises(SpecError, match=r"name fused experts alone: set method\.experts to on"):
+        train_here(model={"id": "tiny/qwen3-moe"}, method={"targets": ["gate_proj", "up_proj", "down_proj"]})
 
 
 def test_experts_of_a_dense_model_are_refused_with_a_way_out(train_here):

@@ -87,7 +87,9 @@ class _Adapters(_Method):
     dropout: Float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
     bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
     targets: Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_targets)] = Field(
-        PROJECTIONS, description="names of the linear layers that get adapters, or all-linear"
+        PROJECTIONS,
+        description="names of the linear layers that get adapters, or all-linear; fused experts are none, whatever the "
+        "names",
     )
     experts: Switch = Field(
         False, description="adapters on the fused expert weights of a mixture of experts too (peft target_parameters)"

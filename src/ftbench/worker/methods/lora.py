@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from peft import LoraConfig, get_peft_model
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
@@ -18,13 +19,12 @@ def load(spec: Experiment, source: loading.Source) -> Any:
 def adapt(model: Any, spec: Experiment) -> Any:
     """The model with adapters. Raises SpecError where no layer has a name that was asked for."""
     method: Any = spec.method
-    targets = method.targets if isinstance(method.targets, str) else list(method.targets)
     config = LoraConfig(
         r=method.rank,
         lora_alpha=method.alpha,
         lora_dropout=method.dropout,
         bias=method.bias,
-        target_modules=targets,
+        target_modules=linear_targets(model, spec),
         target_parameters=expert_parameters(model) if method.experts else None,
         task_type="CAUSAL_LM",
     )
@@ -32,6 +32,31 @@ def adapt(model: Any, spec: Experiment) -> Any:
         return get_peft_model(model, config)
     except ValueError as error:
         raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
+
+
+def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
+    """Return the names by which peft finds the linear layers that `targets` reach: every `nn.Linear` of such a name, or
+    with all-linear every one but the output head. Raises SpecError where that is none.
+
+    Fused experts are no linear layers: they get adapters by `experts` alone, of the method's rank. peft takes
+    gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) for the experts of models that had them by these names before they were
+    fused (qwen3_moe, qwen3_next, deepseek_v3, mixtral …), and adapts them whatever else was said; it has no name there
+    for a dense layer's or a shared expert's. So these names are left out."""
+    method: Any = spec.method
+    given = method.targets if isinstance(method.targets, str) else list(method.targets)
+    config = LoraConfig(target_modules=given)
+    try:
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError as error:
+        raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
+    if not config.target_parameters:
+        return given
+    if not config.target_modules and not method.experts:
+        raise SpecError(
+            f"method {method.name}: the targets {', '.join(given)} name fused experts alone: set method.experts to on, "
+            "or name other layers"
+        )
+    return sorted(config.target_modules)
 
 
 def expert_parameters(model: Any) -> list[str]:
@@ -59,8 +84,6 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     if others:
         found.append(f"method {method.name}: {others[0]} and {len(others) - 1} more base weights are trained")
     for name, module in model.named_modules():
-        if "experts" in name:  # peft doubles the rank there where a matrix holds gate and up together
-            continue
         rank = getattr(module, "r", None)
         if isinstance(rank, dict) and rank and set(rank.values()) != {method.rank}:
             found.append(f"method {method.name}: {name} has rank {set(rank.values())}, not {method.rank}")
@@ -72,8 +95,8 @@ def verify(model: Any, spec: Experiment) -> list[str]:
 
 def unmatched_targets(model: Any, spec: Experiment) -> list[str]:
     """Target names that no adapted layer has: the founding study's surprise, gate_proj and its like on gpt-oss."""
-    targets = spec.method.targets  # type: ignore[union-attr]
-    if isinstance(targets, str):
+    method: Any = spec.method
+    if isinstance(method.targets, str):
         return []
     adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name, _ in model.named_parameters() if ".lora_" in name}
-    return [target for target in targets if target.rsplit(".", 1)[-1] not in adapted]
+    return [target for target in method.targets if target.rsplit(".", 1)[-1] not in adapted]

@@ -61,7 +61,7 @@ def adapt(model: Any, spec: Experiment) -> Any:
             lora_alpha=method.alpha,
             lora_dropout=method.dropout,
             bias=method.bias,
-            target_modules=method.targets if isinstance(method.targets, str) else list(method.targets),
+            target_modules=lora.linear_targets(model, spec),
             use_gradient_checkpointing=_checkpointing(method),
             random_state=method.random_state,
             max_seq_length=spec.dataset.max_length,
