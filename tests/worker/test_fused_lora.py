@@ -13,6 +13,7 @@ from conftest import spec_of
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
+from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, fused_lora
 
@@ -92,7 +93,7 @@ def test_layers_that_usually_read_one_input_may_read_two():
     learned(ours)  # puts the adapters' values into the groups
     one, other = torch.randn(2, 3, 64)
     for name in ("q_proj", "k_proj", "q_proj"):
-        mine, theirs = (getattr(compiled.decoder_layers(model)[0].self_attn, name) for model in (ours, plain))
+        mine, theirs = (getattr(decoder_layers(model)[0].self_attn, name) for model in (ours, plain))
         for x in (one, other, one):
             torch.testing.assert_close(mine(x), theirs(x))
 
@@ -109,7 +110,7 @@ def test_one_compiled_graph_serves_all_layers_but_the_first():
     torch._dynamo.reset()
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)
-    for layer in compiled.decoder_layers(ours):
+    for layer in decoder_layers(ours):
         layer.compile(backend="aot_eager")
     before = compiled.graphs()
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-5, rtol=1e-5)
@@ -121,7 +122,7 @@ def test_what_no_group_holds_is_named():
     ours = model_of()
     fused_lora.apply(ours, ON)
     assert fused_lora.verify(ours, ON) == []
-    layer = compiled.decoder_layers(ours)[1].mlp.up_proj
+    layer = decoder_layers(ours)[1].mlp.up_proj
     layer.__class__ = type(layer).__mro__[2]
     (told,) = fused_lora.verify(ours, ON)
     assert "layers.1.mlp.up_proj multiplies as peft does" in told
@@ -215,7 +216,7 @@ def test_adapters_beside_8_bit_products_are_pefts():
         ours.zero_grad(), plain.zero_grad()
         x, found = torch.randn(2, 9, 64, dtype=torch.bfloat16), []
         for model in (ours, plain):
-            mlp, given = compiled.decoder_layers(model)[0].mlp, x.clone().requires_grad_()
+            mlp, given = decoder_layers(model)[0].mlp, x.clone().requires_grad_()
             out = mlp.gate_proj(given), mlp.up_proj(given)
             (out[0] + out[1]).backward(torch.ones_like(out[0]))
             found.append(

@@ -15,9 +15,9 @@ from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
 from ftbench.worker.generate import answer, plain
 from ftbench.worker.model import loading
+from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import chunked_loss
 from ftbench.worker.optimizations import compile as compiled
-from ftbench.worker.optimizations.compile import decoder_layers
 
 ASKED = {
     "prompts": [

@@ -20,8 +20,8 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.generate import Generate
 from ftbench.store.rundir import RunDir, write_json
 from ftbench.worker.methods import unsloth
+from ftbench.worker.model.parts import base_model, decoder_layers
 from ftbench.worker.optimizations import chunked_loss, fp8
-from ftbench.worker.optimizations.compile import decoder_layers
 
 SCHEMA = 1
 _NO_PADDING = ("varlen", "flex_attention")  # one takes no padded batch, the other compiles for every length
@@ -151,7 +151,7 @@ def _without_compiled_layers(model: Any, undo: ExitStack) -> None:
 
 def _with_its_own_forward(model: Any, undo: ExitStack) -> None:
     """Without the loss over chunks, whose forward pass hides what the model's takes."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if chunked_loss.is_on(base):
         undo.callback(setattr, base, "forward", base.__dict__.pop("forward"))
 
@@ -165,7 +165,7 @@ def _with_plain_products(model: Any, undo: ExitStack) -> None:
 
 
 def _with_attention_for_padding(model: Any, undo: ExitStack) -> None:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     used = base.config.get_text_config()._attn_implementation
     if used in _NO_PADDING:
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")

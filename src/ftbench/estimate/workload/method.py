@@ -146,12 +146,15 @@ def fused(spec: Experiment) -> Fused:
 def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozenset[str]:
     """Return what gets adapters: the linear layers of a name that is asked for, as far as the model has them (gpt_oss
     has no gate_proj), and the fused experts where `method.experts` says so. all-linear means every `nn.Linear`, which
-    fused experts are not."""
+    fused experts are not. Beside fused experts no MLP is reached: peft takes its names for theirs
+    (worker/methods/lora.py: linear_targets)."""
     if isinstance(method, Full):
         return frozenset()
     names = {linear.name for layer, _ in model.kinds for linear in layer.linears}
     if method.targets != "all-linear":
         names &= {name.rsplit(".", 1)[-1] for name in method.targets}
+    if model.has_experts:
+        names -= {"gate_proj", "up_proj", "down_proj"}
     return frozenset(names | ({"experts"} if method.experts and model.has_experts else set()))
 
 

@@ -13,7 +13,7 @@ from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import optimizations
 from ftbench.worker.methods import lora, unsloth
-from ftbench.worker.optimizations import compile as compiled
+from ftbench.worker.model.parts import base_model, decoder_layers
 from ftbench.worker.optimizations import fp8
 
 SCHEMA = 1
@@ -28,9 +28,9 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
         "device": _device(model),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
         "model": {
-            "class": type(_base(model)).__name__,
+            "class": type(base_model(model)).__name__,
             "attention": model.config.get_text_config()._attn_implementation,
-            "layers": len(compiled.decoder_layers(model)),
+            "layers": len(decoder_layers(model)),
             "weights_gb_by_dtype": _bytes_by_dtype(model),
             "modules": dict(Counter(type(m).__name__ for m in model.modules() if not list(m.children())).most_common()),
         },
@@ -170,10 +170,6 @@ def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
 def _visited_share(config: Any) -> float:
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     return config.num_experts_per_tok / experts if experts else 1.0
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _device(model: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from peft import LoraConfig, get_peft_model
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from peft.utils import transformers_weight_conversion as conversion
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
@@ -39,14 +39,14 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
     with all-linear every one but the output head. Raises SpecError where that is none.
 
     Fused experts are no linear layers: they get adapters by `experts` alone, of the method's rank. peft takes
-    gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) for the experts of models that had them by these names before they were
-    fused (qwen3_moe, qwen3_next, deepseek_v3, mixtral …), and adapts them whatever else was said; it has no name there
-    for a dense layer's or a shared expert's. So these names are left out."""
+    gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) for the experts of models that had them by these names before
+    they were fused (qwen3_moe, qwen3_next, deepseek_v3, mixtral …), and adapts them whatever else was said; it has no
+    name there for a dense layer's or a shared expert's. So these names are left out."""
     method: Any = spec.method
     given = method.targets if isinstance(method.targets, str) else list(method.targets)
     config = LoraConfig(target_modules=given)
     try:
-        convert_peft_config_for_transformers(config, model=model, conversions=None)
+        conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
     except ValueError as error:
         raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
     if not config.target_parameters:

@@ -16,7 +16,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.methods import lora
 from ftbench.worker.model import loading
-from ftbench.worker.optimizations.compile import decoder_layers
+from ftbench.worker.model.parts import decoder_layers
 
 PACKED = "Mxfp4ExpertParam"  # how unsloth holds the experts of gpt-oss, published in MXFP4
 

@@ -10,16 +10,24 @@ from typing import Any
 
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from ftbench.errors import SpecError
 from ftbench.spec.methods import GPT_OSS
+from ftbench.worker.model.parts import base_model, decoder
 
 _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
-def isolate_packed_samples(model: Any) -> None:
-    """Give a model that makes its masks without the positions masks that are made with them."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+def isolate_packed_samples(model: Any, name: str) -> None:
+    """Give a model that makes its masks without the positions masks that are made with them. Raises SpecError, with the
+    `name` of the optimization, for layers without masks: their state goes on from sample to sample."""
+    base = base_model(model)
+    if "linear_attention" in (getattr(base.config.get_text_config(), "layer_types", None) or ()):
+        raise SpecError(
+            f"optimizations.{name}: {type(base).__name__} has layers of linear attention, in which a sample would see "
+            "those before it in its row: set it to off"
+        )
     if base.config.get_text_config().model_type == GPT_OSS:
-        base.get_decoder().register_forward_pre_hook(_with_masks, with_kwargs=True)
+        decoder(model).register_forward_pre_hook(_with_masks, with_kwargs=True)
 
 
 def _with_masks(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.model.parts import base_model
 
+SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of gemma2, cohere2 and granite
 CHUNK = 2048  # label tokens; x 152k words x 4 bytes is 1.2 GB of logits
 POSITIONS = "label_positions"  # the batch's key: where in the flattened labels a label stands
 
@@ -27,18 +29,14 @@ def apply(model: Any, spec: Experiment) -> None:
     """Gives the base model a forward pass that ends in the loss. Raises SpecError for a model whose logits are more
     than a product with the head."""
     asked = spec.optimizations.chunked_loss
-    base = _base(model)
+    base = base_model(model)
     text = base.config.get_text_config()
-    if getattr(text, "final_logit_softcapping", None) or getattr(text, "logit_scale", None):
+    if any(getattr(text, key, None) not in (None, 0, 1) for key in SCALES):
         raise SpecError(
             f"optimizations.chunked_loss does not know how {type(base).__name__} scales its logits: leave it off"
         )
     softmax = torch.compile(probabilities) if spec.optimizations.compile else probabilities
     base.forward = MethodType(_forward(base.forward, softmax, CHUNK if asked is True else asked), base)
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _forward(original: Any, softmax: Any, size: int) -> Any:
@@ -122,10 +120,10 @@ def _add(found: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight:
 
 
 def is_on(model: Any) -> bool:
-    return bool(getattr(_base(model).forward, "__name__", "") == "chunked_forward")
+    return bool(getattr(base_model(model).forward, "__name__", "") == "chunked_forward")
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
     if spec.optimizations.chunked_loss and not is_on(model):
-        return [f"optimizations.chunked_loss is on and {type(_base(model)).__name__} computes its loss otherwise"]
+        return [f"optimizations.chunked_loss is on and {type(base_model(model)).__name__} computes its loss otherwise"]
     return []

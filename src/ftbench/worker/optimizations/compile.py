@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
-
-
-def decoder(model: Any) -> Any:
-    """The decoder, under whatever wraps the model."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return base.get_decoder()
-
-
-def decoder_layers(model: Any) -> list[Any]:
-    return list(decoder(model).layers)
+from ftbench.worker.model.parts import decoder_layers
 
 
 def apply(model: Any, spec: Experiment) -> None:

@@ -12,7 +12,7 @@ import torch
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, Beside
-from ftbench.worker.optimizations.compile import decoder
+from ftbench.worker.model.parts import decoder
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one input, by their names
 ADAPTER = "default"  # peft's name for the only one

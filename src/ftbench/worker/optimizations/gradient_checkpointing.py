@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.kernels.host_offload import HostMemory
-from ftbench.worker.optimizations.compile import decoder_layers
+from ftbench.worker.model.parts import decoder_layers
 
 _KEEPS = "ftbench_host_memory"  # where a model has the memory that its layers' inputs are moved to
 

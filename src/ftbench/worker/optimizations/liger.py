@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import chunked_loss
 
 
 def apply(model: Any, spec: Experiment) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     loss = {"fused_linear_cross_entropy": not spec.optimizations.chunked_loss, "cross_entropy": False}
     _apply_liger_kernel_to_instance(model=base, **loss)
 

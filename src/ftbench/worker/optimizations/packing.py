@@ -9,4 +9,4 @@ from ftbench.worker.model.packed_samples import isolate_packed_samples
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    isolate_packed_samples(model)
+    isolate_packed_samples(model, "packing")

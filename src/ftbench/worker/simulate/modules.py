@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.nn.modules import module as hooks
 
+from ftbench.worker.model.parts import base_model
 from ftbench.worker.simulate.tracker import Tracker
 
 
@@ -16,7 +17,7 @@ def follow_modules(model: Any, tracker: Tracker) -> Iterator[str]:
     """Within the block `tracker.module` is the name of the innermost module whose forward pass runs. Yields the name
     of the module that makes the hidden states."""
     names = {id(module): name for name, module in model.named_modules()}
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     before: list[str] = []
 
     def enter(module: Any, args: Any) -> None:

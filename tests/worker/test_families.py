@@ -1,0 +1,112 @@
+"""Every family that is described trains: adapters where the estimates count them, samples apart in a row, and what a
+model of the library cannot do is a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from shapes import SHAPES, config_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ftbench.errors import SpecError
+from ftbench.estimate.workload import method as workload
+from ftbench.families import describe
+from ftbench.store.rundir import read_json
+from ftbench.worker.model.packed_samples import isolate_packed_samples
+
+LINEAR = {"targets": "all-linear"}
+EXPERTS = ("mixtral", "deepseek_v3", "qwen3_next")
+
+
+@pytest.fixture
+def train_family(train_here, tmp_path):
+    """Trains a small model of a family, given by a config.json; applied.json of the run."""
+
+    def train(family, config=None, **sections):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config or config_of(family)))
+        model = {"id": f"tiny/{family}", "path": str(path)}
+        return read_json(train_here(model=model, dataset={"samples": 4}, **sections).applied)
+
+    return train
+
+
+def counted(family, **method):
+    """The trained parameters that an estimate counts."""
+    from conftest import spec_of
+
+    spec, model = spec_of(method=method), describe(config_of(family))
+    return workload.adapter_parameters(model, workload.targets(spec.method, model), spec.method.rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SHAPES)
+def test_the_trained_parameters_are_those_that_an_estimate_counts(train_family, family):
+    optimizations = {"fused_lora": True, "gradient_checkpointing": True}
+    applied = train_family(family, optimizations=optimizations)
+    assert applied["parameters"]["trainable"] == counted(family)
+    everything = train_family(family, method={"targets": "all-linear"})
+    assert everything["parameters"]["trainable"] == counted(family, targets="all-linear")
+    assert everything["parameters"]["total"] == describe(config_of(family)).total + counted(
+        family, targets="all-linear"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SHAPES)
+def test_full_training_trains_every_parameter(train_family, family):
+    parameters = train_family(family, method={"name": "full"})["parameters"]
+    assert parameters["trainable"] == parameters["total"] == describe(config_of(family)).total
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_get_the_adapters_that_an_estimate_counts(train_family, family):
+    kinds = train_family(family, method={"experts": True})["parameters"]["by_kind"]
+    assert sum(kind["trainable"] for kind in kinds.values()) == counted(family, experts=True)
+    assert kinds["experts"]["trainable"] > 0 == kinds["mlp"]["trainable"]
+
+
+def model_of(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_of(family))).float().eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("family", sorted(set(SHAPES) - {"qwen3_next"}))
+def test_a_neighbour_in_the_row_changes_nothing(family):
+    model = model_of(family)
+    isolate_packed_samples(model, "packing")
+    samples = [torch.randint(4, 500, (length,)) for length in (9, 17, 40)]
+    row, places = torch.cat(samples)[None], torch.cat([torch.arange(len(each)) for each in samples])[None]
+    with torch.no_grad():
+        alone = model(input_ids=samples[1][None], use_cache=False).logits[0]
+        together = model(input_ids=row, position_ids=places, use_cache=False).logits[0, 9:26]
+        unmarked = model(input_ids=row, use_cache=False).logits[0, 9:26]
+    rounding = 2 * 96 * torch.finfo(torch.float32).eps * alone.abs().max()  # layers of products that add up 96 terms
+    assert (together - alone).abs().max() < rounding
+    assert (unmarked - alone).abs().max() > 100 * rounding  # it would show
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_linear_attention_keeps_no_samples_apart_and_says_so(train_family, name):
+    with pytest.raises(SpecError, match=f"optimizations.{name}: Qwen3NextForCausalLM has layers of linear attention"):
+        train_family("qwen3_next", optimizations={name: True})
+
+
+@pytest.mark.parametrize(
+    ("family", "scale"), [("gemma2", {}), ("cohere2", {}), ("granite", {"logits_scaling": 8.0})], ids=str
+)
+def test_logits_that_are_scaled_are_not_computed_in_chunks(train_family, family, scale):
+    with pytest.raises(SpecError, match="chunked_loss does not know how"):
+        train_family(family, config_of(family) | scale, optimizations={"chunked_loss": True})
+
+
+def test_a_model_without_layers_is_a_sentence(train_family):
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 128}
+    with pytest.raises(SpecError, match="GPT2LMHeadModel is no decoder whose layers ftbench finds"):
+        train_family("gpt2", config, method={"targets": "all-linear"})
