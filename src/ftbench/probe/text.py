@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.table import text_table
 from ftbench.store.rundir import first_gpu
 
 
@@ -15,20 +16,26 @@ def as_text(document: dict[str, Any]) -> str:
     name = gpu.get("name") or f"{cpu['model'] or 'CPU'}, {device.get('threads') or cpu['threads']} threads"
     versions = document["machine"]["versions"]
     title = [name, f"driver {gpu['driver']}" if gpu.get("driver") else "", f"torch {versions.get('torch', '')}"]
-    lines = [" · ".join(part for part in title if part), ""]
-    lines += [f"{'TFLOP/s':<10}{'best':>14}{'at':>8}{'lasting':>14}{'clock':>11}{'power':>8}"]
-    lines += [_product_line(kind, product) for kind, product in document["products"].items() if product]
-    lines += ["", *(f"{label:<12}{text}" for label, text in _others(document) if text)]
-    return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
+    return "\n".join([
+        " · ".join(part for part in title if part),
+        "",
+        text_table(
+            ("TFLOP/s", ">best", ">at", ">lasting", ">clock", ">power"),
+            [_product(kind, product) for kind, product in document["products"].items() if product],
+        ),
+        "",
+        text_table(("", ""), [row for row in _others(document) if row[1]]),
+        *(f"note: {note}" for note in document["notes"]),
+    ])  # fmt: skip
 
 
-def _product_line(kind: str, product: dict[str, Any]) -> str:
+def _product(kind: str, product: dict[str, Any]) -> list[str]:
     best, lasting = (units.tflops(product[name]) for name in ("best_tflops", "sustained_tflops"))
     clock, power = (product.get(name) for name in ("sm_clock_mhz", "power_w"))
-    return (
-        f"{kind:<10}{best:>14}{product['best_size']:>8}{lasting:>14}"
-        f"{'' if clock is None else f'{clock:.0f} MHz':>11}{'' if power is None else f'{power:.0f} W':>8}"
-    ).rstrip()
+    return [
+        kind, best, str(product["best_size"]), lasting, "" if clock is None else f"{clock:.0f} MHz",
+        "" if power is None else f"{power:.0f} W",
+    ]  # fmt: skip
 
 
 def _others(document: dict[str, Any]) -> list[tuple[str, str]]:

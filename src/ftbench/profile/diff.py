@@ -7,6 +7,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import Difference
+from ftbench.core.table import text_table
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.names import short
 
@@ -90,30 +91,21 @@ def _alone(this: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def as_text(comparison: dict[str, Any], names: tuple[str, str]) -> str:
+    """Return the comparison for a person."""
     a, b = comparison["a"], comparison["b"]
     lines = [f"A  {names[0]}: {_about(a)}", f"B  {names[1]}: {_about(b)}"]
     if not comparison["same_gpu"]:
         lines.append(f"note: not the same GPU: {a['gpu'] or 'none (CPU)'} against {b['gpu'] or 'none (CPU)'}")
-    lines += _differences(comparison["differences"])
-    lines += [
-        "",
-        f"{'ms a step':<22}{'A':>10}{'B':>10}{'B - A':>11}{'B / A':>8}{'of all':>9}{'calls A':>10}{'calls B':>10}",
-    ]
-    lines += [
-        _line(row["group"], row, row["share_of_difference"], row["a_calls"], row["b_calls"])
-        for row in comparison["groups"]
-    ]
-    lines += [
-        _line(name, comparison[key]) for name, key in (("all kernels", "kernels"), ("idle", "idle"), ("step", "step"))
-    ]
-    for side, key in (("A", "only_a"), ("B", "only_b")):
-        if comparison[key]:
-            lines += ["", f"only in {side}: ms and calls a step"]
-            lines += [
-                f"{each['ms']:>10.3f}{each['calls']:>9,.0f}  {short(each['name'])} ({each['group']})"
-                for each in comparison[key]
-            ]
-    return "\n".join(lines)
+    rows = [_row(each["group"], each) for each in comparison["groups"]]
+    rows += [_row(name, comparison[name.split()[-1]]) for name in ("all kernels", "idle", "step")]
+    headings = ("ms a step", ">A", ">B", ">B - A", ">B / A", ">of all", ">calls A", ">calls B")
+    parts = ["\n".join([*lines, *_differences(comparison["differences"])]), text_table(headings, rows)]
+    for side in ("A", "B"):
+        if alone := comparison[f"only_{side.lower()}"]:
+            rows = [[f"{each['ms']:.3f}", f"{each['calls']:,.0f}", f"{short(each['name'])} ({each['group']})"]
+                    for each in alone]  # fmt: skip
+            parts.append(text_table((">ms", ">calls", f"only in {side}, a step"), rows))
+    return "\n\n".join(parts)
 
 
 def _differences(differences: Sequence[dict[str, str]] | None) -> list[str]:
@@ -135,16 +127,12 @@ def _about(side: dict[str, Any]) -> str:
     )
 
 
-def _line(
-    name: str,
-    pair: dict[str, Any],
-    share: float | None = None,
-    a_calls: float | None = None,
-    b_calls: float | None = None,
-) -> str:
-    a, b = (f"{pair[key]:.3f}" if pair[key] is not None else "" for key in ("a_ms", "b_ms"))
-    ratio = f"{pair['ratio']:.2f}" if pair["ratio"] is not None else ""
-    part = f"{share * 100:.0f} %" if share is not None else ""
-    calls = [f"{count:,.0f}" if count is not None else "" for count in (a_calls, b_calls)]
-    figures = f"{a:>10}{b:>10}{pair['difference_ms']:>+11.3f}{ratio:>8}{part:>9}{calls[0]:>10}{calls[1]:>10}"
-    return f"{name:<22}{figures}".rstrip()
+def _row(name: str, pair: dict[str, Any]) -> list[str]:
+    def text(key: str, form: str, factor: float = 1.0) -> str:
+        return "" if pair.get(key) is None else format(pair[key] * factor, form)
+
+    share = text("share_of_difference", ".0f", 100)
+    return [
+        name, text("a_ms", ".3f"), text("b_ms", ".3f"), text("difference_ms", "+.3f"), text("ratio", ".2f"),
+        share and f"{share} %", text("a_calls", ",.0f"), text("b_calls", ",.0f"),
+    ]  # fmt: skip

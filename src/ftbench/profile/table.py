@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.table import text_table
 from ftbench.profile.names import short
 from ftbench.store.rundir import MEMORY, read_json
 
@@ -15,35 +16,36 @@ _KERNELS, _GAPS, _ALIVE, _OPERATORS = 15, 5, 8, 8
 def as_text(document: dict[str, Any], folder: Path) -> str:
     """Return the profile for a person; times are per step."""
     on_gpu, steps = document["device"] == "cuda", document["steps"]
-    lines = [*_head(document), "", f"{'group':<22}{'ms/step':>10}{'share':>9}{'calls/step':>12}"]
-    lines += [
-        f"{group['group']:<22}{group['time_ms'] / steps:>10.3f}{_percent(group['share']):>9}"
-        f"{group['calls'] / steps:>12,.0f}"
-        for group in document["groups"]
-    ]
-    lines += ["", f"{'ms/step':>10}{'share':>8}{'calls/step':>11}{'mean µs':>10}  {'kernel' if on_gpu else 'operator'}"]
-    lines += [
-        f"{kernel['time_ms'] / steps:>10.3f}{_percent(kernel['share']):>8}{kernel['calls'] / steps:>11,.0f}"
-        f"{kernel['mean_us'] or 0:>10.1f}  {short(kernel['name'])} ({kernel['group']})"
-        for kernel in document["kernels"][:_KERNELS]
-    ]
-    if on_gpu:
-        lines += ["", f"{'GPU ms/step':>12}{'CPU ms/step':>12}{'calls/step':>11}  operator"]
-        lines += [
-            f"{each['device_ms'] / steps:>12.3f}{each['cpu_ms'] / steps:>12.3f}{each['calls'] / steps:>11,.0f}  "
-            f"{each['name']}"
+    idle = ("the longest idle stretches, and what the CPU did meanwhile" if on_gpu else
+            "the longest stretches without an operator")  # fmt: skip
+    parts = [
+        "\n".join(_head(document)),
+        text_table(("group", ">ms/step", ">share", ">calls/step"), [
+            (group["group"], *_ms(steps, group["time_ms"]), _percent(group["share"]), f"{group['calls'] / steps:,.0f}")
+            for group in document["groups"]
+        ]),
+        text_table((">ms/step", ">share", ">calls/step", ">mean µs", "kernel" if on_gpu else "operator"), [
+            (*_ms(steps, kernel["time_ms"]), _percent(kernel["share"]), f"{kernel['calls'] / steps:,.0f}",
+             f"{kernel['mean_us'] or 0:.1f}", f"{short(kernel['name'])} ({kernel['group']})")
+            for kernel in document["kernels"][:_KERNELS]
+        ]),
+        text_table((">GPU ms/step", ">CPU ms/step", ">calls/step", "operator"), [
+            (*_ms(steps, each["device_ms"], each["cpu_ms"]), f"{each['calls'] / steps:,.0f}", each["name"])
             for each in document["operators"][:_OPERATORS]
-        ]
-    lines += ["", f"{'phase':<12}{'thread ms':>11}{'work ms':>11}{'idle ms':>11}"]
-    lines += [
-        f"{phase['phase']:<12}{phase['cpu_ms'] / steps:>11.3f}{phase['device_ms'] / steps:>11.3f}"
-        f"{phase['idle_ms'] / steps:>11.3f}"
-        for phase in document["phases"]
-    ]
-    lines += ["", "the longest idle stretches, and what the CPU did meanwhile" if on_gpu else
-              "the longest stretches without an operator"]  # fmt: skip
-    lines += [_gap(gap) for gap in document["gaps"][:_GAPS]]
-    return "\n".join([*lines, *_memory(folder), *_below(document, folder)])
+        ]) if on_gpu else "",
+        text_table(("phase", ">thread ms", ">work ms", ">idle ms"), [
+            (phase["phase"], *_ms(steps, phase["cpu_ms"], phase["device_ms"], phase["idle_ms"]))
+            for phase in document["phases"]
+        ]),
+        "\n".join([idle, *(_gap(gap) for gap in document["gaps"][:_GAPS])]),
+        _memory(folder),
+        "\n".join(_below(document, folder)),
+    ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part)
+
+
+def _ms(steps: int, *times: float) -> list[str]:
+    return [f"{time / steps:.3f}" for time in times]
 
 
 def _head(document: dict[str, Any]) -> list[str]:
@@ -73,26 +75,23 @@ def _gap(gap: dict[str, Any]) -> str:
     return f"{gap['ms']:>10.3f} ms  {gap['phase'] or 'between phases'}: {ran}"
 
 
-def _memory(folder: Path) -> list[str]:
+def _memory(folder: Path) -> str:
     document = read_json(folder / MEMORY)
     if "peak" not in document:
-        return []
+        return ""
     peak = document["peak"]
     parts = ", ".join(f"{name} {units.gibibytes(peak[name])}" for name in document["categories"] if peak.get(name))
-    lines = ["", f"memory    {units.gibibytes(peak['total_gb'])} GiB at its highest, in {peak['phase']}: {parts}"]
-    return lines + [
+    lines = [f"memory    {units.gibibytes(peak['total_gb'])} GiB at its highest, in {peak['phase']}: {parts}"]
+    lines += [
         f"{units.gibibytes(each['gb']):>10} GiB  {each['category']}, {each['tensors']} tensors"
         + (f", {each['made_by']}" if each["made_by"] else "")
         for each in document["alive"][:_ALIVE]
     ]
+    return "\n".join(lines)
 
 
 def _below(document: dict[str, Any], folder: Path) -> list[str]:
     trace = document.get("trace") or {}
-    cut = (
-        ""
-        if trace.get("complete", True)
-        else f"; it holds the first {trace['kept_ms']:.0f} ms of {document['window_ms']:.0f}"
-    )
-    return ["", f"trace     {folder / trace['file']}{cut}" if trace else "trace     none",
-            "          open it in ui.perfetto.dev; timeline.svg beside it shows one step"]  # fmt: skip
+    cut = f"; it holds the first {trace['kept_ms']:.0f} ms of {document['window_ms']:.0f}"
+    where = f"{folder / trace['file']}{'' if trace.get('complete', True) else cut}" if trace else "none"
+    return [f"trace     {where}", "          open it in ui.perfetto.dev; timeline.svg beside it shows one step"]
