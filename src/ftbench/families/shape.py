@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -106,27 +105,27 @@ class Layer:
     others: int = 0
     matrices: int = 0
 
-    @property
+    @cached_property
     def query(self) -> int:
         """Width of the queries of one token."""
         return self.heads * self.head_dim
 
-    @property
+    @cached_property
     def key(self) -> int:
         """Width of the keys of one token."""
         return self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def value(self) -> int:
         """Width of the values of one token."""
         return self.kv_heads * self.value_dim
 
-    @property
+    @cached_property
     def output(self) -> int:
         """Width of what the attention of one token puts out."""
         return self.heads * self.value_dim
 
-    @property
+    @cached_property
     def head_norms(self) -> tuple[Norm, ...]:
         return tuple(norm for norm in self.norms if norm.place == "head")
 
@@ -152,15 +151,21 @@ class Layer:
         """Parameters of the experts' matrices; their biases are none."""
         return 3 * self.hidden * self.experts.inner * self.experts.count if self.experts else 0
 
-    def reached(self, targets: Iterable[str]) -> tuple[Linear, ...]:
-        """The linear layers that get adapters: those of a name in `targets`."""
-        return tuple(each for each in self.linears if each.name in targets)
+    @cached_property
+    def _reached(self) -> dict[frozenset[str], tuple[Linear, ...]]:
+        return {}
+
+    def reached(self, targets: frozenset[str]) -> tuple[Linear, ...]:
+        """Return the linear layers that get adapters: those of a name in `targets`."""
+        if targets not in self._reached:
+            self._reached[targets] = tuple(each for each in self.linears if each.name in targets)
+        return self._reached[targets]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelShape:
-    """A decoder: `layers` in order, `vocab` words, embedding and head `tied` or not, `vision` parameters of a vision
-    tower; `softcap` says that logits pass a tanh, `scaled` that they are multiplied."""
+    """A decoder, equal only to itself: `layers` in order, `vocab` words, embedding and head `tied` or not, `vision`
+    parameters of a vision tower; `softcap` says that logits pass a tanh, `scaled` that they are multiplied."""
 
     family: str
     hidden: int
@@ -194,7 +199,12 @@ class ModelShape:
     def total(self) -> int:
         return sum(self.parameters.values()) + self.vision
 
-    @property
+    @cached_property
+    def linear_names(self) -> frozenset[str]:
+        """The names of the linear layers, which a method's targets are held against."""
+        return frozenset(linear.name for layer, _ in self.kinds for linear in layer.linears)
+
+    @cached_property
     def has_experts(self) -> bool:
         return any(layer.experts for layer, _ in self.kinds)
 

@@ -174,7 +174,7 @@ def _operations(spec: Experiment, shape: TrainableShape, batch: Batch, again: fl
     each = _LAYER_OPS + (_MASK_OPS if batch.masked else 0)
     total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[fused(spec)]
     total += _QUANTISED_OPS * shape.linears.count if spec.method.quantised and not spec.method.mxfp4 else 0
-    total += _EXPERT_OPS * sum(layer.experts is not None for layer in shape.model.layers)
+    total += _EXPERT_OPS * shape.moe_layers
     return total * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * again)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from ftbench.core.flops import MatmulShape
@@ -150,12 +152,12 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
     (worker/methods/lora.py: linear_targets)."""
     if isinstance(method, Full):
         return frozenset()
-    names = {linear.name for layer, _ in model.kinds for linear in layer.linears}
+    names = model.linear_names
     if method.targets != "all-linear":
-        names &= {name.rsplit(".", 1)[-1] for name in method.targets}
+        names = names & {name.rsplit(".", 1)[-1] for name in method.targets}
     if model.has_experts:
-        names -= {"gate_proj", "up_proj", "down_proj"}
-    return frozenset(names | ({"experts"} if method.experts and model.has_experts else set()))
+        names = names - {"gate_proj", "up_proj", "down_proj"}
+    return names | {"experts"} if method.experts and model.has_experts else names
 
 
 def _checkpointing(spec: Experiment) -> Checkpointing:
@@ -211,7 +213,7 @@ class TrainableShape:
     """A model with a method on it. `linears` are those of all layers, `adapters` the ones among them with adapters.
     `quantisable` are the parameters that 4-bit storage reaches: fused expert matrices stay as they are. A token uses
     `expert_matmul` of the experts' parameters. `inner`, `heads` and `query_key` are sums over all layers: the widths of
-    the gated products a token passes, its attention heads, and its queries and keys."""
+    the gated products a token passes, its attention heads, and its queries and keys; `moe_layers` have experts."""
 
     model: ModelShape
     matmul: MatmulShape
@@ -223,35 +225,41 @@ class TrainableShape:
     inner: int
     heads: int
     query_key: int
+    moe_layers: int
 
 
 def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> TrainableShape:
     """Return what a token passes through in a model that is only known by its config.json, with a method on it: the
     worker counts the same on the live model (`worker/measure/applied.py`), and a test holds the two against each other.
     Raises SpecError for a model whose shape is not known."""
-    model, full = shape_of(spec.model, config), isinstance(spec.method, Full)
-    names = targets(spec.method, model)
-    rank = 0 if isinstance(spec.method, Full) else spec.method.rank
-    reached = [used for layer in model.layers for used in _adapted(layer, names)]
-    all_linears = [used for layer in model.layers for used in _used(layer)]
-    experts = sum(_visited(layer) for layer in model.layers)
-    others = sum(layer.matrices + layer.parameters["router"] - layer.router_biases for layer in model.layers)
+    model, method = shape_of(spec.model, config), spec.method
+    return _trainable(model, targets(method, model), 0 if isinstance(method, Full) else method.rank)
+
+
+@lru_cache(maxsize=256)
+def _trainable(model: ModelShape, names: frozenset[str], rank: int) -> TrainableShape:
+    """`rank` 0 trains every weight."""
+    full = not rank
+    reached = _summed((count, _adapted(layer, names)) for layer, count in model.kinds)
+    experts = sum(count * _visited(layer) for layer, count in model.kinds)
+    others = sum(c * (each.matrices + each.parameters["router"] - each.router_biases) for each, c in model.kinds)
     base, head = model.linear_parameters + experts + others, model.vocab * model.hidden
-    adapters = rank * sum(inputs + outputs for inputs, outputs in reached)
+    adapters = rank * (reached.inputs + reached.outputs)
     return TrainableShape(
         model=model,
         matmul=MatmulShape(base, base if full else 0, head, head if full else 0, adapters,
                            tuple((layer.query + layer.output) // 2 for layer in model.layers),
                            tuple(layer.window for layer in model.layers)),
-        linears=_summed(all_linears),
-        adapters=_summed(reached),
+        linears=_summed((count, _used(layer)) for layer, count in model.kinds),
+        adapters=reached,
         trained=model.total if full else adapter_parameters(model, names, rank),
         quantisable=model.linear_parameters,
         expert_matmul=experts,
-        inner=sum(layer.inner + (layer.experts.active * layer.experts.inner if layer.experts else 0)
-                  for layer in model.layers),
-        heads=sum(layer.heads for layer in model.layers),
-        query_key=sum(layer.query + layer.key for layer in model.layers),
+        inner=sum(count * (layer.inner + (layer.experts.active * layer.experts.inner if layer.experts else 0))
+                  for layer, count in model.kinds),
+        heads=sum(count * layer.heads for layer, count in model.kinds),
+        query_key=sum(count * (layer.query + layer.key) for layer, count in model.kinds),
+        moe_layers=sum(count for layer, count in model.kinds if layer.experts),
     )  # fmt: skip
 
 
@@ -298,5 +306,13 @@ def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
     return reached + [(h, 2 * i), (i, h)] * active
 
 
-def _summed(matrices: list[tuple[int, int]]) -> Linears:
-    return Linears(len(matrices), sum(a for a, _ in matrices), sum(b for _, b in matrices))
+def _summed(layers: Iterable[tuple[int, list[tuple[int, int]]]]) -> Linears:
+    """The matrices of some kinds of layers, of each so many."""
+    total = Linears(0, 0, 0)
+    for count, matrices in layers:
+        total = Linears(
+            total.count + count * len(matrices),
+            total.inputs + count * sum(inputs for inputs, _ in matrices),
+            total.outputs + count * sum(outputs for _, outputs in matrices),
+        )
+    return total
