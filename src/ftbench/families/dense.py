@@ -22,6 +22,7 @@ class Dense:
     qkv_bias: bool = False
     fused_qkv: bool = False
     fused_gate: bool = False
+    part_rotated: bool = False
     sliding: int | None = None
 
 
@@ -35,7 +36,7 @@ DENSE = {
     "qwen3": Dense(_UNTIED | {"use_sliding_window": False}, qk_norm="head", sliding=0),
     "smollm3": Dense(_TIED | {"use_sliding_window": False, "num_key_value_heads": 4}),
     "granite": Dense(_UNTIED),
-    "phi3": Dense(_UNTIED, fused_qkv=True, fused_gate=True, sliding=0),
+    "phi3": Dense(_UNTIED, fused_qkv=True, fused_gate=True, part_rotated=True, sliding=0),
     "olmo2": Dense(_UNTIED, norms="after", norm_kind="float", qk_norm="all"),
     "gemma2": Dense(_TIED | _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
                     norms="both", norm_kind="float", sliding=2),
@@ -43,7 +44,7 @@ DENSE = {
     "cohere2": Dense(_TIED | {"sliding_window": 4096, "logit_scale": 0.0625}, norms="parallel", norm_kind="centred",
                      sliding=4),
     "glm4": Dense(_UNTIED | {"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2}, norms="both",
-                  fused_gate=True),
+                  fused_gate=True, part_rotated=True),
 }  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
     # phi3 has no bias anywhere, glm4 and qwen2 none behind the attention
     bias_out = bool(config.get("attention_bias")) and family not in ("qwen2", "glm4")
     linears = (
-        *attention(hidden, query, key, bias, bias_out, fused=form.fused_qkv),
+        *attention(hidden, query, key, bias, bias_out, fused=form.fused_qkv, copied=form.part_rotated),
         *mlp(hidden, inner, bool(config.get("mlp_bias")), form.fused_gate, parallel=form.norms == "parallel"),
     )
     norms = (*stream_norms(form, hidden), *query_norms(form, heads, kv_heads, width))
@@ -77,10 +78,12 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
 
 
 def attention(
-    hidden: int, query: int, key: int, bias: bool, bias_out: bool, *, fused: bool = False
+    hidden: int, query: int, key: int, bias: bool, bias_out: bool, *, fused: bool = False, copied: bool = False
 ) -> tuple[Linear, ...]:
-    """Return the projections of grouped-query attention; `fused` is phi3's one matrix for queries, keys and values."""
-    out = Linear("o_proj", query, hidden, "attention", "attention", bias_out)
+    """Return the projections of grouped-query attention; `fused` is phi3's one matrix for queries, keys and values,
+    `copied` says that o_proj reads a copy of the attention's output: flash lays that out as the queries are, and those
+    that are rotated in part are joined head by head."""
+    out = Linear("o_proj", query, hidden, "attention copy" if copied else "attention", "attention", bias_out)
     if fused:
         return Linear("qkv_proj", hidden, query + 2 * key, "input", "attention", bias), out
     sizes = {"q_proj": query, "k_proj": key, "v_proj": key}
@@ -101,7 +104,7 @@ def mlp(
 
 def stream_norms(form: Dense, hidden: int) -> tuple[Norm, ...]:
     """Return the norms of a layer's hidden states."""
-    before, after = Norm(hidden), Norm(hidden, place="product")
+    before, after = Norm(hidden), Norm(hidden, place="after")
     return {
         "before": (before, before), "after": (after, after), "both": (before, before, after, after),
         "parallel": (before,),

@@ -50,8 +50,8 @@ def experts(family: str, config: Config) -> Experts:
     inner = config.whole("moe_intermediate_size", config.whole("intermediate_size"))
     active, hidden = visited(config, count), config.whole("hidden_size")
     if family == "gpt_oss":
-        return Experts(count, active, inner, "chosen", True, 2 * inner + hidden, count)
-    return Experts(count, active, inner)
+        return Experts(count, active, inner, "chosen", clamped=True, biases=2 * inner + hidden, router_biases=count)
+    return Experts(count, active, inner, float_weights=family == "mixtral")
 
 
 def visited(config: Config, count: int) -> int:

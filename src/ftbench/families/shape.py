@@ -37,11 +37,12 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class Norm:
     """A norm of `width` elements of a token in `groups`, each with a scale of its own: heads share one weight. `place`
-    is what it reads: the residual stream, or what a product put out, by position or by `head`."""
+    is what it reads: the residual stream, or what a product put out: by position (of the whole MLP or attention: `after`)
+    or by `head`."""
 
     width: int
     groups: int = 1
-    place: Literal["stream", "product", "head"] = "stream"
+    place: Literal["stream", "after", "product", "head"] = "stream"
 
     @property
     def parameters(self) -> int:
@@ -51,13 +52,16 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Fused experts: `count` of them with gated products of `inner`, of which a token visits `active`. `clamped` is
-    gpt-oss's gate function; `biases` the biases of one expert, `router_biases` those of the router."""
+    gpt-oss's gate function; `float_weights` says that the experts' outputs are multiplied in float32, `shared_after` that the
+    shared expert comes after them; `biases` the biases of one expert, `router_biases` those of the router."""
 
     count: int
     active: int
     inner: int
     router: RouterKind = "softmax"
     clamped: bool = False
+    float_weights: bool = False
+    shared_after: bool = False
     biases: int = 0
     router_biases: int = 0
 

@@ -135,8 +135,25 @@ def attention(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
 
 def delta(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     """Return what linear attention by the gated delta rule saves in torch's own chunks of 64 positions (transformers,
-    torch_chunk_gated_delta_rule)."""
-    return 0.0
+    causal_conv1d_fn, torch_chunk_gated_delta_rule and the gated norm behind it); kernels of other packages keep less.
+
+    Of queries and keys (a elements, of as many heads as values) and of values (b), in float32: queries and keys before
+    and after their norm, keys times beta, values as they came; both solutions of the triangular system. In the
+    products' type: what each chunk multiplies, the first and the last less. Squares of a chunk: decays, the system and
+    both products, one of them cast. States: one a chunk in float32 and cast twice."""
+    net = layer.delta
+    assert net is not None
+    c, heads, chunk = recipe.compute, net.value_heads, 64
+    a, b = heads * net.key_dim, heads * net.value_dim
+    chunks = -(-batch.length // chunk)
+    inner = (chunks - 1) / chunks
+    singles = FLOAT * (6 * a + 2 * b)
+    multiplied = c * (4 * a + b + inner * (3 * a + b))
+    squares = heads * chunk * (2 * FLOAT + 3 * c)
+    states = inner * heads * net.key_dim * net.value_dim / chunk * (FLOAT + 2 * c)
+    norm = (3 * FLOAT + (2 if recipe.full else 1) * c) * b + FLOAT * heads
+    convolution = c * net.convolved * (2 + (net.kernel - 1) / batch.length)
+    return singles + multiplied + squares + states + norm + convolution + (7 * FLOAT + c) * heads
 
 
 def mlp(layer: Layer, recipe: Recipe) -> float:
@@ -166,7 +183,7 @@ def router(layer: Layer, recipe: Recipe) -> float:
     if moe is None:
         return 0.0
     probabilities = recipe.compute * moe.active if moe.router == "chosen" else FLOAT * moe.count
-    own = recipe.full and not layer.inner
+    own = recipe.full and (not layer.inner or moe.router == "sigmoid")  # sigmoid: cast to float32 and back
     return probabilities + INDEX * moe.active + (recipe.compute * layer.hidden if own else 0)
 
 
@@ -216,13 +233,19 @@ def saved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
 
 
 def unsaved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
-    """Return the bytes that the first layer does not save where the embedding is frozen: nobody asks for the gradient
-    of its first norm, nor of an attention whose inputs have no adapters."""
+    """Return the bytes that the first layer does not save where the embedding is frozen: nobody asks for a gradient
+    before its first adapter."""
     if recipe.full or recipe.checkpointing != "off" or recipe.compiled:
         return 0.0
-    first = layer.norms[:1] if layer.norms[0].place == "stream" else ()
-    each = norms(layer, recipe, first)
-    before = [linear for linear in layer.reached(recipe.targets) if linear.part == "attention"]
-    if all(linear.reads == "attention" for linear in before):
+    reached = layer.reached(recipe.targets)
+    before = [linear for linear in reached if linear.part == "attention"]
+    ahead = [norm for norm in layer.norms[:1] if norm.place == "stream"]
+    each = 0.0
+    if all(linear.reads.startswith("attention") for linear in before):
+        ahead += [norm for norm in layer.norms if norm.place in ("head", "product")]
         each += attention(layer, recipe, batch)
-    return each * batch.tokens
+    if not before and "experts" not in recipe.targets:
+        ahead += [norm for norm in layer.norms[1:] if norm.place in ("stream", "after")][:1]
+        each += experts(layer, recipe) + router(layer, recipe)
+        each += mlp(layer, recipe) if all(linear.name == "down_proj" for linear in reached) else 0.0
+    return (each + norms(layer, recipe, ahead)) * batch.tokens

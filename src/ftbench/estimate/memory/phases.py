@@ -57,6 +57,7 @@ class _Activations:
     there: float
     again: float
     peak: float
+    forward_peak: float
     first: float
     first_mark: float
     first_again: float
@@ -67,7 +68,7 @@ class _Activations:
 def _activations(plan: Plan) -> _Activations:
     model, recipe, batch = plan.model, plan.recipe, plan.batch
     saved = [layer.saved(each, recipe, batch) for each, _ in model.kinds]
-    peaks = [transient.peak(each, recipe, batch) for each, _ in model.kinds]
+    peaks = [transient.peak(each, recipe, batch, backward=True) for each, _ in model.kinds]
     keeps = _keeps(recipe, len(model.layers))
     mark, shared = transient.checkpoint(model.hidden, recipe, batch), _shared_input(model, recipe, batch)
     marks, away = (len(keeps) - sum(keeps)) * mark, 0.0
@@ -79,15 +80,16 @@ def _activations(plan: Plan) -> _Activations:
         away = saved[model.order[-1]] - layer.saved_twice(model.layers[-1], recipe) * batch.tokens  # by the loss
         kept, marks = stays + away, 0.0
     kept -= layer.unsaved(model.layers[0], recipe, batch)
-    there, again, peak = kept, 0.0, 0.0
+    there, again, peak, kind_at = kept, 0.0, 0.0, model.order[-1]
     behind = 0.0
     for kind, keep in zip(reversed(model.order), reversed(keeps), strict=True):
         remade = 0.0 if keep else saved[kind] - shared
         if kept - behind + remade + peaks[kind] > there + again + peak:
-            there, again, peak = kept - behind, remade, peaks[kind]
+            there, again, peak, kind_at = kept - behind, remade, peaks[kind], kind
         behind += saved[kind] if keep and not recipe.offload else 0.0
     first, keep = model.order[0], keeps[0]
-    return _Activations(kept, marks, there, again, peak, saved[first] if keep else 0.0, 0.0 if keep else mark,
+    forward = transient.peak(model.kinds[kind_at][0], recipe, batch, backward=False)
+    return _Activations(kept, marks, there, again, peak, forward, saved[first] if keep else 0.0, 0.0 if keep else mark,
                         0.0 if keep else saved[first] - shared, peaks[first], away)  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def phases(plan: Plan) -> dict[str, Parts]:
     step = weights.optimizer_step(recipe.optimizer, count, width) * part.optimizer
     return {
         "load": {"weights": weights.loading(model, recipe) * part.weights},
-        "forward": base | held | {"one layer": acts.peak + stream},
+        "forward": base | held | {"one layer": acts.forward_peak + stream},
         "loss": base | held | {"activations": acts.kept - acts.away, "hidden states": tail, "logits": final},
         "backward, last layer": base | held | gradients | {"one layer": acts.again + acts.peak},
         "backward, first layer": base | first | grown | {"one layer": acts.first_again + acts.first_peak},

@@ -3,7 +3,7 @@ are those of `layer.py`."""
 
 from __future__ import annotations
 
-from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel
+from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel, mlp, norms
 from ftbench.estimate.workload.method import BatchShape, Recipe
 from ftbench.families.shape import Layer
 
@@ -47,12 +47,16 @@ def mlp_peak(layer: Layer, recipe: Recipe) -> float:
     return 2 * p * i + 3 * recipe.stream * h
 
 
-def experts_peak(layer: Layer, recipe: Recipe) -> float:
+def experts_peak(layer: Layer, recipe: Recipe, backward: bool) -> float:
     """Return the most that one layer's experts need at once beyond what is saved: for each visited expert the gradient
-    of the output spread out, and put back in order (3 h); gpt_oss's gate function needs 2 i besides."""
+    of the output spread out, and put back in order (3 h); gpt_oss's gate function needs 2 i besides. Where routing weights are float32 that gradient is, of its factor
+    too, and it is cast."""
     moe = layer.experts
     if moe is None:
         return 0.0
+    gone = mlp(layer, recipe) if moe.shared_after and backward else 0.0
+    if moe.float_weights and backward:
+        return (moe.active * (3 * FLOAT + recipe.compute) + recipe.compute) * layer.hidden - gone
     return moe.active * recipe.compute * (3 * layer.hidden + (2 * moe.inner if moe.clamped else 0))
 
 
@@ -86,10 +90,12 @@ def fp8_casts(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     return float((1 if recipe.compiled else 2 * FLOAT + 1) * layer.inner * batch.tokens)
 
 
-def peak(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
-    """Return the bytes that one layer needs at its worst moment beyond what it saves: in its MLP, or in its attention,
-    which comes to its turn when what the MLP saved is not there yet, or is gone."""
-    second = experts_peak(layer, recipe) if layer.experts else mlp_peak(layer, recipe)
+def peak(layer: Layer, recipe: Recipe, batch: BatchShape, backward: bool) -> float:
+    """Return the bytes that one layer needs at its worst moment, in the forward or in the backward pass, beyond what it
+    saves: in its MLP, when the norm behind that saves nothing yet, or nothing more; or in its attention, which comes to
+    its turn when what the MLP saved is not there yet, or is gone."""
+    second = experts_peak(layer, recipe, backward) if layer.experts else mlp_peak(layer, recipe)
+    second -= norms(layer, recipe, [norm for norm in layer.norms if norm.place == "after"][-1:])
     each = max(second, attention_peak(layer, recipe, batch) - inside(layer, recipe)) * batch.tokens
     # the gradient of gate and up together, when the copy of down is gone
     copies = 0 if recipe.mxfp4 else expert_copies(layer, recipe) / 3
