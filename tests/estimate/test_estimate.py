@@ -157,6 +157,20 @@ def test_unseen_ways_have_a_wider_band() -> None:
     assert unseen.high / unseen.expected > seen.high / seen.expected
 
 
+@pytest.mark.parametrize(("name", "strategy"), [("RTX 5090", "zero3"), ("L40S", "zero2")])
+def test_full_fine_tuning_of_8b_does_not_fit_four_small_gpus(name: str, strategy: str) -> None:
+    """DeepSpeed's own estimator: 36.6 and 49.6 GiB of states, and the cards have 31.8 and 45."""
+    small = next(gpu for gpu in gpus() if gpu.name == name)
+    one = spec(method={"name": "full"}, train={"batch_size": 1}, optimizations={"gradient_checkpointing": True})
+    assert estimate_memory(one, small, gpus=4, strategy=strategy).verdict == "does not fit"
+
+
+def test_what_no_run_has_measured_has_the_widest_band() -> None:
+    one, several = estimate_memory(spec(), H200), estimate_memory(spec(), H200, gpus=4, strategy="zero3")
+    assert several.allocated.high / several.allocated.expected == pytest.approx(1.15)
+    assert one.allocated.high / one.allocated.expected == pytest.approx(1.03)
+
+
 def test_an_unknown_model_says_how_to_give_its_shape(tmp_path: Path, file: Path) -> None:
     with pytest.raises(SpecError, match="--config"):
         estimate(Request(file, ["model.id=someone/new", "model.weights=pretrained"], memory_gb=80))

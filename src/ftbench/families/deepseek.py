@@ -50,7 +50,14 @@ def _queries(hidden: int, latent: int, width: int, bias: bool) -> tuple[Linear, 
 
 def _experts(config: Config) -> Experts:
     count = config.whole("n_routed_experts" if config.get("n_routed_experts") else "num_local_experts")
-    return Experts(count, visited(config, count), config.whole("moe_intermediate_size"), "sigmoid", float_weights=True, shared_after=True)
+    return Experts(
+        count,
+        visited(config, count),
+        config.whole("moe_intermediate_size"),
+        "sigmoid",
+        float_weights=True,
+        shared_after=True,
+    )
 
 
 def _shared(config: Config) -> int:

@@ -37,8 +37,8 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class Norm:
     """A norm of `width` elements of a token in `groups`, each with a scale of its own: heads share one weight. `place`
-    is what it reads: the residual stream, or what a product put out: by position (of the whole MLP or attention: `after`)
-    or by `head`."""
+    is what it reads: the residual stream; what a product put out, as it is or by `head`; or (`after`) what the whole
+    attention or MLP put out."""
 
     width: int
     groups: int = 1
@@ -52,8 +52,8 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Fused experts: `count` of them with gated products of `inner`, of which a token visits `active`. `clamped` is
-    gpt-oss's gate function; `float_weights` says that the experts' outputs are multiplied in float32, `shared_after` that the
-    shared expert comes after them; `biases` the biases of one expert, `router_biases` those of the router."""
+    gpt-oss's gate function; `float_weights` says that the experts' outputs are multiplied in float32, `shared_after`
+    that the shared expert comes after them; `biases` the biases of one expert, `router_biases` those of the router."""
 
     count: int
     active: int

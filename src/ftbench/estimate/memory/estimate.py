@@ -28,6 +28,7 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 # How far from the expected value a run may lie: shares of it, wider than the errors in docs/estimates.md.
 ALLOCATED_SPREAD = 0.03
+SHARDED_SPREAD = 0.15  # of several GPUs: no run has measured them
 UNSEEN_SPREAD = 0.08  # of what no committed run has measured, or what is not quite explained: see `_unseen`
 VARYING_MOST = 0.5  # share of the activations that the pool may hold beyond the tensors where shapes vary
 CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
@@ -129,7 +130,7 @@ def _estimate(
     parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
     at_peak = size * known.allocated_factor / GIB
     largest = peak(most)[1] * known.allocated_factor / GIB
-    spread = UNSEEN_SPREAD if _unseen(plan) else ALLOCATED_SPREAD
+    spread = SHARDED_SPREAD if plan.gpus > 1 else UNSEEN_SPREAD if _unseen(plan) else ALLOCATED_SPREAD
     allocated = Band(at_peak * (1 - spread), at_peak, largest * (1 + spread))
     basis = slack_basis(plan, named, varies)
     held = slack(basis, known)
@@ -175,7 +176,7 @@ def verdict_of(device: Band, total: float) -> Verdict:
 def _unseen(plan: Plan) -> bool:
     recipe = plan.recipe
     unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
-    return plan.gpus > 1 or recipe.attention == "flash" or recipe.mxfp4 or unsloths
+    return recipe.attention == "flash" or recipe.mxfp4 or unsloths
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,18 +28,16 @@ class Plan:
 
 def resident(plan: Plan) -> Parts:
     """Return what stays from step to step: weights, adapters, optimizer state, workspaces of libraries."""
-    model, recipe, part = plan.model, plan.recipe, share.share(plan.strategy, plan.gpus)
+    part = share.share(plan.strategy, plan.gpus)
+    model, recipe = plan.model, share.kept_as(plan.recipe, part)
     count, width = weights.trained(model, recipe)
-    base = weights.weights(model, recipe) * part.weights
-    if part.gathered:
-        base += share.gathered(model.largest_layer * recipe.compute, model.vocab * model.hidden * recipe.compute)
     trained = count * width
     kept = max(transient.dequantised(each, recipe) for each, _ in model.kinds) if recipe.unsloth else 0
     kept += transient.checkpoint_buffers(model.hidden, recipe, plan.batch)
     return {
-        "weights": base,
+        "weights": weights.weights(model, recipe) * part.weights + share.gathered(model, recipe, part),
         "adapters": weights.adapters(model, recipe) * part.weights,
-        "optimizer state": weights.optimizer_state(*weights.kept_by(model, recipe)) * part.optimizer,
+        "optimizer state": share.optimizer_state(model, recipe, part),
         "gradients": trained * part.gradients if plan.accumulates else 0.0,
         "workspace": plan.workspace + kept + share.ddp_buckets(plan.strategy, plan.gpus, trained),
     }
@@ -102,10 +100,9 @@ def _keeps(recipe: Recipe, layers: int) -> list[bool]:
 
 def phases(plan: Plan) -> dict[str, Parts]:
     """Return phase → bytes by part. Parts of a phase are alive together."""
-    base, acts = resident(plan), _activations(plan)
-    model, recipe, batch = plan.model, plan.recipe, plan.batch
-    part = share.share(plan.strategy, plan.gpus)
-    cast = autocast_weights(model, recipe)
+    base, acts, part = resident(plan), _activations(plan), share.share(plan.strategy, plan.gpus)
+    model, recipe, batch = plan.model, share.kept_as(plan.recipe, part), plan.batch
+    cast = autocast_weights(model, recipe) if part.keeper == "torch" else 0.0
     stream = 2 * recipe.stream * model.hidden * batch.tokens if acts.kept else 0
     count, width = weights.trained(model, recipe)
     grads = weights.gradients(count, width) * part.gradients
@@ -117,7 +114,7 @@ def phases(plan: Plan) -> dict[str, Parts]:
     grown = {} if plan.accumulates else {"gradients": grads * _grown(model, recipe)}
     twice = loss.tied_gradients(model, recipe) * part.gradients
     gradients = {"gradients": base["gradients"] + (0.0 if plan.accumulates else top)}
-    step = weights.optimizer_step(recipe.optimizer, count, width) * part.optimizer
+    left, step = share.update(model, recipe, part)
     return {
         "load": {"weights": weights.loading(model, recipe) * part.weights},
         "forward": base | held | {"one layer": acts.forward_peak + stream},
@@ -125,7 +122,7 @@ def phases(plan: Plan) -> dict[str, Parts]:
         "backward, last layer": base | held | gradients | {"one layer": acts.again + acts.peak},
         "backward, first layer": base | first | grown | {"one layer": acts.first_again + acts.first_peak},
         "backward, embedding": base | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
-        "optimizer step": base | {"gradients": grads, "one step": step},
+        "optimizer step": base | {"gradients": left, "one step": step},
     }
 
 

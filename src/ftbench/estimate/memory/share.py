@@ -1,48 +1,112 @@
 """What one of several GPUs holds. All in bytes.
 
-Sources: Rajbhandari et al. 2020 (ZeRO, sections 5 and 6), torch's fully_shard and DistributedDataParallel, DeepSpeed's
-estimators of model states.
+Sources: Rajbhandari et al. 2020 (ZeRO, sections 5 and 6); DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py and stage3.py,
+`step`, and their estimators of model states); torch's fully_shard (FSDP2) as accelerate 1.15 sets it up, which keeps
+what is trained in float32; DistributedDataParallel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ftbench.estimate.memory import weights
+from ftbench.estimate.workload.method import Recipe
+from ftbench.families.shape import ModelShape
 
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2-offload", "zero3-offload")
+FLOAT = 4
+SUB_GROUP = 10**9  # elements of a GPU's part that ZeRO-3 updates at a time (DeepSpeed's default of sub_group_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The parts of weights, gradients and optimizer state that one GPU holds, 1 for all; `gathered` of one layer is
-    held whole while it computes. Offloading keeps the optimizer state in host memory: 0 here."""
+    """The parts of weights, gradients and optimizer state that one GPU holds, 1 for all. `keeper` is whose copies of
+    them there are. Offloading keeps the optimizer state in host memory: 0 here."""
 
     weights: float
     gradients: float
     optimizer: float
-    gathered: bool
+    keeper: Literal["torch", "deepspeed", "fsdp"] = "torch"
+
+    @property
+    def gathered(self) -> bool:
+        """Whether a layer's weights are only whole while it computes."""
+        return self.weights < 1
 
 
 def share(strategy: str, gpus: int) -> Share:
-    """ZeRO-1 divides the optimizer state, ZeRO-2 the gradients too, ZeRO-3 and FSDP the weights too; DDP nothing.
-    Raises ValueError for an unknown strategy or fewer than one GPU."""
+    """Return what one GPU holds: ZeRO-1 divides the optimizer state, ZeRO-2 the gradients too, ZeRO-3 and FSDP the
+    weights too; DDP nothing. Raises ValueError for an unknown strategy or fewer than one GPU."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is none of {', '.join(STRATEGIES)}")
     if gpus < 1:
         raise ValueError(f"{gpus} GPUs: there must be 1 or more")
     part = 1 / gpus
-    stage = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}.get(strategy.removesuffix("-offload"), 0)
-    optimizer = part if stage >= 1 else 1.0
-    if strategy.endswith("-offload"):
-        optimizer = 0.0
-    return Share(part if stage >= 3 else 1.0, part if stage >= 2 else 1.0, optimizer, gathered=stage >= 3)
+    if strategy == "fsdp":
+        return Share(part, part, part, "fsdp")
+    if not strategy.startswith("zero"):
+        return Share(1.0, 1.0, 1.0)
+    stage = int(strategy.removeprefix("zero")[0])
+    optimizer = 0.0 if strategy.endswith("-offload") else part
+    return Share(part if stage == 3 else 1.0, part if stage >= 2 else 1.0, optimizer, "deepspeed")
+
+
+def kept_as(recipe: Recipe, part: Share) -> Recipe:
+    """Return the recipe with the types in which the strategy keeps weights and adapters. DeepSpeed casts the whole
+    model to 16 bits where products are; accelerate casts what FSDP trains to float32, and gathers it in 16 bits."""
+    if part.keeper == "torch" or not recipe.autocast:
+        return recipe
+    if part.keeper == "fsdp":
+        return replace(recipe, weight=FLOAT if recipe.full else recipe.weight)
+    narrow = min(recipe.weight, recipe.compute)
+    upcast = recipe.upcast if recipe.quantised else narrow
+    return replace(recipe, weight=narrow, upcast=upcast, adapter=min(recipe.adapter, recipe.compute))
+
+
+def _has_masters(recipe: Recipe, part: Share) -> bool:
+    """Whether DeepSpeed trains float32 copies of weights of 16 bits."""
+    return part.keeper == "deepspeed" and recipe.autocast
+
+
+def optimizer_state(model: ModelShape, recipe: Recipe, part: Share) -> float:
+    """Return what the optimizer keeps on one GPU, the float32 copies that it trains included. `recipe` is as
+    `kept_as` made it."""
+    name, count, width, embedding = weights.kept_by(model, recipe)
+    if not _has_masters(recipe, part):
+        return weights.optimizer_state(name, count, width, embedding) * part.optimizer
+    return (FLOAT * count + weights.optimizer_state(name, count, FLOAT, embedding)) * part.optimizer
+
+
+def update(model: ModelShape, recipe: Recipe, part: Share) -> tuple[float, float]:
+    """Return the gradients that are there while the optimizer's step is at its most, and what it takes itself. Float32
+    copies get gradients in float32, made of the others, which go: in ZeRO-3 a sub-group at a time."""
+    count, width = weights.trained(model, recipe)
+    gradients = weights.gradients(count, width) * part.gradients
+    if not _has_masters(recipe, part):
+        return gradients, weights.optimizer_step(recipe.optimizer, count, width) * part.optimizer
+    if not part.optimizer:
+        return gradients, 0.0
+    held = count * part.optimizer
+    updated = min(held, SUB_GROUP) if part.gathered else held
+    step = FLOAT * updated + weights.optimizer_step(recipe.optimizer, updated, FLOAT)
+    return width * (held - updated), max(step, (width + FLOAT) * updated)
+
+
+def gathered(model: ModelShape, recipe: Recipe, part: Share) -> float:
+    """Return the weights that are whole for a while: ZeRO-3's layer at work and the next one that is fetched meanwhile,
+    or the embedding or head with its gradient (4 bytes of the largest, as DeepSpeed's estimator says); FSDP's root,
+    which keeps embedding and head until the step ends, and two layers."""
+    if not part.gathered:
+        return 0.0
+    layers = 2 * model.largest_layer
+    if part.keeper == "fsdp":
+        return float(recipe.compute * (layers + model.parameters["embedding"] + model.parameters["head"]))
+    largest = model.vocab * model.hidden * (2 if recipe.full else 1)
+    return float(recipe.compute * max(layers, largest))
 
 
 def ddp_buckets(strategy: str, gpus: int, trained_bytes: float) -> float:
-    """DDP's flat copies of the gradients: as large as they are (gradient_as_bucket_view is off in accelerate)."""
+    """Return DDP's flat copies of the gradients: as large as they are (gradient_as_bucket_view is off in
+    accelerate)."""
     return trained_bytes if strategy == "ddp" and gpus > 1 else 0.0
-
-
-def gathered(layer_bytes: float, largest_bytes: float) -> float:
-    """What ZeRO-3 and FSDP gather: the layer at work, the next one that is fetched meanwhile, and at the ends the
-    embedding or head alone."""
-    return max(2 * layer_bytes, largest_bytes)

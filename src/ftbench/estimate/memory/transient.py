@@ -49,8 +49,9 @@ def mlp_peak(layer: Layer, recipe: Recipe) -> float:
 
 def experts_peak(layer: Layer, recipe: Recipe, backward: bool) -> float:
     """Return the most that one layer's experts need at once beyond what is saved: for each visited expert the gradient
-    of the output spread out, and put back in order (3 h); gpt_oss's gate function needs 2 i besides. Where routing weights are float32 that gradient is, of its factor
-    too, and it is cast."""
+    of the output spread out, and put back in order (3 h); gpt_oss's gate function needs 2 i besides. Where routing
+    weights are float32 that gradient is, and that of its factor, and it is cast. What a shared expert saved that comes
+    after them is gone by then."""
     moe = layer.experts
     if moe is None:
         return 0.0
