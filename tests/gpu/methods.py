@@ -43,6 +43,8 @@ METHODS = {
     "paged-8bit": ("train.optimizer=paged_adamw_8bit",),
     "unsloth": ("method=unsloth",),
     "unsloth-lora": ("method={name: unsloth, load_in_4bit: off, use_gradient_checkpointing: off}",),
+    "unsloth-packing": ("method={name: unsloth, load_in_4bit: off}", "optimizations.packing=on"),
+    "unsloth-fp8": ("method={name: unsloth, load_in_4bit: off, load_in_fp8: on}",),
     "chunked-loss": ("optimizations.chunked_loss=on",),
     "liger": ("optimizations.liger=on",),
     "compile-dynamic": ("optimizations.compile=dynamic", "optimizations.chunked_loss=on"),

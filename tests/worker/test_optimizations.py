@@ -4,10 +4,13 @@ tests/gpu."""
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import sys
 import weakref
 from collections import Counter, defaultdict
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -430,7 +433,9 @@ def test_what_needs_a_gpu_says_so(name):
 
 
 @pytest.mark.parametrize(
-    "optimizations", [{"packing": True}, {"chunked_loss": True}, {"liger": True}, {"compile": True}], ids=json.dumps
+    "optimizations",
+    [{"fp8": "tensorwise", "compile": True}, {"chunked_loss": True}, {"liger": True}, {"compile": True}],
+    ids=json.dumps,
 )
 def test_unsloth_brings_its_own(optimizations):
     with pytest.raises(ValueError, match="with method unsloth"):
@@ -442,3 +447,30 @@ def test_the_longest_samples_come_first_and_the_others_keep_their_order():
     found = [len(each.ids) for each in order.longest_first(made, 2)]
     assert found == [40, 30, 5, 7, 9, 8]
     assert all(a >= b for a, b in pairwise(found[:2]))
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_unsloth_is_told_where_samples_begin_in_its_own_words_and_its_attention_must_have_read_them(name, monkeypatch):
+    spec = spec_of(method={"name": "unsloth"}, optimizations={name: True})
+    collator = Collator(spec, 0, 8, 4, lambda count: None)
+    rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5], "lengths": [3, 2]}]
+    batch = collator(rows)
+    assert batch["packed_seq_lengths"].tolist() == [3, 2]
+    assert batch["packed_seq_lengths"].dtype == torch.int32
+    assert "attention_mask" not in batch
+    assert "packed_seq_lengths" not in Collator(spec_of(optimizations={name: True}), 0, 8, 4, lambda count: None)(rows)
+    module = importlib.import_module(f"ftbench.worker.optimizations.{name}")
+    (told,) = module.verify(None, spec)
+    assert "was not told where samples begin" in told
+    monkeypatch.setitem(sys.modules, "unsloth.utils.packing", SimpleNamespace(_PACKED_INFO_CACHE={"cuda:0": {}}))
+    assert module.verify(None, spec) == []
+
+
+def test_unsloths_8_bit_weights_exclude_its_4_bits_and_need_a_new_gpu():
+    with pytest.raises(ValueError, match="load_in_fp8 and load_in_4bit exclude each other"):
+        spec_of(method={"name": "unsloth", "load_in_fp8": True})
+    spec = spec_of(method={"name": "unsloth", "load_in_4bit": False, "load_in_fp8": True})
+    assert refusals_on(spec, (8, 9)) == [
+        "method.load_in_fp8 needs a GPU of compute capability 9.0 or higher: set it to off"
+    ]
+    assert refusals_on(spec, (9, 0)) == []

@@ -19,6 +19,7 @@ TOLERANCES: dict[str, Tolerance] = {
     "method.quant_type": Tolerance(COARSE),
     "method.double_quant": Tolerance(COARSE),
     "method.load_in_4bit": Tolerance(COARSE),
+    "method.load_in_fp8": Tolerance(COARSE),
     "method.upcast": Tolerance(COARSE),
 }
 _SAME_MACHINE = ("gpu", "versions.torch")

@@ -185,11 +185,22 @@ class Unsloth(_Adapters):
     use_gradient_checkpointing: Literal["unsloth", "on", "off"] = Field(
         "unsloth", description="unsloth's own, which moves layer inputs to host memory; on is torch's"
     )
+    load_in_fp8: Switch = Field(False, description="quantise the frozen weights to 8-bit floats, a scale a row")
     random_state: Int = Field(3407, ge=0, description="unsloth's seed for the adapters")
 
     @property
     def quantised(self) -> bool:
         return self.load_in_4bit
+
+    def refusals(self, spec: Experiment) -> Iterator[str]:
+        yield from super().refusals(spec)
+        if self.load_in_fp8 and self.load_in_4bit:
+            yield "method.load_in_fp8 and load_in_4bit exclude each other: set one to off"
+
+    def refusals_on(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
+        yield from super().refusals_on(spec, capability)
+        if self.load_in_fp8 and capability is not None and capability < (9, 0):
+            yield "method.load_in_fp8 needs a GPU of compute capability 9.0 or higher: set it to off"
 
     def unsimulated(self, spec: Experiment) -> tuple[str, str]:
         return "method unsloth: its kernels are Triton's and its import asks for a GPU", "method=lora"

@@ -183,7 +183,8 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
     """unsloth, in how many bits, and whether with its own checkpointing."""
-    bits = "4 bit" if facts.get("method.load_in_4bit") == "on" else "16 bit"
+    held_in = {"4 bit": "method.load_in_4bit", "8 bit": "method.load_in_fp8"}
+    bits = next((name for name, key in held_in.items() if facts.get(key) == "on"), "16 bit")
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")
     return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"])]
 

@@ -22,6 +22,5 @@ OPTIMIZATION = Optimization(
     description="fill rows of max_length with whole samples, each seeing only itself; batch_size counts rows",
     verified="no padded position was counted",
     tolerance=Tolerance(COARSE, another_order=True),
-    unsloth="it does not read the boundaries that ftbench gives: leave it off",
     refusals=_refusals,
 )

@@ -8,5 +8,4 @@ OPTIMIZATION = Optimization(
     description="lay the samples of a batch end to end in one row instead of padding them",
     verified="no padded position was counted",
     tolerance=Tolerance(ROUNDING),
-    unsloth="it does not read the boundaries that ftbench gives: leave it off",
 )

@@ -29,6 +29,7 @@ class Collator:
         self._rows = spec.train.batch_size
         self._positions = on.chunked_loss
         self._boundaries = on.attention in BY_BOUNDARIES
+        self._for_unsloth = spec.method.name == "unsloth"
         self._max_length = max(longest, spec.dataset.max_length)
         self._most = most
         self._pad, self._sink = pad_token_id, sink
@@ -84,6 +85,8 @@ class Collator:
             "labels": targets[None],
             "position_ids": np.concatenate([np.arange(length) for length in lengths])[None],
         }
+        if self._for_unsloth:
+            batch["packed_seq_lengths"] = np.array(lengths, dtype=np.int32)  # as its own collator does
         if self._boundaries:
             bounds = self._bounds(starts)
             longest = max(self._max_length, *lengths)  # the same in every batch: a compiled graph is made for its value

@@ -22,7 +22,7 @@ PACKED = "Mxfp4ExpertParam"  # how unsloth holds the experts of gpt-oss, publish
 
 
 def load(spec: Experiment, source: str) -> Any:
-    """The model as unsloth loads it, in 4 or 16 bits."""
+    """The model as unsloth loads it, in 4, 8 or 16 bits."""
     from unsloth import FastLanguageModel
 
     method: Any = spec.method
@@ -33,6 +33,7 @@ def load(spec: Experiment, source: str) -> Any:
             max_seq_length=spec.dataset.max_length,
             dtype=getattr(torch, spec.model.dtype),
             load_in_4bit=method.load_in_4bit,
+            load_in_fp8=method.load_in_fp8,
             use_gradient_checkpointing=_checkpointing(method),
             random_state=method.random_state,
             fix_tokenizer=False,
@@ -89,10 +90,21 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         found.append("method unsloth: load_in_4bit is on and no layer holds 4-bit weights")
     if not method.load_in_4bit and in_4_bits:
         found.append("method unsloth: load_in_4bit is off and layers hold 4-bit weights")
+    if method.load_in_fp8 and not any(map(_in_fp8, model.parameters())):
+        found.append("method unsloth: load_in_fp8 is on and no layer holds 8-bit weights")
     facts = applied(model)
     if not facts["fused_attention"] and not facts["fused_mlp"] and not facts["compiled_modules"]:
         found.append("method unsloth: no layer uses unsloth's functions")
     return found
+
+
+def _in_fp8(parameter: Any) -> bool:
+    return parameter.dtype == torch.float8_e4m3fn or type(parameter).__name__ == "Float8Tensor"  # plain, or torchao's
+
+
+def reads_boundaries() -> bool:
+    """Return whether unsloth's attention was told, in a step that was done, where the samples of a row begin."""
+    return bool(getattr(sys.modules.get("unsloth.utils.packing"), "_PACKED_INFO_CACHE", None))
 
 
 def applied(model: Any) -> dict[str, Any]:

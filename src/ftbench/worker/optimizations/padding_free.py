@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.methods import unsloth
 from ftbench.worker.model.packed_samples import isolate_packed_samples
 
 
 def apply(model: Any, spec: Experiment) -> None:
     isolate_packed_samples(model, "padding_free")
+
+
+def verify(model: Any, spec: Experiment) -> list[str]:
+    """unsloth has a way of its own to tell samples apart (`unsloth/utils/packing.py`)."""
+    if not spec.optimizations.padding_free or spec.method.name != "unsloth" or unsloth.reads_boundaries():
+        return []
+    return ["optimizations.padding_free is on and unsloth's attention was not told where samples begin"]
