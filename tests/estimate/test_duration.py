@@ -29,10 +29,9 @@ from ftbench.estimate.time.duration import (
     estimate_duration,
 )
 from ftbench.estimate.time.history import is_older, known_runs
-from ftbench.estimate.time.observations import per_step
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import micro_step
-from ftbench.estimate.workload.lengths import batches_of, lengths_of
+from ftbench.estimate.workload.lengths import batches_of, lengths_of, per_step
 from ftbench.estimate.workload.method import trainable_shape
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir

@@ -9,6 +9,7 @@ term); for LoRA the frozen weights need no weight gradient, which leaves 4 N.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -55,10 +56,8 @@ def attention_per_token(shape: MatmulShape, length: float, passes: int = 3) -> f
     Scores and values each take 2 * width * context FLOPs forward and twice that backward (`passes` = 3; 1 for a
     forward alone); the mean context of a causal sequence is length / 2, or less under a sliding window.
     """
-    return sum(
-        passes * 4 * width * _mean_context(length, window)
-        for width, window in zip(shape.attention_width, shape.windows, strict=True)
-    )
+    kinds = Counter(zip(shape.attention_width, shape.windows, strict=True))
+    return sum(layers * passes * 4 * width * _mean_context(length, window) for (width, window), layers in kinds.items())
 
 
 def _mean_context(length: float, window: int | None) -> float:

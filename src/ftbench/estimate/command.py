@@ -51,7 +51,8 @@ class Answer:
 
 def estimate(request: Request) -> Answer:
     """Raises SpecError for what is wrong or cannot be known, with a way to say it."""
-    spec = load(request.spec, request.sets)
+    store = Store.read(request.store)
+    spec = store.counted(load(request.spec, request.sets))
     prices = None if request.prices is None else load_prices(request.prices)
     asked = duration_text.checked(request.samples, request.hours, prices)
     options: dict[str, Any] = {"gpus": _count(request), "strategy": _strategy(request)}
@@ -63,7 +64,6 @@ def estimate(request: Request) -> Answer:
         for name, gpu, total in places
     ]
     best = min(VERDICTS.index(one.verdict) for _, one, _ in found)
-    store = Store.read(request.store)
     rows = [per_gpu.timed(spec, name, gpu, store, options.get("config"), request.gpus) for name, gpu, _ in places]
     document = view.as_document(spec, found)
     for one, time in zip(document["gpus"], per_gpu.as_documents(spec, rows, asked), strict=True):

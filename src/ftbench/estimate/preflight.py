@@ -76,6 +76,7 @@ def warning(spec: Experiment, gpu: dict[str, Any] | None) -> str | None:
 def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> str | None:
     """One line on what a run will take on the GPU of a machine.json: `expected: 77.9 GiB of 140.4, about 4 min 05 s
     (scaled from 3 runs …)`; None where nothing is known."""
+    spec = store.counted(spec)
     memory, time = on_machine(spec, gpu), time_on_machine(spec, gpu, store)
     told = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
     if time is not None:

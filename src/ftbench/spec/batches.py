@@ -58,7 +58,7 @@ def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     each sample goes into the row with the least room that still takes it (best fit, longest first)."""
     room: list[tuple[int, int]] = []  # what is left in each row, and which row; ascending
     found: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         at = bisect.bisect_left(room, (lengths[place], 0))
         if at < len(room):
             left, row = room.pop(at)
@@ -74,7 +74,7 @@ def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[lis
     """Yield the batches, as places of their samples, of each window of fifty batches that is sorted by length."""
     for start in range(0, len(lengths), WINDOW * batch_size):
         places = range(start, min(start + WINDOW * batch_size, len(lengths)))
-        window = sorted(places, key=lambda place: -lengths[place])
+        window = sorted(places, key=lengths.__getitem__, reverse=True)
         yield [window[at : at + batch_size] for at in range(0, len(window), batch_size)]
 
 

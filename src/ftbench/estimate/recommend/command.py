@@ -15,9 +15,8 @@ from ftbench.estimate.command import listed
 from ftbench.estimate.recommend.ranking import OBJECTIVES, Found, Objective, Wanted, recommend
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.duration_text import MOST_SAMPLES
-from ftbench.estimate.time.observations import per_step
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.lengths import batches_of
+from ftbench.estimate.workload.lengths import batches_of, per_step
 from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -58,6 +57,7 @@ def run(request: Request) -> Found:
         raise SpecError(*problems)
     deadline = parse_seconds(request.deadline) if request.deadline is not None else None
     store = Store.read(request.store)
+    spec = store.counted(spec)
     return recommend(Wanted(
         spec, asked, _samples(request, spec, store), deadline, request.max_cost, prices,
         cast(Objective, request.objective), _methods(request), request.effective_batch, store,
@@ -136,7 +136,7 @@ def _unknown(option: str, word: str, words: Sequence[str] | dict[str, type], kin
 
 
 def _samples(request: Request, spec: Experiment, store: Store) -> float:
-    a_step = per_step(spec, batches_of(spec, store.lengths(spec.dataset)), "samples")
+    a_step = per_step(spec, batches_of(spec, store.lengths(spec)), "samples")
     samples = request.samples or epochs_samples(spec, a_step)
     if samples is None:
         raise SpecError(f"--samples: say how many to train on; how many {spec.dataset.name} has is not known")

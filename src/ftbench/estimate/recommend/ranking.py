@@ -85,7 +85,7 @@ class Found:
 def recommend(wanted: Wanted) -> Found:
     """Raises SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
     methods = wanted.methods or _family(wanted.spec)
-    equal = len(set(wanted.store.lengths(wanted.spec.dataset).values)) == 1
+    equal = len(set(wanted.store.lengths(wanted.spec).values)) == 1
     room, reasons, fitting, weighed = Room(wanted.config), Counter[str](), list[Option](), 0
     for way in candidates.ways(wanted.spec, methods, equal):
         for gpu in wanted.gpus:

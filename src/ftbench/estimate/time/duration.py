@@ -14,9 +14,8 @@ from ftbench.estimate.time import power, speeds
 from ftbench.estimate.time.ceilings import Ceilings, limits_of
 from ftbench.estimate.time.history import Known
 from ftbench.estimate.time.neighbor_correction import Correction, correction
-from ftbench.estimate.time.observations import per_step
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.lengths import batches_of
+from ftbench.estimate.workload.lengths import batches_of, per_step
 from ftbench.estimate.workload.method import TrainableShape
 from ftbench.spec.experiment import Experiment, resolve
 
@@ -83,7 +82,7 @@ def estimate_duration(
     SpecError for a model whose shape is not known, and for products in a precision of which no rate is known."""
     store = store or Store()
     spec = resolve(spec, capability_of(gpu))
-    lengths = store.lengths(spec.dataset)
+    lengths = store.lengths(spec)
     batches = batches_of(spec, lengths)
     shape, work = store.work(spec, batches, config)
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)

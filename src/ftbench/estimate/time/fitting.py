@@ -26,7 +26,7 @@ def fit(observations: Sequence[Observation], priors: Mapping[str, float]) -> dic
     for each in observations:
         counts[each.key] += 1
     weights = np.array([1 / math.sqrt(counts[each.key]) / _NOISE for each in observations])
-    measured = np.array([each.seconds for each in observations])
+    measured = np.array([each.run.step_s for each in observations])
     sums = [_Sum.of(each.ideal, names) for each in observations]
     start, found = np.array([priors[name] for name in names]), np.zeros(len(names))
     for _ in range(_ROUNDS if observations else 0):

@@ -128,12 +128,11 @@ def _told(run: RunDir) -> Known | None:
         return None
     if spec.optimizations.chunked_loss and is_older(run):
         return None
-    rate = summary.get("samples_per_s")
     phases = summary.get("phases_s") or {}
     start = sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None
     return Known(
         f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), step,
-        rate * step if rate else spec.train.batch_size * spec.train.gradient_accumulation_steps,
+        summary["samples_per_s"] * step,
         start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {},
         _batch(summary, spec, step),
         step_key(spec), settings_of(spec),

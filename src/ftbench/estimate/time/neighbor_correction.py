@@ -45,7 +45,7 @@ def neighbours(seen: Sequence[Observation], coefficients: Mapping[str, float]) -
     found = []
     for each in seen:
         modelled = step(each.ideal, coefficients)
-        found.append(Neighbour(each.run, modelled, math.log(each.seconds / modelled.seconds), 1 / times[each.key]))
+        found.append(Neighbour(each.run, modelled, math.log(each.run.step_s / modelled.seconds), 1 / times[each.key]))
     return found
 
 
@@ -54,16 +54,16 @@ def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) ->
     if not others:
         return None
     total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0
-    own = settings_of(spec)
+    own, host_bound = settings_of(spec), modelled.host_bound
     for other in others:
         far = abs(math.log(modelled.seconds / other.modelled.seconds)) / 2
         far += _apart(own, other.run.settings) + _MODEL * (spec.model.id != other.run.spec.model.id)
-        far += _SIDE * (modelled.host_bound != other.modelled.host_bound)
+        far += _SIDE * (host_bound != other.modelled.host_bound)
         if far > _FARTHEST:
             continue
         weight = math.exp(-far) * other.share
         total, weights, near = total + weight * other.miss, weights + weight, near + 1
-        alike += own == other.run.settings and other.modelled.host_bound == modelled.host_bound
+        alike += own == other.run.settings and other.modelled.host_bound == host_bound
     return Correction(math.exp(total / weights), near, alike) if near else None
 
 

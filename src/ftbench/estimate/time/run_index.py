@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu
 from ftbench.errors import SpecError
+from ftbench.estimate.time.ceilings import limits_of
 from ftbench.estimate.time.history import Known, StepKey, known_runs, step_key
 from ftbench.estimate.time.neighbor_correction import Neighbour, neighbours
-from ftbench.estimate.time.observations import Observation, observed
+from ftbench.estimate.time.observations import Observation
+from ftbench.estimate.time.speeds import Ideal, ideal
 from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.lengths import Batch, Lengths, lengths_of
 from ftbench.estimate.workload.method import TrainableShape, trainable_shape
 from ftbench.spec.datasets import Dataset
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, Model
 
 
 class Store:
@@ -32,7 +35,8 @@ class Store:
         self._seen: dict[str, list[Observation]] = {}
         self._near: dict[Any, list[Neighbour]] = {}
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
-        self._lengths: dict[Dataset, Lengths] = {}
+        self._shapes: dict[Any, TrainableShape] = {}
+        self._lengths: dict[tuple[Dataset, Model], Lengths] = {}
         self._left_out: StepKey | None = None
 
     @classmethod
@@ -59,11 +63,23 @@ class Store:
         """Runs on such a GPU."""
         return self._on.get(gpu.name, [])
 
-    def lengths(self, dataset: Dataset) -> Lengths:
-        """The lengths of the samples, as the runs know them."""
-        if dataset not in self._lengths:
-            self._lengths[dataset] = lengths_of(dataset, ((run.spec.dataset, run.described) for run in self.runs))
-        return self._lengths[dataset]
+    def lengths(self, spec: Experiment) -> Lengths:
+        """Return the lengths of a spec's samples, as the runs know them."""
+        key = (spec.dataset, spec.model)
+        if key not in self._lengths:
+            recorded = ((run.spec.dataset, run.described) for run in self.runs)
+            self._lengths[key] = lengths_of(spec.dataset, recorded, spec.model)
+        return self._lengths[key]
+
+    def counted(self, spec: Experiment) -> Experiment:
+        """Return the spec with how many samples its data set has, where it does not say so and a file does."""
+        data = spec.dataset
+        rows = self.lengths(spec).rows if data.samples is None else None
+        if rows is None:
+            return spec
+        return spec.model_copy(
+            update={"dataset": data.model_copy(update={"samples": max(1, rows - data.eval_samples)})}
+        )
 
     def work(
         self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None
@@ -71,16 +87,29 @@ class Store:
         """The model with its method on it, and what a step asks for: the same on every GPU."""
         key = (id(config), *step_key(spec))
         if key not in self._work:
-            shape = trainable_shape(spec, config)
+            shape = self._shape(spec, config)
             self._work[key] = shape, step_work(spec, shape, batches)
         return self._work[key]
 
+    def _shape(self, spec: Experiment, config: dict[str, Any] | None) -> TrainableShape:
+        key = (id(config), spec.model, spec.method)
+        if key not in self._shapes:
+            self._shapes[key] = trainable_shape(spec, config)
+        return self._shapes[key]
+
     def observations(self, gpu: Gpu) -> list[Observation]:
-        """The runs on such a GPU with their work."""
+        """Return the runs on such a GPU with their work; not those of a model whose shape is not known, or in a
+        precision of which no rate is."""
         if gpu.name not in self._seen:
-            found = (observed(run, gpu, self.path) for run in self.on(gpu))
-            self._seen[gpu.name] = [each for each in found if each is not None]
+            self._seen[gpu.name] = []
+            for run in self.on(gpu):
+                with suppress(SpecError):
+                    self._seen[gpu.name].append(Observation(run, self._ideal(run, gpu)))
         return self._seen[gpu.name]
+
+    def _ideal(self, run: Known, gpu: Gpu) -> Ideal:
+        limits = limits_of(gpu, run.spec.train.precision, run.spec.optimizations.fp8 != "off", self.path)
+        return ideal(step_work(run.spec, self._shape(run.spec, None), [run.batch]), limits)
 
     def neighbours(self, gpu: Gpu, coefficients: Mapping[str, float]) -> list[Neighbour]:
         """The same with what the model says of them."""

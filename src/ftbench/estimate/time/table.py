@@ -77,7 +77,7 @@ def _row(each: Observation, rest: Store, coefficients: dict[str, float]) -> Row:
     alone = estimate_duration(each.run.spec, gpu, rest, coefficients=coefficients)
     bare = estimate_duration(each.run.spec, gpu, Store(rest.path), coefficients=coefficients)
     step = alone.step_s
-    return Row(each.run, each.seconds, step.expected, step.low, step.high, bare.step_s.expected, alone.basis)
+    return Row(each.run, each.run.step_s, step.expected, step.low, step.high, bare.step_s.expected, alone.basis)
 
 
 def _seen(store: Store) -> list[Observation]:

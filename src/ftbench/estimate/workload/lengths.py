@@ -11,28 +11,30 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, TypeAlias
 
+from ftbench.estimate.workload.file_lengths import file_lengths
 from ftbench.spec import batches
 from ftbench.spec.datasets import DATASETS, Dataset
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, Model
 
 MOST_SAMPLES = 4096  # drawn for an estimate; more change the mean of a batch by about 1 %
 CLASSES = 8  # groups of micro-batches of like size that are computed with: time is not proportional to size
 BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")  # know where a sample ends
 
-Row: TypeAlias = tuple[int, int, int]  # tokens, the sum of its samples' squared lengths, samples
+Column: TypeAlias = tuple[int, ...]  # a figure of each row
 LaidOut: TypeAlias = tuple[int, int, int, int, bool]  # positions, samples, real tokens, pairs, whether they are masked
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
     """Lengths in tokens of samples as they are drawn, the share of tokens that carry loss, and where both come from.
-    `upper_bound` says that nothing is known but the longest that is allowed. Equal only to itself: batches are kept by
-    it."""
+    `upper_bound` says that nothing is known but the longest that is allowed; `rows` is how many samples the data set
+    has, where it was read. Equal only to itself: batches are kept by it."""
 
     values: tuple[int, ...]
     labels: float
     source: str
     upper_bound: bool = False
+    rows: int | None = None
 
     @property
     def mean(self) -> float:
@@ -54,8 +56,11 @@ class Batch:
     masked: bool
 
 
-def lengths_of(dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = ()) -> Lengths:
-    """`recorded` are data sets of earlier runs with the `dataset` section of their summaries."""
+def lengths_of(
+    dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = (), model: Model | None = None
+) -> Lengths:
+    """Return the lengths of a data set for a model; `recorded` are data sets of earlier runs with the `dataset` section
+    of their summaries."""
     if dataset.name == "synthetic":
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES)
         return Lengths(_drawn(dataset, count), 1.0, "exact: synthetic lengths")
@@ -66,8 +71,21 @@ def lengths_of(dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any
         like = Dataset(name="synthetic", like=dataset.name, samples=MOST_SAMPLES, max_length=dataset.max_length)
         drawn = _drawn(like, min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES))
         return Lengths(drawn, 1.0, f"drawn to the mean length known of {dataset.name}")
-    why = f"the lengths of {dataset.name} are not known: every sample counts as max_length {dataset.max_length:,}"
+    why = f"the lengths of {dataset.name} are not known"
+    if dataset.name in ("file", "sample") and model is not None:
+        counted = file_lengths(dataset, model)
+        if not isinstance(counted, str):
+            return _of_file(dataset, *counted)
+        why += f" ({counted})"
+    why += f": every sample counts as max_length {dataset.max_length:,}"
     return Lengths((dataset.max_length,) * 64, 1.0, why, upper_bound=True)
+
+
+def _of_file(dataset: Dataset, lengths: Sequence[int], rows: int, source: str) -> Lengths:
+    """Return the lengths in an order like that of training, as many as are trained on."""
+    trained = max(1, min(dataset.samples or rows, len(lengths)))
+    shuffled = random.Random(dataset.seed).sample(lengths, trained)
+    return Lengths(tuple(min(length, dataset.max_length) for length in shuffled), 1.0, source, rows=rows)
 
 
 @lru_cache(maxsize=32)
@@ -122,6 +140,12 @@ def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
     ))  # fmt: skip
 
 
+def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
+    """Return the mean of a field of the micro-batches, of all micro-batches of an optimizer step."""
+    passes = spec.train.gradient_accumulation_steps
+    return passes * sum(batch.weight * float(getattr(batch, name)) for batch in batches)
+
+
 def mean_batch(
     spec: Experiment, samples: float, positions: float, real: float, labels: float, of_a_token: float
 ) -> Batch:
@@ -137,17 +161,21 @@ def mean_batch(
 
 @lru_cache(maxsize=4096)
 def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
-    rows = _rows(lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length)
-    size = layout.size
-    if len(rows) < size:  # what was drawn fills no whole batch of this size: it is drawn over and over
-        rows *= -(-size // len(rows))
-    whole = len(rows) // size
-    longest = max(row[0] for row in rows)
-    laid = [_laid_out(layout, rows[at : at + size], longest) for at in range(0, whole * size, size)]
+    totals, squares, counts = _rows(lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length)
+    size, more = layout.size, -(-layout.size // len(totals))
+    if more > 1:  # what was drawn fills no whole batch of this size: it is drawn over and over
+        totals, squares, counts = totals * more, squares * more, counts * more
+    whole = len(totals) // size
+    longest = max(totals)
+    starts = range(0, whole * size, size)
+    laid = [
+        _laid_out(layout, totals[at : at + size], squares[at : at + size], counts[at : at + size], longest)
+        for at in starts
+    ]
     laid.sort(key=itemgetter(0))
     classes = 1 if laid[0][0] == laid[-1][0] else min(CLASSES, whole)
-    starts = [-(-whole * place // classes) for place in range(classes + 1)]
-    return tuple(_mean(laid[a:b], (b - a) / whole, lengths.labels) for a, b in itertools.pairwise(starts))
+    edges = [-(-whole * place // classes) for place in range(classes + 1)]
+    return tuple(_mean(laid[a:b], (b - a) / whole, lengths.labels) for a, b in itertools.pairwise(edges))
 
 
 def _mean(laid: Sequence[LaidOut], weight: float, labels: float) -> Batch:
@@ -156,22 +184,22 @@ def _mean(laid: Sequence[LaidOut], weight: float, labels: float) -> Batch:
 
 
 @lru_cache(maxsize=64)
-def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tuple[Row, ...]:
-    """Return the rows, those of a batch after one another. `grouping` is the size of the batches that hold samples of
-    like length, 0 where they do not."""
+def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tuple[Column, Column, Column]:
+    """Return of each row its tokens, the sum of its samples' squared lengths, and its samples; the rows of a batch
+    after one another. `grouping` is the size of the batches that hold samples of like length, 0 where they do not."""
     values = lengths.values
     if packing:
-        packed = ([values[place] for place in row] for row in batches.packed(values, max_length))
-        return tuple((sum(row), sum(length * length for length in row), len(row)) for row in packed)
+        rows = [[values[place] for place in row] for row in batches.packed(values, max_length)]
+        squares = tuple(sum([length * length for length in row]) for row in rows)
+        return tuple(map(sum, rows)), squares, tuple(map(len, rows))
     if grouping:
         windows = batches.length_windows(values, grouping)
         values = tuple(values[place] for window in windows for batch in window for place in batch)
-    return tuple((length, length * length, 1) for length in values)
+    return values, tuple([length * length for length in values]), (1,) * len(values)
 
 
-def _laid_out(layout: _Layout, rows: Sequence[Row], longest: int) -> LaidOut:
+def _laid_out(layout: _Layout, totals: Column, squares: Column, counts: Column, longest: int) -> LaidOut:
     """Return a batch as `worker/data/collate.py` lays it out."""
-    totals, squares, counts = zip(*rows, strict=True)
     real, samples, wide = sum(totals), sum(counts), longest if layout.fixed else max(totals)
     positions = real if layout.flat and not layout.fixed else max(real, wide * layout.size)
     if layout.boundaries:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
-from ftbench.errors import DataError, MissingError
+from ftbench.core.data_files import read_file
+from ftbench.errors import MissingError
 from ftbench.spec.datasets import DATASETS, Dataset
 
 
@@ -19,23 +17,6 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     def where(self, index: int) -> str: ...
-
-
-class FileRows:
-    """Rows of a file, each with the line (or record) it stands on."""
-
-    def __init__(self, path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], unit: str) -> None:
-        self._path, self._unit = path, unit
-        self._rows = list(numbered)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[index][1]
-
-    def where(self, index: int) -> str:
-        return f"{self._path}, {self._unit} {self._rows[index][0]}"
 
 
 class HubRows:
@@ -76,100 +57,3 @@ def _hub(dataset: Dataset) -> HubRows:
             "to the hub, or take dataset=sample, or your own file with dataset.name=file and dataset.path"
         ) from None
     return HubRows(dataset.name, data)
-
-
-def read_file(path: Path) -> FileRows:
-    """Rows of a .json, .jsonl, .csv or .parquet file. Raises DataError that names file and row."""
-    reader, unit = _READERS.get(path.suffix.lower(), (None, ""))
-    if reader is None:
-        raise DataError(
-            f"{path}: {path.suffix or 'a name without ending'} is not known; give .json, .jsonl, .csv or .parquet"
-        )
-    try:
-        rows = FileRows(path, reader(path), unit)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    if not len(rows):
-        raise DataError(f"{path}: holds no rows")
-    return rows
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: byte {error.start + 1} is not UTF-8; save the file as UTF-8"
-                ) from None
-
-
-def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error}); each line is one object") from None
-        yield number, _object(path, f"line {number}", row)
-
-
-def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        data = json.loads("".join(line for _, line in _lines(path)))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}, line {error.lineno}: not JSON ({error.msg}); for one object a line name it .jsonl"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(data, list):
-        raise DataError(f"{path}: must hold a list of objects, not {type(data).__name__}")
-    for number, row in enumerate(data, start=1):
-        yield number, _object(path, f"record {number}", row)
-
-
-def _object(path: Path, where: str, row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise DataError(f"{path}, {where}: must be an object with named fields, not {type(row).__name__}")
-    return row
-
-
-def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    csv.field_size_limit(2**31 - 1)  # a text may be longer than the 128 KiB that csv allows by itself
-    reader = csv.reader(line for _, line in _lines(path))
-    try:
-        names = next(reader, None)
-        if not names:
-            raise DataError(f"{path}: is empty; the first line names the columns")
-        for values in reader:
-            if not values:
-                continue
-            if len(values) != len(names):
-                raise DataError(
-                    f"{path}, line {reader.line_num}: {len(values)} fields where the header names {len(names)}"
-                )
-            yield reader.line_num, dict(zip(names, values, strict=True))
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from None
-
-
-def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
-    yield from enumerate(table.to_pylist(), start=1)
-
-
-_READERS: dict[str, tuple[Callable[[Path], Iterator[tuple[int, dict[str, Any]]]], str]] = {
-    ".jsonl": (_jsonl, "line"),
-    ".json": (_json, "record"),
-    ".csv": (_csv, "line"),
-    ".parquet": (_parquet, "row"),
-}

@@ -1,0 +1,116 @@
+"""How long the samples of a user's file are, before any run: counted where the file lies, not taken for the longest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftbench.core.hardware import find_gpu
+from ftbench.estimate.command import Request, estimate
+from ftbench.estimate.workload.lengths import lengths_of
+from ftbench.spec.datasets import Dataset
+from ftbench.spec.experiment import Experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = find_gpu("NVIDIA H200")
+
+
+def spec_of(file: Path, **model: Any) -> Experiment:
+    return Experiment.model_validate({
+        "name": "x", "model": {"id": "Qwen/Qwen3-8B", **model}, "method": {"name": "lora"},
+        "dataset": {"name": "file", "path": str(file)}, "train": {"precision": "bf16"},
+    })  # fmt: skip
+
+
+def written(path: Path, rows: int, words: int) -> Path:
+    text = "word " * words
+    path.write_text("".join(json.dumps({"prompt": "Say it.", "completion": text}) + "\n" for _ in range(rows)))
+    return path
+
+
+def times(path: Path, tmp_path: Path) -> dict[str, Any]:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(json.dumps({"model": "Qwen/Qwen3-8B", "dataset": {"name": "file", "path": str(path)},
+                                "train": {"precision": "bf16"}}))  # fmt: skip
+    answer = estimate(Request(spec, gpu="H200", store=tmp_path / "none"))
+    return json.loads(answer.document)["gpus"][0]["time"]
+
+
+def test_rows_of_200_tokens_are_not_counted_as_2048_each(tmp_path):
+    told = times(written(tmp_path / "data.jsonl", 20_000, 160), tmp_path)
+    assert told["real_tokens_per_step"] / told["samples_per_step"] == pytest.approx(210, rel=0.15)
+    assert told["samples"] == 20_000
+    assert told["upper_bound"] is False
+    assert "4 bytes a token" in told["lengths"]
+
+
+@pytest.mark.parametrize("ending", [".json", ".csv", ".parquet"])
+def test_every_kind_of_file_is_read(tmp_path, ending):
+    rows = [{"instruction": "Say it.", "output": "x" * 4 * n} for n in range(1, 100)]
+    path = tmp_path / f"data{ending}"
+    if ending == ".json":
+        path.write_text(json.dumps(rows))
+    elif ending == ".csv":
+        path.write_text("instruction,output\n" + "".join(f"Say it.,{row['output']}\n" for row in rows))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
+    spec = spec_of(path)
+    lengths = lengths_of(spec.dataset, model=spec.model)
+    assert lengths.rows == 99
+    assert sorted(lengths.values) == [n + 12 for n in range(1, 100)]  # 7 bytes of the question, 5 tokens a turn
+
+
+def test_the_tokenizer_in_the_models_directory_counts(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"word": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    spec = spec_of(written(tmp_path / "data.jsonl", 10, 160), path=str(tmp_path))
+    lengths = lengths_of(spec.dataset, model=spec.model)
+    assert set(lengths.values) == {160 + 3 + 2 * 5}  # `Say it.` is three
+    assert "by the model's tokenizer" in lengths.source
+
+
+def test_what_is_cut_is_cut_and_a_part_is_a_part(tmp_path):
+    spec = spec_of(written(tmp_path / "data.jsonl", 50, 160))
+    data = spec.dataset.model_copy(update={"max_length": 64, "samples": 7})
+    lengths = lengths_of(data, model=spec.model)
+    assert (set(lengths.values), len(lengths.values), lengths.rows) == ({64}, 7, 50)
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), ("{", "not JSON")])
+def test_a_file_that_cannot_be_read_here_leaves_the_upper_bound_and_says_why(tmp_path, content, reason):
+    path = tmp_path / "data.jsonl"
+    if content:
+        path.write_text(content)
+    told = times(path, tmp_path)
+    assert told["upper_bound"] is True
+    assert reason in told["lengths"]
+    assert "counts as max_length 2,048" in told["lengths"]
+
+
+@pytest.mark.parametrize("text", ["sample", "other"])
+def test_the_ratio_of_a_made_tokenizer_is_that_of_the_one_that_is_made(tmp_path, text):
+    tokenizer = pytest.importorskip("ftbench.worker.model.tokenizer")
+    pytest.importorskip("transformers")
+    made = tokenizer.build_tokenizer(151936)
+    path = tmp_path / "data.jsonl"
+    if text == "sample":
+        path = ROOT / "src" / "ftbench" / "facts" / "sample.jsonl"
+        data = {"name": "sample"}
+    else:
+        pages = (ROOT / "docs").glob("*.md")
+        rows = [{"text": part} for page in pages for part in page.read_text().split("\n\n") if len(part) > 200]
+        path.write_text("\n".join(map(json.dumps, rows)))
+        data = {"name": "file", "path": str(path)}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    tokens = [sum(len(made(value)["input_ids"]) for value in row.values() if value) for row in rows]
+    spec = spec_of(path, weights="random")
+    data = Dataset.model_validate({**data, "max_length": 8192})
+    lengths = lengths_of(data, model=spec.model)
+    turns = sum(len([value for value in row.values() if value]) for row in rows) / len(rows)
+    assert lengths.mean - 5 * turns == pytest.approx(sum(tokens) / len(tokens), rel=0.15)
