@@ -153,7 +153,7 @@ def test_padded_rows_of_a_fixed_shape_are_as_many_in_the_last_batch(model):
         loss = model(**last).loss
         alone = model(**{name: part[:1] for name, part in last.items()}).loss
     torch.testing.assert_close(loss, alone)
-    assert made.proof(spec_of(optimizations={"fixed_shape": True})) == []
+    assert made.verify(spec_of(optimizations={"fixed_shape": True})) == []
 
 
 def test_bounds_of_a_fixed_shape_are_as_many_in_every_batch():

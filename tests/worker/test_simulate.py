@@ -23,6 +23,7 @@ from ftbench.spec.load import load
 from ftbench.spec.refusals import check_simulated
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.worker import methods
+from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.model.loading import source_of
 from ftbench.worker.simulate.account import account, rounded
 from ftbench.worker.simulate.run import Watch, heaviest, shortened
@@ -75,8 +76,9 @@ def live_bytes(tmp_path: Path, **changes: Any) -> dict[str, int]:
     short, data = shortened(spec, data, heaviest(spec, data))
     model = methods.load(spec.method.name).load(short, source)
     watch = Watch(Tracker())
-    loop = assembled(short, RunDir(tmp_path / "real"), model, tokenizer, data, watch)
-    loop.attach(watch)
+    loop = assembled(short, RunDir(tmp_path / "real"), model, tokenizer, data)
+    HfRecording(watch, counts=loop.counts).attach(loop)
+    loop.add_callback(watch)
     watch.model = loop.model
     loop.train()
     storages: dict[str, dict[int, int]] = {"weights": {}, "adapters": {}, "optimizer": {}}

@@ -21,6 +21,7 @@ from ftbench.worker.measure import applied
 from ftbench.worker.measure.contention import GpuLoad, HostLoad, own_processes
 from ftbench.worker.measure.controls import Control
 from ftbench.worker.measure.gradients import Gradients
+from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.meters import meters
 from ftbench.worker.measure.phases import Phases
 from ftbench.worker.measure.recorder import Recorder
@@ -41,30 +42,42 @@ class Run:
         self.facts: dict[str, Any] = {}
 
     def position(self) -> tuple[str, int | None]:
-        """Where the run is: the phase, or within training the part of the step, and the step."""
+        """Return where the run is: the phase, or within training the part of the step, and the step."""
         if self.phases.current == "train" and self.recorder and self.recorder.position:
             return self.recorder.position, self.recorder.step or None
         return self.phases.current, None
 
     def finish(self) -> None:
-        """The last rows into steps.csv and to the services; what a service did not take is a warning."""
+        """Write the last rows into steps.csv and to the services; what a service did not take is a warning."""
         if self.recorder:
             self.recorder.finish()
-        if self.reporter and (problems := self.reporter.finish()):
-            self.write_facts(warnings=[*self.facts.get("warnings", []), *problems])
+        if self.reporter:
+            self.warn(*self.reporter.finish())
 
     def failed(self, error: BaseException) -> None:
-        """Keeps what shows why, while the objects of the failed step are still there."""
+        """Keep what shows why, while the objects of the failed step are still there."""
         if self.profiler:
             self.profiler.failed(error)
 
     def write_facts(self, **more: Any) -> None:
+        """Add to applied.json."""
         self.facts |= more
         write_json(self.directory.applied, self.facts)
 
+    def warn(self, *warnings: str) -> None:
+        """Add warnings to applied.json."""
+        if warnings:
+            self.write_facts(warnings=[*self.facts.get("warnings", []), *warnings])
+
+    def require_applied(self, problems: list[str]) -> None:
+        """Raise NotAppliedError for what was asked for and not applied, unless the spec allows it: then warn."""
+        if problems and not self.spec.measure.allow_fallback:
+            raise NotAppliedError("; ".join(problems) + " (measure.allow_fallback=on measures it all the same)")
+        self.warn(*problems)
+
 
 def train(run: Run) -> None:
-    """Trains the spec and leaves applied.json and steps.csv. Raises what goes wrong."""
+    """Train the spec and leave applied.json and steps.csv. Raises what goes wrong."""
     spec, phases = run.spec, run.phases
     check_device(first_gpu(read_json(run.directory.machine)))
     method = methods.load(spec.method.name)
@@ -80,17 +93,17 @@ def train(run: Run) -> None:
 
     phases.enter("setup")
     run.recorder = _recorder(run.directory, spec)
-    loop = assembled(spec, run.directory, model, tokenizer, data, run.recorder)
+    loop = assembled(spec, run.directory, model, tokenizer, data)
     run.reporter = Reporter.of(loop, run.directory, run.recorder)  # before the recorder: what starts up is not timed
     if spec.measure.control != "off":
         loop.add_callback(Control(spec))
-    loop.attach(run.recorder, phases)
+    recording = HfRecording(run.recorder, phases, loop.counts).attach(loop)
     if spec.measure.gradients:
-        loop.add_callback(Gradients(spec.measure.gradients, run.directory, run.recorder))
+        loop.add_callback(Gradients(spec.measure.gradients, run.directory, recording))
     facts = applied.of_model(loop.model, spec)
-    warned = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
-    run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warned)
-    _demand(run, method.verify(loop.model, spec))
+    warnings = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
+    run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
+    run.require_applied(method.verify(loop.model, spec))
     loop.add_callback(_AfterFirstStep(run, loop))
     if spec.measure.profile != "off":
         from ftbench.worker.profile.callback import Profiler
@@ -123,29 +136,27 @@ def train(run: Run) -> None:
 
 
 def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
-    """The tokenizer, and the data in the order in which they are trained on."""
+    """Return the tokenizer, and the data in the order in which they are trained on."""
     vocabulary = loading.load_config(spec.model, source).get_text_config().vocab_size
     synthetic = spec.dataset.name == "synthetic"
     tokenizer = build_tokenizer(vocabulary) if synthetic else loading.load_tokenizer(spec.model, source)
     return tokenizer, prepare(spec, tokenizer, vocabulary)
 
 
-def assembled(
-    spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared, recorder: Any
-) -> trainer.Trainer:
-    """The trainer, around the loaded model with what its method trains and with its optimizations."""
+def assembled(spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared) -> trainer.Trainer:
+    """Return the trainer, around the loaded model with what its method trains and with its optimizations."""
     set_seed(spec.train.seed)
     model.config.use_cache = False
     model = methods.load(spec.method.name).adapt(model, spec)
     optimizations.apply(model, spec)
-    loop = trainer.build(spec, directory, model, tokenizer, data, recorder)
+    loop = trainer.build(spec, directory, model, tokenizer, data)
     for callback in optimizations.callbacks(spec):
         loop.add_callback(callback)
     return loop
 
 
 class _AfterFirstStep(TrainerCallback):
-    """Once the first step is done, graphs are compiled and the optimizer has a state: what was asked for is proven."""
+    """Verifies what was asked for once the first step is done: graphs are compiled, the optimizer has a state."""
 
     def __init__(self, run: Run, loop: trainer.Trainer) -> None:
         self._run, self._loop = run, loop
@@ -153,43 +164,36 @@ class _AfterFirstStep(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step != 1:
             return
-        spec = self._run.spec
-        self._run.write_facts(**applied.of_trainer(self._loop, spec))
-        if "warm" in (self._run.facts["compile_cache"] or ""):
-            told = "graphs came from the compiler's cache on disk: where it is empty the first step takes longer"
-            self._run.write_facts(warnings=[*self._run.facts["warnings"], told])
-        _demand(self._run, optimizations.verify(self._loop.model, spec) + trainer.proof(self._loop, spec))
-        self._loop.restart_clock()  # the proof is no part of the second step
-
-
-def _demand(run: Run, problems: list[str]) -> None:
-    """Fails the run for what was asked for and not applied, unless the spec allows it: then it is a warning."""
-    if problems and not run.spec.measure.allow_fallback:
-        raise NotAppliedError("; ".join(problems) + " (measure.allow_fallback=on measures it all the same)")
-    if problems:
-        run.write_facts(warnings=[*run.facts["warnings"], *problems])
+        run, spec = self._run, self._run.spec
+        run.write_facts(**applied.of_trainer(self._loop, spec))
+        if "warm" in (run.facts["compile_cache"] or ""):
+            run.warn("graphs came from the compiler's cache on disk: where it is empty the first step takes longer")
+        run.require_applied(optimizations.verify(self._loop.model, spec) + trainer.verify(self._loop, spec))
+        if run.recorder:
+            run.recorder.restart()  # verifying is no part of the second step
 
 
 def _watch_memory(phases: Phases) -> None:
-    """From here on each phase tells the memory peak within it."""
+    """Let each phase from here on say the memory peak within it."""
     _, memory = meters(device())
 
     def peaks() -> dict[str, float]:
-        read = memory.read()
+        values = memory.read()
         memory.reset()
-        return {name: read[name] for name in ("peak_memory_gb", "peak_reserved_gb") if name in read}
+        return {name: values[name] for name in ("peak_memory_gb", "peak_reserved_gb") if name in values}
 
     phases.read_peaks = peaks
 
 
 def _recorder(directory: RunDir, spec: Experiment) -> Recorder:
-    place = device()
+    """Return the recorder of this process, with samples of the host and of its GPU."""
+    gpu = device()
     host = HostLoad()
     sampler = Sampler(others=[host])
-    if place.type == "cuda" and (nvml := nvml_module()) is not None:
-        handle = handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(place).uuid}")
+    if gpu.type == "cuda" and (nvml := nvml_module()) is not None:
+        handle = handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
         if handle is not None:
             before = first_gpu(read_json(directory.machine)).get("process_ids") or ()
             own = own_processes(nvml, handle, before)
             sampler = Sampler(nvml, handle, [host, GpuLoad(nvml, handle, own)])
-    return Recorder(StepsWriter(directory.steps), place, sampler, count_graphs=bool(spec.optimizations.compile))
+    return Recorder(StepsWriter(directory.steps), gpu, sampler, count_graphs=bool(spec.optimizations.compile))

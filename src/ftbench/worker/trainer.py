@@ -1,7 +1,8 @@
-"""trl's SFTTrainer, telling the recorder what no callback hears: each micro-batch's loss and the gradient norm."""
+"""trl's SFTTrainer with a spec's recipe, and what of the recipe can be verified on it."""
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,7 @@ from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.order import Row
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.applied import innermost
-from ftbench.worker.measure.phases import Phases
+from ftbench.worker.measure.batch_count import BatchCount
 from ftbench.worker.optimizations import gradient_checkpointing
 
 # The module and class that stand for each choice of train.optimizer.
@@ -31,76 +32,30 @@ PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp3
 
 
 class Trainer(SFTTrainer):
-    """Trains as trl does; adds nothing to a step but a few references."""
+    """Trains as trl does. `counts` holds what the collator has put into the batches that are yet to be trained on."""
 
+    counts: deque[BatchCount]
     without_trls_metrics = False
 
-    def attach(self, recorder: Any, phases: Phases | None = None) -> None:
-        """Who hears of each micro-batch: a recorder, or what stands in its place. `phases` hears of evaluations."""
-        self._recorder, self._phases = recorder, phases
-        self.add_callback(recorder)
-        clip = self.accelerator.clip_grad_norm_
-
-        def clip_and_tell(*args: Any, **kwargs: Any) -> Any:
-            recorder.grad_norm = clip(*args, **kwargs)
-            return recorder.grad_norm
-
-        self.accelerator.clip_grad_norm_ = clip_and_tell
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self._recorder.micro_step(loss)
-        return loss
-
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """trl's, with the entropy and accuracy that it adds; where the loss is ours or Liger's there are no logits to
-        compute them from, and transformers' does."""
-        if self.without_trls_metrics:
-            inputs.pop("_prediction_loss_only", None)
-            result = transformers.Trainer.compute_loss(self, model, inputs, *args, **kwargs)
-        else:
-            result = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.model.training:
-            self._recorder.position = "backward"
-        return result
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        assert self._phases is not None
-        with self._phases.within("evaluate"):
-            self._recorder.evaluation_begin()
-            self._evaluated: list[torch.Tensor] = []
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-            self._recorder.evaluation_end(self.state.global_step, self.state.epoch, self._evaluation_loss())
-        return metrics
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().prediction_step(*args, **kwargs)
-        self._evaluated.append(result[0])
-        return result
-
-    def _evaluation_loss(self) -> float | None:
-        """Mean loss per label token. The trainer's own `eval_loss` weights batches by samples, so that it depends on
-        the batch size."""
-        labels = [batch.labels for batch in self._recorder.batches]
-        pairs = [(n, float(loss)) for n, loss in zip(labels, self._evaluated, strict=True) if n]
-        return sum(n * loss for n, loss in pairs) / sum(n for n, _ in pairs) if pairs else None
-
-    def restart_clock(self) -> None:
-        """The next step is timed from here."""
-        self._recorder.restart()
+        """Compute trl's loss, with the entropy and accuracy that it adds; where the loss is ours or Liger's there are
+        no logits to compute them from, and transformers' does."""
+        if not self.without_trls_metrics:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        inputs.pop("_prediction_loss_only", None)
+        return transformers.Trainer.compute_loss(self, model, inputs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted here: the default walks over all parameters at each micro-batch."""
+        """Return 0: the default walks over all parameters at each micro-batch."""
         return 0
 
 
-def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, recorder: Any) -> Trainer:
-    """The trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every method
-    sees the same tokens in the same order."""
+def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> Trainer:
+    """Return the trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every
+    method sees the same tokens in the same order."""
     most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
-    collator = Collator(
-        spec, tokenizer.pad_token_id or 0, data.longest, most, lambda count: recorder.batches.append(count)
-    )
+    counts: deque[BatchCount] = deque()
+    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, counts.append)
     loop = Trainer(
         model=model,
         args=arguments(spec, run, on_gpu=next(model.parameters()).device.type == "cuda"),
@@ -109,6 +64,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         eval_dataset=_dataset(data.evaluation) if data.evaluation else None,
         data_collator=collator,
     )
+    loop.counts = counts
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
     return loop
 
@@ -164,28 +120,28 @@ def _dataset(rows: list[Row]) -> Dataset:
     return Dataset.from_dict(columns).with_format("numpy")
 
 
-def proof(trainer: Trainer, spec: Experiment) -> list[str]:
-    """Optimizer and precision as asked for, read from the objects that will do the work."""
-    found = []
+def verify(trainer: Trainer, spec: Experiment) -> list[str]:
+    """Return what of optimizer, precision and batches is not as the spec says, read from the live objects."""
+    problems = []
     optimizer = innermost(trainer.optimizer)
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     wanted = OPTIMIZERS[spec.train.optimizer]
     if not name.startswith(wanted[0]) or not name.endswith(wanted[1]):
-        found.append(f"train.optimizer is {spec.train.optimizer} and the trainer uses {name}")
+        problems.append(f"train.optimizer is {spec.train.optimizer} and the trainer uses {name}")
     if spec.train.optimizer == "adamw_torch_fused" and not optimizer.defaults.get("fused"):
-        found.append(f"train.optimizer is adamw_torch_fused and {name} is not fused")
+        problems.append(f"train.optimizer is adamw_torch_fused and {name} is not fused")
     if "8bit" in spec.train.optimizer and not _has_8bit_state(optimizer):
-        found.append(
+        problems.append(
             f"train.optimizer is {spec.train.optimizer} and {name} keeps no state in 8 bits "
             "(bitsandbytes leaves tensors of fewer than 4,096 elements in 32)"
         )
     if spec.optimizations.activation_offload and isinstance(trainer.maybe_activation_offload_context, nullcontext):
-        found.append("optimizations.activation_offload is on and the trainer offloads nothing")
-    found += trainer.data_collator.proof(spec)
+        problems.append("optimizations.activation_offload is on and the trainer offloads nothing")
+    problems += trainer.data_collator.verify(spec)
     autocast = trainer.accelerator.mixed_precision
     if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
-        found.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")
-    return found
+        problems.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")
+    return problems
 
 
 def _has_8bit_state(optimizer: Any) -> bool:

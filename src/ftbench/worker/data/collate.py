@@ -10,7 +10,7 @@ import torch
 
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.worker.measure.recorder import BatchCount
+from ftbench.worker.measure.batch_count import BatchCount
 
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that is told where samples begin
 
@@ -106,7 +106,7 @@ class Collator:
         missing = self._most + 1 - len(starts) if self._fixed else 0
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
-    def proof(self, spec: Experiment) -> list[str]:
+    def verify(self, spec: Experiment) -> list[str]:
         """What was asked of the batches and is not so in those made so far."""
         found, on = [], spec.optimizations
         if self._flat and self._has_padding and not on.fixed_shape:

@@ -24,8 +24,8 @@ WIDTH = 1024  # sums of a sketch; a smaller parameter is kept whole
 class Gradients(TrainerCallback):
     """Keeps the gradients of the first `steps` as they are before they are clipped, and the weights they begin at."""
 
-    def __init__(self, steps: int, directory: RunDir, recorder: Any) -> None:
-        self._steps, self._path, self._recorder = steps, directory.gradients, recorder
+    def __init__(self, steps: int, directory: RunDir, recording: Any) -> None:
+        self._steps, self._path, self._recording = steps, directory.gradients, recording
         self._sketches: list[list[torch.Tensor]] = []
         self._norms: list[list[torch.Tensor]] = []
 
@@ -38,7 +38,7 @@ class Gradients(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= self._steps:
             return
-        norm = self._recorder.grad_norm
+        norm = self._recording.grad_norm
         unclip = max(1.0, float(norm) / args.max_grad_norm) if norm is not None and args.max_grad_norm else 1.0
         gradients = [
             (name, torch.zeros_like(p) if p.grad is None else p.grad * unclip) for name, p in self._parameters.items()

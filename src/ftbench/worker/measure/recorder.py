@@ -1,10 +1,11 @@
-"""The callback that records every optimizer step into steps.csv: time, memory, tokens, loss, energy.
+"""Records every optimizer step of a training loop into steps.csv: time, memory, tokens, loss, energy.
 
-Nothing here waits for the device inside a step. Marks are events in the stream, the loss and the gradient norm are
-copied to the host asynchronously, and a thread reads twice a second what has passed, joins it with the
-driver's samples and appends whole lines. A killed run therefore keeps all but the last moments.
+Any loop can be recorded: it says where a step begins, when a micro-batch is done, when the optimizer begins and when
+the step ends. Nothing here waits for the device inside a step. Marks are events in the stream, the loss and the
+gradient norm are copied to the host asynchronously, and a thread reads twice a second what has passed, joins it with
+the driver's samples and appends whole lines. A killed run therefore keeps all but the last moments.
 
-Standard library, torch and transformers only: a framework's own environment can run it.
+Standard library and torch only: a framework's own environment can run it.
 """
 
 from __future__ import annotations
@@ -16,81 +17,68 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from ftbench.core.rows import StepRow
 from ftbench.store.steps import StepsWriter
+from ftbench.worker.measure.batch_count import BatchCount
 from ftbench.worker.measure.meters import meters, resident_gb
 from ftbench.worker.measure.sampler import Sampler
 
 TICK_S = 0.5  # each tick takes the interpreter lock from a training thread that may be waiting to launch kernels
-
-
-@dataclass(slots=True)
-class BatchCount:
-    """What a collator put into one batch: counts of tokens and samples, and the bytes of the real tokens in order."""
-
-    real: int = 0
-    padded: int = 0
-    labels: int = 0
-    samples: int = 0
-    longest: int = 0
-    tokens: list[bytes] = field(default_factory=list)
-
-    def add(self, other: BatchCount) -> None:
-        self.real += other.real
-        self.padded += other.padded
-        self.labels += other.labels
-        self.samples += other.samples
-        self.longest = max(self.longest, other.longest)
+_IN_FLIGHT = 16384  # steps whose values are on their way to the host; the thread reads them within a tick
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A finished step whose device events may not have passed yet."""
+    """A finished step whose device events may not have passed yet, and its values on their way, by column."""
 
     row: StepRow
-    before: Any
-    begin: Any
-    update: Any
-    end: Any
-    values: torch.Tensor | None
+    marks: tuple[Any, Any, Any, Any] | None = None  # the step before, begin, optimizer, end
+    names: tuple[str, ...] = ()
+    values: torch.Tensor | None = None
 
 
-class Recorder(TrainerCallback):
-    """Records a training run. The trainer tells it of each micro-batch (`micro_step`), of the gradient norm and of
-    evaluations; everything else it sees through the callback's own hooks."""
+class Recorder:
+    """Records the steps of one process. `position` is where in a step an error would strike."""
 
     def __init__(
-        self, writer: StepsWriter, device: torch.device, sampler: Sampler | None = None, count_graphs: bool = False
+        self,
+        writer: StepsWriter,
+        device: torch.device,
+        sampler: Sampler | None = None,
+        count_graphs: bool = False,
+        rank: int = 0,
+        data_rank: int | None = None,
     ) -> None:
+        """`data_rank` tells ranks apart that train on different tokens; ranks that share a batch have the same."""
         self._writer, self._device, self._sampler, self._count_graphs = writer, device, sampler, count_graphs
+        self._rank, self._data_rank = rank, data_rank
         self.clock, self.memory = meters(device)
-        self.batches: deque[BatchCount] = deque()  # filled by the collator, emptied by micro_step
-        self.on_rows: Callable[[list[StepRow]], None] | None = None  # told of rows once they are in steps.csv
-        self.position: str | None = None  # where in a step an error would strike
+        self.on_rows: Callable[[list[StepRow]], None] | None = None  # gets rows once they are in steps.csv
+        self.position: str | None = None
         self.step = 0
-        self.grad_norm: Any = None
+        self._planned: int | None = None
         self._order = hashlib.sha256()
-        self._count = BatchCount()
-        self._loss: Any = None
+        self._count, self._loss = BatchCount(), None
         self._pending: deque[_Pending] = deque()
         self._failure: BaseException | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._values: torch.Tensor | None = None
+        self._slots: torch.Tensor | None = None
         self._graphs = 0
         self._finished = False
 
-    # --- hooks of the trainer, in the order of a step ----------------------------------------------------------------
+    # --- told by the loop, in the order of a step ---------------------------------------------------------------------
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def start(self, planned_steps: int | None = None) -> None:
+        """Begin to record: the first step is timed from here. `planned_steps` makes the progress known."""
+        self._planned = planned_steps
         if self._device.type == "cuda":
-            self._values = torch.empty((state.max_steps + 1, 2), dtype=torch.float32, pin_memory=True)
+            self._slots = torch.empty((_IN_FLIGHT, 4), dtype=torch.float32, pin_memory=True)
         if self._sampler:
             self._sampler.take()
         self.clock.wait()
@@ -101,87 +89,88 @@ class Recorder(TrainerCallback):
         self._thread = threading.Thread(target=self._run, name="ftbench-recorder", daemon=True)
         self._thread.start()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def begin_step(self) -> None:
+        """Mark that the batches of the next step are there."""
         self._data_time = time.perf_counter() - self._host_mark
-        self._begin = self.clock.mark()
-        self._count, self._loss, self.grad_norm = BatchCount(), None, None
-        self.step = state.global_step + 1
+        self._begin, self._update = self.clock.mark(), None
+        self._count, self._loss = BatchCount(), None
+        self.step += 1
         self.position = "forward"
 
-    def micro_step(self, loss: torch.Tensor) -> None:
-        """One forward and backward pass is done; `loss` is its share of the step's loss."""
-        if self.batches:
-            batch = self.batches.popleft()
-            self._count.add(batch)
-            for tokens in batch.tokens:
+    def micro_batch(self, count: BatchCount | None, loss: torch.Tensor | None) -> None:
+        """Add one forward and backward pass: what its batch held, and its share of the step's loss."""
+        if count is not None:
+            self._count.add(count)
+            for tokens in count.tokens:
                 self._order.update(tokens)
-        self._loss = loss if self._loss is None else self._loss + loss
+        if loss is not None:
+            self._loss = loss if self._loss is None else self._loss + loss
         self.position = "forward"
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def begin_optimizer(self) -> None:
+        """Mark that the gradients are ready: what follows in this step is the optimizer's update."""
         self._update = self.clock.mark()
-        self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
         self.position = "optimizer"
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        values = self._copy_values(state.global_step)
-        end = self.clock.mark()
+    def end_step(
+        self, grad_norm: torch.Tensor | float | None = None, learning_rate: float | None = None,
+        epoch: float | None = None,
+    ) -> None:  # fmt: skip
+        """Mark that the update is done. Raises what has kept earlier steps from being written."""
+        known = {"loss": self._loss, "grad_norm": grad_norm, **self._count.columns()}
+        on_device = {name: value for name, value in known.items() if self._is_on_device(value)}
+        values = self._on_the_way(list(on_device.values()))
+        end = self.clock.mark()  # once it has passed, the values have arrived
         now = time.perf_counter()
         row = StepRow(
-            step=state.global_step,
-            epoch=state.epoch,
+            step=self.step,
+            epoch=epoch,
             elapsed_time_sec=now - self._origin,
-            progress_ratio=state.global_step / state.max_steps if state.max_steps else None,
-            rank=args.process_index,
+            progress_ratio=self.step / self._planned if self._planned else None,
             phase="train",
             data_time_s=self._data_time,
-            learning_rate=self._learning_rate,
-            host_memory_gb=resident_gb(),
+            learning_rate=learning_rate,
             recompiles=self._new_graphs(),
-            **self._tokens(),
-            **self.memory.read(),
+            **_numbers({name: value for name, value in known.items() if name not in on_device}),
+            **self._state(),
         )
         self.memory.reset()
-        self._pending.append(_Pending(row, self._mark, self._begin, self._update, end, values))
+        marks = (self._mark, self._begin, self._update, end)
+        self._pending.append(_Pending(row, marks, tuple(on_device), values))
         self._mark, self._host_mark = end, now
         self.position = "data"
         self._raise_failure()
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluation_begin(self) -> None:
-        """Evaluation waits for the device itself, so it is timed by the host."""
+    def begin_evaluation(self) -> None:
+        """Mark that an evaluation begins. It waits for the device itself, so it is timed by the host."""
         self.clock.wait()
         self.memory.reset()
         self._evaluation_begin = time.perf_counter()
-        self._train_batches, self.batches = self.batches, deque()
         self.position = "evaluate"
 
-    def evaluation_end(self, step: int, epoch: float | None, loss: float | None) -> None:
+    def end_evaluation(self, count: BatchCount, loss: float | None, epoch: float | None = None) -> None:
+        """Record an evaluation over the samples of `count`; the next step is timed from here."""
         self.clock.wait()
         now = time.perf_counter()
-        self._count = BatchCount()
-        for batch in self.batches:
-            self._count.add(batch)
-        self.batches = self._train_batches
         row = StepRow(
-            step=step, epoch=epoch, elapsed_time_sec=now - self._origin, rank=0, phase="evaluate",
-            step_time_s=now - self._evaluation_begin, loss=loss, host_memory_gb=resident_gb(),
-            **self._tokens(), **self.memory.read(),
+            step=self.step, epoch=epoch, elapsed_time_sec=now - self._origin, phase="evaluate",
+            step_time_s=now - self._evaluation_begin, loss=loss, **_numbers(count.columns()), **self._state(),
         )  # fmt: skip
         self.memory.reset()
-        self._pending.append(_Pending(row, None, None, None, None, None))
+        self._pending.append(_Pending(row))
         self.restart()
         self.position = "data"
 
     def restart(self) -> None:
-        """The next step is timed from here: what was done since the last one is not part of it."""
+        """Time the next step from here: what was done since the last one is not part of it."""
         self._mark, self._host_mark = self.clock.mark(), time.perf_counter()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits for the device, writes what is left and closes the file, once. Raises what could not be written."""
+        """Wait for the device, write what is left and close the file, once. Raises what could not be written."""
         if self._finished:
             return
         self._finished = True
@@ -209,30 +198,22 @@ class Recorder(TrainerCallback):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _tokens(self) -> dict[str, Any]:
-        count = self._count
-        if not count.samples:
-            return {}
-        return {
-            "real_tokens": count.real, "padded_tokens": count.padded, "label_tokens": count.labels,
-            "samples": count.samples, "longest_sequence": count.longest,
-        }  # fmt: skip
+    def _state(self) -> dict[str, Any]:
+        """Columns of the process as it is now."""
+        return {"rank": self._rank, "data_rank": self._data_rank, "host_memory_gb": resident_gb(), **self.memory.read()}
 
-    def _copy_values(self, step: int) -> torch.Tensor | None:
-        """Loss and gradient norm on their way to the host; on a GPU into pinned memory, without waiting."""
-        if self._loss is None:
+    def _is_on_device(self, value: Any) -> bool:
+        return torch.is_tensor(value) and value.device.type == self._device.type
+
+    def _on_the_way(self, values: list[torch.Tensor]) -> torch.Tensor | None:
+        """Send values to the host; on a GPU into pinned memory, without waiting."""
+        if not values:
             return None
-        loss = self._loss.detach().float().reshape(())
-        norm = self.grad_norm
-        norm = (
-            torch.full_like(loss, float("nan")) if norm is None else torch.as_tensor(norm, device=loss.device).float()
-        )
-        both = torch.stack((loss, norm.detach().reshape(())))
-        if self._values is None:
-            return both
-        slot = self._values[step]
-        slot.copy_(both, non_blocking=True)
-        return slot
+        sent = torch.stack([value.detach().float().reshape(()) for value in values])
+        if self._slots is None:
+            return sent
+        slot = self._slots[self.step % _IN_FLIGHT, : len(values)]
+        return slot.copy_(sent, non_blocking=True)
 
     def _new_graphs(self) -> int | None:
         if not self._count_graphs or "torch._dynamo.utils" not in sys.modules:
@@ -257,11 +238,10 @@ class Recorder(TrainerCallback):
         self._drain()
 
     def _drain(self, last: bool = False) -> None:
-        """Writes the steps whose events have passed and, where there is a sampler, that a sample follows."""
+        """Write the steps whose events have passed and, where there is a sampler, that a sample follows."""
         done = []
-        while self._pending and (self._pending[0].end is None or self.clock.done(self._pending[0].end)):
-            step = self._pending[0]
-            if not last and self._sampler and self._host_time(step) > self._sampler.latest:
+        while self._pending and (not (marks := self._pending[0].marks) or self.clock.done(marks[3])):
+            if not last and self._sampler and self._host_time(self._pending[0]) > self._sampler.latest:
                 break
             done.append(self._complete(self._pending.popleft()))
         if done:
@@ -271,25 +251,38 @@ class Recorder(TrainerCallback):
 
     def _host_time(self, step: _Pending) -> float:
         """When a step ended on the host's clock: the device's own time since training began."""
-        if step.end is None:
+        if step.marks is None:
             return self._origin + (step.row.elapsed_time_sec or 0.0)
-        return self._origin + self.clock.seconds(self._origin_mark, step.end)
+        return self._origin + self.clock.seconds(self._origin_mark, step.marks[3])
 
     def _complete(self, step: _Pending) -> StepRow:
         row = step.row
-        if step.end is not None:
-            row.step_time_s = self.clock.seconds(step.before, step.end)
-            row.forward_backward_s = self.clock.seconds(step.begin, step.update)
-            row.optimizer_s = self.clock.seconds(step.update, step.end)
+        if step.marks is not None:
+            before, begin, update, end = step.marks
+            row.step_time_s = self.clock.seconds(before, end)
+            if update is not None:
+                row.forward_backward_s = self.clock.seconds(begin, update)
+                row.optimizer_s = self.clock.seconds(update, end)
         if step.values is not None:
-            loss, norm = step.values.tolist()
-            row.loss, row.grad_norm = loss, norm if norm == norm else None
+            for name, value in zip(step.names, step.values.tolist(), strict=True):
+                setattr(row, name, _number(name, value))
         if self._sampler and row.step_time_s is not None:
-            end = self._host_time(step)
-            for name, value in self._sampler.over(end - row.step_time_s, end).items():
+            end_s = self._host_time(step)
+            for name, value in self._sampler.over(end_s - row.step_time_s, end_s).items():
                 setattr(row, name, value)
         return row
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _numbers(columns: dict[str, Any]) -> dict[str, Any]:
+    return {name: _number(name, value) for name, value in columns.items()}
+
+
+def _number(name: str, value: Any) -> Any:
+    """A column's value as steps.csv holds it: tokens are whole numbers; None stays unknown."""
+    if value is None:
+        return None
+    return int(value) if name.endswith("_tokens") or name in ("samples", "longest_sequence") else float(value)

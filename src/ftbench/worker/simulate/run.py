@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,8 @@ from ftbench.worker import methods
 from ftbench.worker.data.order import Row
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure.batch_count import BatchCount
+from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.simulate.account import account
 from ftbench.worker.simulate.gpu import simulated
 from ftbench.worker.simulate.modules import follow_modules
@@ -38,8 +39,9 @@ def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], m
         model = methods.load(spec.method.name).load(short, shape)
         tracker.enter("setup")
         watch = Watch(tracker)
-        loop = assembled(short, directory, model, tokenizer, data, watch)
-        loop.attach(watch)
+        loop = assembled(short, directory, model, tokenizer, data)
+        HfRecording(watch, counts=loop.counts).attach(loop)
+        loop.add_callback(watch)
         watch.model = loop.model
         with follow_modules(loop.model, tracker) as backbone:
             loop.train()
@@ -89,15 +91,13 @@ def _describe(spec: Experiment, batch: list[Row]) -> dict[str, int]:
 
 
 class Watch(TrainerCallback):
-    """Stands where the recorder stands in a real run: tells the tracker in which part of a step the trainer is, and
-    what the tensors that outlive a step are."""
+    """Stands where the recorder stands in a real run, and is a callback too: tells the tracker in which part of a step
+    the trainer is, and what the tensors that outlive a step are."""
 
     model: Any = None
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
-        self.batches: deque[Any] = deque()
-        self.grad_norm: Any = None
 
     @property
     def position(self) -> str:
@@ -107,9 +107,20 @@ class Watch(TrainerCallback):
     def position(self, phase: str) -> None:
         self._tracker.enter(phase)
 
-    def micro_step(self, loss: torch.Tensor) -> None:
-        self.batches.clear()
+    def start(self, planned_steps: int) -> None:
+        self.position = "data"
+
+    def begin_step(self) -> None:
+        self._tracker.begin_step()
+
+    def micro_batch(self, count: BatchCount, loss: torch.Tensor) -> None:
         self.position = "forward"
+
+    def begin_optimizer(self) -> None:
+        self.position = "optimizer"
+
+    def end_step(self, grad_norm: Any, learning_rate: float | None, epoch: float | None) -> None:
+        self.position = "data"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         adapted = hasattr(self.model, "peft_config")
@@ -119,20 +130,12 @@ class Watch(TrainerCallback):
                 self._tracker.is_a(constant, "weights")
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(lambda p: self._tracker.is_a(p.grad, "gradients"))
-        self.position = "data"
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._tracker.begin_step()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.position = "optimizer"
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         for values in optimizer.state.values():
             for value in values.values():
                 if torch.is_tensor(value):
                     self._tracker.is_a(value, "optimizer")
-        self.position = "data"
 
 
 def _constants(state: Any) -> list[torch.Tensor]:

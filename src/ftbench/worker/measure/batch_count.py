@@ -1,0 +1,35 @@
+"""What is in one batch, and in all batches of a step together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class BatchCount:
+    """Counts of tokens and samples, and the bytes of the real tokens in order where the host has them. `real` and
+    `labels` may be tensors on the device; `samples` and `longest` are None where rows hold an unknown number."""
+
+    real: Any = 0
+    padded: int = 0
+    labels: Any = 0
+    samples: int | None = 0
+    longest: int | None = 0
+    tokens: list[bytes] = field(default_factory=list)
+
+    def add(self, other: BatchCount) -> None:
+        """Add another batch of the same step, but for its tokens."""
+        self.real = self.real + other.real
+        self.padded += other.padded
+        self.labels = self.labels + other.labels
+        known = self.samples is not None and other.samples is not None
+        self.samples = (self.samples or 0) + (other.samples or 0) if known else None
+        self.longest = max(self.longest or 0, other.longest or 0) if known else None
+
+    def columns(self) -> dict[str, Any]:
+        """Return the counts by their column of steps.csv; empty where nothing was counted."""
+        if not self.padded:
+            return {}
+        return {"real_tokens": self.real, "padded_tokens": self.padded, "label_tokens": self.labels,
+                "samples": self.samples, "longest_sequence": self.longest}  # fmt: skip

@@ -1,0 +1,135 @@
+"""Gives a recorder what happens in a transformers.Trainer, whoever has built it: a callback and some wrapped methods.
+
+The trainer is not subclassed, so that the loop of any framework on top of transformers can be recorded from outside.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure.batch_count import BatchCount
+from ftbench.worker.measure.phases import Phases
+
+
+class HfRecording(TrainerCallback):
+    """Tells `recorder` of one trainer's steps, `phases` of its evaluations. `counts` is filled by a collator that
+    counts what it puts into a batch; without it batches are counted on the device. `grad_norm` is that of the current
+    step, before it is clipped, or None."""
+
+    def __init__(self, recorder: Any, phases: Phases | None = None, counts: deque[BatchCount] | None = None) -> None:
+        self._recorder, self._phases, self._counts = recorder, phases, counts
+        self.grad_norm: Any = None
+        self._learning_rate: float | None = None
+        self._evaluated: list[tuple[BatchCount, Any]] = []
+
+    def attach(self, trainer: Any) -> HfRecording:
+        """Wrap the trainer's own methods, on this one object, and become one of its callbacks."""
+        trainer.add_callback(self)
+        trainer.compute_loss = self._around_compute_loss(trainer, trainer.compute_loss)
+        trainer.training_step = self._around_training_step(trainer.training_step)
+        trainer.prediction_step = self._around_prediction_step(trainer.prediction_step)
+        trainer.evaluate = self._around_evaluate(trainer, trainer.evaluate)
+        trainer.accelerator.clip_grad_norm_ = self._around_clip(trainer.accelerator.clip_grad_norm_)
+        return self
+
+    # --- hooks of the trainer, in the order of a step -----------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorder.start(state.max_steps)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.grad_norm = None
+        self._recorder.begin_step()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorder.begin_optimizer()
+        self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorder.end_step(self.grad_norm, self._learning_rate, state.epoch)
+
+    # --- wrapped methods ----------------------------------------------------------------------------------------------
+
+    def _around_compute_loss(self, trainer: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            result = compute(*args, **kwargs)
+            if trainer.model.training:
+                self._recorder.position = "backward"
+            return result
+
+        return compute_loss
+
+    def _around_training_step(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            count = self._next_count(inputs)
+            loss = train(model, inputs, *args, **kwargs)
+            self._recorder.micro_batch(count, loss)
+            return loss
+
+        return training_step
+
+    def _around_prediction_step(self, predict: Callable[..., Any]) -> Callable[..., Any]:
+        def prediction_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            count = self._next_count(inputs)
+            result = predict(model, inputs, *args, **kwargs)
+            self._evaluated.append((count, result[0]))
+            return result
+
+        return prediction_step
+
+    def _around_evaluate(self, trainer: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            with self._phases.within("evaluate") if self._phases else nullcontext():
+                self._recorder.begin_evaluation()
+                ahead = [self._counts.popleft() for _ in range(len(self._counts))] if self._counts is not None else []
+                self._evaluated = []
+                metrics = inner(*args, **kwargs)
+                if self._counts is not None:
+                    self._counts.extend(ahead)  # of batches that were fetched before the evaluation
+                total = BatchCount()
+                for count, _ in self._evaluated:
+                    total.add(count)
+                self._recorder.end_evaluation(total, loss_per_token(self._evaluated), trainer.state.epoch)
+            return metrics
+
+        return evaluate
+
+    def _around_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
+            self.grad_norm = clip(*args, **kwargs)
+            return self.grad_norm
+
+        return clip_grad_norm
+
+    def _next_count(self, inputs: dict[str, Any]) -> BatchCount:
+        if self._counts is None:
+            return count_of(inputs)
+        return self._counts.popleft() if self._counts else BatchCount()
+
+
+def count_of(inputs: dict[str, Any]) -> BatchCount:
+    """Count a batch on the device that it is on, without waiting for it."""
+    ids, mask, labels = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("labels")
+    if ids is None:
+        return BatchCount()
+    flat = "position_ids" in inputs or "cu_seq_lens_q" in inputs  # samples end to end in one row
+    return BatchCount(
+        real=mask.sum() if mask is not None and mask.shape == ids.shape else ids.numel(),
+        padded=ids.numel(),
+        labels=(labels[..., 1:] != IGNORE).sum() if labels is not None else 0,
+        samples=None if flat else ids.shape[0],
+        longest=None if flat else ids.shape[-1],
+    )
+
+
+def loss_per_token(evaluated: list[tuple[BatchCount, Any]]) -> float | None:
+    """Return the mean loss per label token. The trainer's own `eval_loss` weights batches by samples, so that it
+    depends on the batch size."""
+    pairs = [(float(count.labels), float(loss)) for count, loss in evaluated if loss is not None and count.labels]
+    return sum(n * loss for n, loss in pairs) / sum(n for n, _ in pairs) if pairs else None

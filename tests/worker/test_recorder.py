@@ -1,0 +1,170 @@
+"""The recorder and a loop of any kind: a bare one in torch, and a transformers.Trainer that ftbench has not built."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ftbench.store.steps import StepsWriter, read_columns, read_steps
+from ftbench.worker.measure.batch_count import BatchCount
+from ftbench.worker.measure.hf_adapter import HfRecording, count_of
+from ftbench.worker.measure.recorder import Recorder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return Recorder(StepsWriter(tmp_path / "steps.csv"), CPU)
+
+
+def rows(tmp_path):
+    found, warnings = read_steps(tmp_path / "steps.csv")
+    assert warnings == []
+    return found
+
+
+def test_a_bare_loop_is_recorded(recorder, tmp_path):
+    model, optimizer_steps = torch.nn.Linear(4, 1), 5
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses, norms = [], []
+    recorder.start(planned_steps=optimizer_steps)
+    for step in range(optimizer_steps):
+        recorder.begin_step()
+        total = 0.0
+        for _ in range(2):
+            loss = model(torch.ones(3, 4)).square().mean() / 2
+            loss.backward()
+            total += loss.item()
+            recorder.micro_batch(BatchCount(real=10 + step, padded=12, labels=9, samples=3, longest=4), loss.detach())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        recorder.begin_optimizer()
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.end_step(norms[-1], learning_rate=0.5, epoch=step / 5)
+        losses.append(total)
+    recorder.finish()
+    found = rows(tmp_path)
+    assert [row.step for row in found] == [1, 2, 3, 4, 5]
+    assert [row.loss for row in found] == pytest.approx(losses)
+    assert [row.grad_norm for row in found] == pytest.approx([float(norm) for norm in norms])
+    assert [row.progress_ratio for row in found] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    first = found[0]
+    assert (first.real_tokens, first.padded_tokens, first.label_tokens, first.samples) == (20, 24, 18, 6)
+    assert (first.longest_sequence, first.learning_rate, first.phase, first.rank) == (4, 0.5, "train", 0)
+    assert all(row.data_time_s + row.forward_backward_s + row.optimizer_s <= row.step_time_s for row in found)
+
+
+def test_a_loop_that_says_the_least_leaves_the_rest_unknown(recorder, tmp_path):
+    recorder.start()
+    recorder.begin_step()
+    recorder.end_step()
+    recorder.finish()
+    (row,) = rows(tmp_path)
+    assert row.step_time_s >= 0
+    unknown = ("loss", "grad_norm", "learning_rate", "real_tokens", "samples", "optimizer_s", "progress_ratio", "epoch")
+    assert [name for name in unknown if getattr(row, name) is not None] == []
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_or_norm_that_is_no_number_is_recorded_as_it_is(recorder, tmp_path, value, as_tensor):
+    recorder.start()
+    for loss, norm in ((1.0, value), (value, 1.0), (1.0, None)):
+        recorder.begin_step()
+        recorder.micro_batch(None, torch.tensor(loss))
+        recorder.end_step(torch.tensor(norm) if as_tensor and norm is not None else norm)
+    recorder.finish()
+    assert [str(row.loss) for row in rows(tmp_path)] == ["1.0", str(value), "1.0"]
+    assert [str(row.grad_norm) for row in rows(tmp_path)] == [str(value), "1.0", "None"]
+    assert str(read_columns(tmp_path / "steps.csv", ["grad_norm"])["grad_norm"]) == f"[{value}, 1.0, None]"
+
+
+def test_where_a_step_stands_is_known_at_any_time(recorder):
+    seen = []
+    recorder.start()
+    for call in (
+        recorder.begin_step, lambda: recorder.micro_batch(None, None), recorder.begin_optimizer, recorder.end_step,
+        recorder.begin_evaluation, lambda: recorder.end_evaluation(BatchCount(), 1.0),
+    ):  # fmt: skip
+        call()
+        seen.append(recorder.position)
+    recorder.finish()
+    assert seen == ["forward", "forward", "optimizer", "data", "evaluate", "data"]
+
+
+def test_the_recorder_knows_torch_and_no_trainer():
+    code = "import sys, ftbench.worker.measure.recorder; print({'transformers', 'trl', 'accelerate'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
+
+
+# --- a trainer that ftbench has not built ----------------------------------------------------------------------------
+
+
+class Texts(torch.utils.data.Dataset):
+    """Eleven samples of 5 to 8 tokens, padded to 8; the first two tokens carry no loss."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        length = 5 + index % 4
+        ids = torch.tensor([1 + (index + place) % 50 for place in range(length)] + [0] * (8 - length))
+        real = torch.arange(8) < length
+        labels = torch.where(real & (torch.arange(8) >= 2), ids, -100)
+        return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    ))  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        num_train_epochs=2, logging_strategy="steps", logging_steps=1, save_strategy="no", eval_strategy="epoch",
+        report_to="none", use_cpu=True, disable_tqdm=True, learning_rate=1e-2, max_grad_norm=0.5,
+    )  # fmt: skip
+    return Trainer(model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts())
+
+
+def test_a_plain_trainer_is_recorded_from_outside(trainer, recorder, tmp_path):
+    HfRecording(recorder).attach(trainer)
+    trainer.train()
+    recorder.finish()
+    train = [row for row in rows(tmp_path) if row.phase == "train"]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [row.step for row in train] == [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6]
+    assert [row.loss for row in train] == pytest.approx([entry["loss"] for entry in logged], abs=1e-4)
+    assert [row.grad_norm for row in train] == pytest.approx([entry["grad_norm"] for entry in logged], rel=1e-4)
+    assert [row.learning_rate for row in train][1:] == pytest.approx([e["learning_rate"] for e in logged][1:])
+    assert [row.samples for row in train] == [4, 4, 3, 4, 4, 3]
+    real = sum(int(Texts()[index]["attention_mask"].sum()) for index in range(11))
+    assert sum(row.real_tokens for row in train) == 2 * real
+    assert sum(row.label_tokens for row in train) == 2 * (real - 2 * 11)
+    assert [row.padded_tokens for row in train] == [32, 32, 24, 32, 32, 24]
+
+
+def test_evaluations_of_a_plain_trainer_are_rows_of_their_own(trainer, recorder, tmp_path):
+    HfRecording(recorder).attach(trainer)
+    trainer.train()
+    recorder.finish()
+    evaluated = [row for row in rows(tmp_path) if row.phase == "evaluate"]
+    assert [(row.step, row.samples) for row in evaluated] == [(3, 11), (6, 11)]
+    expected = trainer.predict(Texts()).metrics["test_loss"]  # all samples are nearly of one length
+    assert evaluated[-1].loss == pytest.approx(expected, rel=0.02)
+
+
+def test_samples_end_to_end_in_a_row_are_not_counted_as_one():
+    ids = torch.arange(6)[None]
+    count = count_of({"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])})
+    assert (count.real, count.padded, count.samples, count.longest) == (6, 6, None, None)
