@@ -485,6 +485,26 @@ def test_mxfp4_of_gpt_oss_resolves_and_needs_a_gpu_that_multiplies_bfloat16_in_g
     assert "8.0 or higher" in " ".join(refusals_on(resolve(spec, (7, 5)), (7, 5)))
 
 
+# --- a model by its path ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["models/my-qwen", "models/my-qwen/config.json", "./models/my-qwen/"])
+def test_the_path_of_a_model_is_enough_and_its_directory_names_it(files, path):
+    folder = files(own=f"model: {{path: {path}, weights: random}}\n")
+    model = load(folder / "own.yaml").model
+    assert (model.id, model.path) == ("my-qwen", str(folder / path))
+
+
+def test_a_name_beside_the_path_is_kept(files):
+    folder = files(own="model: {path: models/my-qwen, id: me/qwen}\n")
+    assert load(folder / "own.yaml").model.id == "me/qwen"
+
+
+@pytest.mark.parametrize("text", ["model: {weights: random}", "model: {path: /}", "model: {id: null}"])
+def test_a_model_without_either_is_missing_its_id(problems, text):
+    assert any("model.id" in problem for problem in problems(f"{text}\n"))
+
+
 # --- what cannot be launched yet ------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from ftbench.store.steps import read_steps
 from ftbench.worker.data import order
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
-from ftbench.worker.kernels.host_offload import HostMemory
+from ftbench.worker.kernels.host_offload import HostTensors
 from ftbench.worker.model.random_weights import materialise
 from ftbench.worker.optimizations import attention, chunked_loss, compile, packing
 
@@ -393,7 +393,7 @@ def test_checkpoints_in_host_memory_save_nothing_where_there_is_no_other():
 def test_a_layer_keeps_nothing_on_the_device_and_its_gradients_are_the_same(model):
     ids = torch.tensor([sample(24, 5).ids])
     gradients, kept = [], []
-    for memory in (None, HostMemory()):
+    for memory in (None, HostTensors()):
         copied = copy.deepcopy(model).train()
         copied.set_attn_implementation("sdpa")
         copied.gradient_checkpointing_enable({"use_reentrant": False})

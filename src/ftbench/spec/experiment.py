@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -28,7 +29,10 @@ def experiment_name(value: str) -> str:
 class Model(Part):
     """Which model, and whether its weights are the published ones or random ones of the same shape."""
 
-    id: str = Field(min_length=1, description="hub id, or a name of `ftbench list models`")
+    id: str = Field(
+        min_length=1,
+        description="hub id, or a name of `ftbench list models`; beside `path` its directory's name if empty",
+    )
     weights: Literal["pretrained", "random"] = Field(
         "pretrained", description="random: same shape and speed, nothing downloaded, nothing learned"
     )
@@ -41,6 +45,15 @@ class Model(Part):
     )
     seed: Int = Field(0, ge=0, description="of random weights")
     trust_remote_code: Switch = Field(False, description="run code that comes with the model; needs a pinned revision")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_its_path(cls, values: object) -> object:
+        if not isinstance(values, dict) or values.get("id") is not None or not isinstance(values.get("path"), str):
+            return values
+        path = Path(values["path"])
+        name = path.parent.name if path.suffix == ".json" else path.name
+        return {**values, "id": name} if name else values
 
     @model_validator(mode="after")
     def _check(self) -> Model:

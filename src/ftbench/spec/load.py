@@ -28,7 +28,7 @@ MAX_EXTENDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class SpecLayer:
     """One source of keys: a file of the `extends:` chain, or one `--set`."""
 
     origin: str
@@ -47,12 +47,12 @@ def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
     return validated(merged(layers, path), layers)
 
 
-def read_layers(path: Path, sets: Sequence[str]) -> list[Layer]:
+def read_layers(path: Path, sets: Sequence[str]) -> list[SpecLayer]:
     """The files of the `extends:` chain from the base up, then each `--set`."""
     return [*_chain(path, ()), *(set_layer(text) for text in sets)]
 
 
-def merged(layers: Iterable[Layer], path: Path) -> dict[str, Any]:
+def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
     """The keys of all layers, later ones winning; the name is the file's stem if none is given."""
     result: dict[str, Any] = {"name": path.stem}
     for layer in layers:
@@ -60,7 +60,7 @@ def merged(layers: Iterable[Layer], path: Path) -> dict[str, Any]:
     return result
 
 
-def validated(values: dict[str, Any], layers: Sequence[Layer]) -> Experiment:
+def validated(values: dict[str, Any], layers: Sequence[SpecLayer]) -> Experiment:
     """Raises SpecError as `load` does: ImpossibleError where no single value is wrong."""
     try:
         return Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
@@ -72,7 +72,7 @@ def validated(values: dict[str, Any], layers: Sequence[Layer]) -> Experiment:
         raise (ImpossibleError if together else SpecError)(*_sentences(error, layers)) from None
 
 
-def _chain(path: Path, seen: tuple[str, ...]) -> list[Layer]:
+def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     absolute = os.path.abspath(path)
     if absolute in seen:
         raise SpecError(f"{path}: extends: the files extend each other in a circle")
@@ -88,8 +88,8 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[Layer]:
     if "recipe" in data:
         with _told_at(path, "recipe"):
             keys = recipe(data.pop("recipe"), path.parent, (*seen, absolute))
-        below.append(Layer(f"{path}:{line_of(path, ['recipe'])}: recipe", keys))
-    return [*below, Layer(str(path), expand(data, path.parent), path)]
+        below.append(SpecLayer(f"{path}:{line_of(path, ['recipe'])}: recipe", keys))
+    return [*below, SpecLayer(str(path), expand(data, path.parent), path)]
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, 
     return found
 
 
-def set_layer(text: str) -> Layer:
+def set_layer(text: str) -> SpecLayer:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -124,8 +124,8 @@ def set_layer(text: str) -> Layer:
     if parts[0] == "sweep":
         raise SpecError(f"--set {text}: axes of a sweep go with `ftbench sweep --axis key=value,value`")
     if parts == ["recipe"]:
-        return Layer(f"--set {text}", recipe(parse_value(value), Path()))
-    return Layer(f"--set {text}", expand(nested(parts, parse_value(value)), Path()))
+        return SpecLayer(f"--set {text}", recipe(parse_value(value), Path()))
+    return SpecLayer(f"--set {text}", expand(nested(parts, parse_value(value)), Path()))
 
 
 def nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _surviving(section: str, old: dict[str, Any], new: dict[str, Any]) -> dict[s
     return {key: value for key, value in old.items() if key in keep}
 
 
-def _sentences(error: ValidationError, layers: Sequence[Layer]) -> list[str]:
+def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]:
     found: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         key = _key(problem["loc"])
@@ -193,7 +193,7 @@ def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     return tuple(parts[: 3 if parts[:2] == ["measure", "generate"] else 2])
 
 
-def _origin(key: tuple[str, ...], layers: Sequence[Layer]) -> str:
+def _origin(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
     """Where the key was last written: `file:line`, or the `--set`; the main file for what was never written."""
     for layer in reversed(layers):
         section: Any = layer.data

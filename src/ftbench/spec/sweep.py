@@ -19,7 +19,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import (
     SHORT_FORMS,
     ImpossibleError,
-    Layer,
+    SpecLayer,
     expand,
     merge,
     merged,
@@ -59,7 +59,7 @@ class Axis:
 
     key: str
     values: tuple[Any, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[SpecLayer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def cells(
     return result
 
 
-def _section(values: object, layers: Sequence[Layer]) -> Sweep:
+def _section(values: object, layers: Sequence[SpecLayer]) -> Sweep:
     try:
         return Sweep.model_validate({} if values is None else values)
     except ValidationError as error:
@@ -143,7 +143,7 @@ def _section(values: object, layers: Sequence[Layer]) -> Sweep:
         raise SpecError(f"{_origin(layers, *keys[:1])}: {'.'.join(['sweep', *keys])}: {what}") from None
 
 
-def _origin(layers: Sequence[Layer], *keys: str) -> str:
+def _origin(layers: Sequence[SpecLayer], *keys: str) -> str:
     """Return `file:line` of the layer whose `sweep:` says the key, else of the last that has one."""
     path = ["sweep", *(keys if keys and keys[0] in Sweep.model_fields else ("axes", *keys))]
     layer = _saying(layers, path)
@@ -151,7 +151,7 @@ def _origin(layers: Sequence[Layer], *keys: str) -> str:
     return f"{layer.origin}:{line}" if line else layer.origin
 
 
-def _saying(layers: Sequence[Layer], path: Sequence[str]) -> Layer:
+def _saying(layers: Sequence[SpecLayer], path: Sequence[str]) -> SpecLayer:
     """Return the last layer with `path[1]` in its `sweep:` (sections of a sweep are replaced whole), else with a
     `sweep:`."""
     having = [layer for layer in layers if "sweep" in layer.data]
@@ -159,7 +159,7 @@ def _saying(layers: Sequence[Layer], path: Sequence[str]) -> Layer:
     return (saying or having)[-1]
 
 
-def _folder(layers: Sequence[Layer], key: str) -> Path:
+def _folder(layers: Sequence[SpecLayer], key: str) -> Path:
     """Return the folder of the file that says a key of the sweep, against which its paths are taken."""
     if not any("sweep" in layer.data for layer in layers):
         return Path()
@@ -180,14 +180,14 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
     where = origin if origin.startswith("--") else f"{origin}: sweep.axes"
     if key == RECIPE:
         told = tuple(_file_or_name(value, folder) for value in values)
-        return Axis(key, told, tuple(Layer(where, recipe(value, folder)) for value in told))
+        return Axis(key, told, tuple(SpecLayer(where, recipe(value, folder)) for value in told))
     if not all(parts) or parts[0] in _NO_AXES or parts[0] not in Experiment.model_fields:
         sections = [name for name in Experiment.model_fields if name not in _NO_AXES]
         raise SpecError(
             f"{origin}: {key!r} is no axis{nearest(parts[0], sections)} (an axis is a key of the spec: "
             f"{', '.join(sections)}, or train.batch_size; `ftbench list keys` shows all; or recipe)"
         )
-    layers = tuple(Layer(where, expand(nested(parts, value), folder)) for value in values)
+    layers = tuple(SpecLayer(where, expand(nested(parts, value), folder)) for value in values)
     return Axis(key, tuple(_expanded(key, value, folder) for value in values), layers)
 
 
@@ -221,7 +221,7 @@ def _in_words(pattern: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={as_text(value)}" for key, value in pattern.items())
 
 
-def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> None:
+def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[SpecLayer]) -> None:
     keys = [RECIPE, *SHORT_FORMS, *(key for key, _, _ in spec_keys())] if patterns else []
     for key in {key for pattern in patterns for key in pattern}:
         if key not in keys:
@@ -244,7 +244,7 @@ def _steps(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> list[li
     return result
 
 
-def _cell(base: dict[str, Any], layers: Sequence[Layer], chosen: Sequence[tuple[Axis, int]]) -> Cell:
+def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tuple[Axis, int]]) -> Cell:
     values = _laid_over(base, chosen)
     point = {axis.key: axis.values[index] for axis, index in chosen}
     try:

@@ -147,9 +147,8 @@ def fused(spec: Experiment) -> Fused:
 
 def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozenset[str]:
     """Return what gets adapters: the linear layers of a name that is asked for, as far as the model has them (gpt_oss
-    has no gate_proj), and the fused experts where `method.experts` says so. all-linear means every `nn.Linear`, which
-    fused experts are not. Beside fused experts no MLP is reached: peft takes its names for theirs
-    (worker/methods/lora.py: linear_targets)."""
+    has no gate_proj), and the fused experts where `method.experts` says so: beside those no linear layer of an MLP has
+    a name for peft (worker/methods/lora.py). all-linear is every `nn.Linear`, which experts are not."""
     if isinstance(method, Full):
         return frozenset()
     names = model.linear_names

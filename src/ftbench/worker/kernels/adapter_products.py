@@ -37,8 +37,8 @@ ALIGNED = 64
 
 @torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))
 def fill_columns(wide: torch.Tensor, factor: torch.Tensor, width: int) -> None:
-    """The columns of `wide` from `width` on become the product of those before with `factor`. An operation of its own,
-    because torch.compile would copy the whole of `wide` to write a part of it."""
+    """Write the product of the first `width` columns with `factor` into the columns of `wide` after them. An operation
+    of its own, because torch.compile would copy the whole of `wide` to write a part of it."""
     torch.mm(wide[:, :width], factor, out=wide[:, width:])
 
 
@@ -72,14 +72,14 @@ class Augmented(torch.autograd.Function):
 
 
 def _split(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
-    """Gradients of A (rank x in) and of B (out x rank) of all layers → of each adapter in turn."""
-    found, rank, out = [], 0, 0
+    """Return the gradients of each adapter in turn, of those of A (rank x in) and B (out x rank) of all layers."""
+    of_adapters, rank, out = [], 0, 0
     for a, b, scale in zip(adapters[::2], adapters[1::2], scales, strict=True):
         r, n = a.shape[0], b.shape[0]
-        found.append(da[rank : rank + r].to(a.dtype))
-        found.append((db[out : out + n, rank : rank + r] * scale).to(b.dtype))
+        of_adapters.append(da[rank : rank + r].to(a.dtype))
+        of_adapters.append((db[out : out + n, rank : rank + r] * scale).to(b.dtype))
         rank, out = rank + r, out + n
-    return found
+    return of_adapters
 
 
 class Beside(torch.autograd.Function):
@@ -102,8 +102,8 @@ class Beside(torch.autograd.Function):
         rank = b.shape[1]
         dmid = torch.cat([dy @ row for dy, row in zip(gradients, b.split(ctx.sizes), strict=True)], 1)
         dx = dmid @ a if ctx.needs_input_grad[0] else None
-        found = []
+        of_adapters = []
         parts = zip(adapters[::2], adapters[1::2], (dmid.t() @ x).split(rank), strict=True)
         for (a_i, b_i, da), dy, part, scale in zip(parts, gradients, mid.split(rank, 1), ctx.scales, strict=True):
-            found += [da.to(a_i.dtype), (dy.t() @ part * scale).to(b_i.dtype)]
-        return dx, None, None, None, None, *found
+            of_adapters += [da.to(a_i.dtype), (dy.t() @ part * scale).to(b_i.dtype)]
+        return dx, None, None, None, None, *of_adapters

@@ -29,7 +29,7 @@ class Kept:
         self.fetched: Any = None  # event: the copy to the device is complete
 
 
-class HostMemory:
+class HostTensors:
     """Counts what it moves: `moved` tensors of `moved_bytes` to the host, `fetched` back."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class HostMemory:
         self._last: weakref.ref[Kept] | None = None
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, with what it saves for the backward pass kept here."""
+        """Return the same function, with what it saves for the backward pass kept here."""
 
         def keeping(*args: Any, **kwargs: Any) -> Any:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -84,7 +84,7 @@ class HostMemory:
         return tensor
 
     def _fetch(self, kept: Kept) -> None:
-        """Starts the copy back to the device, which `fetched` completes."""
+        """Start the copy back to the device, which `fetched` completes."""
         if kept.device.type != "cuda":
             kept.back = kept.host.clone()
             return

@@ -12,5 +12,5 @@ from types import ModuleType
 
 
 def load(name: str) -> ModuleType:
-    """The module of a method; `spec.methods.METHODS` says which there are."""
+    """Return the module of a method; `spec.methods.METHODS` says which there are."""
     return importlib.import_module(f"ftbench.worker.methods.{name}")

@@ -17,7 +17,7 @@ def load(spec: Experiment, source: loading.Source) -> Any:
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """The model with adapters. Raises SpecError where no layer has a name that was asked for."""
+    """Return the model with adapters. Raises SpecError where no layer has a name that was asked for."""
     method: Any = spec.method
     config = LoraConfig(
         r=method.rank,
@@ -60,7 +60,8 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
 
 
 def expert_parameters(model: Any) -> list[str]:
-    """Names of the fused expert matrices (three-dimensional parameters: expert x out x in), as peft wants them."""
+    """Return the names of the fused expert matrices (three-dimensional parameters: expert x out x in), as peft wants
+    them."""
     names = {
         ".".join(name.split(".")[-3:])
         for name, p in model.named_parameters()
@@ -72,29 +73,30 @@ def expert_parameters(model: Any) -> list[str]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Adapters of the rank asked for are there, and only they (and biases, if asked) are trained. Target names that
-    match nothing are warnings: `unmatched_targets`."""
+    """Check that adapters of the rank asked for are there, and only they (and biases, if asked) are trained. Target
+    names that match nothing are warnings: `unmatched_targets`."""
     method: Any = spec.method
-    found = []
+    sentences = []
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     adapters = [name for name in trained if "lora_" in name]
     if not adapters:
-        found.append(f"method {method.name}: no adapter is trained")
+        sentences.append(f"method {method.name}: no adapter is trained")
     others = [name for name in trained if "lora_" not in name and not name.endswith("bias")]
     if others:
-        found.append(f"method {method.name}: {others[0]} and {len(others) - 1} more base weights are trained")
+        sentences.append(f"method {method.name}: {others[0]} and {len(others) - 1} more base weights are trained")
     for name, module in model.named_modules():
         rank = getattr(module, "r", None)
         if isinstance(rank, dict) and rank and set(rank.values()) != {method.rank}:
-            found.append(f"method {method.name}: {name} has rank {set(rank.values())}, not {method.rank}")
+            sentences.append(f"method {method.name}: {name} has rank {set(rank.values())}, not {method.rank}")
             break
     if method.experts and not any(".experts." in name for name in adapters):
-        found.append(f"method {method.name}: method.experts is on and no expert has an adapter")
-    return found
+        sentences.append(f"method {method.name}: method.experts is on and no expert has an adapter")
+    return sentences
 
 
 def unmatched_targets(model: Any, spec: Experiment) -> list[str]:
-    """Target names that no adapted layer has: the founding study's surprise, gate_proj and its like on gpt-oss."""
+    """Return target names that no adapted layer has: the founding study's surprise, gate_proj and its like on
+    gpt-oss."""
     method: Any = spec.method
     if isinstance(method.targets, str):
         return []

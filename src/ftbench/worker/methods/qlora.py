@@ -30,7 +30,7 @@ def load(spec: Experiment, source: loading.Source) -> Any:
 
 
 def _load_mxfp4(spec: Experiment, source: loading.Source) -> Any:
-    """gpt-oss with its experts as published. Raises SpecError for weights that are not."""
+    """Load gpt-oss with its experts as published. Raises SpecError for weights that are not."""
     config = loading.load_config(spec.model, source)
     kind = getattr(config, "quantization_config", None) or {}
     if config.model_type != GPT_OSS or str(kind.get("quant_method")) != "mxfp4":
@@ -42,17 +42,17 @@ def _load_mxfp4(spec: Experiment, source: loading.Source) -> Any:
     with mxfp4.as_experts():
         if spec.model.weights == "pretrained":
             return loading.read(spec, source, config=config)
-        told = {"dtype": getattr(torch, spec.model.dtype), **loading.attention_of(spec)}
+        arguments = {"dtype": getattr(torch, spec.model.dtype), **loading.attention_of(spec)}
         with device():
-            model = loading.reach(spec.model, lambda: AutoModelForCausalLM.from_config(config, **told))
+            model = loading.reach(spec.model, lambda: AutoModelForCausalLM.from_config(config, **arguments))
     random_weights.fill(model, spec.model.seed, random_weights.deviation(config))
     return model.eval()
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """The quantised model with adapters. peft's preparation casts all that is not quantised to float32; the fused
-    experts of a mixture of experts are not, and would double, so such a model is only frozen, and so is one that is
-    to stay as it is."""
+    """Return the quantised model with adapters. peft's preparation casts all that is not quantised to float32; the
+    fused experts of a mixture of experts are not, and would double, so such a model is only frozen, and so is one
+    that is to stay as it is."""
     method: Any = spec.method
     if method.mxfp4:
         model.requires_grad_(False)
@@ -68,29 +68,29 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """The adapters of LoRA, on layers that hold 4-bit weights of the type asked for."""
+    """Check the adapters of LoRA, on layers that hold 4-bit weights of the type asked for."""
     method: Any = spec.method
-    found = lora.verify(model, spec)
+    sentences = lora.verify(model, spec)
     if method.mxfp4:
-        return found + mxfp4.problems(model)
+        return sentences + mxfp4.problems(model)
     from bitsandbytes.nn import Linear4bit
 
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear4bit)]
     if not layers:
-        return [*found, "method qlora: no layer holds 4-bit weights"]
+        return [*sentences, "method qlora: no layer holds 4-bit weights"]
     embedding = model.get_input_embeddings().weight.dtype
     if not method.upcast and embedding != getattr(torch, spec.model.dtype):
-        found.append(f"method qlora: upcast is off and the embedding is {embedding}")
+        sentences.append(f"method qlora: upcast is off and the embedding is {embedding}")
     for name, layer in layers:
         state = layer.weight.quant_state
         if state is None:
-            return [*found, f"method qlora: {name} was not quantised"]
+            return [*sentences, f"method qlora: {name} was not quantised"]
         if state.quant_type != method.quant_type:
-            found.append(f"method qlora: {name} holds {state.quant_type}, not {method.quant_type}")
+            sentences.append(f"method qlora: {name} holds {state.quant_type}, not {method.quant_type}")
         if bool(state.nested) != method.double_quant:
-            found.append(f"method qlora: {name} has double_quant {bool(state.nested)}, not {method.double_quant}")
+            sentences.append(f"method qlora: {name} has double_quant {bool(state.nested)}, not {method.double_quant}")
         if layer.compute_dtype != getattr(torch, method.compute_dtype):
-            found.append(f"method qlora: {name} computes in {layer.compute_dtype}, not {method.compute_dtype}")
-        if found:
+            sentences.append(f"method qlora: {name} computes in {layer.compute_dtype}, not {method.compute_dtype}")
+        if sentences:
             break
-    return found
+    return sentences

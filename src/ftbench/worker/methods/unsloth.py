@@ -22,7 +22,7 @@ PACKED = "Mxfp4ExpertParam"  # how unsloth holds the experts of gpt-oss, publish
 
 
 def load(spec: Experiment, source: str) -> Any:
-    """The model as unsloth loads it, in 4, 8 or 16 bits."""
+    """Load the model as unsloth loads it, in 4, 8 or 16 bits."""
     from unsloth import FastLanguageModel
 
     method: Any = spec.method
@@ -45,12 +45,13 @@ def load(spec: Experiment, source: str) -> Any:
 
 
 def _checkpointing(method: Any) -> bool | str:
-    asked = str(method.use_gradient_checkpointing)
-    return asked if asked == "unsloth" else asked == "on"
+    setting = str(method.use_gradient_checkpointing)
+    return setting if setting == "unsloth" else setting == "on"
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """The model with adapters and unsloth's fused functions. Raises SpecError where no layer has a name asked for."""
+    """Return the model with adapters and unsloth's fused functions. Raises SpecError where no layer has a name asked
+    for."""
     from unsloth import FastLanguageModel
 
     method: Any = spec.method
@@ -73,7 +74,7 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 
 def answering(model: Any, spec: Experiment, undo: ExitStack) -> None:
-    """unsloth's own way to make a model ready to answer; `undo` makes it ready to train again."""
+    """Make a model ready to answer in unsloth's own way; `undo` makes it ready to train again."""
     from unsloth import FastLanguageModel
 
     FastLanguageModel.for_inference(model)
@@ -81,21 +82,21 @@ def answering(model: Any, spec: Experiment, undo: ExitStack) -> None:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """The adapters of LoRA, 4-bit weights if asked for, and unsloth's own functions in the layers."""
+    """Check the adapters of LoRA, 4-bit weights if asked for, and unsloth's own functions in the layers."""
     method: Any = spec.method
-    found = lora.verify(model, spec)
+    sentences = lora.verify(model, spec)
     kinds = {type(module).__name__ for module in model.modules()}
     in_4_bits = "Linear4bit" in kinds or any(type(p).__name__ == PACKED for p in model.parameters())
     if method.load_in_4bit and not in_4_bits:
-        found.append("method unsloth: load_in_4bit is on and no layer holds 4-bit weights")
+        sentences.append("method unsloth: load_in_4bit is on and no layer holds 4-bit weights")
     if not method.load_in_4bit and in_4_bits:
-        found.append("method unsloth: load_in_4bit is off and layers hold 4-bit weights")
+        sentences.append("method unsloth: load_in_4bit is off and layers hold 4-bit weights")
     if method.load_in_fp8 and not any(map(_in_fp8, model.parameters())):
-        found.append("method unsloth: load_in_fp8 is on and no layer holds 8-bit weights")
+        sentences.append("method unsloth: load_in_fp8 is on and no layer holds 8-bit weights")
     facts = applied(model)
     if not facts["fused_attention"] and not facts["fused_mlp"] and not facts["compiled_modules"]:
-        found.append("method unsloth: no layer uses unsloth's functions")
-    return found
+        sentences.append("method unsloth: no layer uses unsloth's functions")
+    return sentences
 
 
 def _in_fp8(parameter: Any) -> bool:
@@ -108,8 +109,8 @@ def reads_boundaries() -> bool:
 
 
 def applied(model: Any) -> dict[str, Any]:
-    """For applied.json: how many layers run unsloth's fused functions or its rewritten modules, and what computes
-    attention. On Blackwell the published wheels of xformers may have no kernel, and it falls back to SDPA."""
+    """Return for applied.json how many layers run unsloth's fused functions or its rewritten modules, and what
+    computes attention. On Blackwell the published wheels of xformers may have no kernel, and it falls back to SDPA."""
     import unsloth
 
     dispatch = sys.modules.get("unsloth.utils.attention_dispatch")  # unsloth itself has loaded it where there is a GPU

@@ -14,7 +14,7 @@ from ftbench.worker.model.random_weights import is_gpt_oss, materialise
 from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
 
 
-class Shape(Protocol):
+class UnreadModel(Protocol):
     """In place of what from_pretrained is given: a configuration, and a model of it whose weights were never read."""
 
     config: Any
@@ -23,12 +23,12 @@ class Shape(Protocol):
     def tokenizer(self) -> Any: ...
 
 
-Source = str | Shape
+Source = str | UnreadModel
 
 
 def source_of(model: Model, method: Any = None) -> str:
-    """What from_pretrained is given: a directory, or an id on the hub. A method that keeps experts in MXFP4 makes
-    random weights in memory: of gpt-oss-120b they would be 61 GiB of files. unsloth finds files as published."""
+    """Return what from_pretrained is given: a directory, or an id on the hub. A method that keeps experts in MXFP4
+    makes random weights in memory: of gpt-oss-120b they would be 61 GiB of files. unsloth finds files as published."""
     if model.weights == "random":
         kept = method is not None and method.mxfp4
         layout = "mxfp4" if is_gpt_oss(model) and (kept or getattr(method, "name", "") == "unsloth") else None
@@ -37,14 +37,14 @@ def source_of(model: Model, method: Any = None) -> str:
 
 
 def load_config(model: Model, source: Source) -> Any:
-    """The model's configuration. Raises MissingError where it cannot be reached."""
+    """Return the model's configuration. Raises MissingError where it cannot be reached."""
     if not isinstance(source, str):
         return source.config
     return reach(model, lambda: AutoConfig.from_pretrained(source, **hub_arguments(model)))
 
 
 def load_tokenizer(model: Model, source: Source) -> Any:
-    """The model's tokenizer, with a padding token."""
+    """Return the model's tokenizer, with a padding token."""
     if not isinstance(source, str):
         return source.tokenizer()
     tokenizer = reach(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
@@ -54,13 +54,13 @@ def load_tokenizer(model: Model, source: Source) -> Any:
 
 
 def load_model(spec: Experiment, source: Source, quantization_config: Any = None) -> Any:
-    """The weights on the device, in the spec's dtype and with its attention implementation."""
+    """Load the weights on the device, in the spec's dtype and with its attention implementation."""
     quantised = _quantised(spec, source) or quantization_config
     return read(spec, source, **({} if quantised is None else {"quantization_config": quantised}))
 
 
 def read(spec: Experiment, source: Source, **more: Any) -> Any:
-    """from_pretrained with what the spec says, and `more`."""
+    """Call from_pretrained with what the spec says, and `more`."""
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
     if device().type == "cuda":
         arguments["device_map"] = {"": device()}
@@ -70,7 +70,7 @@ def read(spec: Experiment, source: Source, **more: Any) -> Any:
 
 
 def attention_of(spec: Experiment) -> dict[str, str]:
-    """The attention implementation in transformers' words; nothing for its own choice."""
+    """Return the attention implementation in transformers' words; nothing for its own choice."""
     attention = spec.optimizations.attention
     if attention in (VARLEN, CUDNN):
         register()
@@ -78,8 +78,8 @@ def attention_of(spec: Experiment) -> dict[str, str]:
 
 
 def _quantised(spec: Experiment, source: Source) -> Any:
-    """How to load weights that were published quantised (gpt-oss: MXFP4): in 16 bits, so that they can be trained
-    on. Raises SpecError for a method that would quantise them again."""
+    """Return how to load weights that were published quantised (gpt-oss: MXFP4): in 16 bits, so that they can be
+    trained on. Raises SpecError for a method that would quantise them again."""
     config = getattr(load_config(spec.model, source), "quantization_config", None)
     if config is None:
         return None
@@ -93,16 +93,16 @@ def _quantised(spec: Experiment, source: Source) -> Any:
 
 
 def hub_arguments(model: Model) -> dict[str, Any]:
-    """What from_pretrained is told about where a model comes from and what of it may run."""
+    """Return what from_pretrained is told about where a model comes from and what of it may run."""
     if model.path or model.weights == "random":
         return {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
-    found = {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
+    arguments = {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
     # The pin holds for code that a model takes from another repository too: there it names no commit, and fails.
-    return found | ({"code_revision": model.revision} if model.trust_remote_code else {})
+    return arguments | ({"code_revision": model.revision} if model.trust_remote_code else {})
 
 
 def reach(model: Model, load: Any) -> Any:
-    """Turns the ways in which a model cannot be reached or used into a sentence. What else goes wrong goes on up:
+    """Turn the ways in which a model cannot be reached or used into a sentence. What else goes wrong goes on up:
     running out of memory is a result, not a missing model."""
     try:
         return load()

@@ -31,14 +31,14 @@ MATRICES = ("gate_up_proj", "down_proj")
 
 
 def scale_for(std: float) -> int:
-    """The byte of the power of two that brings the spread of codes drawn evenly nearest to `std`."""
+    """Return the byte of the power of two that brings the spread of codes drawn evenly nearest to `std`."""
     spread = math.sqrt(sum(size * size for size in SIZES) / len(SIZES))
     return 127 + round(math.log2(std / spread))
 
 
 def written_out(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The matrices that `blocks` (experts x out x in / 32 x 16, uint8) and `scales` (experts x out x in / 32, uint8)
-    stand for: experts x out x in, in `dtype`."""
+    """Return the matrices that `blocks` (experts x out x in / 32 x 16, uint8) and `scales` (experts x out x in / 32,
+    uint8) stand for: experts x out x in, in `dtype`."""
     rows, powers = blocks.view(-1, BLOCK // 2), scales.view(-1)
     decode = fused() if blocks.is_cuda else decoded
     for tensor in (rows, powers):
@@ -47,9 +47,9 @@ def written_out(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
 
 def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of 16 bytes with a scale each → rows of 32 values. All is made from bits, so that it is exact: a float32 has
-    its sign in bit 31, its exponent (127 is 2^0) from bit 23 and its first digit after the point in bit 22. A scale of
-    0 (2^-127) becomes zero."""
+    """Return rows of 32 values for rows of 16 bytes with a scale each. All is made from bits, so that it is exact: a
+    float32 has its sign in bit 31, its exponent (127 is 2^0) from bit 23 and its first digit after the point in bit
+    22. A scale of 0 (2^-127) becomes zero."""
     places = 4 * torch.arange(2, dtype=torch.int32, device=blocks.device)
     codes = (blocks.to(torch.int32).unsqueeze(-1) >> places) & 15
     size = codes & 7  # two bits of exponent, one digit after the point
@@ -61,13 +61,14 @@ def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 
 @cache
 def fused() -> Any:
-    """One kernel that reads half a byte a value and writes two: step by step it would move twenty times as much."""
+    """Return one kernel that reads half a byte a value and writes two: step by step it would move twenty times as
+    much."""
     return torch.compile(decoded)
 
 
 def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Each group of rows times its matrix: rows x in, groups x in x out → rows x out. `ends` (int32) are the groups'
-    ends in the rows."""
+    """Multiply each group of rows by its matrix: rows x in, groups x in x out → rows x out. `ends` (int32) are the
+    groups' ends in the rows."""
     return F.grouped_mm(rows, matrices, offs=ends)
 
 
@@ -109,7 +110,7 @@ class Mxfp4Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """tokens x width, tokens x k (which experts), tokens x k (their weights) → tokens x width."""
+        """Compute tokens x width of tokens x width, tokens x k (which experts) and tokens x k (their weights)."""
         tokens, k = router_indices.shape
         experts, order = router_indices.reshape(-1).sort(stable=True)
         numbers = torch.arange(self.num_experts, device=experts.device)
@@ -152,13 +153,13 @@ class ExpertAdapter(ParamWrapper):
 
 @contextmanager
 def declared(model: Any) -> Iterator[None]:
-    """For the length of a block, in which peft makes adapters, the experts seem to have their matrices: one number
-    each, seen as all of them. Afterwards their adapters are ours."""
+    """Make the experts seem to have their matrices for the length of a block, in which peft makes adapters: one
+    number each, seen as all of them. Afterwards their adapters are ours."""
     experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
     for module in experts:
         for name, (into, out) in module.shapes.items():
-            one = torch.zeros((), dtype=module.gate_up_proj_bias.dtype, device=module.gate_up_proj_bias.device)
-            seen = nn.Parameter(one.expand(module.num_experts, into, out), requires_grad=False)
+            zero = torch.zeros((), dtype=module.gate_up_proj_bias.dtype, device=module.gate_up_proj_bias.device)
+            seen = nn.Parameter(zero.expand(module.num_experts, into, out), requires_grad=False)
             module.register_parameter(name, seen)
     try:
         yield
@@ -181,7 +182,7 @@ class _Instead:
 
 @contextmanager
 def as_experts() -> Iterator[None]:
-    """A gpt-oss model built within has its experts in MXFP4, and weights that nobody has set yet."""
+    """Build a gpt-oss model within with its experts in MXFP4, and weights that nobody has set yet."""
     theirs = modeling_gpt_oss.GptOssExperts
     modeling_gpt_oss.GptOssExperts = _Instead
     try:
@@ -192,10 +193,10 @@ def as_experts() -> Iterator[None]:
 
 
 def problems(model: Any) -> list[str]:
-    """What of the experts is not in 4 bits: sentences, empty when all are."""
-    found = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
+    """Return what of the experts is not in 4 bits, as sentences, empty when all are."""
+    experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
     wide = [name for name, p in model.named_parameters()
             if ".experts." in name and "lora_" not in name and p.ndim > 2 and p.dtype != torch.uint8]  # fmt: skip
-    if not found:
+    if not experts:
         return ["method qlora: no layer holds experts in MXFP4"]
     return [f"method qlora: {wide[0]} is held in {len(wide)} matrices of 16 bits"] if wide else []

@@ -35,6 +35,6 @@ def _with_masks(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if positions is None or kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
         return None
     shape = decoder.embed_tokens.weight.new_empty((*positions.shape, 1))  # masks ask it for shape, type and device
-    told = {"config": decoder.config, "inputs_embeds": shape, "attention_mask": None, "past_key_values": None}
-    masks = {name: make(**told, position_ids=positions) for name, make in _MASKS.items()}
+    inputs = {"config": decoder.config, "inputs_embeds": shape, "attention_mask": None, "past_key_values": None}
+    masks = {name: make(**inputs, position_ids=positions) for name, make in _MASKS.items()}
     return args, kwargs | {"attention_mask": masks}

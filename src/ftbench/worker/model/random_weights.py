@@ -43,19 +43,19 @@ def is_gpt_oss(model: Model) -> bool:
 
 
 def materialise(model: Model, layout: str | None = None, weights: bool = True) -> Path:
-    """The directory with the random weights, made if it is not there yet; with `layout` mxfp4 the experts of gpt-oss as
-    they are published; without `weights` only what describes the model, for `fill`. Raises SpecError for a shape that
-    transformers does not know, MissingError for a disk without room."""
+    """Return the directory with the random weights, made if it is not there yet; with `layout` mxfp4 the experts of
+    gpt-oss as they are published; without `weights` only what describes the model, for `fill`. Raises SpecError for
+    a shape that transformers does not know, MissingError for a disk without room."""
     config = configuration(model)
     special = [*([layout] if layout else []), *([] if weights else ["no weights"])]
-    told = [FORMAT, _shape(model), model.dtype, model.seed, *special]
-    key = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    parts = [FORMAT, _shape(model), model.dtype, model.seed, *special]
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     name = "".join(c if c.isalnum() or c in ".-" else "-" for c in model.id)
     folder = cache_dir() / "models" / f"{name}-{key.hexdigest()[:12]}"
     if folder.is_dir():
         return folder
     try:
-        with _only_one(folder):
+        with _locked(folder):
             if not folder.is_dir():
                 _make(folder, config, model, layout, weights)
     except (OSError, SafetensorError) as error:
@@ -64,8 +64,8 @@ def materialise(model: Model, layout: str | None = None, weights: bool = True) -
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """One process at a time makes a model; the others wait and find it made. A dead process holds no lock (flock)."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process makes this model, which may then be there. A dead process holds no lock (flock)."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -73,7 +73,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: bool) -> None:
-    """Writes beside the folder and renames: what a killed process left is removed first, and never seen."""
+    """Write beside the folder and rename: what a killed process left is removed first, and never seen."""
     unfinished = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -87,12 +87,12 @@ def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: 
 
 
 def _shape(model: Model) -> dict[str, Any]:
-    """The configuration as plain data: of the table, or of the user's config.json."""
+    """Return the configuration as plain data: of the table, or of the user's config.json."""
     return read_config(Path(model.path)) if model.path else architectures()[model.id]
 
 
 def configuration(model: Model) -> Any:
-    """The shape as transformers' configuration. Raises SpecError for one that it does not know."""
+    """Return the shape as transformers' configuration. Raises SpecError for one that it does not know."""
     shape = dict(_shape(model))
     for key in ("quantization_config", "torch_dtype", "dtype", "auto_map"):
         shape.pop(key, None)
@@ -104,7 +104,7 @@ def configuration(model: Model) -> Any:
 
 
 def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> None:
-    """config.json and the tokenizer."""
+    """Write config.json and the tokenizer."""
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = model.dtype
     if layout:
@@ -114,7 +114,7 @@ def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> No
 
 
 def fill(module: Any, seed: int, std: float) -> None:
-    """Draws every weight of a model that has none yet: the same as `materialise` would have written."""
+    """Draw every weight of a model that has none yet: the same as `materialise` would have written."""
     held = module.state_dict()
     with ThreadPoolExecutor(os.cpu_count()) as pool, torch.no_grad():
         for names in _shards({name: each.nbytes for name, each in held.items()}):
@@ -123,7 +123,7 @@ def fill(module: Any, seed: int, std: float) -> None:
 
 
 def deviation(config: Any) -> float:
-    """Of the weights of a new model."""
+    """Return the standard deviation of the weights of a new model."""
     return float(getattr(config.get_text_config(), "initializer_range", 0.02))
 
 
@@ -174,9 +174,9 @@ def _shards(sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, seed: int) -> dict[str, torch.Tensor]:
-    """Tensors with the names, shapes and types of `like` in the host's memory, drawn at the same time. Norms are ones
-    and biases zeros, as transformers initialises them; everything else is normal with `std`. In MXFP4 every code is as
-    likely as any other, and one scale for all brings the spread near `std`."""
+    """Draw tensors with the names, shapes and types of `like` in the host's memory, drawn at the same time. Norms
+    are ones and biases zeros, as transformers initialises them; everything else is normal with `std`. In MXFP4 every
+    code is as likely as any other, and one scale for all brings the spread near `std`."""
     made: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, torch.Tensor]] = []
     for name, each in like.items():

@@ -16,12 +16,12 @@ CHAT_TEMPLATE = (
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Saves the tokenizer beside a model of `vocab_size` in `folder`."""
+    """Save the tokenizer beside a model of `vocab_size` in `folder`."""
     build_tokenizer(vocab_size).save_pretrained(folder)
 
 
 def build_tokenizer(vocab_size: int) -> Any:
-    """Byte-level BPE trained on the sample data set. The same text gives the same tokenizer; ids stay below
+    """Train a byte-level BPE on the sample data set. The same text gives the same tokenizer; ids stay below
     `vocab_size`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

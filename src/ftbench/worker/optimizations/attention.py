@@ -16,7 +16,7 @@ VARLEN, CUDNN = "varlen", "cudnn"
 
 
 def register() -> None:
-    """Makes `varlen` and `cudnn` names that from_pretrained takes."""
+    """Make `varlen` and `cudnn` names that from_pretrained takes."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -28,7 +28,8 @@ def register() -> None:
 
 
 def cudnn(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa. Raises RuntimeError (torch's: no available kernel) for what cuDNN does not compute."""
+    """Compute transformers' sdpa with cuDNN's kernels alone. Raises RuntimeError (torch's: no available kernel) for
+    what cuDNN does not compute."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -37,8 +38,8 @@ def cudnn(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
 
 
 def attention(kernel: Any) -> Any:
-    """An attention function for transformers around torch's kernel, whose arguments differ between versions of torch:
-    they are looked up here, once, and not in what is compiled."""
+    """Return an attention function for transformers around torch's kernel, whose arguments differ between versions
+    of torch: they are looked up here, once, and not in what is compiled."""
     takes = frozenset(inspect.signature(kernel).parameters)
 
     def varlen(
@@ -46,9 +47,9 @@ def attention(kernel: Any) -> Any:
         scaling: float | None = None, cu_seq_lens_q: Any = None, max_length_q: Any = None, sliding_window: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Causal attention within each sample of one row: 1 x heads x tokens x width in, 1 x tokens x heads x width
-        out. Samples that are all as long as the longest are a batch of rows, for which torch has faster kernels.
-        Raises SpecError for what torch's kernel does not compute."""
+        """Compute causal attention within each sample of one row: 1 x heads x tokens x width in, 1 x tokens x heads
+        x width out. Samples that are all as long as the longest are a batch of rows, for which torch has faster
+        kernels. Raises SpecError for what torch's kernel does not compute."""
         if cu_seq_lens_q is None or query.shape[0] != 1:
             raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
         if kwargs.get("s_aux") is not None or kwargs.get("softcap"):
@@ -90,7 +91,7 @@ def _by_rows(
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    asked, used = spec.optimizations.attention, model.config.get_text_config()._attn_implementation
-    if asked in ("auto", used):
+    kernel, used = spec.optimizations.attention, model.config.get_text_config()._attn_implementation
+    if kernel in ("auto", used):
         return []
-    return [f"optimizations.attention is {asked} and {type(model).__name__} uses {used}"]
+    return [f"optimizations.attention is {kernel} and {type(model).__name__} uses {used}"]

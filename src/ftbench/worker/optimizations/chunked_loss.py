@@ -26,9 +26,9 @@ POSITIONS = "label_positions"  # the batch's key: where in the flattened labels 
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Gives the base model a forward pass that ends in the loss. Raises SpecError for a model whose logits are more
+    """Give the base model a forward pass that ends in the loss. Raises SpecError for a model whose logits are more
     than a product with the head."""
-    asked = spec.optimizations.chunked_loss
+    setting = spec.optimizations.chunked_loss
     base = base_model(model)
     text = base.config.get_text_config()
     if any(getattr(text, key, None) not in (None, 0, 1) for key in SCALES):
@@ -36,7 +36,7 @@ def apply(model: Any, spec: Experiment) -> None:
             f"optimizations.chunked_loss does not know how {type(base).__name__} scales its logits: leave it off"
         )
     softmax = torch.compile(probabilities) if spec.optimizations.compile else probabilities
-    base.forward = MethodType(_forward(base.forward, softmax, CHUNK if asked is True else asked), base)
+    base.forward = MethodType(_forward(base.forward, softmax, CHUNK if setting is True else setting), base)
 
 
 def _forward(original: Any, softmax: Any, size: int) -> Any:
@@ -67,9 +67,9 @@ def chunked_loss(
 
 
 def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """labels x words → the probability of each word, and the logarithm of the target's (labels x 1, float32)."""
-    found = torch.log_softmax(logits.float(), -1)
-    return found.exp().to(logits.dtype), found.gather(1, targets[:, None])
+    """Return the probability of each word (labels x words), and the logarithm of the target's (labels x 1, float32)."""
+    logarithms = torch.log_softmax(logits.float(), -1)
+    return logarithms.exp().to(logits.dtype), logarithms.gather(1, targets[:, None])
 
 
 class _Loss(torch.autograd.Function):
@@ -82,7 +82,7 @@ class _Loss(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         given = (hidden, weight, bias)
         wanted = [learning and is_wanted for is_wanted in ctx.needs_input_grad[:3]]
-        found = [torch.zeros_like(part) if is_on else None for part, is_on in zip(given, wanted, strict=True)]
+        gradients = [torch.zeros_like(part) if is_on else None for part, is_on in zip(given, wanted, strict=True)]
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk in positions.split(size):
             states = hidden.reshape(-1, hidden.shape[-1])[chunk - 1].to(weight.dtype)
@@ -93,24 +93,24 @@ class _Loss(torch.autograd.Function):
                 del logits
                 gradient.scatter_(1, targets[:, None], of_targets.expm1().to(gradient.dtype))
                 total -= of_targets.sum()
-                _add(found, gradient, states, weight, chunk - 1)
+                _add(gradients, gradient, states, weight, chunk - 1)
                 del gradient  # or it would be there beside the next chunk's logits
             else:
                 total += F.cross_entropy(logits.float(), targets, reduction="sum")
                 del logits
-        ctx.save_for_backward(*found)
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (factor,) = gradients
-        found = [None if part is None else part * factor.to(part.dtype) for part in ctx.saved_tensors]
-        return *found, None, None, None, None, None
+        scaled = [None if part is None else part * factor.to(part.dtype) for part in ctx.saved_tensors]
+        return *scaled, None, None, None, None, None
 
 
-def _add(found: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any) -> None:
-    """The gradient of one chunk's logits into those of the hidden states, the head's weight and its bias."""
-    of_hidden, of_weight, of_bias = found
+def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any) -> None:
+    """Add the gradient of one chunk's logits to those of the hidden states, the head's weight and its bias."""
+    of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         of_hidden.view(-1, of_hidden.shape[-1])[rows] = (gradient @ weight).to(of_hidden.dtype)
     if of_weight is not None:

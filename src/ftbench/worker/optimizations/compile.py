@@ -18,22 +18,23 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def graphs() -> int:
-    """Graphs compiled in this process so far."""
+    """Count the graphs compiled in this process so far."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 def cache() -> str | None:
-    """Where the graphs compiled so far came from: `cold` (all were compiled), `warm` (all were in the compiler's cache
-    on disk, from an earlier process), `partly warm`; None where nothing was compiled or the cache is off."""
+    """Return where the graphs compiled so far came from: `cold` (all were compiled), `warm` (all were in the
+    compiler's cache on disk, from an earlier process), `partly warm`; None where nothing was compiled or the cache
+    is off."""
     from torch._dynamo.utils import counters
 
-    found = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
-    made = counters["inductor"]["fxgraph_cache_miss"]
-    if not found:
-        return "cold" if made else None
-    return "partly warm" if made else "warm"
+    hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    misses = counters["inductor"]["fxgraph_cache_miss"]
+    if not hits:
+        return "cold" if misses else None
+    return "partly warm" if misses else "warm"
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:

@@ -22,7 +22,7 @@ SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows x columns → the same in 8 bits, and the factor by which a product with it is multiplied: one, or one a row
+    """Return rows x columns in 8 bits, and the factor by which a product with it is multiplied: one, or one a row
     (rows x 1). As torchao's hp_tensor_to_float8_dynamic; rowwise factors are powers of two there too."""
     largest = values.abs().amax() if recipe == "tensorwise" else values.abs().amax(1, keepdim=True)
     limit = torch.finfo(dtype).max
@@ -53,16 +53,15 @@ class Product(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None, None
         small, scale = cast(dy, GRADIENT[ctx.recipe], ctx.recipe)
-        one = factor if ctx.recipe == "tensorwise" else torch.ones_like(factor[0, 0])
-        mine = scale if ctx.recipe == "tensorwise" else one
-        dx = torch._scaled_mm(small, turned.t(), mine, one, out_dtype=_out(dy, ctx.recipe), use_fast_accum=False)
+        factors = (scale, factor) if ctx.recipe == "tensorwise" else (torch.ones_like(factor[0, 0]),) * 2
+        dx = torch._scaled_mm(small, turned.t(), *factors, out_dtype=_out(dy, ctx.recipe), use_fast_accum=False)
         if ctx.recipe == "rowwise":  # torchao: the product by rows is slow with 32-bit sums, so it is scaled after
             dx = dx * (scale * factor.t())
         return dx.to(dy.dtype), None, None, None, None, None
 
 
 def _out(like: torch.Tensor, recipe: str) -> torch.dtype:
-    """Products by rows come in bfloat16 only (torch._scaled_mm)."""
+    """Return the dtype of a product: by rows there is bfloat16 only (torch._scaled_mm)."""
     return torch.bfloat16 if recipe == "rowwise" else like.dtype
 
 
@@ -89,7 +88,7 @@ class Fp8Linear(torch.nn.Module):
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
     def forward_in_16_bits(self, x: torch.Tensor) -> torch.Tensor:
-        """The product with the weight as it is after the cast, for a few rows: 8-bit products want many."""
+        """Return the product with the weight as it is after the cast, for a few rows: 8-bit products want many."""
         weight = (self.weight.float() * self.factor).to(x.dtype)
         return torch.nn.functional.linear(x, weight, self.bias)
 
@@ -113,7 +112,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def layers(model: Any) -> int:
-    """How many layers multiply in 8 bits."""
+    """Count how many layers multiply in 8 bits."""
     return sum(map(multiplies_in_8_bits, model.modules()))
 
 
@@ -126,5 +125,5 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     if recipe == "off":
         return []
     left = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and _wanted(module, name)]
-    found = [f"optimizations.fp8 is {recipe} and {left[0]} still multiplies in 16 bits"] if left else []
-    return found if layers(model) else [*found, "optimizations.fp8 is on and no layer multiplies in 8 bits"]
+    sentences = [f"optimizations.fp8 is {recipe} and {left[0]} still multiplies in 16 bits"] if left else []
+    return sentences if layers(model) else [*sentences, "optimizations.fp8 is on and no layer multiplies in 8 bits"]

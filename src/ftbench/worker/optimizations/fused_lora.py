@@ -18,7 +18,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers 
 ADAPTER = "default"  # peft's name for the only one
 
 
-class Group(torch.nn.Module):
+class AdapterGroup(torch.nn.Module):
     """Adapted layers that read the same input: computed together when the first of them is called. Holds no parameter:
     `refresh` takes the adapters' values from peft's."""
 
@@ -33,13 +33,13 @@ class Group(torch.nn.Module):
         self.read: torch.Tensor | None = None
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """What the layer of this index makes of x."""
+        """Return what the layer of this index makes of x."""
         if self.read is not x or index not in self.ready:
             self.read, self.ready = x, dict(enumerate(self.outputs(x)))
-        mine = self.ready.pop(index)
+        output = self.ready.pop(index)
         if not self.ready:
             self.read = None
-        return mine
+        return output
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         raise NotImplementedError
@@ -53,7 +53,7 @@ class Group(torch.nn.Module):
             yield layer.lora_B[ADAPTER].weight
 
 
-class AugmentedGroup(Group):
+class AugmentedGroup(AdapterGroup):
     """One matrix for the layers and their adapters; the layers' own weights become views of it."""
 
     weight: torch.Tensor
@@ -86,7 +86,7 @@ class AugmentedGroup(Group):
         return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
 
 
-class BesideGroup(Group):
+class BesideGroup(AdapterGroup):
     """The base layers multiply as they do; the adapters' products are added."""
 
     a: torch.Tensor
@@ -94,9 +94,9 @@ class BesideGroup(Group):
 
     def __init__(self, layers: list[Any], dtype: torch.dtype) -> None:
         super().__init__(layers)
-        place = {"dtype": dtype, "device": layers[0].lora_A[ADAPTER].weight.device}
-        self.register_buffer("a", torch.zeros(len(layers) * self.rank, self.width, **place), persistent=False)
-        self.register_buffer("b", torch.zeros(sum(self.sizes), self.rank, **place), persistent=False)
+        options = {"dtype": dtype, "device": layers[0].lora_A[ADAPTER].weight.device}
+        self.register_buffer("a", torch.zeros(len(layers) * self.rank, self.width, **options), persistent=False)
+        self.register_buffer("b", torch.zeros(sum(self.sizes), self.rank, **options), persistent=False)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -117,7 +117,7 @@ class BesideGroup(Group):
 class _Fused:
     """What an adapted layer's class is given in front of peft's."""
 
-    group: Group
+    group: AdapterGroup
     place_in_group: int
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -128,12 +128,12 @@ class _Fused:
 
 @lru_cache
 def _fused(kind: Any) -> Any:
-    """One class for all layers of a kind: a compiled layer is reused by the others only if their types agree."""
+    """Return one class for all layers of a kind: a compiled layer is reused by the others only if their types agree."""
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Groups the adapted layers. Raises SpecError for adapters that are more than two products."""
+    """Group the adapted layers. Raises SpecError for adapters that are more than two products."""
     groups = []
     for layers in grouped(adapted(model)):
         groups.append(_group(layers, spec))
@@ -148,7 +148,7 @@ def apply(model: Any, spec: Experiment) -> None:
     decoder(model).register_forward_pre_hook(refresh)
 
 
-def _group(layers: list[Any], spec: Experiment) -> Group:
+def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
     products = torch.bfloat16 if spec.train.precision == "bf16" else torch.float32
     plain = all(type(layer.get_base_layer()) is torch.nn.Linear for layer in layers)
     if plain and layers[0].get_base_layer().weight.dtype == products:
@@ -157,18 +157,18 @@ def _group(layers: list[Any], spec: Experiment) -> Group:
 
 
 def adapted(model: Any) -> dict[str, Any]:
-    """The layers with adapters by their names. Raises SpecError for one that is no linear layer."""
+    """Return the layers with adapters by their names. Raises SpecError for one that is no linear layer."""
     from peft.tuners.lora import LoraLayer
 
-    found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    for name, module in found.items():
+    adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for name, module in adapters.items():
         if not hasattr(module, "lora_A") or ADAPTER not in module.lora_A or module.lora_variant:
             raise SpecError(f"optimizations.fused_lora does not know the adapter of {name}: set it to off")
-    return found
+    return adapters
 
 
 def grouped(layers: dict[str, Any]) -> list[list[Any]]:
-    """Layers of one parent that read the same input together, the others alone, in the order of the model."""
+    """Return layers of one parent that read the same input together, the others alone, in the order of the model."""
     groups: dict[Any, list[Any]] = {}
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
@@ -183,7 +183,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Every adapted layer is in a group."""
+    """Return what no group holds."""
     if not spec.optimizations.fused_lora:
         return []
     left = [name for name, module in adapted(model).items() if not isinstance(module, _Fused)]

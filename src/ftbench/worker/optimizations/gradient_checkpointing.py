@@ -9,14 +9,14 @@ from transformers import TrainerCallback
 
 from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.host_offload import HostMemory
+from ftbench.worker.kernels.host_offload import HostTensors
 from ftbench.worker.model.parts import decoder_layers
 
 _KEEPS = "ftbench_host_memory"  # where a model has the memory that its layers' inputs are moved to
 
 
 def callback(spec: Experiment) -> TrainerCallback | None:
-    """What changes the layers once the trainer has switched all of them on, as training begins."""
+    """Return what changes the layers once the trainer has switched all of them on, as training begins."""
     kinds = {"selective": Selective, "offload": Offload}
     kind = kinds.get(str(spec.optimizations.gradient_checkpointing))
     return None if kind is None else kind()
@@ -39,9 +39,9 @@ class Offload(TrainerCallback):
         offload(model)
 
 
-def offload(model: Any) -> HostMemory:
-    """Makes every checkpointed layer keep its input in host memory, and returns that memory."""
-    memory = HostMemory()
+def offload(model: Any) -> HostTensors:
+    """Make every checkpointed layer keep its input in host memory, and return that memory."""
+    memory = HostTensors()
     layers = decoder_layers(model)
     for layer in layers:
         for module in layer.modules():
@@ -59,7 +59,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def share(model: Any) -> float:
-    """The share of the decoder's layers whose activations are made again."""
+    """Return the share of the decoder's layers whose activations are made again."""
     layers = decoder_layers(model)
     return sum(any(_is_on(module) for module in layer.modules()) for layer in layers) / len(layers)
 
@@ -69,19 +69,19 @@ def _is_on(module: Any) -> bool:
 
 
 def asked_for(spec: Experiment) -> bool | str:
-    """By the optimization, or by unsloth's option of its own."""
+    """Return whether it is asked for, by the optimization or by unsloth's option of its own."""
     own = getattr(spec.method, "use_gradient_checkpointing", "off")
     return spec.optimizations.gradient_checkpointing or own != "off"
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    asked, found, layers = asked_for(spec), share(model), len(decoder_layers(model))
+    setting, doing, layers = asked_for(spec), share(model), len(decoder_layers(model))
     if spec.method.name == "unsloth":  # marks the model, not its layers
-        found = float(any(_is_on(module) for module in model.modules()))
-    wanted = -(-layers // 2) / layers if asked == "selective" else float(bool(asked))
-    if found != wanted:
-        return [f"optimizations.gradient_checkpointing is {asked} and {found:.0%} of the layers do it"]
-    return _verify_offload(model, layers) if asked == "offload" else []
+        doing = float(any(_is_on(module) for module in model.modules()))
+    wanted = -(-layers // 2) / layers if setting == "selective" else float(bool(setting))
+    if doing != wanted:
+        return [f"optimizations.gradient_checkpointing is {setting} and {doing:.0%} of the layers do it"]
+    return _verify_offload(model, layers) if setting == "offload" else []
 
 
 def _verify_offload(model: Any, layers: int) -> list[str]:

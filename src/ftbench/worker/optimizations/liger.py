@@ -22,14 +22,14 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def modules(model: Any) -> int:
-    """How many modules run a function of Liger's."""
+    """Count how many modules run a function of Liger's."""
     return sum("liger_kernel" in str(getattr(module.forward, "__module__", "")) for module in model.modules())
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.liger:
         return []
-    found = [] if modules(model) else ["optimizations.liger is on and no module runs a kernel of Liger's"]
+    sentences = [] if modules(model) else ["optimizations.liger is on and no module runs a kernel of Liger's"]
     if not spec.optimizations.chunked_loss and chunked_loss.is_on(model):
-        found.append("optimizations.liger is on and the loss is another's")
-    return found
+        sentences.append("optimizations.liger is on and the loss is another's")
+    return sentences
