@@ -1,33 +1,108 @@
-"""The README is read in a few minutes, and what it leaves to pages is found there."""
+"""The README is read in a few minutes, what it leaves to pages is found there, and what they show works."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from ftbench.cli import app
+from ftbench.spec.load import load
+from ftbench.spec.sweep import cells
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = (ROOT / "README.md").read_text("utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+
+
+def named(page: Path) -> str:
+    return page.name
+
+
+def blocks(language: str) -> list[pytest.param]:
+    """Return the text of every code block in a language, with its page for a name."""
+    found = [
+        (page, text) for page in PAGES for kind, text in BLOCK.findall(page.read_text("utf-8")) if kind == language
+    ]
+    return [pytest.param(text, id=f"{page.name} {index}") for index, (page, text) in enumerate(found)]
+
+
+def typed() -> list[str]:
+    """Return every command of ftbench in a block of shell."""
+    lines = [line for block in blocks("sh") for line in block.values[0].splitlines()]
+    return sorted({line.partition("  #")[0].strip() for line in lines if line.startswith("ftbench ")})
+
+
+def mentioned() -> list[str]:
+    """Return every command of ftbench in backticks: what it is about may be left out."""
+    return sorted({code for page in PAGES for code in re.findall(r"`(ftbench \w[^`]*)`", page.read_text("utf-8"))})
+
+
+def command_of(words: list[str]) -> typer.core.TyperCommand:
+    group = typer.main.get_command(app)
+    return group.resolve_command(group.make_context("ftbench", words), words)[1]
 
 
 def test_the_readme_stays_short():
-    assert len(README.splitlines()) <= 300
+    assert len(README.splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES[1:], ids=named)
 def test_every_page_is_reached_from_the_readme(page):
-    assert f"](docs/{page.name})" in README
+    assert f"]({page.relative_to(ROOT)})" in README
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_link_leads_to_a_file(page):
     links = LINK.findall(page.read_text("utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_page_of_the_tree_is_what_lies_there():
-    subprocess.run([ROOT / "scripts" / "tree", "--check"], check=True)
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_path_of_the_source_that_is_named_is_there(page):
+    paths = re.findall(r"`((?:src|scripts|tests|configs|docs)/[\w./-]+)", page.read_text("utf-8"))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("line", typed())
+def test_every_command_that_is_shown_can_be_typed(line):
+    words = shlex.split(line)[1:]
+    if words != ["--version"]:
+        command_of(words).make_context(words[0], words[1:])
+
+
+@pytest.mark.parametrize("line", mentioned())
+def test_every_option_that_is_mentioned_is_one(line):
+    words = shlex.split(line.replace("…", ""))[1:]
+    options = {option for parameter in command_of(words).params for option in parameter.opts}
+    assert {word for word in words if word.startswith("-")} <= options
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_every_spec_that_is_shown_is_one(text, tmp_path):
+    shutil.copytree(ROOT / "configs" / "prompts", tmp_path / "prompts")
+    for name in set(re.findall(r"path: (\w+\.jsonl)|recipe: (\w+\.yaml)", text)):
+        (tmp_path / "".join(name)).touch()
+    path = tmp_path / "spec.yaml"
+    path.write_text(text if re.search(r"^model:", text, re.MULTILINE) else f"model: tiny/qwen3\n{text}", "utf-8")
+    if "sweep:" in text:
+        assert cells(path, [])
+    else:
+        assert load(path)
+
+
+@pytest.mark.parametrize("script", ["tree", "commands"])
+def test_a_page_that_a_script_writes_is_up_to_date(script):
+    subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], check=True)
+
+
+def test_the_picture_is_small_enough_for_a_first_page():
+    assert (ROOT / "docs" / "report.png").stat().st_size <= 300_000
