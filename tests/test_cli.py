@@ -325,3 +325,104 @@ def test_a_closed_pipe_is_no_error(study):
             stdout=closed, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert done.stderr == ""
+
+
+# --- what leaves -----------------------------------------------------------------------------------------------------
+
+
+def test_output_into_a_link_keeps_the_link(ftbench, study, tmp_path):
+    (tmp_path / "target.md").write_text("before")
+    (tmp_path / "link.md").symlink_to("target.md")
+    assert ftbench("report", study, "-o", tmp_path / "link.md")[0] == 0
+    assert (tmp_path / "link.md").is_symlink()
+    assert "| " in (tmp_path / "target.md").read_text()
+
+
+def test_output_into_a_pipe_goes_through_it_and_leaves_it_one(ftbench, study, tmp_path):
+    pipe = tmp_path / "pipe.md"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert ftbench("report", study, "-o", pipe)[0] == 0
+    assert b"| " in os.read(reader, 1 << 16)
+    os.close(reader)
+    assert pipe.is_fifo()
+    code, _, err = ftbench("bundle", study, "-o", pipe)
+    assert (code, "is a device or a pipe" in err) == (2, True)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"), [("/dev/full", 3, "no space left"), ("", 2, "is a directory"), (".", 2, "is a directory")]
+)
+def test_an_output_that_takes_nothing_is_a_sentence(ftbench, study, name, code, said):
+    found, out, err = ftbench("report", study, "-o", name)
+    assert (found, out, said in err.lower()) == (code, "", True), err
+    assert "Traceback" not in err
+
+
+def ftbench_process(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ftbench", *map(str, arguments)]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+def test_a_full_stdout_is_told_by_the_exit_code():
+    with open("/dev/full", "w") as full:
+        done = ftbench_process("list", "methods", stdout=full)
+    assert done.returncode == 3
+    assert "stdout: No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_ascii_terminal_gets_what_it_can_show(study):
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = ftbench_process("run", study / "日本語.yaml", stdout=subprocess.PIPE, env=plain)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "no such file" in done.stderr
+
+
+def test_escapes_of_a_spec_do_not_reach_the_terminal_and_giants_are_cut(ftbench, tmp_path):
+    path = write_spec(
+        tmp_path, model={"id": "\x1b[2J\x9b31mevil", "weights": "random"}, train={"batch_size": "9" * 20_000}
+    )
+    code, out, err = ftbench("run", path, "--out", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert not {"\x1b", "\x9b"} & set(err)
+    assert len(err) < 5_000
+
+
+@pytest.mark.parametrize("written", ["1:30", "017", "1:30:00"])
+def test_numbers_that_are_not_what_they_look_like_are_refused(ftbench, tmp_path, written):
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"model: {{id: tiny/qwen3, weights: random}}\ntrain:\n  batch_size: {written}\n")
+    code, _, err = ftbench("run", path, "--out", tmp_path / "out")
+    assert code == 2
+    assert f"spec.yaml:3: not valid YAML: {written} is the number" in err
+
+
+def test_a_base_that_is_not_there_is_told_with_the_file_that_names_it(ftbench, tmp_path):
+    (tmp_path / "spec.yaml").write_text("# one\nextends: bsae.yaml\n")
+    (tmp_path / "base.yaml").write_text("model: tiny/qwen3\n")
+    code, _, err = ftbench("run", tmp_path / "spec.yaml", "--out", tmp_path / "out")
+    assert code == 2
+    assert "spec.yaml:2: " in err
+    assert "bsae.yaml: no such file; did you mean base.yaml?" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch-size", "1,2", "--axis", "train.batch_size=4,8"], "stands on the command line twice"),
+        (["--axis", "method=lora", "--axis", "method=full"], "stands on the command line twice"),
+        (["--axis", "train.batch_size=1]#"], "write it as key=value,value"),
+        (["--axis", "train.batch_size=1,2:30"], "write it as key=value,value"),
+        (["--axis", "method=!!set {lora}"], "write it as key=value,value"),
+        (["--axis", "dataset.path=2024-01-02"], "2024-01-02 is a date in YAML: quote it"),
+        (["--batch-size", "1", "--time-budget", ""], "write it as 8h"),
+    ],
+)  # fmt: skip
+def test_nothing_of_a_sweep_s_command_line_is_dropped_in_silence(ftbench, tmp_path, arguments, said):
+    code, out, err = ftbench("sweep", write_spec(tmp_path), "--out", tmp_path / "out", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert not (tmp_path / "out").exists()

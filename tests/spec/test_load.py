@@ -139,7 +139,7 @@ def test_extends_names_one_file(problems, value):
 
 
 def test_a_file_to_extend_that_is_not_there_is_named(problems):
-    assert problems(f"{MODEL}extends: nowhere.yaml\n") == ["nowhere.yaml: no such file"]
+    assert problems(f"{MODEL}extends: nowhere.yaml\n") == ["spec.yaml:2: nowhere.yaml: no such file"]
 
 
 @pytest.mark.parametrize("path", ['"a\\0b"', '"\\ud800"'])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
+import os
 import sys
 from typing import Annotated
 
 import typer
 
 from ftbench import __version__
-from ftbench.cli.shared import app
-from ftbench.errors import INTERRUPTED, FtbenchError
+from ftbench.cli.shared import app, tell
+from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
 
 COMMANDS = (  # in the order of --help
     "run", "profile", "sweep", "ablate", "parity", "report", "bundle", "verify", "import_", "estimate", "recommend",
@@ -30,8 +33,14 @@ def _version(version: Annotated[bool, typer.Option("--version", help="print the 
 def main() -> None:
     """Run the console command: turn errors meant for the user into sentences, and end with the exit code of their
     kind."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows the rest
     try:
-        app(standalone_mode=True)
+        try:
+            app(standalone_mode=True)
+        finally:
+            sys.stdout.flush()
     except FtbenchError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -39,9 +48,14 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it is not tried again
+        _fail(f"stdout: {error.strerror}: the result is not whole", MissingError.exit_code)
 
 
 def _fail(text: str, code: int) -> None:
     for line in text.splitlines():
-        print(f"ftbench: {line}", file=sys.stderr)
+        tell(f"ftbench: {line}")
     sys.exit(code)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, Spec, app, print_plan
+from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, Spec, app, emit, print_plan
 
 
 @app.command()
@@ -41,7 +41,7 @@ def ablate(
         print_plan(ready, as_json)
         return
     code, tables = command.run(ready)
-    print(json.dumps(tables.document(), ensure_ascii=False) if as_json else tables.terminal(), end="\n" * as_json)
+    emit(json.dumps(tables.document(), ensure_ascii=False) if as_json else tables.terminal(), end="\n" * as_json)
     if output is not None:
         command.write_best(request, tables, output)
     raise typer.Exit(code)

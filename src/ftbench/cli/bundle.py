@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Runs, app
+from ftbench.cli.shared import Runs, app, emit, tell
 
 
 @app.command()
@@ -22,6 +21,6 @@ def bundle(
 
     made = pack.make(paths, output, with_logs)
     for path in made.left_out:
-        print(f"left out, still running: {path}", file=sys.stderr)
+        tell(f"left out, still running: {path}")
     redacted = f", {made.redacted} secrets redacted" if made.redacted else ""
-    print(f"{output}: {made.runs} runs, {made.files} files{redacted}")
+    emit(f"{output}: {made.runs} runs, {made.files} files{redacted}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Json, Out, Sets, app
+from ftbench.cli.shared import Json, Out, Sets, app, emit
 from ftbench.errors import MissingError
 
 
@@ -23,5 +23,5 @@ def doctor(
     from ftbench.doctor.examine import examine
 
     diagnosis = examine(spec, sets or [], out)
-    print(json.dumps(diagnosis.as_dict(), ensure_ascii=False) if as_json else diagnosis.as_text())
+    emit(json.dumps(diagnosis.as_dict(), ensure_ascii=False) if as_json else diagnosis.as_text())
     raise typer.Exit(MissingError.exit_code if diagnosis.can_run is False else 0)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Config, Json, Prices, Sets, Store, app
+from ftbench.cli.shared import Config, Json, Prices, Sets, Store, app, emit
 from ftbench.errors import SpecError
 
 
@@ -41,7 +41,7 @@ def estimate(
     if calibrate is not None:
         if spec is not None:
             raise SpecError(f"estimate --calibrate learns from runs and estimates nothing: leave {spec} out")
-        print(command.calibrate(calibrate))
+        emit(command.calibrate(calibrate))
         return
     if spec is None:
         raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
@@ -52,5 +52,5 @@ def estimate(
         answer = simulation.answer(request)
     else:
         answer = command.estimate(request)
-    print(answer.document if as_json else answer.text)
+    emit(answer.document if as_json else answer.text)
     raise typer.Exit(answer.code if check else 0)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Out, app
+from ftbench.cli.shared import Out, app, emit
 
 
 @app.command("import")
@@ -33,4 +33,4 @@ def import_(
     from ftbench.store.importers import About, import_run
 
     about = About(name, model, method, None if gpu == "cpu" else gpu, batch_size, accumulation, dataset, samples)
-    print(import_run(file, about, out).path)
+    emit(str(import_run(file, about, out).path))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import app
+from ftbench.cli.shared import app, emit
 
 
 @app.command("list")
@@ -16,4 +16,4 @@ def list_(
     """Show what can be named in a spec."""
     from ftbench.report.catalogue import catalogue
 
-    print(catalogue(what), end="")
+    emit(catalogue(what), end="")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from ftbench.cli.shared import Json, Out, app
+from ftbench.cli.shared import Json, Out, app, emit, tell
 
 
 @app.command()
@@ -15,6 +14,6 @@ def probe(out: Out = Path("results"), as_json: Json = False) -> None:
     from ftbench.probe import command
     from ftbench.probe.text import as_text
 
-    print(f"probing this machine, {command.LIMIT_S:.0f} s at the most", file=sys.stderr)
+    tell(f"probing this machine, {command.LIMIT_S:.0f} s at the most")
     document, path = command.probe(out)
-    print(json.dumps(document, ensure_ascii=False) if as_json else f"{as_text(document)}\nfile        {path}")
+    emit(json.dumps(document, ensure_ascii=False) if as_json else f"{as_text(document)}\nfile        {path}")

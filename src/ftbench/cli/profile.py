@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Json, Out, Sets, app, train
+from ftbench.cli.shared import Json, Out, Sets, app, emit, train
 
 
 @app.command()
@@ -30,11 +30,11 @@ def profile(
     if diff is not None:
         from ftbench.report.compare.profiles import compared
 
-        print(compared(diff, spec, as_json))
+        emit(compared(diff, spec, as_json))
         return
     result = train(*command.request(spec, sets or [], steps, nsys), out)
     if as_json:
-        print(json.dumps(result.document() | {"profile": command.document(result.run)}, ensure_ascii=False))
+        emit(json.dumps(result.document() | {"profile": command.document(result.run)}, ensure_ascii=False))
     else:
-        print(command.as_text(result.run) or card(result.summary, result.run))
+        emit(command.as_text(result.run) or card(result.summary, result.run))
     raise typer.Exit(result.exit_code)

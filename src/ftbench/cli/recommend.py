@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Config, Json, Prices, Sets, Spec, Store, app, deliver
+from ftbench.cli.shared import Config, Json, Prices, Sets, Spec, Store, app, deliver, emit
 
 
 @app.command()
@@ -36,7 +36,7 @@ def recommend(
         spec, sets or [], gpu, samples, deadline, max_cost, prices, objective, method, effective_batch, store, output,
         config,
     ))  # fmt: skip
-    print(json.dumps(view.as_json(answer), ensure_ascii=False) if as_json else view.as_text(answer), end="")
+    emit(json.dumps(view.as_json(answer), ensure_ascii=False) if as_json else view.as_text(answer), end="")
     if output is not None and answer.options:
         deliver(view.as_yaml(answer), output)
     raise typer.Exit(0 if answer.options else 1)

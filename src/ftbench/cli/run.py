@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from ftbench.cli.shared import Json, Out, Sets, Spec, app, train
+from ftbench.cli.shared import Json, Out, Sets, Spec, app, emit, train
 
 
 @app.command()
@@ -16,5 +16,5 @@ def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json
     from ftbench.report.card import card
 
     result = train(spec, sets or [], out)
-    print(json.dumps(result.document(), ensure_ascii=False) if as_json else card(result.summary, result.run))
+    emit(json.dumps(result.document(), ensure_ascii=False) if as_json else card(result.summary, result.run))
     raise typer.Exit(result.exit_code)

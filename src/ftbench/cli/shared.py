@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from ftbench.launch.runner import Result
     from ftbench.store.rundir import RunDir
     from ftbench.sweep.command import Ready
+
+_LONGEST = 2000  # characters of a line on stderr
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 app = typer.Typer(
     add_completion=False,
@@ -40,11 +44,28 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs and their
 def deliver(text: str, output: Path | None) -> None:
     """Print a result, or write it to the file that was named."""
     if output is None:
-        print(text, end="")
+        emit(text, end="")
     else:
-        from ftbench.store import rundir
+        from ftbench.store.output import write_output
 
-        rundir.write_text(output, text)
+        write_output(output, text)
+
+
+def emit(text: str, end: str = "\n") -> None:
+    """Print a result on stdout, without characters that would move the cursor or change colours."""
+    print(printable(text), end=end)
+
+
+def tell(text: str) -> None:
+    """Print a line of the story on stderr, cut where it repeats a long input."""
+    line = printable(text)
+    more = len(line) - _LONGEST
+    print(line if more <= 0 else f"{line[:_LONGEST]}… ({more:,} characters more)", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Return text without control characters but for line feeds and tabs."""
+    return _CONTROL.sub("", text)
 
 
 def train(spec: Path, sets: list[str], out: Path) -> Result:
@@ -69,7 +90,7 @@ def print_plan(ready: Ready, as_json: bool) -> None:
     from ftbench.sweep import dry_run
 
     lines = dry_run.dry_run(ready)
-    print(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else dry_run.as_text(lines))
+    emit(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else dry_run.as_text(lines))
 
 
 class Progress:
@@ -79,17 +100,17 @@ class Progress:
         self._live = sys.stderr.isatty()
 
     def start(self, run: RunDir) -> None:
-        print(f"run {run.path}", file=sys.stderr)
+        tell(f"run {run.path}")
 
     def expect(self, text: str) -> None:
-        print(text, file=sys.stderr)
+        tell(text)
 
     def warn(self, text: str) -> None:
-        print(f"ftbench: {text}", file=sys.stderr)
+        tell(f"ftbench: {text}")
 
     def tick(self, follower: Follower) -> None:
         if self._live:
-            print(f"\r\033[K  {follower.text()}", end="", file=sys.stderr, flush=True)
+            print(f"\r\033[K  {printable(follower.text())}", end="", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         if self._live:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, app, print_plan
+from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, app, emit, print_plan, tell
 from ftbench.errors import SpecError
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def _print_status(folder: Path, as_json: bool) -> None:
     from ftbench.sweep.output import status
 
     board = status.status(folder)
-    print(json.dumps(board, ensure_ascii=False) if as_json else status.as_text(board))
+    emit(json.dumps(board, ensure_ascii=False) if as_json else status.as_text(board))
 
 
 def _axes(options: dict[str, str | None], axes: list[str]) -> list[str]:
@@ -88,10 +87,10 @@ def _run(request: SweepRequest, dry_run: bool, as_json: bool) -> None:
     with contextlib.ExitStack() as stack:
         ready = command.prepare(request, stack)
         for note in ready.notes:
-            print(f"ftbench: note: {note}", file=sys.stderr)
+            tell(f"ftbench: note: {note}")
         if dry_run:
             print_plan(ready, as_json)
             return
         code, tables = command.run(ready)
-        print(json.dumps(tables.document(), ensure_ascii=False) if as_json else tables.terminal(), end="\n" * as_json)
+        emit(json.dumps(tables.document(), ensure_ascii=False) if as_json else tables.terminal(), end="\n" * as_json)
     raise typer.Exit(code)

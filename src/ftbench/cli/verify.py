@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Json, app
+from ftbench.cli.shared import Json, app, emit
 
 
 @app.command()
@@ -21,5 +21,5 @@ def verify(
 
     checked = command.verify(bundle)
     document = dataclasses.asdict(checked)
-    print(json.dumps(document, ensure_ascii=False) if as_json else command.as_text(checked, bundle))
+    emit(json.dumps(document, ensure_ascii=False) if as_json else command.as_text(checked, bundle))
     raise typer.Exit(1 if checked.problems else 0)

@@ -4,6 +4,7 @@ and a model's config.json."""
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,13 +20,22 @@ MAX_NODES = 20_000
 MAX_DEPTH = 40
 
 
+# YAML 1.1 reads 1:30 as 90 and 017 as 15, which nobody means.
+_SURPRISING = re.compile(r"[-+]?([0-9][0-9_]*:[0-9:._]+|0[0-7_]*[1-7][0-7_]*)")
+
+
 class _Constructor(yaml.constructor.SafeConstructor):
-    """Safe construction in which a value that does not fit its tag (`!!float ""`, the 45th of a month) is an error of
-    the YAML, on its line, and not an IndexError, KeyError or AttributeError of the library."""
+    """Safe construction of plain values, in which a value that does not fit its tag (`!!float ""`), a tag of others
+    and a number that is not the one it looks like are errors of the YAML, on their line."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag in ("tag:yaml.org,2002:set", "tag:yaml.org,2002:binary"):
+            raise _mistake(f"!!{node.tag.rpartition(':')[2]} is a tag; specs hold plain values only", node)
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
+            if isinstance(value, (int, float)) and _SURPRISING.fullmatch(str(node.value)):
+                raise _mistake(f"{node.value} is the number {value:g} in YAML 1.1: write that, or quote the text", node)
+            return value
         except (ValueError, LookupError, AttributeError):
             kind = node.tag.rpartition(":")[2]
             raise _mistake(f"{str(node.value)[:40]!r} cannot be read as {kind}", node) from None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ RECIPE = "recipe"
 _NO_AXES = ("name", "extends", "sweep")
 
 
-class Sweep(Part):
-    """The section as it stands in a file."""
+class SweepSection(Part):
+    """The section `sweep:` as it stands in a file."""
 
     axes: dict[str, tuple[Any, ...]] = Field(default_factory=dict, description="key of the spec → values")
     exclude: tuple[dict[str, Any], ...] = Field((), description="cells to leave out: key → value, or a list of them")
@@ -64,7 +65,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A point of the grid: its place on each axis, and the spec there; `refused` says why there can be none."""
+    """A point of the grid: its value on each axis, and the spec there; `refused` says why there can be none."""
 
     values: dict[str, Any]
     spec: Experiment | None
@@ -94,43 +95,39 @@ def cells(
     layers = read_layers(path, sets)
     base = merged(layers, path)
     section = _section(base.get("sweep"), layers)
-    found = {
+    by_key = {
         key: _axis(key, values, _origin(layers, key), _folder(layers, key)) for key, values in section.axes.items()
     }
-    found |= {axis.key: axis for axis in map(_of_command_line, axes)}
+    by_key |= {axis.key: axis for axis in map(_of_command_line, axes)}
     for group in section.zip:
-        _check_group(group, found, section.zip, f"{_origin(layers, 'zip')}: sweep.zip")
+        _check_group(group, by_key, section.zip, f"{_origin(layers, 'zip')}: sweep.zip")
     _check_excluded(section.exclude, layers)
     folder = _folder(layers, "exclude")
     excluded = [{key: _expanded(key, value, folder) for key, value in pattern.items()} for pattern in section.exclude]
-    size = math.prod(len(steps) for steps in _steps(found, section.zip))
-    if size > MAX_CELLS:
-        raise SpecError(f"the sweep has {size:,} cells; at most {MAX_CELLS:,} are planned at once: split it")
-    result, problems, used = [], dict[str, None](), set[int]()
-    for choice in itertools.product(*_steps(found, section.zip)):
-        picked = {axis.key: (axis, index) for group in choice for axis, index in group}
-        chosen = [picked[key] for key in found]
+    kept, problems, used = [], dict[str, None](), set[int]()
+    for chosen in _choices(by_key, section.zip):
         try:
             cell = _cell(base, layers, chosen)
         except SpecError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        matched = [place for place, pattern in enumerate(excluded) if _matches(cell, base, chosen, pattern)]
-        used.update(matched)
-        if not matched:
-            result.append(cell)
+        matching = [i for i, pattern in enumerate(excluded) if _matches(cell, base, chosen, pattern)]
+        used.update(matching)
+        if not matching:
+            kept.append(cell)
     if problems:
         raise SpecError(*problems)
-    if not result:
+    if not kept:
         raise SpecError(f"{path}: sweep.exclude leaves no cell")
-    for pattern in (pattern for place, pattern in enumerate(section.exclude) if place not in used):
-        on_note(f"{_origin(layers, 'exclude')}: sweep.exclude: no cell has {_in_words(pattern)}")
-    return result
+    for pattern in (pattern for i, pattern in enumerate(section.exclude) if i not in used):
+        words = ", ".join(f"{key}={as_text(value)}" for key, value in pattern.items())
+        on_note(f"{_origin(layers, 'exclude')}: sweep.exclude: no cell has {words}")
+    return kept
 
 
-def _section(values: object, layers: Sequence[SpecLayer]) -> Sweep:
+def _section(values: object, layers: Sequence[SpecLayer]) -> SweepSection:
     try:
-        return Sweep.model_validate({} if values is None else values)
+        return SweepSection.model_validate({} if values is None else values)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         keys = [str(part) for part in problem["loc"] if isinstance(part, str)]
@@ -138,14 +135,14 @@ def _section(values: object, layers: Sequence[SpecLayer]) -> Sweep:
         if problem["type"] in ("model_type", "dict_type"):
             what = "must be a section of keys: {axes: {train.batch_size: [1, 2, 4]}}"
         if problem["type"] == "extra_forbidden":
-            allowed = list(Sweep.model_fields)
+            allowed = list(SweepSection.model_fields)
             what = f"no such key{nearest(keys[-1], allowed)} (allowed: {', '.join(allowed)})"
         raise SpecError(f"{_origin(layers, *keys[:1])}: {'.'.join(['sweep', *keys])}: {what}") from None
 
 
 def _origin(layers: Sequence[SpecLayer], *keys: str) -> str:
     """Return `file:line` of the layer whose `sweep:` says the key, else of the last that has one."""
-    path = ["sweep", *(keys if keys and keys[0] in Sweep.model_fields else ("axes", *keys))]
+    path = ["sweep", *(keys if keys and keys[0] in SweepSection.model_fields else ("axes", *keys))]
     layer = _saying(layers, path)
     line = line_of(layer.file, path) if layer.file else None
     return f"{layer.origin}:{line}" if line else layer.origin
@@ -163,7 +160,7 @@ def _folder(layers: Sequence[SpecLayer], key: str) -> Path:
     """Return the folder of the file that says a key of the sweep, against which its paths are taken."""
     if not any("sweep" in layer.data for layer in layers):
         return Path()
-    file = _saying(layers, ["sweep", key if key in Sweep.model_fields else "axes"]).file
+    file = _saying(layers, ["sweep", key if key in SweepSection.model_fields else "axes"]).file
     return file.parent if file else Path()
 
 
@@ -176,11 +173,12 @@ def _expanded(key: str, value: Any, folder: Path) -> Any:
 
 
 def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
+    _check_plain(values, f"{origin}: {key}")
     parts = key.split(".")
     where = origin if origin.startswith("--") else f"{origin}: sweep.axes"
     if key == RECIPE:
-        told = tuple(_file_or_name(value, folder) for value in values)
-        return Axis(key, told, tuple(SpecLayer(where, recipe(value, folder)) for value in told))
+        names = tuple(_file_or_name(value, folder) for value in values)
+        return Axis(key, names, tuple(SpecLayer(where, recipe(name, folder)) for name in names))
     if not all(parts) or parts[0] in _NO_AXES or parts[0] not in Experiment.model_fields:
         sections = [name for name in Experiment.model_fields if name not in _NO_AXES]
         raise SpecError(
@@ -199,7 +197,7 @@ def _file_or_name(value: Any, folder: Path) -> Any:
 
 def _of_command_line(text: str) -> Axis:
     key, equals, written = text.partition("=")
-    values = parse_value(f"[{written}]") if equals and written.strip() else None
+    values = parse_value(f"[{written}\n]") if equals and written.strip() else None  # a comment ends with its line
     if not isinstance(values, list) or not values or None in values:
         raise SpecError(f"--axis {text}: write it as key=value,value, for example train.batch_size=1,2,4")
     return _axis(key.strip(), values, f"--axis {key.strip()}", Path())
@@ -213,15 +211,21 @@ def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequenc
             raise SpecError(f"{where}: {key} stands there twice; an axis advances with one group")
     lengths = {key: len(axes[key].values) for key in group}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{key} has {n}" for key, n in lengths.items())
-        raise SpecError(f"{where}: axes that advance together need as many values each: {told}")
+        counts = ", ".join(f"{key} has {n}" for key, n in lengths.items())
+        raise SpecError(f"{where}: axes that advance together need as many values each: {counts}")
 
 
-def _in_words(pattern: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={as_text(value)}" for key, value in pattern.items())
+def _check_plain(value: Any, where: str) -> None:
+    """Raise SpecError for a date, which YAML makes of a text that looks like one."""
+    if isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_plain(part, where)
+    elif isinstance(value, date):
+        raise SpecError(f"{where}: {value} is a date in YAML: quote it")
 
 
 def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[SpecLayer]) -> None:
+    _check_plain(patterns, f"{_origin(layers, 'exclude')}: sweep.exclude" if patterns else "")
     keys = [RECIPE, *SHORT_FORMS, *(key for key, _, _ in spec_keys())] if patterns else []
     for key in {key for pattern in patterns for key in pattern}:
         if key not in keys:
@@ -230,21 +234,26 @@ def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[Spec
             )
 
 
-Step = tuple[tuple[Axis, int], ...]
+Choice = tuple[Axis, int]  # an axis and which of its values
 
 
-def _steps(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> list[list[Step]]:
-    """Return for each axis, or group of axes that advance together, the places it steps through."""
+def _choices(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> Iterator[list[Choice]]:
+    """Yield what each point of the grid takes of each axis, in their order; axes of a group advance together. Raise
+    SpecError for more points than are planned at once."""
     leader = {key: group[0] for group in groups for key in group}
-    result = []
+    steps: list[list[tuple[Choice, ...]]] = []
     for key, axis in axes.items():
         if leader.get(key, key) == key:
             together = [axes[k] for k in axes if leader.get(k, k) == key]
-            result.append([tuple((part, i) for part in together) for i in range(len(axis.values))])
-    return result
+            steps.append([tuple((part, i) for part in together) for i in range(len(axis.values))])
+    if (size := math.prod(map(len, steps))) > MAX_CELLS:
+        raise SpecError(f"the sweep has {size:,} cells; at most {MAX_CELLS:,} are planned at once: split it")
+    for point in itertools.product(*steps):
+        picked = {axis.key: (axis, i) for group in point for axis, i in group}
+        yield [picked[key] for key in axes]
 
 
-def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tuple[Axis, int]]) -> Cell:
+def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice]) -> Cell:
     values = _laid_over(base, chosen)
     point = {axis.key: axis.values[index] for axis, index in chosen}
     try:
@@ -254,13 +263,13 @@ def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tu
     return Cell(point, spec)
 
 
-def _laid_over(base: dict[str, Any], chosen: Sequence[tuple[Axis, int]]) -> dict[str, Any]:
+def _laid_over(base: dict[str, Any], chosen: Sequence[Choice]) -> dict[str, Any]:
     for axis, index in chosen:
         base = merge(base, axis.layers[index].data)
     return base
 
 
-def _matches(cell: Cell, base: dict[str, Any], chosen: Sequence[tuple[Axis, int]], pattern: Mapping[str, Any]) -> bool:
+def _matches(cell: Cell, base: dict[str, Any], chosen: Sequence[Choice], pattern: Mapping[str, Any]) -> bool:
     """Return whether a cell has all the values that a line of `exclude` names."""
     if cell.spec is not None:
         values = cell.spec.model_dump(mode="json")

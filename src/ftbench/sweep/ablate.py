@@ -17,7 +17,7 @@ from ftbench.spec.load import load, merge, nested, set_layer
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.spec.sweep import as_text
-from ftbench.store import rundir
+from ftbench.store.output import write_output
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command
 from ftbench.sweep.execute.gpu_slots import local_slots
@@ -118,4 +118,4 @@ def write_best(request: AblationRequest, tables: AblationTables, path: Path) -> 
         values = merge(values, data)
     source = os.path.relpath(request.spec, path.parent)
     head = f"# {ablation.label(plan.best)}: the best for {plan.start.objective} of {tables.folder.name}\n"
-    rundir.write_text(path, f"{head}extends: {as_text(source)}\n{spec_lines(values)}")
+    write_output(path, f"{head}extends: {as_text(source)}\n{spec_lines(values)}")

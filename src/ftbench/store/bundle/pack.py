@@ -21,6 +21,7 @@ from ftbench import __version__
 from ftbench.core.redact import redact
 from ftbench.errors import SpecError
 from ftbench.store.bundle.unpack import BLOCK, MANIFEST, MAX_FILE, SCHEMA, unsafe, zstd
+from ftbench.store.output import output_file
 from ftbench.store.rundir import RunDir, disk_error, find_runs, read_state
 
 FILES = ("spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json",
@@ -51,6 +52,7 @@ def make(paths: Sequence[Path], output: Path, with_logs: bool = False) -> Made:
         hashes[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
     made.files = len(sources)
     manifest = {"schema": SCHEMA, "ftbench": __version__, "made_at": _made_at(sources), "files": hashes}
+    output = output_file(output, stream=False)
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         with zstd.open(temporary, "wb", options=_options()) as packed:

@@ -1,0 +1,37 @@
+"""What `-o` names: a file is replaced at once, a device or a pipe is written into, and neither is destroyed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ftbench.errors import SpecError
+from ftbench.store.rundir import disk_error, write_text
+
+
+def output_file(path: Path, stream: bool = True) -> Path:
+    """Return the file that a path names, with symbolic links followed, so that a link stays one. Raise SpecError for a
+    directory, and for a device or a pipe unless a `stream` can go there."""
+    try:
+        target = path.resolve() if path.is_symlink() else path
+        is_folder, is_special = target.is_dir(), target.exists() and not target.is_file()
+    except (OSError, ValueError) as error:
+        raise SpecError(f"-o {str(path)!r}: cannot be written ({error})") from None
+    if is_folder:
+        raise SpecError(f"-o {path}: is a directory; name a file")
+    if is_special and not stream:
+        raise SpecError(f"-o {path}: is a device or a pipe; name a file")
+    return target
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write text to what `-o` names. Raise SpecError where it cannot be a file, MissingError where the disk does not
+    take it."""
+    target = output_file(path)
+    if not target.exists() or target.is_file():
+        write_text(target, text)
+        return
+    try:
+        with target.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise disk_error(path, error) from None
