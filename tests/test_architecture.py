@@ -25,9 +25,8 @@ CLASSES_OF_ONE_NAME = {
     "Batch", "Cell", "Found", "History", "HostMemory", "Phases", "Plan", "Request", "Result", "Row", "Run", "Shape",
     "Simulation", "Sweep", "View", "Watch", "Work", "_Layout",
 }  # fmt: skip
-LONG_MODULES = {"report/compare/table.py"}
+LONG_MODULES: set[str] = set()
 LONG_FUNCTIONS = {"worker/train.py:train", "cli/training.py:sweep"}
-CIRCLE = ("ftbench.report.data.layout", "ftbench.report.render.tables")
 MAY_BEGIN_WITH_NO_VERB, MAY_BE_PRONOUNS = 1017, 566
 
 
@@ -69,7 +68,6 @@ def test_functions_fit_a_screen():
 def test_imports_between_modules_go_in_no_circle():
     graph = grimp.build_graph("ftbench", cache_dir=None, exclude_type_checking_imports=True)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    imports[CIRCLE[0]] -= {CIRCLE[1]}
     assert len(list(TopologicalSorter(imports).static_order())) == len(imports)
 
 

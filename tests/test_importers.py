@@ -14,6 +14,7 @@ import pytest
 from ftbench.errors import SpecError
 from ftbench.report.data.collect import collect
 from ftbench.report.data.facts import spec_facts
+from ftbench.report.render.document import Report
 from ftbench.report.render.formats import render
 from ftbench.store import rundir
 from ftbench.store.bundle import pack
@@ -256,7 +257,7 @@ def test_both_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
     run, found = imported(trained / "log.csv", tmp_path / "out", dataset="japanese-alpaca", samples=22, batch_size=2)
     assert json.loads(json.dumps(as_dict(summarise(run)))) == found
     for name in ("table", "md", "csv", "json"):
-        text = render(collect([tmp_path / "out"]), name)
+        text = render(Report(collect([tmp_path / "out"])), name)
         assert "imported from log.csv" in text or name == "csv"
         assert "japanese-alpaca" in text
     pack.make([tmp_path / "out"], tmp_path / "x.tar.zst")

@@ -3,9 +3,10 @@ import dataclasses
 import pytest
 
 from ftbench.core.rows import RunSummary
-from ftbench.report.data.collect import frame_of
+from ftbench.report.data.collect import records
+from ftbench.report.render.document import Report
 from ftbench.report.render.formats import render
-from ftbench.report.render.tables import comparison
+from ftbench.report.render.runs_table import runs_table
 
 LONG = "ended with exit code 1 and no word: RuntimeError: something that nobody has thought of before"
 KNOWN = {"name": "alpaca", "tokens": {"mean": 110.4}}
@@ -28,7 +29,7 @@ def skipped(**changed):
 
 
 def table(*runs, axes=()):
-    return comparison(frame_of(runs), axes)
+    return runs_table(records(runs), axes)
 
 
 def column(found, heading):
@@ -61,9 +62,10 @@ def test_repeats_are_told_apart():
 
 
 def test_an_axis_is_in_every_kind_of_table():
-    frame = frame_of([a_run(axes={"method.rank": "8"}), a_run("b-r1", {"method.rank": "64"})])
-    assert "| method | batch | rank |" in render(frame, "md", ["method.rank"])
-    assert "rank" in render(frame, "table", ["method.rank"]).splitlines()[1]
+    runs = records([a_run(axes={"method.rank": "8"}), a_run("b-r1", {"method.rank": "64"})])
+    report = Report(runs, ["method.rank"])
+    assert "| method | batch | rank |" in render(report, "md")
+    assert "rank" in render(report, "table").splitlines()[1]
 
 
 def test_an_accumulation_that_varies_is_written_beside_the_batch():

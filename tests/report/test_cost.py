@@ -172,8 +172,8 @@ def test_the_cheapest_is_told_within_a_currency(tmp_path):
         tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}\nH100 SXM5: {{{dearer}}}\n")
     )
     (sentence,) = [text for text in found["cost"]["text"] if "cheapest" in text]
-    assert "cheapest with lora at batch 4 on NVIDIA H200 (rent), 0.125 USD" in sentence
-    assert "on NVIDIA H100 80GB HBM3 (rent) they are 0.250 USD" in sentence
+    assert "rent: 1,000 samples are cheapest with lora at batch 4 on NVIDIA H200, 0.125 USD" in sentence
+    assert "on NVIDIA H100 80GB HBM3 they are 0.250 USD" in sentence
 
 
 def test_an_unknown_power_leaves_the_cost_of_owning_empty(tmp_path):

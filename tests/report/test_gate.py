@@ -143,8 +143,8 @@ def test_mistakes_are_sentences(tmp_path, ftbench, options):
 
 
 def test_committed_runs_against_themselves_pass():
-    frame = collect([RESULTS])
-    found = gate(frame, frame, 0.05)
+    records = collect([RESULTS])
+    found = gate(records, records, 0.05)
     assert found.regressed == []
     assert (found.only_new, found.only_old) == ((), ())
     assert len(found.rows) > 20

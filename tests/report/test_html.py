@@ -19,11 +19,12 @@ from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
 from ftbench.errors import MissingError
 from ftbench.report.data.collect import collect
-from ftbench.report.page import cells, document, head
+from ftbench.report.page import bars, document, head
 from ftbench.report.page.markup import Markup, data_block, element, join
 from ftbench.report.page.view import view
+from ftbench.report.render.document import Report
 from ftbench.report.render.formats import render
-from ftbench.report.render.tables import comparison
+from ftbench.report.render.runs_table import runs_table
 
 
 class Page(HTMLParser):
@@ -63,7 +64,7 @@ class Page(HTMLParser):
 def text(tmp_path_factory) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MY_TOKEN", SECRET)
-        return render(collect([study(tmp_path_factory.mktemp("runs"))]), "html")
+        return render(Report(collect([study(tmp_path_factory.mktemp("runs"))])), "html")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_the_heading_answers(page):
     words = " ".join(" ".join(page.words).split())
     assert "Qwen3-8B on NVIDIA H200: lora at batch" in words
     assert "Fastest that fits" in words
-    assert "Out of memory: full, batch 8" in words
+    assert "Out of memory: full at batch 8" in words
     assert "2 of 9 runs" in words
 
 
@@ -133,8 +134,7 @@ def test_every_run_has_a_row_that_sorts_by_its_figure(page):
 
 def test_the_data_are_those_of_the_files(page, tmp_path):
     runs = {run["id"]: run for run in page.data["runs"]}
-    frame = collect([study(tmp_path)])
-    for record in frame.to_dict("records"):
+    for record in collect([study(tmp_path)]):
         shown = runs[record["run_id"]]["values"]
         if record["state"] != "ok":
             assert shown == {}
@@ -146,15 +146,15 @@ def test_the_data_are_those_of_the_files(page, tmp_path):
 
 def test_an_interval_is_that_of_the_steps_or_of_the_repeats(tmp_path):
     run = made(tmp_path, "lora", 4, speed=0.5, peak=20)
-    frame = collect([tmp_path])
-    only = view(frame, comparison(frame), "").runs[0]
-    value, low, high = cells.of_one(only, "samples", only.values["samples"])
+    records = collect([tmp_path])
+    only = view(records, runs_table(records), "").rows[0]
+    value, low, high = bars.of_one_run(only, "samples", only.values["samples"])
     assert low is not None
     assert high is not None
     assert low < value < high
-    assert cells.of_one(only, "peak", 20.0) == (20.0, None, None)
-    mean, low, high = cells.of_repeats([9.0, 10.0, 11.0])
-    assert (mean, low, high) == pytest.approx((10.0, 10 - 4.303 / 3**0.5, 10 + 4.303 / 3**0.5))
+    assert bars.of_one_run(only, "peak", 20.0) == (20.0, None, None)
+    mean, low, high = bars.of_repeats([9.0, 10.0, 11.0])
+    assert (mean, low, high) == pytest.approx((10.0, 10 - 4.303 / 3**0.5, 10 + 4.303 / 3**0.5), rel=1e-4)
     assert run.run_id == only.run_id
 
 
@@ -162,8 +162,8 @@ def test_runs_of_different_models_are_not_ranked_together(tmp_path):
     made(tmp_path, "lora", 1, model="Qwen/Qwen3-0.6B", speed=0.01)
     made(tmp_path, "lora", 4)
     made(tmp_path, "lora", 8, speed=0.8)
-    frame = collect([tmp_path])
-    shown = view(frame, comparison(frame), "")
+    records = collect([tmp_path])
+    shown = view(records, runs_table(records), "")
     assert len(shown.workloads) == 2
     assert shown.workloads[0].startswith("Qwen3-8B")  # that of most runs
     assert head.title(shown) == "3 fine-tuning runs on NVIDIA H200"
@@ -171,7 +171,7 @@ def test_runs_of_different_models_are_not_ranked_together(tmp_path):
 
 def test_runs_that_all_failed_still_make_a_page(tmp_path):
     made(tmp_path, "full", 8, state="oom", reason="out of memory")
-    page = Page(render(collect([tmp_path]), "html"))
+    page = Page(render(Report(collect([tmp_path])), "html"))
     assert any("No run ended well" in word for word in page.words)
 
 

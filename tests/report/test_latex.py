@@ -8,9 +8,9 @@ import pytest
 from page_runs import JAPANESE, study
 
 from ftbench.report.data.collect import collect
+from ftbench.report.render.document import Report, Table
 from ftbench.report.render.formats import render
 from ftbench.report.render.latex import escape, latex
-from ftbench.report.render.tables import Table
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_long_table_goes_over_pages():
 
 
 def test_every_row_of_a_report_has_the_same_columns(tmp_path):
-    text = render(collect([study(tmp_path)]), "latex")
+    text = render(Report(collect([study(tmp_path)])), "latex")
     rows = [line for line in text.splitlines() if line.endswith(r" \\")]
     assert len(rows) == 1 + 9
     assert len({len(re.findall(r"(?<!\\)&", row)) for row in rows}) == 1

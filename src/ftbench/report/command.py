@@ -1,36 +1,27 @@
-"""`ftbench report`: the command line → a frame and sections, rendered."""
+"""`ftbench report`: the command line → records and sections, rendered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
-from ftbench.report.assemble import Parts, assembled
-from ftbench.report.compare import gate, table
-from ftbench.report.compare.pairs import compare
-from ftbench.report.data import layout
-from ftbench.report.data.collect import collect
+from ftbench.report.data import repeats
+from ftbench.report.data.collect import Record, collect
 from ftbench.report.data.groups import Run, cells_of, runs_of
 from ftbench.report.render import formats
-from ftbench.report.render.document import Section
-from ftbench.report.sections import cost, estimates, profiles, references
-from ftbench.report.sections.answers import NIGHT_H, answers
-from ftbench.report.sections.decision import decision
+from ftbench.report.render.document import Report, Section
+from ftbench.report.sections import cost
 from ftbench.spec.prices import Prices, load_prices
 from ftbench.store.summary import PROFILED
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _REPEATS = ("each", "merge")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for on the command line, as it was typed."""
+    """What was typed on the command line."""
 
     paths: Sequence[Path]
     format: str = "table"
@@ -46,6 +37,15 @@ class Request:
     references: bool = False
     estimates: bool = False
 
+    @property
+    def every_answer(self) -> bool:
+        return self.answers or self.hours is not None or self.format == "html"  # a page has room for all of them
+
+    @property
+    def any_measured(self) -> bool:
+        """Whether a section is wanted that speaks of speeds."""
+        return self.every_answer or bool(self.compare is not None or self.prices or self.references or self.estimates)
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -56,60 +56,68 @@ class Result:
 
 
 def report(request: Request) -> Result:
-    """Reads the runs and renders what was asked for. Raises SpecError for a mistake in the command."""
+    """Read the runs and render what was asked for. Raises SpecError for a mistake in the command."""
     _check(request)
-    frame = collect(request.paths)
+    records = collect(request.paths)
     if request.against is not None:
-        found = gate.gate(
-            frame, collect([request.against]), gate.limit_of("5%" if request.fail_above is None else request.fail_above)
-        )
-        parts = Parts(frame, (), gate.sections(found), runs=False)
-        return Result(assembled(parts, request.format), bool(found.regressed))
-    gpus = {gpu for gpu in frame["gpu"] if isinstance(gpu, str)}
+        return _gate(request, records, request.against)
+    gpus = {record["gpu"] for record in records if isinstance(record["gpu"], str)}
     prices = None if request.prices is None else load_prices(request.prices, gpus)
-    sections = _sections(request, frame, prices)
-    merged = layout.merge_repeats(frame) if request.repeats == "merge" else frame
-    merged = cost.with_costs(merged, prices, request.hours or NIGHT_H)
-    shown, axes = layout.with_axes(merged)
-    return Result(assembled(Parts(shown, axes, sections, runs=request.compare is None), request.format))
+    sections = _sections(request, records, prices)
+    shown = repeats.merge_repeats(records) if request.repeats == "merge" else records
+    shown, axes = repeats.with_axes(cost.with_costs(shown, prices, request.hours or cost.NIGHT_H))
+    return Result(formats.render(Report(shown, axes, sections, runs=request.compare is None), request.format))
 
 
-def _sections(request: Request, frame: pd.DataFrame, prices: Prices | None) -> list[Section]:
-    page = request.format == "html"  # has room for every answer, and draws the curves itself
-    every = request.answers or request.hours is not None or page
-    recorded = frame["warnings"].map(lambda warnings: PROFILED in warnings)  # no speed is taken from these
-    profiled = cells_of(runs_of(frame[recorded]))
-    found: list[Section | None] = []
-    if every or request.compare is not None or prices is not None or request.references or request.estimates:
-        measured = runs_of(frame[~recorded])
-        found += _of_measured(request, measured, prices, every, page)
-    found.append(profiles.groups(profiled))
-    if every:
-        found.append(profiles.memory(profiled))
-        found.append(profiles.kernels([*cells_of(measured), *profiled]))
-    return [section for section in found if section is not None]
+def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Result:
+    from ftbench.report.compare import gate
+
+    limit = gate.limit_of("5%" if request.fail_above is None else request.fail_above)
+    result = gate.gate(records, collect([earlier]), limit)
+    text = formats.render(Report(records, (), gate.sections(result), runs=False), request.format)
+    return Result(text, bool(result.regressed))
 
 
-def _of_measured(
-    request: Request, runs: Sequence[Run], prices: Prices | None, every: bool, page: bool
-) -> list[Section | None]:
-    cells = cells_of(runs)
-    found: list[Section | None] = []
-    if request.compare is not None and not runs:
-        raise SpecError("--compare: all of these runs were profiled, so none has a speed: `ftbench profile --diff A B`")
+def _sections(request: Request, records: Sequence[Record], prices: Prices | None) -> list[Section]:
+    profiled = [record for record in records if PROFILED in record["warnings"]]  # no speed is taken from these
+    if not profiled and not request.any_measured:
+        return []
+    from ftbench.report.sections import profiles
+
+    measured = [record for record in records if PROFILED not in record["warnings"]]
+    runs = runs_of(measured) if request.any_measured else []
+    cells = cells_of(runs_of(profiled))
+    parts = _of_measured(request, runs, prices) if request.any_measured else []
+    parts.append(profiles.groups(cells))
+    if request.every_answer:
+        parts += [profiles.memory(cells), profiles.kernels([*cells_of(runs), *cells])]
+    return [part for part in parts if part is not None]
+
+
+def _of_measured(request: Request, runs: Sequence[Run], prices: Prices | None) -> list[Section | None]:
+    from ftbench.report.compare import pairs, table
+    from ftbench.report.sections import decision, references
+    from ftbench.report.sections.answers import answers
+
+    cells, hours = cells_of(runs), request.hours or cost.NIGHT_H
+    parts: list[Section | None] = []
     if request.compare is not None:
-        found.append(table.section(compare(runs, request.compare, request.baseline, strict=request.strict)))
-    found.append(decision(cells))
-    if every:
-        found += answers(cells, request.hours or NIGHT_H, curves=not page)
-    return [
-        *found,
-        cost.energy(cells) if every or prices else None,
-        cost.money(cells, prices, request.hours or NIGHT_H) if prices else None,
-        references.beside(cells) if request.references else None,
-        estimates.memory(runs) if request.estimates else None,
-        estimates.time(runs) if request.estimates else None,
-    ]
+        if not runs:
+            raise SpecError(
+                "--compare: all of these runs were profiled, so none has a speed: `ftbench profile --diff A B`"
+            )
+        parts.append(table.section(pairs.compare(runs, request.compare, request.baseline, strict=request.strict)))
+    parts.append(decision.decision(cells))
+    if request.every_answer:
+        parts += answers(cells, hours, curves=request.format != "html")  # a page draws the curves itself
+    parts.append(cost.energy(cells) if request.every_answer or prices else None)
+    parts.append(cost.money(cells, prices, hours) if prices else None)
+    parts.append(references.beside(cells) if request.references else None)
+    if request.estimates:
+        from ftbench.report.sections import estimates
+
+        parts += [estimates.memory(runs), estimates.time(runs)]
+    return parts
 
 
 def _check(request: Request) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ftbench.core import units
-from ftbench.core.compare import Ratio
 from ftbench.errors import SpecError
-from ftbench.report.compare.pairs import Pair, pair_of
-from ftbench.report.compare.table import change
+from ftbench.report.compare.pairs import Pair, noise_of, pair_of
+from ftbench.report.compare.words import change, flat_learning, flat_ratio, learning_text
+from ftbench.report.data.collect import Record
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, cells_of, identity, runs_of
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import Table
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ftbench.report.render.document import Section, Table
 
 _MOST_CHANGES = 12  # facts named in a note
 
@@ -54,18 +50,18 @@ def limit_of(text: str) -> float:
     return limit
 
 
-def gate(new: pd.DataFrame, old: pd.DataFrame, limit: float) -> Gate:
-    """Pairs the cells of both sides by spec and GPU. A cell has regressed where its rate fell by more than `limit` and
+def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
+    """Pair the cells of both sides by spec and GPU. A cell has regressed where its rate fell by more than `limit` and
     by more than the noise, where its peak memory rose by more than `limit`, where it does not learn the same, or
     where it no longer ends well. Where the noise is not known (fewer than six steady steps) the limit alone decides.
     Raises SpecError if nothing has a partner."""
-    now, then = ({identity(cell.runs[0]): cell for cell in cells_of(runs_of(frame))} for frame in (new, old))
+    now, then = ({identity(cell.runs[0]): cell for cell in cells_of(runs_of(records))} for records in (new, old))
     both = [key for key in now if key in then]
     if not both:
         raise SpecError("--against: no run has a partner with the same spec and GPU among the earlier ones")
-    rows = []
+    noise, rows = noise_of([*now.values(), *then.values()]), []
     for key in both:
-        pair = pair_of("", now[key], then[key])
+        pair = pair_of("", now[key], then[key], noise=noise)
         rows.append(Row(pair, tuple(_regressed(pair, limit))))
     return Gate(
         tuple(rows),
@@ -78,34 +74,35 @@ def gate(new: pd.DataFrame, old: pd.DataFrame, limit: float) -> Gate:
 def _regressed(pair: Pair, limit: float) -> list[str]:
     cell, before = pair.cell, pair.baseline
     assert before is not None
-    if before.ok and not cell.ok:
-        return [f"ended well before, now {cell.state}"]
-    found = []
+    if not cell.ok and (before.ok or (pair.learning and pair.learning.failed)):
+        return [f"ended well before, now {cell.state}" if before.ok else cell.state]
+    reasons = []
     if pair.speed and pair.speed.value < 1 - limit and (pair.speed.high is None or pair.speed.high < 1):
         unsure = "" if pair.speed.high is not None else ", the noise is not known"
-        found.append(f"slower: {change(pair.speed).removesuffix(' ?')}{unsure}")
+        reasons.append(f"slower: {change(pair.speed).removesuffix(' ?')}{unsure}")
     if pair.learning and pair.learning.failed:
-        found.append(f"does not learn the same: {pair.learning.reason}")
+        reasons.append(f"does not learn the same: {pair.learning.reason}")
     if pair.memory and pair.memory.value > 1 + limit:
         gib = [units.gibibytes(side.figure(PEAK)) for side in (before, cell)]
-        found.append(f"more memory: {gib[0]} → {gib[1]} GiB")
-    return found
+        reasons.append(f"more memory: {gib[0]} → {gib[1]} GiB")
+    return reasons
 
 
-def sections(found: Gate) -> list[Section]:
+def sections(result: Gate) -> list[Section]:
     """A row for each pair, those that regressed first, and the cells without a partner."""
-    rows = sorted(found.rows, key=lambda row: not row.regressed)
-    headings = ["model", "GPU", "cell", "speed", "memory", "verdict"]
+    rows = sorted(result.rows, key=lambda row: not row.regressed)
+    headings = ["model", "GPU", "cell", "speed", "memory", "loss", "verdict"]
     lines = [
         [
             row.pair.cell.facts.get("model.id", "").rsplit("/", 1)[-1], row.pair.cell.facts["gpu"], row.pair.cell.name,
-            change(row.pair.speed), change(row.pair.memory).removesuffix(" ?"), "; ".join(row.regressed) or _fine(row),
+            change(row.pair.speed), change(row.pair.memory).removesuffix(" ?"), learning_text(row.pair.learning),
+            "; ".join(row.regressed) or _fine(row),
         ]
         for row in rows
     ]  # fmt: skip
-    count = len(found.regressed)
-    verdict = f"{count} of {len(rows)} regressed by more than {units.percent(found.limit)}"
-    table = Table({"against": verdict}, headings, lines, _notes(found), tuple(headings))
+    count = len(result.regressed)
+    verdict = f"{count} of {len(rows)} regressed by more than {units.percent(result.limit)}"
+    table = Table({"against": verdict}, headings, lines, _notes(result), tuple(headings))
     return [Section("gate", "Against earlier runs", table, records=[_record(row) for row in rows])]
 
 
@@ -113,10 +110,10 @@ def _fine(row: Row) -> str:
     return "ok" if row.pair.cell.ok else f"as before: {row.pair.cell.state}"
 
 
-def _notes(found: Gate) -> list[str]:
-    notes = [f"no earlier partner: {_who(cell)}" for cell in found.only_new]
-    notes += [f"not run again: {_who(cell)}" for cell in found.only_old]
-    changed = dict.fromkeys(str(one) for row in found.rows for one in row.pair.differences)
+def _notes(result: Gate) -> list[str]:
+    notes = [f"no earlier partner: {_who(cell)}" for cell in result.only_new]
+    notes += [f"not run again: {_who(cell)}" for cell in result.only_old]
+    changed = dict.fromkeys(str(fact) for row in result.rows for fact in row.pair.differences)
     if changed:
         more = f"; {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
         notes.append("what changed since: " + "; ".join(list(changed)[:_MOST_CHANGES]) + more)
@@ -136,11 +133,6 @@ def _record(row: Row) -> dict[str, object]:
         "gpu": pair.cell.facts["gpu"], "model": pair.cell.facts.get("model.id"), "state": pair.cell.state,
         **{name: pair.cell.figure(source) for name, source in figures.items()},
         **{f"{name}_before": before.figure(source) for name, source in figures.items()},
-        **_ratio("speed", pair.speed), **_ratio("memory", pair.memory),
+        **flat_ratio("speed", pair.speed), **flat_ratio("memory", pair.memory), **flat_learning(pair.learning),
         "regressed": bool(row.regressed), "why": "; ".join(row.regressed) or None,
     }  # fmt: skip
-
-
-def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | None]:
-    parts = {"ratio": "value", "low": "low", "high": "high"}
-    return {f"{name}_{part}": getattr(ratio, field) if ratio else None for part, field in parts.items()}

@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.compare import BreakEven, Ratio
-from ftbench.core.learning import CANNOT_TELL, Learning
+from ftbench.core.compare import Ratio
+from ftbench.core.learning import CANNOT_TELL
 from ftbench.core.stats import MINIMUM_STEADY
-from ftbench.report.compare.pairs import Comparison, Pair, in_order
-from ftbench.report.data.facts import NO_OPTIMIZATION, OPTIMIZATIONS, RECIPE, on_axis, value_at
-from ftbench.report.data.groups import ENERGY, FIRST, PEAK, SAMPLES, TOKENS, Cell
-from ftbench.report.data.layout import MOST_AXES, headings, varying_keys
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import Table, named
+from ftbench.report.compare.pairs import Comparison, Pair
+from ftbench.report.compare.words import (
+    break_even_text,
+    change,
+    differences_text,
+    first_step_of,
+    first_step_text,
+    flat_learning,
+    flat_ratio,
+    grad_norm_text,
+    learning_text,
+)
+from ftbench.report.data.axes import (
+    MOST_AXES,
+    NO_OPTIMIZATION,
+    OPTIMIZATIONS,
+    RECIPE,
+    headings,
+    in_order,
+    on_axis,
+    value_at,
+    varying_keys,
+)
+from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell
+from ftbench.report.render.document import Section, Table
+from ftbench.report.render.runs_table import named
 
 _HEADING = {
     "gpu": "GPU", "model.id": "model", "method.name": "method", "train.batch_size": "batch", OPTIMIZATIONS: "with",
     "launch.framework": "framework", "data": "data", "model.weights": "weights", RECIPE: "trained by",
 }  # fmt: skip
-_WORDS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
 _TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005
-TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "recipe", "state")
+TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "recipe", "state", "name")
 NOTE = (
     "Changes are against the baseline, with their 95 % interval in brackets; ≈ is not distinguishable, ? is without an "
     "interval (one run a side with fewer than six steady steps, or a figure that a run has only once). Of several runs "
     "the interval comes from the spread between them; of one run a side from its steps and the spread between like "
     "runs, and the answer is likely at most. It holds for these machines, not for others of their kind. Loss is the "
-    "difference of the mean loss a label token over the same samples; energy is the GPU's, per sample."
+    "difference of the mean loss a label token over the same samples; energy is the GPU's, per sample. Samples are "
+    "real tokens over the mean length of the data. First steps are kept apart by the compiler's cache; break-even "
+    "counts a cold one where there is one."
 )
 
 
@@ -39,21 +59,21 @@ def table(found: Comparison) -> Table:
     what keeps a pair from being the same recipe stands in the numbered notes."""
     keys = _columns(found)
     same = [key for key in _CONTEXT if key not in (*keys, found.axis) and not _varies(found, key)]
-    shared = {_name(key): _place(key, found.cells[0]) for key in same}
+    shared = {_name(key): _fact(key, found.cells[0]) for key in same}
     pairs = {id(pair.cell): pair for pair in found.pairs}
-    cells = [cell for cell in _ordered(found) if id(cell) in pairs or found.place(cell) == found.baseline]
+    cells = [cell for cell in _ordered(found) if id(cell) in pairs or found.value(cell) == found.baseline]
     lists = _lists(found)
     figures = [(heading, text) for heading, text in _FIGURES if any(text(cell, pairs.get(id(cell))) for cell in cells)]
     several = any(len(cell.runs) > 1 for cell in cells)
     rows = [
         [
-            found.place(cell), *(_place(key, cell) for key in keys), *([_runs(cell)] if several else []),
+            found.value(cell), *(_fact(key, cell) for key in keys), cell.way, *([_runs(cell)] if several else []),
             *(text(cell, pairs.get(id(cell))) for _, text in figures), _recipe(pairs.get(id(cell)), lists), cell.state,
         ]
         for cell in cells
     ]  # fmt: skip
     axes = [_name(found.axis), *_names(keys)]
-    names = [*axes, *(["runs"] if several else []), *(heading for heading, _ in figures), "recipe", "state"]
+    names = [*axes, "name", *(["runs"] if several else []), *(heading for heading, _ in figures), "recipe", "state"]
     words = (*TEXT, *(heading for heading in axes if heading != "batch"))
     return Table({"baseline": found.baseline, **shared}, names, rows, [*_notes(found, cells, lists)], words)
 
@@ -72,14 +92,15 @@ def _columns(found: Comparison) -> list[str]:
     first = [cell.runs[0] for cell in found.cells]
     labels = {"model": [cell.facts.get("model.id", "") for cell in found.cells], "dataset": [run.data for run in first]}
     more = varying_keys([run.spec for run in first], labels)
+    named = ("method.name", OPTIMIZATIONS)  # the name tells these
     candidates = [*_CONTEXT, "train.batch_size", "train.gradient_accumulation_steps"]
-    varying = [key for key in candidates if _varies(found, key)]
+    varying = [key for key in candidates if key not in named and _varies(found, key)]
     told = [key for key in (*varying, *more) if not on_axis(found.axis, key) and not _of_axis(found, key)]
     return told[:MOST_AXES]
 
 
 def _varies(found: Comparison, key: str) -> bool:
-    return len({_place(key, cell) for cell in found.cells}) > 1
+    return len({_fact(key, cell) for cell in found.cells}) > 1
 
 
 def _of_axis(found: Comparison, key: str) -> bool:
@@ -89,7 +110,7 @@ def _of_axis(found: Comparison, key: str) -> bool:
         return False
     texts: dict[str, set[str | None]] = {}
     for cell in found.cells:
-        texts.setdefault(found.place(cell), set()).add(cell.facts.get(key))
+        texts.setdefault(found.value(cell), set()).add(cell.facts.get(key))
     return all(len(values) == 1 for values in texts.values())
 
 
@@ -97,7 +118,7 @@ def _name(key: str) -> str:
     return _HEADING.get(key, key.rpartition(".")[2].replace("_", " "))
 
 
-def _place(key: str, cell: Cell) -> str:
+def _fact(key: str, cell: Cell) -> str:
     if key == "data":
         return cell.runs[0].data
     text = value_at(key, cell.facts) or ""
@@ -106,14 +127,14 @@ def _place(key: str, cell: Cell) -> str:
 
 def _ordered(found: Comparison) -> Iterator[Cell]:
     """Each baseline with those held against it, by the order of the axis; those without a partner at the end."""
-    rank = {place: i for i, place in enumerate(in_order(found.axis, map(found.place, found.cells)))}
+    rank = {place: i for i, place in enumerate(in_order(found.axis, map(found.value, found.cells)))}
     held: dict[int, list[Pair]] = {}
     for pair in found.pairs:
         held.setdefault(id(pair.baseline) if pair.baseline else 0, []).append(pair)
     for cell in found.cells:
-        if found.place(cell) == found.baseline:
+        if found.value(cell) == found.baseline:
             yield cell
-            yield from (p.cell for p in sorted(held.get(id(cell), []), key=lambda p: rank[found.place(p.cell)]))
+            yield from (p.cell for p in sorted(held.get(id(cell), []), key=lambda p: rank[found.value(p.cell)]))
     yield from (pair.cell for pair in held.get(0, []))
 
 
@@ -124,72 +145,21 @@ def _runs(cell: Cell) -> str:
 # --- one row ---------------------------------------------------------------------------------------------------------
 
 
-def change(ratio: Ratio | None) -> str:
-    """`+12.3 % [+11.0, +13.6]`, `likely +12.3 % [+11.0, +13.6]` of one run a side, `≈ +0.4 % [-1.0, +1.9]`,
-    `+12.3 % ?`; `+322.0 %, uncertain by a factor of 40` where the ends of the interval would say nothing."""
-    if ratio is None:
-        return ""
-    value = f"{(ratio.value - 1) * 100:+.1f} %"
-    if ratio.low is None or ratio.high is None:
-        return f"{value} ?"
-    sign = "≈ " if not ratio.direction else "likely " if ratio.verdict.startswith("likely") else ""
-    if ratio.vague:
-        return f"{sign}{value}, uncertain by a factor of {math.sqrt(ratio.high / ratio.low):,.2g}"
-    return f"{sign}{value} [{(ratio.low - 1) * 100:+.1f}, {(ratio.high - 1) * 100:+.1f}]"
-
-
-def break_even_text(found: BreakEven | None) -> str:
-    if found is None:
-        return ""
-    return found.when if found.steps is None else f"{found.when} step {round(found.steps):,}"
-
-
-def learning_text(found: Learning | None) -> str:
-    """`follows (+0.005 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `cannot tell (+0.1 %)`, `NOT FINITE`:
-    the verdict with the difference of the mean losses over the same samples."""
-    if found is None:
-        return ""
-    verdict = found.verdict.upper() if found.failed else found.verdict
-    if found.change is None:
-        return verdict
-    allowed = "" if found.verdict == CANNOT_TELL else f", allowed {(found.tolerance or 0) * 100:g} %"
-    return f"{verdict} ({found.change * 100:+.2g} %{allowed})"
-
-
-def grad_norm_text(found: Learning | None) -> str:
-    """`-1.0 %`: the difference of the gradient norms."""
-    return "" if found is None or found.grad_norm is None else f"{found.grad_norm * 100:+.2g} %"
-
-
 def _lists(found: Comparison) -> dict[str, int]:
     """What differs, in words → the number of its note."""
     numbers: dict[str, int] = {}
     for pair in found.pairs:
-        if words := in_words(pair):
+        if words := differences_text(pair):
             numbers.setdefault(words, len(numbers) + 1)
     return numbers
-
-
-def in_words(pair: Pair) -> str:
-    """All that keeps a pair from being the same recipe, or why there is none."""
-    if pair.baseline is None:
-        return pair.reason
-    words = []
-    other_tokens = any(one.key == "dataset.hash" for one in pair.differences)
-    for one in pair.differences:
-        if one.key == "dataset.order_hash" and other_tokens:
-            continue
-        unknown = " (unknown)" if None in (one.baseline, one.candidate) else ""
-        words.append(_WORDS[one.key] + unknown if one.key in _WORDS else str(one))
-    return "differs: " + "; ".join(words) if words else ""
 
 
 def _recipe(pair: Pair | None, lists: Mapping[str, int]) -> str:
     if pair is None:
         return "baseline"
     if pair.baseline is None:
-        return f"no partner ({lists[in_words(pair)]})"
-    recipe = f"differs ({lists[in_words(pair)]})" if pair.differences else "same"
+        return f"no partner ({lists[differences_text(pair)]})"
+    recipe = f"differs ({lists[differences_text(pair)]})" if pair.differences else "same"
     return f"{recipe}; {pair.reason}" if pair.reason else recipe
 
 
@@ -210,7 +180,7 @@ _FIGURES: tuple[tuple[str, Callable[[Cell, Pair | None], str]], ...] = (
     ("samples/h", lambda cell, _: units.rate(_hourly(cell))),
     ("speed", lambda _, pair: change(pair.speed) if pair else ""),
     ("peak GiB", _changed(PEAK, units.gibibytes, "memory")),
-    ("first step", _changed(FIRST, units.seconds, "first_step")),
+    ("first step", first_step_text),
     ("energy", lambda _, pair: change(pair.energy) if pair else ""),
     ("break-even", lambda _, pair: break_even_text(pair.break_even) if pair else ""),
     ("loss", lambda _, pair: learning_text(pair.learning) if pair else ""),
@@ -255,57 +225,35 @@ def records(found: Comparison) -> list[dict[str, Any]]:
     return [
         _record(found, cell, pairs.get(id(cell)), keys)
         for cell in _ordered(found)
-        if id(cell) in pairs or found.place(cell) == found.baseline
+        if id(cell) in pairs or found.value(cell) == found.baseline
     ]
 
 
 def _record(found: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str]) -> dict[str, Any]:
     paired = pair is not None and pair.baseline is not None
     record: dict[str, Any] = {
-        "axis": found.axis, "value": found.place(cell), "baseline": found.baseline,
-        **{key: cell.facts.get("gpu") if key == "gpu" else _place(key, cell) for key in keys},
+        "axis": found.axis, "value": found.value(cell), "baseline": found.baseline, "name": cell.name,
+        **{key: cell.facts.get("gpu") if key == "gpu" else _fact(key, cell) for key in keys},
         "method": cell.facts.get("method.name"), "batch_size": cell.facts.get("train.batch_size"),
         "optimizations": value_at(OPTIMIZATIONS, cell.facts) or NO_OPTIMIZATION,
         "state": cell.state, "runs": len(cell.runs), "runs_ok": len(cell.ok),
         "samples_per_hour": _hourly(cell),
-        **{name: cell.figure(name) for name in (TOKENS, PEAK, FIRST, ENERGY)},
+        **{name: cell.figure(name) for name in (TOKENS, PEAK, ENERGY)}, **first_step_of(cell),
         "run_ids": " ".join(run.run_id for run in cell.runs),
         "baseline_run_ids": " ".join(run.run_id for run in pair.baseline.runs) if pair and pair.baseline else None,
         "same_recipe": pair.iso if pair and paired else None,
         "differences": "; ".join(map(str, pair.differences)) if pair and paired else None,
         "reason": pair.reason if pair else None,
     }  # fmt: skip
-    for name in ("speed", "memory", "first_step", "energy"):
-        record |= _flat_ratio(name, getattr(pair, name) if pair else None)
+    for name in ("speed", "memory", "energy"):
+        record |= flat_ratio(name, getattr(pair, name) if pair else None)
+    for state, ratio in (pair.first_step if pair else {}).items():
+        record |= flat_ratio("first_step" if state == "none" else f"first_step_{state.replace(' ', '_')}", ratio)
     even, learning = (pair.break_even, pair.learning) if pair else (None, None)
     return record | {
         "break_even": even.when if even else None,
         "break_even_steps": even.steps if even else None,
         **flat_learning(learning),
-    }
-
-
-def flat_learning(found: Learning | None) -> dict[str, Any]:
-    """A verdict on learning as fields of a flat record; None is unknown."""
-    return {
-        "learning": found.verdict if found else None,
-        "learning_reason": found.reason or None if found else None,
-        "loss_change": found.change if found else None,
-        "loss_tolerance": found.tolerance if found else None,
-        "loss_learned": found.learned if found else None,
-        "loss_worst": found.worst if found else None,
-        "loss_worst_step": found.step if found else None,
-        "grad_norm_change": found.grad_norm if found else None,
-    }
-
-
-def _flat_ratio(name: str, ratio: Ratio | None) -> Mapping[str, Any]:
-    return {
-        f"{name}_ratio": ratio.value if ratio else None,
-        f"{name}_low": ratio.low if ratio else None,
-        f"{name}_high": ratio.high if ratio else None,
-        f"{name}_basis": ratio.basis or None if ratio else None,
-        f"{name}_verdict": ratio.verdict if ratio else None,
     }
 
 

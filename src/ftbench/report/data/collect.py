@@ -1,4 +1,4 @@
-"""Run directories → one frame, a row a run."""
+"""Run directories → records: a flat dict for each run, all with the same keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftbench.core.rows import FIELDS, SCHEMA
 from ftbench.errors import SpecError
@@ -15,25 +15,66 @@ from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import RunDir, find_runs, read_json, read_state
 from ftbench.store.summary import as_dict, summarise
 
-if TYPE_CHECKING:
-    import pandas as pd
+Record = dict[str, Any]
+NOT_FINITE = "not finite"  # the state of a run that ended, and whose loss or gradient is no number
+_NO_NUMBER = "the loss is not a number"  # so the warning of a summary that has no field for it begins
+_PER_SAMPLE = "energy.joules_per_1k_samples"
 
 
-def collect(paths: Sequence[Path]) -> pd.DataFrame:
-    """All runs at or below `paths`, each field of their summaries a column, nested ones dotted (`memory_gb.host_peak`).
-    Raises SpecError for a path that does not exist or holds no run."""
-    frame = frame_of(summary_of(run) | {"path": str(run.path)} for run in _runs(paths))
+def collect(paths: Sequence[Path]) -> list[Record]:
+    """Return the runs at or below `paths`, each with the fields of its summary, nested ones dotted
+    (`memory_gb.host_peak`), and its `path`. Raises SpecError for a path that does not exist or holds no run."""
+    found = records(summary_of(run) | {"path": str(run.path)} for run in _runs(paths))
     rank = {name: place for place, name in enumerate(METHODS)}
-    frame["_method"] = [rank.get(name, len(rank)) for name in frame["method"]]
-    order = ["name", "model", "gpu", "_method", "batch_size", "run_id"]
-    return frame.sort_values(order, na_position="first", kind="stable").drop(columns="_method").reset_index(drop=True)
+
+    def order(record: Record) -> tuple[Any, ...]:
+        batch = record["batch_size"] if isinstance(record["batch_size"], (int, float)) else 0
+        model, gpu, method = str(record["model"]), record["gpu"], rank.get(record["method"], len(rank))
+        return record["name"], model, gpu is not None, str(gpu), method, batch, record["run_id"]
+
+    return sorted(found, key=order)
 
 
-def frame_of(summaries: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Summaries as they are in summary.json → a row each, in their order, nested fields dotted."""
-    import pandas as pd
+def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
+    """Return summaries as they are in summary.json as records, in their order; what one of them lacks is None."""
+    flat = [_flat(values) for values in summaries]
+    empty = dict.fromkeys(key for record in flat for key in record)
+    return [_judged(_on_one_basis(empty | record)) for record in flat]
 
-    return pd.DataFrame.from_records([_flat(values) for values in summaries])
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Record:
+    flat: Record = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and key != "histogram":
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _on_one_basis(record: Record) -> Record:
+    """Samples a second from real tokens a second and the mean length of the data, like every speed: those counted in a
+    short window are those that happened to be long or short. As counted where either is not known."""
+    counted, tokens = record.get("samples_per_s"), record.get("tokens_per_s.real")
+    length = record.get("dataset.tokens.mean")
+    if not (counted and tokens and length):
+        return record
+    rate = tokens / length
+    record |= {"samples_per_s": rate, "samples_per_hour": rate * 3600}
+    if joules := record.get(_PER_SAMPLE):
+        record[_PER_SAMPLE] = joules * counted / rate
+    return record
+
+
+def _judged(record: Record) -> Record:
+    """A run whose loss or gradient became NaN or infinite has failed, however it ended."""
+    if record["state"] != "ok":
+        return record
+    broken = [text for text in record["warnings"] if text.startswith(_NO_NUMBER)]
+    if record.get("learning.state") == NOT_FINITE and not broken:
+        count, first = record.get("learning.count"), record.get("learning.first_step")
+        broken = [f"loss or gradient norm is not a number in {count} steps, first in step {first}"]
+    return record | {"state": NOT_FINITE, "reason": broken[0]} if broken else record
 
 
 def _runs(paths: Sequence[Path]) -> list[RunDir]:
@@ -46,10 +87,10 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
             raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
         found |= {run.path.resolve(): run for run in runs}
     times_named = Counter(run.run_id for run in found.values())
-    once: dict[Any, RunDir] = {}
+    distinct: dict[Any, RunDir] = {}
     for run in found.values():  # to read every run's steps would take longer than the report
-        once.setdefault(_content(run) if times_named[run.run_id] > 1 else run.run_id, run)
-    return list(once.values())
+        distinct.setdefault(_content(run) if times_named[run.run_id] > 1 else run.run_id, run)
+    return list(distinct.values())
 
 
 def _content(run: RunDir) -> Any:
@@ -67,17 +108,17 @@ def _unpacked(path: Path) -> Path:
     return unpack.opened(path)
 
 
-def as_asked(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with the paths that people know: a run out of a bundle lies in a copy that is gone in a moment."""
+def named_paths(found: Sequence[Record]) -> list[Record]:
+    """Return the records with the paths that people know: a run out of a bundle lies in a copy that is gone soon."""
     unpack = sys.modules.get("ftbench.store.bundle.unpack")
-    if "path" not in frame or unpack is None:  # no bundle was opened
-        return frame
-    return frame.assign(path=[unpack.shown(str(path)) for path in frame["path"]])
+    if unpack is None:  # no bundle was opened
+        return list(found)
+    return [record | {"path": unpack.shown(str(record["path"]))} if "path" in record else record for record in found]
 
 
 def summary_of(run: RunDir, state: str | None = None) -> dict[str, Any]:
-    """The summary that the run's own ftbench wrote; computed from its steps where there is none (a killed parent) or
-    where it is of another schema. `state` is the run's, where it is known."""
+    """Return the summary that the run's own ftbench wrote; computed from its steps where there is none (a killed
+    parent) or where it is of another schema. `state` is the run's, where it is known."""
     written = read_json(run.summary)
     state = state or read_state(run)["state"]
     if written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state:
@@ -85,16 +126,21 @@ def summary_of(run: RunDir, state: str | None = None) -> dict[str, Any]:
     return as_dict(summarise(run))
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and key != "histogram":
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def known(found: Iterable[Record], name: str) -> list[float]:
+    """Return the numbers that records have under `name`; a missing or empty one is left out."""
+    values = (record.get(name) for record in found)
+    return [float(value) for value in values if isinstance(value, (int, float)) and value == value]
 
 
-def varying(frame: pd.DataFrame, columns: Iterable[str]) -> list[str]:
-    """Of `columns`, those in which the rows differ; what all rows share belongs into a heading."""
-    return [name for name in columns if name in frame and frame[name].nunique(dropna=False) > 1]
+def data_labels(found: Sequence[Record]) -> list[str]:
+    """Return the data set of each record and, where known, the mean length of its samples in tokens: `alpaca ~110`. A
+    run that ended before it knew the length has that of the others with the same data set, if they agree."""
+    lengths: dict[Any, set[str]] = {}
+    texts = []
+    for record in found:
+        name, mean = record.get("dataset.name"), record.get("dataset.tokens.mean")
+        text = f"{name} ~{mean:.0f}" if isinstance(name, str) and isinstance(mean, (int, float)) else ""
+        texts.append((name if isinstance(name, str) else "unknown", text))
+        if text:
+            lengths.setdefault(name, set()).add(text)
+    return [text or (next(iter(lengths[name])) if len(lengths.get(name, ())) == 1 else name) for name, text in texts]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 FEWEST = 8
 
 
-def thin(values: Sequence[float], points: int) -> list[int]:
-    """The places of at most `points` of the values, in rising order; all of them where there are no more.
+def downsample(values: Sequence[float], points: int) -> list[int]:
+    """Return the places of at most `points` of the values, in rising order; all of them where there are no more.
 
     The curve is cut into equal buckets, and each keeps its minimum, its maximum and, where there is one, its first gap
     (a value that is not finite), so that a gap stays one. The first and the last value are always kept, and with each

@@ -15,9 +15,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
-from ftbench.spec.recipes import FOLDER, recipes
 from ftbench.spec.sweep import as_text
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 
@@ -32,7 +30,7 @@ _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_ch
 
 
 def spec_facts(run: RunDir) -> Mapping[str, str]:
-    """The resolved spec, flat: what changes the result (spec/identity.py) with the framework. Of a file its name
+    """Return the resolved spec, flat: what changes the result (spec/identity.py) with the framework. Of a file its name
     counts. A key that an older ftbench did not know has today's default, which is what that version did."""
     try:
         return _facts_of(run.spec_json.read_text("utf-8"))
@@ -49,17 +47,17 @@ def _facts_of(text: str) -> Mapping[str, str]:
         return {}
     if not isinstance(written, dict):
         return {}
-    found = {key: _text(key, value) for key, value in _flat(written) if _matters(key)}
-    if found.get("launch.mock", "off") == "off":
-        found.pop("launch.mock", None)
-        found.pop("launch.mock_fits", None)
-    if not found or "imported" in written:  # of a run that ftbench did not make nothing but what was told is known
-        return found
-    return {key: text for key, text in _defaults(found.get("method.name", "")).items() if _within(key, written)} | found
+    facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}
+    if facts.get("launch.mock", "off") == "off":
+        facts.pop("launch.mock", None)
+        facts.pop("launch.mock_fits", None)
+    if not facts or "imported" in written:  # of a run that ftbench did not make nothing but what was told is known
+        return facts
+    return {key: text for key, text in _defaults(facts.get("method.name", "")).items() if _within(key, written)} | facts
 
 
 def machine_facts(run: RunDir) -> dict[str, str]:
-    """The machine and what ran on it; keys whose value is not known are absent."""
+    """Return the machine and what ran on it; keys whose value is not known are absent."""
     machine, applied = read_json(run.machine), read_json(run.applied)
     return dict(_known(_machine(machine) | _applied(applied)))
 
@@ -81,12 +79,12 @@ def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
-    flat = _section(applied, "model") | {name: applied[name] for name in _APPLIED if name in applied}
+    values = _section(applied, "model") | {name: applied[name] for name in _APPLIED if name in applied}
     data = _section(applied, "dataset")
     return {
         "dataset.hash": str(data.get("hash") or "")[:12],
         "dataset.order_hash": str(data.get("order_hash") or "")[:12],
-        **{f"applied.{name}": flat.get(name) for name in _APPLIED},
+        **{f"applied.{name}": values.get(name) for name in _APPLIED},
         "applied.optimizer": _section(applied, "optimizer").get("class"),
     }
 
@@ -102,10 +100,11 @@ def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, value if isinstance(value, str) else as_text(value)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested values with their dotted keys."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -119,7 +118,8 @@ def _matters(key: str) -> bool:
     )
 
 
-def _text(key: str, value: Any) -> str:
+def as_fact(key: str, value: Any) -> str:
+    """Return the text of a key's value that two specs are compared by."""
     if value is None:
         return "none"
     if key.endswith(".path"):
@@ -133,7 +133,7 @@ def _defaults(method: str) -> dict[str, str]:
     sections = {name: field.annotation for name, field in Experiment.model_fields.items() if name != "method"}
     parts = sections | {"method": METHODS.get(method)}
     return {
-        f"{name}.{key}": _text(key, list(field.default) if isinstance(field.default, tuple) else field.default)
+        f"{name}.{key}": as_fact(key, list(field.default) if isinstance(field.default, tuple) else field.default)
         for name, part in parts.items()
         for key, field in getattr(part, "model_fields", {}).items()
         if field.default is not PydanticUndefined and _matters(f"{name}.{key}") and not key.startswith("mock")
@@ -143,80 +143,3 @@ def _defaults(method: str) -> dict[str, str]:
 def _within(key: str, written: Mapping[str, Any]) -> bool:
     """Whether the run's spec has this section at all: of a spec that is not there nothing is filled in."""
     return isinstance(written.get(key.partition(".")[0]), dict)
-
-
-# --- axes ------------------------------------------------------------------------------------------------------------
-
-SHORT = {
-    "gpu": "gpu", "model": "model.id", "method": "method.name", "batch": "train.batch_size",
-    "batch_size": "train.batch_size", "framework": "launch.framework", "dataset": "dataset.name",
-    "weights": "model.weights", "optimization": "optimizations", "optimizations": "optimizations", "recipe": "recipe",
-}  # fmt: skip
-OPTIMIZATIONS, RECIPE = "optimizations", "recipe"
-NO_OPTIMIZATION = "none"
-
-
-def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
-    """The place of a run on an axis; for `optimizations` all that are on, in words; for `recipe` the shipped one whose
-    keys the run has, however it came to them, else the words and the optimizer; unsloth is a recipe of its own."""
-    if axis == RECIPE:
-        return _recipe(facts)
-    if axis != OPTIMIZATIONS:
-        return facts.get(axis)
-    on = [
-        key.partition(".")[2].replace("_", " ") + ("" if text == "on" else f" {text}")
-        for key, text in facts.items()
-        if key.startswith("optimizations.") and text not in ("off", "auto")
-    ]
-    return " + ".join(on) or NO_OPTIMIZATION
-
-
-def _recipe(facts: Mapping[str, str]) -> str:
-    told = _unsloth(facts) if facts.get("method.name") == "unsloth" else []
-    for name, keys in _recipes().items():
-        if not told and all(facts.get(key) == text for key, text in keys.items()):
-            return name
-    optimizer = facts.get("train.optimizer", "adamw_torch")
-    told += [value_at(OPTIMIZATIONS, facts) or "", *([optimizer] if optimizer != "adamw_torch" else [])]
-    return " + ".join(part for part in told if part and part != NO_OPTIMIZATION) or NO_OPTIMIZATION
-
-
-def _unsloth(facts: Mapping[str, str]) -> list[str]:
-    """unsloth, in how many bits, and whether with its own checkpointing."""
-    held_in = {"4 bit": "method.load_in_4bit", "8 bit": "method.load_in_fp8"}
-    bits = next((name for name, key in held_in.items() if facts.get(key) == "on"), "16 bit")
-    kept = facts.get("method.use_gradient_checkpointing", "unsloth")
-    return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"])]
-
-
-@cache
-def _recipes() -> dict[str, dict[str, str]]:
-    """The keys of each shipped recipe, as a run's facts have them."""
-    return {name: {key: _text(key, value) for key, value in _flat(recipe(name, FOLDER))} for name in recipes()}
-
-
-def on_axis(axis: str, key: str) -> bool:
-    """Whether a fact is part of the axis itself."""
-    if axis == RECIPE and any(key in keys for keys in _recipes().values()):
-        return True
-    return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
-
-
-_RAN_BY = ("method.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer", "launch.framework")
-
-
-def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
-    """Whether a fact differs because the axis does: what really ran, where the axis says what runs; a key that only
-    one method has; the model's revision; and another GPU's power limit, where both are at their highest."""
-    if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
-        return True
-    if axis in ("method.name", RECIPE) and key.startswith("method."):
-        return key not in baseline or key not in candidate
-    if axis == "gpu" and key == "power limit":
-        return _highest(baseline.get(key)) and _highest(candidate.get(key))
-    return axis == "model.id" and key in ("model.revision", "model.path")
-
-
-def _highest(limit: str | None) -> bool:
-    watts, _, highest = (limit or "").partition(" of ")
-    return bool(highest) and watts == highest

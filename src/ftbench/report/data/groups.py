@@ -1,4 +1,5 @@
-"""Runs → cells: the runs of one spec on one GPU belong together, and their figures become one."""
+"""Runs that belong together, for every table, bar and sentence: repeats are the runs of one spec on one kind of
+machine, and only those. Each group has one short name, unlike those of its neighbours."""
 
 from __future__ import annotations
 
@@ -6,26 +7,27 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftbench.core.compare import Pace, geometric_mean
-from ftbench.report.data.facts import NO_OPTIMIZATION, OPTIMIZATIONS, machine_facts, spec_facts, value_at
-from ftbench.report.data.layout import gpu_of, known
-from ftbench.report.render.tables import data_labels, state_of
-from ftbench.store.rundir import RunDir
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.report.data.axes import NO_OPTIMIZATION, OPTIMIZATIONS, PLAIN, RECIPE, headings, recipe_keys, value_at
+from ftbench.report.data.collect import Record, data_labels, known
+from ftbench.report.data.facts import CPU, machine_facts, spec_facts
+from ftbench.store.rundir import RunDir, read_json
 
 TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.median"
 PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
+_BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
+_SHORT_REASON = 48
+_MOST_LETTERS = 24  # of a fact that tells two groups of one name apart
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its flat summary (`record`), the facts of its spec and of its machine, and where its files are."""
+    """One run: its record, the facts of its spec and of its machine, and the label of its data."""
 
-    record: Mapping[str, Any]
+    record: Record
     spec: Mapping[str, str]
     ran: Mapping[str, str]
     data: str
@@ -42,46 +44,82 @@ class Run:
     def ok(self) -> bool:
         return bool(self.record["state"] == "ok")
 
+    @property
+    def contended(self) -> bool:
+        """Whether other work took so much of the host or the GPU that its times are no measurement of this run."""
+        return bool(self.record.get("contention.contended"))
+
+    @property
+    def steady(self) -> int:
+        return int(next(iter(known([self.record], "steps.steady")), 0))
+
+    @property
+    def cache(self) -> str:
+        """The compiler's cache before the first step: `cold`, `warm`, `partly warm`, or `none` without a compiler."""
+        return cache_of(self.record)
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The runs of one spec on one GPU. `facts` are those of spec and machine, with `gpu`; where the runs do not agree
-    on one, all its values."""
+    """The repeats of one spec on one kind of machine. `facts` are those of spec and machine, with `gpu`; where the runs
+    do not agree on one, all its values. `way` says how it trains, in words that no other cell of the same workload and
+    batch has."""
 
     facts: Mapping[str, str]
     runs: tuple[Run, ...]
+    way: str
+
+    @property
+    def batch(self) -> str:
+        """`4`, or `4x2` with accumulation."""
+        steps = self.facts.get(_ACCUMULATION, "1")
+        return self.facts.get(_BATCH, "?") + (f"x{steps}" if steps != "1" else "")
+
+    @property
+    def name(self) -> str:
+        """`qlora with gradient checkpointing at batch 4`, `fastest-fp8 at batch 4`."""
+        return f"{self.way} at batch {self.batch}"
+
+    @property
+    def workload(self) -> tuple[str, str, str]:
+        """Model, weights and data."""
+        return self.facts.get("model.id", ""), self.facts.get("model.weights", ""), self.runs[0].data
 
     @property
     def ok(self) -> list[Run]:
         return [run for run in self.runs if run.ok]
 
+    @property
+    def state(self) -> str:
+        """`ok`, `ok, contended`, `2 of 3 ok; oom: …`, or how the first run ended."""
+        failed = [state_of(run.record) for run in self.runs if not run.ok]
+        if not failed:
+            beside = sum(run.contended for run in self.runs)
+            some = "" if beside == len(self.runs) else f"{beside} of {len(self.runs)} "
+            return f"ok, {some}contended" if beside else "ok"
+        return f"{len(self.ok)} of {len(self.runs)} ok; {failed[0]}" if self.ok else failed[0]
+
     def values(self, name: str) -> list[float]:
-        """A figure of each run that ended well and knows it."""
+        """Return a figure of each run that ended well and knows it."""
         return known((run.record for run in self.ok), name)
 
     def figure(self, name: str) -> float | None:
-        """The geometric mean of the runs that ended well."""
+        """Return the geometric mean of the runs that ended well."""
         return geometric_mean(self.values(name))
 
-    @property
-    def state(self) -> str:
-        """`ok`, `2 of 3 ok; oom: …`, or how the first run ended."""
-        failed = [state_of(run.record) for run in self.runs if not run.ok]
-        if not failed:
-            return "ok"
-        return f"{len(self.ok)} of {len(self.runs)} ok; {failed[0]}" if self.ok else failed[0]
-
-    @property
-    def name(self) -> str:
-        """`qlora with gradient checkpointing at batch 4`: enough to tell it from its neighbours in a sentence."""
-        method, on = self.facts.get("method.name", "unknown method"), value_at(OPTIMIZATIONS, self.facts)
-        steps = self.facts.get("train.gradient_accumulation_steps", "1")
-        batch = self.facts.get("train.batch_size", "?") + (f"x{steps}" if steps != "1" else "")
-        return f"{method}{'' if on == NO_OPTIMIZATION else f' with {on}'} at batch {batch}"
+    def first_steps(self) -> dict[str, list[float]]:
+        """Return the seconds of the first steps by the state of the compiler's cache: no mean is over both."""
+        found: dict[str, list[float]] = {}
+        for run in self.ok:
+            for seconds in known([run.record], FIRST):
+                found.setdefault(run.cache, []).append(seconds)
+        return found
 
     def pace(self) -> Pace | None:
-        """How the cell goes, the mean of its runs; None where that is not known."""
-        paces = [found for run in self.ok if (found := _pace(run.record)) is not None]
+        """Return how the cell goes, the mean of its runs, of those with a cold cache where there are any; None where
+        that is not known."""
+        cold = [run for run in self.ok if run.cache == "cold"]
+        paces = [pace for run in cold or self.ok if (pace := _pace(run.record)) is not None]
         if not paces:
             return None
         rate = geometric_mean([pace.samples_per_s for pace in paces])
@@ -89,38 +127,61 @@ class Cell:
         start = statistics.fmean(pace.start_s for pace in paces)
         return Pace(start, rate, step) if rate and step else None
 
+    def undisturbed(self) -> Cell | None:
+        """Return the cell without its contended runs; None where no run is left that ended well, or failed."""
+        runs = tuple(run for run in self.runs if not run.contended)
+        return Cell(self.facts, runs, self.way) if runs else None
+
+    @property
+    def measured(self) -> bool:
+        """Whether a run has as many steady steps as a figure needs to be relied on."""
+        return any(run.steady >= MINIMUM_STEADY for run in self.ok)
+
 
 def _pace(record: Mapping[str, Any]) -> Pace | None:
     names = ("time_to_steady_s", "steps.warmup", "step_time_s.mean", SAMPLES)
-    found = [known([record], name) for name in names]
-    if not all(found) or not found[3][0]:
+    values = [known([dict(record)], name) for name in names]
+    if not all(values) or not values[3][0]:
         return None
-    start, warm, step, rate = (values[0] for values in found)
+    start, warm, step, rate = (value[0] for value in values)
     return Pace(start - warm * step, rate, rate * step)
 
 
-def runs_of(frame: pd.DataFrame) -> list[Run]:
-    """The frame's rows with their facts; each JSON file is read once."""
-    records = ({str(key): value for key, value in record.items()} for record in frame.to_dict("records"))
-    found = []
-    for record, data in zip(records, data_labels(frame), strict=True):
+def runs_of(records: Sequence[Record]) -> list[Run]:
+    """Return the records with their facts; each JSON file is read once."""
+    labels = data_labels(records)
+    runs = []
+    for record, label in zip(records, labels, strict=True):
         run = RunDir(Path(str(record["path"])))
-        found.append(Run(record, spec_facts(run), machine_facts(run), data))
-    return found
+        runs.append(Run(record, spec_facts(run), machine_facts(run), label))
+    return runs
 
 
 def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
-    """Runs by spec and GPU (and by `axis`, where that is a fact of the machine), in the order of their first. A run
-    without a readable spec is a cell of its own."""
+    """Return the groups of repeats (and by `axis`, where that is a fact of the machine), in the order of their first
+    runs. A run without a readable spec is a cell of its own."""
     groups: dict[Any, list[Run]] = {}
     for run in runs:
         groups.setdefault((identity(run), run.ran.get(axis)), []).append(run)
-    return [Cell(_facts(group), tuple(group)) for group in groups.values()]
+    facts = [_facts(group) for group in groups.values()]
+    cells = [Cell(own, tuple(group), _way(own)) for own, group in zip(facts, groups.values(), strict=True)]
+    return _told_apart(cells, axis)
 
 
 def identity(run: Run) -> Any:
-    """Equal for runs of the same spec on the same kind of GPU, wherever and whenever they ran."""
+    """Return what is equal for runs of the same spec on the same kind of machine, wherever and whenever they ran."""
     return tuple(sorted(run.spec.items())) or run.record["path"], gpu_of(run.record)
+
+
+def cache_of(record: Record) -> str:
+    """Return the state of the compiler's cache before a run's first step; older summaries do not tell it."""
+    state = record.get("first_step_cache") or read_json(RunDir(Path(record["path"])).applied).get("compile_cache")
+    return state if isinstance(state, str) else "none"
+
+
+def gpu_of(record: Record) -> str:
+    gpu = record.get("gpu")
+    return gpu if isinstance(gpu, str) else CPU
 
 
 def _facts(group: Sequence[Run]) -> dict[str, str]:
@@ -137,23 +198,94 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
     return facts
 
 
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _way(facts: Mapping[str, str]) -> str:
+    """The shipped recipe, or the method with what is on."""
+    recipe, method = value_at(RECIPE, facts) or "", facts.get("method.name", "unknown method")
+    if method == "unsloth" or (recipe in recipe_keys() and recipe not in PLAIN):
+        return recipe
+    on = value_at(OPTIMIZATIONS, facts)
+    return method if on in (None, NO_OPTIMIZATION) else f"{method} with {on}"
+
+
+def _told_apart(cells: Sequence[Cell], axis: str) -> list[Cell]:
+    """Cells of one workload, machine and name get behind it the fewest facts that they differ in."""
+    alike: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        alike.setdefault((cell.workload, cell.facts["gpu"], cell.name), []).append(cell)
+    longer = {id(cell): text for group in alike.values() if len(group) > 1
+              for cell, text in zip(group, _distinct(group, axis), strict=True)}  # fmt: skip
+    return [Cell(cell.facts, cell.runs, f"{cell.way} ({longer[id(cell)]})") if id(cell) in longer else cell
+            for cell in cells]  # fmt: skip
+
+
+def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
+    """A text for each cell that no other has: facts of the spec, or else the first run."""
+    keys = [axis] if axis else []
+    keys += dict.fromkeys(key for cell in group for key in cell.runs[0].spec)
+    chosen: list[str] = []
+    for key in keys:
+        if len(set(_facts_of(group, [*chosen, key]))) > len(set(_facts_of(group, chosen))):
+            chosen.append(key)
+    texts = _facts_of(group, chosen)
+    return texts if len(set(texts)) == len(group) else [cell.runs[0].run_id for cell in group]
+
+
+def _facts_of(group: Sequence[Cell], keys: Sequence[str]) -> list[str]:
+    names = headings(keys)
+    return [", ".join(f"{name} {_short(cell.facts.get(key, 'unknown'))}" for key, name in zip(keys, names, strict=True))
+            for cell in group]  # fmt: skip
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 1] + "…"
+
+
+def state_of(record: Mapping[str, Any]) -> str:
+    """Return how a run ended, shortened to fit a table."""
+    reason = record.get("reason")
+    if record["state"] == "ok" or not isinstance(reason, str):
+        return str(record["state"]) + (", contended" if record.get("contention.contended") else "")
+    if record["state"] == "skipped":
+        return f"skipped ({reason})"
+    short = reason if len(reason) <= _SHORT_REASON else reason[: _SHORT_REASON - 1] + "…"
+    return f"{record['state']}: {short}".replace("oom: out of memory", "oom")
+
+
+def long_reason(record: Mapping[str, Any]) -> str:
+    """Return the reason that `state_of` had to shorten; empty where it stands there in full."""
+    reason = record.get("reason")
+    shortened = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] not in ("ok", "skipped")
+    return str(reason) if shortened else ""
+
+
+# --- rows of tables --------------------------------------------------------------------------------------------------
+
+HEADINGS = ("model", "GPU", "data", "trained by", "batch")
+
+
 def first_of(cell: Cell, read: Callable[[Run], Any]) -> Any:
-    """What the first of a cell's runs that has something has."""
+    """Return what the first of a cell's runs that has something has."""
     return next((found for run in (*cell.ok, *cell.runs) if (found := read(run))), None)
 
 
-HEADINGS = ("model", "GPU", "data", "method", "with", "batch")
-
-
 def who(cell: Cell) -> dict[str, Any]:
+    """Return what names a cell, as fields of a flat record."""
     facts = cell.facts
     return {
-        "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data,
-        "method": facts.get("method.name", ""), "with": value_at(OPTIMIZATIONS, facts) or "",
-        "batch": facts.get("train.batch_size", ""), "run_ids": " ".join(run.run_id for run in cell.runs),
+        "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data, "name": cell.name,
+        "trained_by": cell.way, "method": facts.get("method.name", ""), "with": value_at(OPTIMIZATIONS, facts) or "",
+        "batch": facts.get(_BATCH, ""), "run_ids": " ".join(run.run_id for run in cell.runs),
     }  # fmt: skip
 
 
 def shown(record: dict[str, Any]) -> list[str]:
+    """Return the texts under `HEADINGS`."""
     model = str(record["model"]).rsplit("/", 1)[-1]
-    return [model, *(str(record[name]) for name in ("gpu", "data", "method", "with", "batch"))]
+    return [
+        model,
+        *(str(record[name]) for name in ("gpu", "data", "trained_by")),
+        str(record["name"]).rpartition(" ")[2],
+    ]

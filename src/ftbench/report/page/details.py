@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
-from ftbench.report.page.view import Run, number, secretless
+from ftbench.report.page.view import Row, number, secretless
 from ftbench.store.rundir import RunDir, read_json
 
 Pairs = list[tuple[str, str]]
@@ -52,19 +52,19 @@ _TRAIN = (
 _METHOD = ("name", "rank", "alpha", "dropout", "targets", "double_quant", "quant_type", "compute_dtype")
 
 
-def figures(run: Run) -> list[str]:
+def figures(row: Row) -> list[str]:
     """The texts of FIGURES, in their order; empty where unknown."""
-    found = [(number(run.record.get(source)), text) for _, source, text in FIGURES]
-    texts = [text(value) if value is not None else "" for value, text in found]
-    if run.interval and texts[0]:
-        low, high = map(units.seconds, run.interval)
+    values = [(number(row.record.get(source)), text) for _, source, text in FIGURES]
+    texts = [text(value) if value is not None else "" for value, text in values]
+    if row.interval and texts[0]:
+        low, high = map(units.seconds, row.interval)
         texts[0] += f" (95 %: {low} to {high})"
     return texts
 
 
-def facts(run: Run) -> tuple[Pairs, Pairs, Pairs]:
+def facts(row: Row) -> tuple[Pairs, Pairs, Pairs]:
     """What was asked for, what really ran, and the machine, as labels and texts."""
-    path = folder(run)
+    path = folder(row)
     if path is None:
         return [], [], []
     files = RunDir(path)
@@ -72,9 +72,9 @@ def facts(run: Run) -> tuple[Pairs, Pairs, Pairs]:
     return tuple([(label, secretless(text)) for label, text in pairs] for pairs in found)  # type: ignore[return-value]
 
 
-def folder(run: Run) -> Path | None:
+def folder(row: Row) -> Path | None:
     """Where the run's files are, if the frame says so."""
-    path = run.record.get("path")
+    path = row.record.get("path")
     return Path(path) if isinstance(path, str) else None
 
 

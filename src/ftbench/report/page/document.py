@@ -5,35 +5,30 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftbench import __version__
 from ftbench.errors import MissingError
 from ftbench.report.data import curves
-from ftbench.report.page import cells, details, head, sections
+from ftbench.report.page import bars, details, head, sections
 from ftbench.report.page.markup import Markup, data_block, element, join
-from ftbench.report.page.view import View, view
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import Table
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ftbench.report.page.view import View, secretless, view
+from ftbench.report.render.document import Report, Table
 
 _FIRST = ("decision", "comparison", "gate")  # what is read before the figures
 _DRAWN = ("frontier",)  # what the page itself shows better
 CURVE_BYTES = 5_500_000  # of the page; with plotly's 5 MB and the rows of 2,000 runs it stays below 15 MB
 
 
-def page(frame: pd.DataFrame, table: Table, footnote: str, answers: Sequence[Section] = ()) -> str:
-    """One HTML document that needs nothing but itself: the runs of the frame, whose rows are the table's, and the other
-    parts of the report. Raises MissingError where plotly is not installed."""
+def page(report: Report, table: Table, footnote: str) -> str:
+    """Return one HTML document that needs nothing but itself: the runs of the report, whose rows are the table's, and
+    its sections. Raises MissingError where plotly is not installed."""
     plotly = plotly_script()
-    shown = view(frame, table, footnote)
-    points = curves.points_for(len(shown.runs), CURVE_BYTES)
-    drawn = curves.curves_of([None if run.profiled else details.folder(run) for run in shown.runs], points)
+    shown, answers = view(report.records, table, footnote), report.sections
+    points = curves.points_for(len(shown.rows), CURVE_BYTES)
+    drawn = curves.curves_of([None if row.profiled else details.folder(row) for row in shown.rows], points)
     longest = max((curve["steps"] for curve in drawn.values()), default=0)
     body = [
         head.head(shown),
@@ -71,15 +66,16 @@ def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
     runs = [
         {
-            "id": run.run_id, "label": run.label, "workload": run.workload, "gpu": run.gpu, "method": run.method,
-            "batch": run.batch, "state": run.state, "reason": run.reason, "warnings": run.warnings,
-            "values": {key: float(f"{value:.9g}") for key, value in run.values.items()},
-            "figures": details.figures(run), "facts": [once(pairs) for pairs in details.facts(run)],
+            "id": row.run_id, "label": row.label, "workload": row.workload, "gpu": row.gpu,
+            "method": secretless(str(row.record["method"])), "batch": row.cell.batch, "state": row.state,
+            "reason": row.reason, "warnings": row.warnings,
+            "values": {key: float(f"{value:.9g}") for key, value in row.values.items()},
+            "figures": details.figures(row), "facts": [once(pairs) for pairs in details.facts(row)],
         }
-        for run in shown.runs
+        for row in shown.rows
     ]  # fmt: skip
     labels = [label for label, _, _ in details.FIGURES]
-    return {"runs": runs, "labels": labels, "facts": texts, "cells": cells.cells(shown.runs), "curves": drawn}
+    return {"runs": runs, "labels": labels, "facts": texts, "cells": bars.bars(shown), "curves": drawn}
 
 
 def _asset(name: str) -> str:

@@ -5,139 +5,135 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftbench.core import units
+from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.report.compare.pairs import noise_of, pair_of
+from ftbench.report.compare.words import change_in_words
+from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.page.markup import Markup, element
-from ftbench.report.page.view import Run, View
+from ftbench.report.page.view import View, secretless
 
 _MOST = 8  # workloads with cards of their own
+_MOST_NAMES = 6
 
 
 def head(view: View) -> Markup:
-    """The title, what all runs share, and the answers."""
+    """Return the title, what all runs share, and the answers."""
     workloads = view.workloads
     context = " · ".join(f"{key} {value}" for key, value in view.context.items())
-    warned = sum(bool(run.warnings) for run in view.runs)
-    found = [
+    warned = sum(bool(row.warnings) for row in view.rows)
+    parts = [
         element("p", context, class_="context") if context else None,
-        *(_workload(view.of(name), name if len(workloads) > 1 else None) for name in workloads[:_MOST]),
+        *(_workload(view.cells_of(name), name if len(workloads) > 1 else None) for name in workloads[:_MOST]),
     ]
     if len(workloads) > _MOST:
-        found.append(element("p", f"{len(workloads) - _MOST} more workloads are in the table below.", class_="quiet"))
+        parts.append(element("p", f"{len(workloads) - _MOST} more workloads are in the table below.", class_="quiet"))
     if warned:
-        about = "1 run carries a warning" if warned == 1 else f"{warned} of {len(view.runs)} runs carry warnings"
-        found.append(
+        about = "1 run carries a warning" if warned == 1 else f"{warned} of {len(view.rows)} runs carry warnings"
+        parts.append(
             element("p", element("span", "!", class_="mark", aria_hidden="true"), f"{about}. ",
                     element("a", "Read them", href="#notes"), class_="caution")
         )  # fmt: skip
-    return element("header", element("h1", title(view)), *found, class_="head")
+    return element("header", element("h1", title(view)), *parts, class_="head")
 
 
 def title(view: View) -> str:
-    """One sentence: the answer where there is one workload, what is compared where there are several."""
+    """Return one sentence: the answer where there is one workload, what is compared where there are several."""
     workloads = view.workloads
-    if len(workloads) == 1 and (best := fastest(view.runs)):
+    if len(workloads) == 1 and (ranked := fastest_first(view.cells_of(workloads[0]))):
+        best, gpu = ranked[0], view.rows[0].gpu
+        rate = units.rate((best.figure(SAMPLES) or 0.0) * 3600)
+        where = f" on {secretless(best.facts['gpu'])}" if gpu else ""
         model = workloads[0].split(",")[0]
-        where = f" on {best.gpu}" if best.gpu else ""
-        return f"{model}{where}: {_what(best)} is fastest, {units.rate(best.values['samples'])} samples per hour"
-    gpus = dict.fromkeys(run.gpu for run in view.runs if run.gpu)
-    return f"{len(view.runs)} fine-tuning runs on {', '.join(gpus) if len(gpus) <= 3 else f'{len(gpus)} GPUs'}"
+        return f"{model}{where}: {secretless(best.name)} is fastest, {rate} samples per hour"
+    gpus = dict.fromkeys(row.gpu for row in view.rows if row.gpu)
+    return f"{len(view.rows)} fine-tuning runs on {', '.join(gpus) if len(gpus) <= 3 else f'{len(gpus)} GPUs'}"
 
 
-def fastest(runs: Sequence[Run]) -> Run | None:
-    """Most samples per hour of those that ended well."""
-    return max((run for run in runs if "samples" in run.values), key=lambda run: run.values["samples"], default=None)
+def fastest_first(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells whose speed can be relied on, the fastest first: contended runs and those of fewer than five
+    steady steps are left out."""
+    alone = [own for cell in cells if (own := cell.undisturbed()) and own.measured and own.figure(SAMPLES)]
+    return sorted(alone, key=lambda cell: cell.figure(TOKENS) or cell.figure(SAMPLES) or 0.0, reverse=True)
 
 
-def smallest(runs: Sequence[Run]) -> Run | None:
-    """Least memory at the peak of those that ended well; the faster of two alike."""
-    fitting = [run for run in runs if "peak" in run.values]
-    return min(fitting, key=lambda run: (run.values["peak"], -run.values.get("samples", 0.0)), default=None)
+def smallest(cells: Sequence[Cell]) -> Cell | None:
+    """Return the cell of the least memory at the peak of those that ended well; the faster of two alike."""
+    fitting = [cell for cell in cells if cell.figure(PEAK)]
+    return min(fitting, key=lambda cell: (cell.figure(PEAK), -(cell.figure(SAMPLES) or 0.0)), default=None)
 
 
-def _workload(runs: Sequence[Run], name: str | None) -> Markup:
-    cards = [card for card in (_fastest_card(runs), _smallest_card(runs), _failed_card(runs)) if card]
+def _workload(cells: Sequence[Cell], name: str | None) -> Markup:
+    cards = [card for card in (_fastest_card(cells), _smallest_card(cells), _failed_card(cells)) if card]
     return element(
         "section", element("h2", name, class_="workload") if name else None,
         element("div", *cards, class_="cards"), class_="answers",
     )  # fmt: skip
 
 
-def _fastest_card(runs: Sequence[Run]) -> Markup | None:
-    best = fastest(runs)
-    if best is None:
-        return _card("Fastest that fits", "none", "No run ended well.", "")
-    figures = f"{units.rate(best.values['samples'])} samples/h"
-    if "tokens" in best.values:
-        figures += f", {units.rate(best.values['tokens'])} real tokens/s"
-    peak = f"{units.gibibytes(best.values['peak'])} GiB of tensors at the peak. " if "peak" in best.values else ""
-    return _card("Fastest that fits", _where(best, runs), figures, peak + _certainty(best, runs))
+def _fastest_card(cells: Sequence[Cell]) -> Markup:
+    label, ranked = "Fastest that fits", fastest_first(cells)
+    if not ranked:
+        ended = any(cell.ok for cell in cells)
+        why = f"No undisturbed run has {MINIMUM_STEADY} steady steps." if ended else "No run ended well."
+        return _card(label, "none", why, "")
+    best = ranked[0]
+    figures = f"{units.rate((best.figure(SAMPLES) or 0.0) * 3600)} samples/h"
+    if tokens := best.figure(TOKENS):
+        figures += f", {units.rate(tokens)} real tokens/s"
+    peak = best.figure(PEAK)
+    memory = f"{units.gibibytes(peak)} GiB of tensors at the peak. " if peak else ""
+    return _card(label, _where(best, cells), figures, memory + _runner_up(ranked, cells))
 
 
-def _certainty(best: Run, runs: Sequence[Run]) -> str:
-    """What speaks against taking the fastest at its word."""
-    if len(runs) == 1:
-        return "The only run."
-    if best.interval is None:
-        return f"{best.steady} steady steps: too few for a 95 % interval."
-    low = best.values["samples"] * best.values["step"] / best.interval[1]
-    near = [run for run in runs if run is not best and _high(run) >= low]
-    if not near:
-        return "No other run's 95 % interval reaches it."
-    names = "; ".join(dict.fromkeys(_where(run, runs) for run in near[:3]))
-    more = f" and {len(near) - 3} more" if len(near) > 3 else ""
-    return f"95 % intervals overlap: not told apart from {names}{more}."
+def _runner_up(ranked: Sequence[Cell], cells: Sequence[Cell]) -> str:
+    """What speaks against taking the fastest at its word: how far the next one is behind."""
+    if len(ranked) == 1:
+        return "Nothing else was measured." if len(cells) > 1 else "The only one."
+    best, second = ranked[:2]
+    speed = pair_of("method.name", second, best, noise=noise_of(cells)).speed
+    words = change_in_words(speed).replace("-", "−")
+    return (
+        f"Next: {_where(second, cells)}, {words if speed is None or speed.direction else f'not told apart: {words}'}."
+    )
 
 
-def _high(run: Run) -> float:
-    """The upper end of a run's samples per hour."""
-    if "samples" not in run.values:
-        return float("-inf")
-    return run.values["samples"] * (run.values["step"] / run.interval[0] if run.interval else 1.0)
-
-
-def _smallest_card(runs: Sequence[Run]) -> Markup | None:
-    least, best = smallest(runs), fastest(runs)
+def _smallest_card(cells: Sequence[Cell]) -> Markup | None:
+    least, ranked = smallest(cells), fastest_first(cells)
     if least is None:
         return None
-    speed = ""
-    if best is not None and "samples" in least.values:
-        share = least.values["samples"] / best.values["samples"] - 1
-        rate = units.rate(least.values["samples"])
-        speed = "It is also the fastest." if least is best else f"{rate} samples/h, {share:+.0%} against the fastest."
-    figure = f"{units.gibibytes(least.values['peak'])} GiB of tensors at the peak"
-    return _card("Least memory", _where(least, runs), figure, speed.replace("-", "−"))
+    speed, rate = "", least.figure(SAMPLES)
+    if ranked and rate:
+        share = rate / (ranked[0].figure(SAMPLES) or rate) - 1
+        own = ranked[0].runs[0].run_id == least.runs[0].run_id
+        speed = "It is also the fastest." if own else f"{units.rate(rate * 3600)} samples/h, {share:+.0%} against the "
+        speed += "" if own else "fastest."
+    figure = f"{units.gibibytes(least.figure(PEAK))} GiB of tensors at the peak"
+    return _card("Least memory", _where(least, cells), figure, speed.replace("-", "−"))
 
 
-def _failed_card(runs: Sequence[Run]) -> Markup:
-    failed = [run for run in runs if run.state != "ok"]
+def _failed_card(cells: Sequence[Cell]) -> Markup:
+    count = sum(len(cell.runs) for cell in cells)
+    failed = [(run, cell) for cell in cells for run in cell.runs if not run.ok]
     if not failed:
-        return _card("Failed", "nothing", f"{len(runs)} of {len(runs)} runs ended well", "")
-    states: dict[str, list[str]] = {}
-    for run in failed:
-        states.setdefault(run.state, []).append(_where(run, runs))
+        return _card("Failed", "nothing", f"{count} of {count} runs ended well", "")
+    states: dict[str, dict[str, None]] = {}
+    for run, cell in failed:
+        states.setdefault(str(run.record["state"]), {})[_where(cell, cells)] = None
     listed = []
     for state, names in states.items():
-        distinct = list(dict.fromkeys(names))
-        more = f" and {len(distinct) - 6} more" if len(distinct) > 6 else ""
-        listed.append(f"{_in_words(state)}: {'; '.join(distinct[:6])}{more}.")
-    return _card("Failed", f"{len(failed)} of {len(runs)} runs", " ".join(listed), "", kind="bad")
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        listed.append(f"{_in_words(state)}: {'; '.join(list(names)[:_MOST_NAMES])}{more}.")
+    return _card("Failed", f"{len(failed)} of {count} runs", " ".join(listed), "", kind="bad")
 
 
 def _in_words(state: str) -> str:
     return "Out of memory" if state == "oom" else state.capitalize()
 
 
-def _what(run: Run) -> str:
-    batch = f"{run.batch}x{run.accumulation}" if run.accumulation > 1 else f"{run.batch}"
-    return f"{run.method} at batch\u00a0{batch}"
-
-
-def _where(run: Run, runs: Sequence[Run]) -> str:
-    """Method and batch, with GPU and optimizations where these differ among the runs."""
-    batch = f"{run.batch}x{run.accumulation}" if run.accumulation > 1 else f"{run.batch}"
-    text = f"{run.method}, batch {batch}"
-    if run.optimizations != "none":
-        text += f", {run.optimizations}"
-    return text + (f", on {run.gpu}" if len({other.gpu for other in runs}) > 1 else "")
+def _where(cell: Cell, cells: Sequence[Cell]) -> str:
+    """The cell's name, with its GPU where these differ."""
+    several = len({other.facts["gpu"] for other in cells}) > 1
+    return secretless(cell.name + (f", on {cell.facts['gpu']}" if several else ""))
 
 
 def _card(label: str, answer: str, figures: str, more: str, kind: str = "") -> Markup:

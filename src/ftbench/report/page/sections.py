@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftbench.core import units
+from ftbench.report.data.axes import in_order
+from ftbench.report.data.collect import Record
+from ftbench.report.data.groups import PEAK, SAMPLES, Cell
 from ftbench.report.page.markup import Content, Markup, element, join
-from ftbench.report.page.view import Run, View, clean, secretless
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import CONTEXT, Table
+from ftbench.report.page.view import Row, View, clean, secretless
+from ftbench.report.render.document import Section, Table
+from ftbench.report.render.runs_table import CONTEXT
 
 _MOST_GRIDS = 24
 _FOLDED, _WHOLE = 16, 80  # rows of a table that are shown without being asked for
@@ -25,13 +28,13 @@ def section(name: str, heading: str, *content: Content) -> Markup:
 
 def runs(view: View) -> Markup:
     """The sortable, filterable table: a row a run, with a button that opens its details."""
-    states = list(dict.fromkeys(run.state for run in view.runs))
+    states = list(dict.fromkeys(row.state for row in view.rows))
     tools = element(
         "div",
         element("label", "Filter ", element("input", type="search", id="filter", placeholder="lora, H100, oom …")),
         element("label", "State ", element("select", element("option", "all", value=""),
                 [element("option", state, value=state) for state in states], id="state")),
-        element("output", f"{len(view.runs)} runs", id="count", aria_live="polite"),
+        element("output", f"{len(view.rows)} runs", id="count", aria_live="polite"),
         class_="tools",
     )  # fmt: skip
     heads = [
@@ -45,7 +48,7 @@ def runs(view: View) -> Markup:
         "table",
         element("caption", "Click a heading to sort. “Show” opens a run's figures, what was applied, its warnings."),
         element("thead", element("tr", opener, *heads, name)),
-        element("tbody", [_row(view, number, run) for number, run in enumerate(view.runs)]),
+        element("tbody", [_row(view, number, row) for number, row in enumerate(view.rows)]),
         id="runs",
     )  # fmt: skip
     box = element("div", table, class_="scroll", tabindex="0", role="region", aria_label="All runs, scrolls sideways")
@@ -53,22 +56,22 @@ def runs(view: View) -> Markup:
 
 
 def _is_text(view: View, column: int) -> bool:
-    return all(run.order[column] is None for run in view.runs)
+    return all(row.order[column] is None for row in view.rows)
 
 
-def _row(view: View, number: int, run: Run) -> Markup:
-    button = element("button", "show", type="button", class_="open", aria_label=f"Show {run.run_id}")
+def _row(view: View, number: int, row: Row) -> Markup:
+    button = element("button", "show", type="button", class_="open", aria_label=f"Show {row.run_id}")
     cells = [element("td", button)]
-    for heading, text, order in zip(view.headings, run.cells, run.order, strict=True):
+    for heading, text, order in zip(view.headings, row.cells, row.order, strict=True):
         if heading == "state":
-            cells.append(element("td", badge(run.state, text), class_="words"))
+            cells.append(element("td", badge(row.state, text), class_="words"))
         elif order is None:
             cells.append(element("td", text, class_="words" if len(text) > _SHORT else None))
         else:
             cells.append(element("td", text, class_="n", data_v=f"{order:.9g}"))
     warned = element("span", "!", title="carries a warning", role="img", aria_label="carries a warning",
-                     class_="mark") if run.warnings else None  # fmt: skip
-    return element("tr", *cells, element("td", warned, run.run_id), data_i=number, data_s=run.state)
+                     class_="mark") if row.warnings else None  # fmt: skip
+    return element("tr", *cells, element("td", warned, row.run_id), data_i=number, data_s=row.state)
 
 
 def badge(state: str, text: str) -> Markup:
@@ -81,63 +84,60 @@ def badge(state: str, text: str) -> Markup:
 
 
 def frontier(view: View) -> Markup | None:
-    """Method × batch, a grid for each workload, GPU and set of optimizations that was tried at several batches; left
-    out where nothing was."""
-    grids: dict[tuple[str, str, str], list[Run]] = {}
-    for run in view.runs:
-        grids.setdefault((run.workload, run.gpu, run.optimizations), []).append(run)
-    worth = {key: found for key, found in grids.items() if len({run.batch for run in found}) > 1}
+    """Return ways of training × batch, a grid for each workload and GPU on which something was tried at several
+    batches; None where nothing was."""
+    grids: dict[tuple[str, str], list[Cell]] = {}
+    for workload in view.workloads:
+        for cell in view.cells_of(workload):
+            grids.setdefault((workload, cell.facts["gpu"]), []).append(cell)
+    worth = {place: cells for place, cells in grids.items() if len({cell.batch for cell in cells}) > 1}
     if not worth:
         return None
-    shown = [_grid(key, found, view) for key, found in list(worth.items())[:_MOST_GRIDS]]
+    shown = [_grid(place, cells) for place, cells in list(worth.items())[:_MOST_GRIDS]]
     more = f"{len(worth) - _MOST_GRIDS} more grids are left out." if len(worth) > _MOST_GRIDS else None
     key = "GiB of tensors at the highest peak of the runs that ended well; below it samples per hour (mean of repeats)."
     return section("frontier", "What fits", *shown, element("p", key, class_="quiet"), more)
 
 
-def _grid(key: tuple[str, str, str], found: Sequence[Run], view: View) -> Markup:
-    batches = sorted({run.batch for run in found})
-    methods = list(dict.fromkeys(run.method for run in found))
-    cells: dict[tuple[str, int], list[Run]] = {}
-    for run in found:
-        cells.setdefault((run.method, run.batch), []).append(run)
-    head = element("tr", element("th", "method", scope="col"), [
+def _grid(place: tuple[str, str], cells: Sequence[Cell]) -> Markup:
+    """A row for each way of training that was tried at several batches, or that failed; a place for each spec."""
+    lines: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        lines.setdefault(cell.way, {})[cell.batch] = cell
+    batches = in_order("train.batch_size", (cell.batch for cell in cells))
+    head = element("tr", element("th", "trained by", scope="col"), [
         element("th", f"batch {batch}", scope="col") for batch in batches
     ])  # fmt: skip
     rows = [
-        element("tr", element("th", method, scope="row"), [_cell(cells.get((method, batch), [])) for batch in batches])
-        for method in methods
+        element("tr", element("th", secretless(way), scope="row"), [_cell(line.get(batch)) for batch in batches])
+        for way, line in lines.items()
     ]
-    workload, gpu, optimizations = key
-    parts = [workload, gpu, f"with {optimizations}" if optimizations != "none" else ""]
-    caption = element("caption", " · ".join(filter(None, parts)))
+    caption = element("caption", " · ".join([place[0], secretless(place[1])]))
     table = element("table", caption, element("thead", head), element("tbody", rows), class_="grid")
     return element("div", table, class_="scroll", tabindex="0", role="region", aria_label="What fits, scrolls sideways")
 
 
-def _cell(runs: Sequence[Run]) -> Markup:
-    if not runs:
+def _cell(cell: Cell | None) -> Markup:
+    if cell is None:
         return element("td", element("span", "not tried", class_="quiet"), class_="none")
-    fine = [run for run in runs if run.state == "ok"]
-    failed = [run for run in runs if run.state != "ok"]
-    count = f" ({len(fine)} of {len(runs)})" if len(runs) > 1 and failed and fine else ""
-    if not fine:
-        states = " / ".join(dict.fromkeys("out of memory" if run.state == "oom" else run.state for run in failed))
-        kind = "oom" if any(run.state == "oom" for run in failed) else "weak"
-        return element("td", element("b", states), element("span", _asked(failed[0])), class_=kind)
-    peak = max((run.values["peak"] for run in fine if "peak" in run.values), default=None)
-    rates = [run.values["samples"] for run in fine if "samples" in run.values]
-    figures = [f"{units.gibibytes(peak)} GiB" if peak is not None else "fits"]
-    speed = f"{units.rate(sum(rates) / len(rates))} /h" if rates else None
-    return element("td", element("b", *figures, count), element("span", speed) if speed else None,
-                   class_="some" if failed else "fits")  # fmt: skip
+    failed = [run for run in cell.runs if not run.ok]
+    if not cell.ok:
+        states = dict.fromkeys(str(run.record["state"]) for run in failed)
+        words = " / ".join("out of memory" if state == "oom" else state for state in states)
+        kind = "oom" if "oom" in states else "weak"
+        return element("td", element("b", words), element("span", _where_it_failed(failed[0].record)), class_=kind)
+    count = f" ({len(cell.ok)} of {len(cell.runs)})" if failed else ""
+    peaks, rate = cell.values(PEAK), cell.figure(SAMPLES)
+    figure = f"{units.gibibytes(max(peaks))} GiB" if peaks else "fits"
+    speed = element("span", f"{units.rate(rate * 3600)} /h") if rate else None
+    return element("td", element("b", figure, count), speed, class_="some" if failed else "fits")
 
 
-def _asked(run: Run) -> str:
-    phase, step = run.record.get("oom.phase"), run.record.get("oom.step")
-    if isinstance(phase, str) and isinstance(step, (int, float)) and step == step:
+def _where_it_failed(record: Record) -> str:
+    phase, step, reason = record.get("oom.phase"), record.get("oom.step"), record.get("reason")
+    if isinstance(phase, str) and isinstance(step, (int, float)):
         return f"{phase}, step {step:.0f}"
-    return run.reason[:40] if run.state != "oom" else ""
+    return secretless(reason)[:40] if record["state"] != "oom" and isinstance(reason, str) else ""
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _asked(run: Run) -> str:
 
 def speed(view: View) -> Markup | None:
     """Boxes for the bars and for speed against memory; left out where no run has a speed."""
-    if not any("samples" in run.values for run in view.runs):
+    if not any("samples" in row.values for row in view.rows):
         return None
     workloads = view.workloads  # the first is shown first: that of most runs
     choice = _select("workload", "Workload", [(name, name) for name in workloads]) if len(workloads) > 1 else None
@@ -163,9 +163,9 @@ def speed(view: View) -> Markup | None:
         ),
         section(
             "bars", "Comparison", element("div", metric, class_="tools"),
-            _box("bars-figure", "One bar for each GPU, method and batch"),
-            element("p", "Whiskers are 95 % intervals. Several runs of a cell: their mean, Student's t over the runs. "
-                    "One run: the interval of its median step, and in proportion what follows from the step time. "
+            _box("bars-figure", "One bar for each spec and GPU"),
+            element("p", "Whiskers are 95 % intervals. Repeats of one spec: their mean, Student's t over the runs. One "
+                    "run: the interval of its median step, widened by what like runs differ by. "
                     "No whisker: too few steps for an interval, or a figure that has none (memory, energy of one run).",
                     class_="quiet"),
         ),
@@ -191,14 +191,14 @@ def curves(view: View, points: int | None) -> Markup:
         element("div", id="pick", class_="pick", role="group", aria_label="Runs to draw"),
         class_="chooser",
     )
-    thinned = (
-        f"Curves of more than {points} steps are thinned to {points} points: of each stretch the lowest and the "
+    downsampled = (
+        f"Curves of more than {points} steps are reduced to {points} points: of each stretch the lowest and the "
         "highest value are drawn, the first and the last too, and nothing between is invented."
         if points else "Every recorded step is drawn."
     )  # fmt: skip
     return section(
         "curves", "Over the run", tools, pick, _box("curves-figure", "The curve chosen above, a line a run"),
-        element("p", f"Memory is GiB: allocated and reserved at the end of each step, peak within it. {thinned}",
+        element("p", f"Memory is GiB: allocated and reserved at the end of each step, peak within it. {downsampled}",
                 class_="quiet"),
     )  # fmt: skip
 
@@ -223,42 +223,42 @@ def notes(view: View) -> Markup | None:
     return section("notes", "Warnings and reasons", listed)
 
 
-def answer(found: Section, whole: bool = False) -> Markup | None:
+def answer(part: Section, whole: bool = False) -> Markup | None:
     """Any other part of the report: its words and its table with the notes; a long table is folded away, unless it is
     to be shown whole."""
-    words = [element("p", secretless(text)) for text in found.paragraphs]
-    shown = table(found.title, found.table) if found.table and found.table.rows else None
+    words = [element("p", secretless(text)) for text in part.paragraphs]
+    shown = table(part.title, part.table) if part.table and part.table.rows else None
     if not words and not shown:
         return None
-    rows = len(found.table.rows) if found.table else 0
+    rows = len(part.table.rows) if part.table else 0
     if shown and rows > (_WHOLE if whole else _FOLDED):
         shown = element("details", element("summary", f"{rows} rows"), shown, class_="chooser")
-    pictures = [element("div", Markup(picture), class_="picture") for picture in found.pictures]
-    return section(f"answer-{found.key}", found.title, words, shown, pictures)
+    pictures = [element("div", Markup(picture), class_="picture") for picture in part.pictures]
+    return section(f"answer-{part.key}", part.title, words, shown, pictures)
 
 
-def table(title: str, found: Table) -> Markup:
+def table(title: str, raw: Table) -> Markup:
     """A comparison with its context as caption, and its notes below."""
-    found = clean(found)
-    left = [heading in (*TEXT_HEADINGS, *found.text) for heading in found.headings]
+    shown = clean(raw)
+    left = [heading in (*TEXT_HEADINGS, *shown.text) for heading in shown.headings]
     head = element("tr", [
         element("th", text, scope="col", class_=None if is_left else "n")
-        for text, is_left in zip(found.headings, left, strict=True)
+        for text, is_left in zip(shown.headings, left, strict=True)
     ])  # fmt: skip
     rows = [
         element("tr", [
             element("td", text, class_=("words" if len(text) > _SHORT else None) if is_left else "n")
             for text, is_left in zip(row, left, strict=True)
         ])
-        for row in found.rows
+        for row in shown.rows
     ]  # fmt: skip
-    context = " · ".join(f"{key} {value}" for key, value in found.context.items())
+    context = " · ".join(f"{key} {value}" for key, value in shown.context.items())
     inner = element(
         "table",
         element("caption", context or title, class_=None if context else "unseen"),
         element("thead", head),
         element("tbody", rows),
     )
-    below = [element("p", note, class_="quiet") for note in found.notes]
+    below = [element("p", note, class_="quiet") for note in shown.notes]
     box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=f"{title}, scrolls sideways")
     return join(box, *below)

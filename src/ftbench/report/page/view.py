@@ -1,4 +1,4 @@
-"""What the page shows of each run: the frame and the comparison table, joined row by row."""
+"""What the page shows of each run: the records and the table of runs, joined row by row."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftbench.core.redact import redact
-from ftbench.report.render.tables import CONTEXT, FIGURES, Table
+from ftbench.report.data.collect import Record
+from ftbench.report.data.groups import Cell, cells_of, runs_of
+from ftbench.report.render.document import Table
+from ftbench.report.render.runs_table import CONTEXT, FIGURES
 from ftbench.store.summary import PROFILED
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NUMBERS = {
     "step": "step_time_s.median",
@@ -31,28 +31,27 @@ _TURNING = dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066,
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run as the page's sections see it. `cells` are the texts of its row, `order` what each sorts by (None: its
-    text), `values` its NUMBERS where it ended well and they are known, `interval` the 95 % interval of its median step
-    in seconds, `place` the varying things that name it."""
+class Row:
+    """A run as the page's sections see it. `cell` is the group of repeats that it belongs to, `label` its name among
+    all runs; `cells` are the texts of its row, `order` what each sorts by (None: its text), `values` its NUMBERS where
+    it ended well and they are known."""
 
-    run_id: str
+    cell: Cell
     label: str
     workload: str
     gpu: str
-    method: str
-    batch: int
-    accumulation: int
-    optimizations: str
     state: str
     reason: str
     warnings: tuple[str, ...]
     values: dict[str, float]
     interval: tuple[float, float] | None
-    steady: int
     cells: tuple[str, ...]
     order: tuple[float | None, ...]
-    record: Mapping[str, Any]
+    record: Record
+
+    @property
+    def run_id(self) -> str:
+        return secretless(str(self.record["run_id"]))
 
     @property
     def profiled(self) -> bool:
@@ -64,7 +63,7 @@ class Run:
 class View:
     """All runs, with the headings of their cells, what they share, and the notes below."""
 
-    runs: list[Run]
+    rows: list[Row]
     headings: list[str]
     context: dict[str, str]
     notes: list[str]
@@ -73,33 +72,35 @@ class View:
     @property
     def workloads(self) -> list[str]:
         """Model, weights and data, that of most runs first: only runs that share these are compared."""
-        return [name for name, _ in Counter(run.workload for run in self.runs).most_common()]
+        return [name for name, _ in Counter(row.workload for row in self.rows).most_common()]
 
-    def of(self, workload: str) -> list[Run]:
-        return [run for run in self.runs if run.workload == workload]
+    def cells_of(self, workload: str) -> list[Cell]:
+        """Return the groups of repeats of a workload, in the order of their first."""
+        return list({id(row.cell): row.cell for row in self.rows if row.workload == workload}.values())
 
 
-def view(frame: pd.DataFrame, table: Table, footnote: str) -> View:
-    """The frame's rows and the table's are the same runs in the same order. Text is free of secrets; the state stands
-    before the figures, so that a row without figures says why."""
+def view(records: Sequence[Record], table: Table, footnote: str) -> View:
+    """Return the records and the rows of their table, which are the same runs in the same order. Text is free of
+    secrets; the state stands before the figures, so that a row without figures says why."""
     table = _state_first(clean(table))
-    records = frame.to_dict("records")
-    labels = _labels(table, records)
-    runs = [
-        _run({str(key): value for key, value in record.items()}, table, row, label)
-        for record, row, label in zip(records, table.rows, labels, strict=True)
+    runs = runs_of(records)
+    cells = {run.record["path"]: cell for cell in cells_of(runs) for run in cell.runs}
+    labels = _labels([cells[record["path"]] for record in records], records)
+    rows = [
+        _row(record, cells[record["path"]], label, table, texts)
+        for record, label, texts in zip(records, labels, table.rows, strict=True)
     ]
-    return View(runs, table.headings, table.context, table.notes, footnote)
+    return View(rows, table.headings, table.context, table.notes, footnote)
 
 
 @lru_cache(maxsize=65536)
 def secretless(text: str) -> str:
-    """Text that may leave the machine, and reads in the order in which it is written."""
+    """Return text that may leave the machine, and reads in the order in which it is written."""
     return redact(text.translate(_TURNING), os.environ)[0]
 
 
 def clean(table: Table) -> Table:
-    """A table without secrets in any of its texts."""
+    """Return a table without secrets in any of its texts."""
     context = {secretless(key): secretless(value) for key, value in table.context.items()}
     rows = [list(map(secretless, map(str, row))) for row in table.rows]
     headings, notes = list(map(secretless, table.headings)), list(map(secretless, table.notes))
@@ -116,36 +117,30 @@ def _state_first(table: Table) -> Table:
     return dataclasses.replace(table, headings=headings, rows=rows)
 
 
-def _run(record: dict[str, Any], table: Table, row: Sequence[str], label: str) -> Run:
-    shown = dict(zip(table.headings, row, strict=True))
+def _row(record: Record, cell: Cell, label: str, table: Table, texts: Sequence[str]) -> Row:
+    shown = dict(zip(table.headings, texts, strict=True))
     context = {name: table.context.get(heading, shown.get(heading, "")) for name, heading in CONTEXT.items()}
     ok = record["state"] == "ok" and PROFILED not in record["warnings"]
-    found = {name: number(record.get(source)) for name, source in NUMBERS.items()}
-    interval = record.get("step_time_s.ci95")
-    reason = record.get("reason")
-    return Run(
-        run_id=secretless(str(record["run_id"])),
+    values = {name: value for name, source in NUMBERS.items() if (value := number(record.get(source))) is not None}
+    interval, reason = record.get("step_time_s.ci95"), record.get("reason")
+    return Row(
+        cell=cell,
         label=label,
         workload=", ".join(filter(None, (context["model"], f"{context['weights']} weights", context["data"]))),
         gpu=context["gpu"],
-        method=secretless(str(record["method"])),
-        batch=int(number(record["batch_size"]) or 0),
-        accumulation=int(number(record["gradient_accumulation_steps"]) or 1),
-        optimizations=context["optimizations"],
         state=str(record["state"]),
         reason=secretless(reason) if isinstance(reason, str) else "",
         warnings=tuple(secretless(str(warning)) for warning in record["warnings"]),
-        values={name: value for name, value in found.items() if ok and value is not None},
+        values=values if ok else {},
         interval=(interval[0], interval[1]) if ok and isinstance(interval, (list, tuple)) else None,
-        steady=int(number(record.get("steps.steady")) or 0),
-        cells=tuple(row),
-        order=tuple(_order(record, heading, text) for heading, text in zip(table.headings, row, strict=True)),
+        cells=tuple(texts),
+        order=tuple(_order(record, heading, text) for heading, text in zip(table.headings, texts, strict=True)),
         record=record,
     )
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """Return a finite number, or None."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
@@ -158,22 +153,14 @@ def _order(record: Mapping[str, Any], heading: str, text: str) -> float | None:
         return None
 
 
-def _labels(table: Table, records: Sequence[Mapping[Any, Any]]) -> list[str]:
-    """What names a run among the others: the cells before its first figure; its run id where that is not enough."""
-    figures = {*_SORTED_BY, "state"}
-    named = [i for i, heading in enumerate(table.headings) if heading not in figures]
-    texts = [
-        ", ".join(
-            f"{table.headings[i]} {row[i]}" if table.headings[i] in ("batch", "with") else row[i]
-            for i in named
-            if row[i] and not (table.headings[i] == "with" and row[i] == "none")
-        )
-        for row in table.rows
-    ]
-    count: dict[str, int] = {}
-    for text in texts:
-        count[text] = count.get(text, 0) + 1
-    return [
-        text if count[text] == 1 else f"{text} ({secretless(str(record['run_id']))})"
-        for text, record in zip(texts, records, strict=True)
-    ]
+def _labels(cells: Sequence[Cell], records: Sequence[Record]) -> list[str]:
+    """What names a run among the others: its cell's name, with its workload and GPU where these vary, and its run id
+    where the cell has several runs."""
+    places = {(*cell.workload[::2], cell.facts["gpu"]) for cell in cells}
+    varying = [i for i in range(3) if len({place[i] for place in places}) > 1]
+    texts = []
+    for cell, record in zip(cells, records, strict=True):
+        place = (cell.workload[0].rsplit("/", 1)[-1], cell.workload[2], cell.facts["gpu"])
+        text = ", ".join([*(place[i] for i in varying), cell.name])
+        texts.append(secretless(f"{text} ({record['run_id']})" if len(cell.runs) > 1 else text))
+    return texts

@@ -1,12 +1,21 @@
-"""What a report consists of, for any renderer: sections, each with a table, words and flat records."""
+"""What a report consists of, for any format: tables of text, sections, and the report itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ftbench.report.render.tables import Table
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What all rows share (`context`, for the title), headings, rows of text, and notes below."""
+
+    context: dict[str, str]
+    headings: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    text: tuple[str, ...] = ()  # headings whose columns hold words, beside those every table has
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +30,14 @@ class Section:
     paragraphs: Sequence[str] = ()
     records: Sequence[dict[str, Any]] = ()
     pictures: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A report before it has a format: a record a run, the fields that its table has columns for (`axes`), and the
+    sections. `runs` says whether the table of single runs is part of it."""
+
+    records: Sequence[dict[str, Any]]
+    axes: Sequence[str] = ()
+    sections: Sequence[Section] = ()
+    runs: bool = True

@@ -1,143 +1,200 @@
-"""A frame of runs → text in a format: one function each, FORMATS the table."""
+"""A report → text in a format: one function each, `FORMATS` the table."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftbench.core.rows import SCHEMA
+from ftbench.core.table import text_table
 from ftbench.errors import SpecError
-from ftbench.report.data.collect import as_asked
-from ftbench.report.render.latex import latex
-from ftbench.report.render.tables import CONTEXT, Table, comparison
-from ftbench.report.render.text import fold, grid, plain
+from ftbench.report.data.collect import Record, named_paths
+from ftbench.report.render.document import Report, Table
+from ftbench.report.render.latex import escape, latex
+from ftbench.report.render.runs_table import CONTEXT, FOOTNOTE, runs_table
 from ftbench.spec.base import nearest
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-FOOTNOTE = (
-    "Median step, samples and real (non-padding) tokens of the steady window; GiB of tensors at the peak "
-    "(on a CPU: of the process)."
-)
 TEXT = (*CONTEXT.values(), "method", "state", "where it fails", "note")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_NARROWEST_PAGE, _PAGE = 80, 120
 
 
-def render(frame: pd.DataFrame, format_name: str, axes: Sequence[str] = ()) -> str:
-    """The comparison of the frame's runs as text, with a column for each of `axes`. Raises SpecError for an unknown
-    format."""
+def render(report: Report, format_name: str) -> str:
+    """Return the report as text. Raises SpecError for an unknown format."""
     known_format(format_name)
-    return FORMATS[format_name](frame, axes)
+    return FORMATS[format_name](report)
 
 
 def known_format(format_name: str) -> None:
-    """Raises SpecError, naming those that there are, for an unknown format."""
+    """Raise SpecError, naming those that there are, for an unknown format."""
     if format_name not in FORMATS:
         raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
 
 
 def format_of(file: Path | None) -> str:
-    """The format that a file's name asks for: `table` for none, and for a name that asks for nothing."""
+    """Return the format that a file's name asks for: `table` for none, and for a name that asks for nothing."""
     suffix = file.suffix.lower().lstrip(".") if file else ""
     return {"tex": "latex", "htm": "html"}.get(suffix, suffix if suffix in FORMATS else "table")
 
 
-def _terminal(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    return terminal(comparison(frame, axes), FOOTNOTE)
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def terminal(found: Table, footnote: str = "") -> str:
-    """A table as wide as the terminal, without colours."""
-    folds = [heading in (*TEXT, *found.text) for heading in found.headings]
-    width = _width()
-    lines = [*fold(plain(_title(found.context)), width), *grid(found.headings, found.rows, folds, width)]
-    below = [text for text in (footnote, *(f"note: {note}" for note in found.notes)) if text]
-    lines += ["", *(line for text in below for line in fold(plain(text), width))] if below else []
-    return "\n".join(lines) + "\n"
+def terminal(table: Table, footnote: str = "") -> str:
+    """Return a table as wide as the terminal, without colours."""
+    words = (*TEXT, *table.text)
+    headings = [heading if heading in words else f">{heading}" for heading in table.headings]
+    parts = [folded(_title(table.context))] if table.context else []
+    parts.append(text_table(headings, table.rows, _width()))
+    below = [text for text in (footnote, *(f"note: {note}" for note in table.notes)) if text]
+    return "\n".join([*parts, *(["", *map(folded, below)] if below else [])]) + "\n"
 
 
 def folded(text: str) -> str:
-    """A paragraph in lines of the terminal's width."""
-    return "\n".join(fold(plain(text), _width()))
+    """Return a paragraph in lines of the terminal's width."""
+    return text_table([""], [[text]], _width())
 
 
 def _width() -> int:
     import shutil
 
-    return max(80, shutil.get_terminal_size((120, 24)).columns)
+    return max(_NARROWEST_PAGE, shutil.get_terminal_size((_PAGE, 24)).columns)
 
 
 def _title(context: dict[str, str]) -> str:
     return " · ".join(f"{key} {value}" for key, value in context.items())
 
 
-def _markdown(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    return markdown(comparison(frame, axes), FOOTNOTE)
-
-
-def markdown(found: Table, footnote: str = "") -> str:
-    """A table of GitHub's kind."""
-    right = [heading not in (*TEXT, *found.text) for heading in found.headings]
+def markdown(table: Table, footnote: str = "") -> str:
+    """Return a table of GitHub's kind."""
+    words = (*TEXT, *table.text)
     lines = [
-        cell(_title(found.context)),
+        cell(_title(table.context)),
         "",
-        "| " + " | ".join(map(cell, found.headings)) + " |",
-        "|" + "|".join("--:" if is_right else "---" for is_right in right) + "|",
-        *("| " + " | ".join(map(cell, row)) + " |" for row in found.rows),
+        "| " + " | ".join(map(cell, table.headings)) + " |",
+        "|" + "|".join("---" if heading in words else "--:" for heading in table.headings) + "|",
+        *("| " + " | ".join(map(cell, row)) + " |" for row in table.rows),
         "",
         footnote,
-        *(f"- {cell(note)}" for note in found.notes),
+        *(f"- {cell(note)}" for note in table.notes),
     ]
     return "\n".join(lines).strip() + "\n"
 
 
 def cell(text: str) -> str:
-    """Text that stays one cell and one line, and is no markup."""
+    """Return text that stays one cell and one line, and is no markup."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("\\", "\\\\").replace("|", "\\|")
 
 
-def _csv(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    return csv(frame)
+# --- whole reports ---------------------------------------------------------------------------------------------------
 
 
-def csv(frame: pd.DataFrame) -> str:
-    """Every scalar column in full. Text that a spreadsheet would take for a formula gets a leading apostrophe."""
-    frame = as_asked(frame)
-    keep = [name for name in frame.columns if not any(isinstance(v, (list, dict)) for v in frame[name])]
-    texts = frame[keep].select_dtypes(["object", "string"]).columns
-    safe = frame[keep].assign(**{name: frame[name].map(_harmless) for name in texts})
-    return str(safe.to_csv(index=False, lineterminator="\n"))
+def _runs(report: Report) -> Table | None:
+    return runs_table(report.records, report.axes) if report.runs else None
+
+
+def _terminal(report: Report) -> str:
+    runs = _runs(report)
+    parts = [terminal(runs, FOOTNOTE)] if runs else []
+    for section in report.sections:
+        lines = [section.title.upper()] if len(report.sections) > 1 or report.runs else []
+        lines += [terminal(section.table).rstrip("\n")] if section.table else []
+        lines += map(folded, section.paragraphs)
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _markdown(report: Report) -> str:
+    runs = _runs(report)
+    parts = [markdown(runs, FOOTNOTE)] if runs else []
+    for section in report.sections:
+        table = [markdown(section.table)] if section.table else []
+        parts.append("\n".join([f"## {section.title}\n", *table, *(f"{cell(t)}\n" for t in section.paragraphs)]))
+    return "\n".join(parts)
+
+
+def _latex(report: Report) -> str:
+    runs = _runs(report)
+    parts = [latex(runs, TEXT, FOOTNOTE)] if runs else []
+    for section in report.sections:
+        table = [latex(section.table, (*TEXT, *section.table.text))] if section.table else []
+        lines = [rf"\subsection*{{{escape(section.title)}}}", *table, *map(escape, section.paragraphs)]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _csv(report: Report) -> str:
+    """A CSV holds one table: the runs, or else the first section that has records, in full."""
+    if report.runs:
+        return csv_text(report.records)
+    return csv_text(next((section.records for section in report.sections if section.records), ()))
+
+
+def csv_text(records: Sequence[Record]) -> str:
+    """Return every field of the records that is no list. Text that a spreadsheet would take for a formula gets a
+    leading apostrophe."""
+    records = named_paths(records)
+    names = dict.fromkeys(name for record in records for name in record)
+    nested = {name for name in names if any(isinstance(record.get(name), (list, dict)) for record in records)}
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [name for name in names if name not in nested], extrasaction="ignore",
+                            lineterminator="\n")  # fmt: skip
+    writer.writeheader()
+    writer.writerows({name: _harmless(value) for name, value in record.items()} for record in records)
+    return out.getvalue()
 
 
 def _harmless(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
-def _json(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    """One document: `{schema, runs: [...]}`; unknown is null."""
-    records = json.loads(as_asked(frame).to_json(orient="records", force_ascii=False, double_precision=15))
-    return json.dumps({"schema": SCHEMA, "runs": records}, ensure_ascii=False, indent=1) + "\n"
+def _json(report: Report) -> str:
+    """`{schema, runs, <section>: {title, records, text, notes}}`; unknown is null, and a record is a line."""
+    parts = [f'"schema": {SCHEMA}']
+    if report.runs:
+        parts.append(f'"runs": {_lines(named_paths(report.records))}')
+    for section in report.sections:
+        notes = section.table.notes if section.table else []
+        parts.append(
+            f'{_document(section.key)}: {{"title": {_document(section.title)}, "records": {_lines(section.records)}, '
+            f'"text": {_document(list(section.paragraphs))}, "notes": {_document(list(notes))}}}'
+        )
+    return "{" + ",\n".join(parts) + "}\n"
 
 
-def _latex(frame: pd.DataFrame, axes: Sequence[str]) -> str:
-    return latex(comparison(frame, axes), TEXT, FOOTNOTE)
+def _lines(records: Iterable[Record]) -> str:
+    return "[" + ",\n".join(map(_document, records)) + "]"
 
 
-def _html(frame: pd.DataFrame, axes: Sequence[str]) -> str:
+def _document(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _html(report: Report) -> str:
     from ftbench.report.page.document import page
 
-    return page(frame, comparison(frame, axes), FOOTNOTE)
+    return page(report, runs_table(report.records, report.axes), FOOTNOTE)
 
 
-FORMATS: dict[str, Callable[[pd.DataFrame, Sequence[str]], str]] = {
-    "table": _terminal,
-    "md": _markdown,
-    "csv": _csv,
-    "json": _json,
-    "latex": _latex,
-    "html": _html,
-}
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "table": _terminal, "md": _markdown, "csv": _csv, "json": _json, "latex": _latex, "html": _html,
+}  # fmt: skip

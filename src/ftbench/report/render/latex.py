@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from ftbench.report.render.tables import Table
+from ftbench.report.render.document import Table
 
 _LONG = 45  # rows that fit on a page; more become a longtable
 _ESCAPES = {

@@ -4,28 +4,27 @@ tell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ftbench.core import units
 from ftbench.core.stats import quantile
-from ftbench.report.compare.pairs import in_order
-from ftbench.report.data.curves import read_columns
+from ftbench.report.data.axes import in_order
+from ftbench.report.data.collect import known
 from ftbench.report.data.groups import HEADINGS, PEAK, SAMPLES, TOKENS, Cell, Run, first_of, shown, who
-from ftbench.report.data.layout import known
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import Table
+from ftbench.report.render.document import Section, Table
 from ftbench.report.sections import generations
+from ftbench.report.sections.cost import NIGHT_H
 from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_columns
 
-NIGHT_H = 8.0
 _BEFORE = ("import", "prepare_data", "load", "setup")  # weights are made once on a machine
 
 
 def answers(cells: Sequence[Cell], hours: float = NIGHT_H, *, curves: bool = True) -> list[Section]:
-    """Every answer that these cells can give; `curves` with memory and time over progress, which reads every step."""
-    parts = [night(cells, hours), frontier(cells), memory(cells) if curves else None, trained(cells)]
-    parts += [generations.generations(cells)]
+    """Return every answer that these cells can give; `curves` with memory and time over progress, which reads every
+    step."""
+    parts = [night(cells, hours), frontier(cells), memory(cells) if curves else None, trained(cells),
+             generations.generations(cells)]  # fmt: skip
     return [part for part in parts if part is not None]
 
 
@@ -33,8 +32,9 @@ def answers(cells: Sequence[Cell], hours: float = NIGHT_H, *, curves: bool = Tru
 
 
 def night(cells: Sequence[Cell], hours: float = NIGHT_H) -> Section | None:
-    """Samples an hour at steady speed, and in `hours` from the start of the process: what is spent before the first
-    step and until speed is steady is taken off, and what those first steps train is not counted."""
+    """Return samples an hour at steady speed, and in `hours` from the start of the process: what is spent before the
+    first step and until speed is steady is taken off, and what those first steps train is not counted. Samples are real
+    tokens over the mean length of the data."""
     records = []
     for cell in cells:
         rate = cell.figure(SAMPLES)
@@ -56,9 +56,9 @@ def night(cells: Sequence[Cell], hours: float = NIGHT_H) -> Section | None:
          units.count(record["samples"]), _millions(record["real_tokens"])]
         for record in records
     ]  # fmt: skip
-    return Section(
-        "night", f"Samples an hour and in {hours:g} hours", Table({}, headings, rows, [], HEADINGS), (), records
-    )
+    words = ("Samples are real tokens over the mean length of the data.",)
+    title = f"Samples an hour and in {hours:g} hours"
+    return Section("night", title, Table({}, headings, rows, [], HEADINGS), words, records)
 
 
 def _start_s(run: Run) -> float:
@@ -73,41 +73,15 @@ def _millions(tokens: float | None) -> str:
 # --- memory and time over progress -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One run over its progress (0 to 1), a value a step: seconds elapsed, and GiB allocated, reserved and at the
-    step's peak; NaN is unknown."""
-
-    run_id: str
-    label: str
-    progress: list[float]
-    elapsed_s: list[float]
-    allocated_gb: list[float]
-    reserved_gb: list[float]
-    peak_gb: list[float]
-
-
-_SERIES = ("progress_ratio", "elapsed_time_sec", "memory_allocated_gb", "memory_reserved_gb", "peak_memory_gb")
-
-
-def series(run: Run, label: str) -> Series | None:
-    """The curves of a run; None for one without a step that knows its progress."""
-    found = read_columns(run.dir.steps, _SERIES)
-    columns = [found.get(name, []) for name in _SERIES]
-    keep = [i for i, share in enumerate(columns[0]) if share == share]
-    if not keep:
-        return None
-    return Series(run.run_id, label, *([column[i] for i in keep] for column in columns))
+_COLUMNS = ("progress_ratio", "elapsed_time_sec", "memory_allocated_gb", "memory_reserved_gb", "peak_memory_gb")
 
 
 def memory(cells: Sequence[Cell]) -> Section | None:
-    """For the first run of each cell that ended well: GiB allocated and reserved halfway (the median step) and at
-    their highest, the highest peak, and seconds until a quarter, half and all of the steps."""
-    records = []
-    for cell in cells:
-        found = series(cell.ok[0], cell.name) if cell.ok else None
-        if found is not None:
-            records.append(who(cell) | _over_progress(found))
+    """Return, for the first run of each cell that ended well, GiB allocated and reserved halfway (the median step) and
+    at their highest, the highest peak, and seconds until a quarter, half and all of the steps."""
+    records = [
+        who(cell) | progress for cell in cells if cell.ok and (progress := _over_progress(cell.ok[0])) is not None
+    ]
     if not records:
         return None
     gib = ("allocated_gb", "reserved_gb", "peak_gb")
@@ -122,21 +96,21 @@ def memory(cells: Sequence[Cell]) -> Section | None:
     return Section("memory", "Memory and time over progress", Table({}, headings, rows, [], HEADINGS), words, records)
 
 
-def _over_progress(found: Series) -> dict[str, float | None]:
-    def middle(values: Sequence[float]) -> float | None:
-        finite = [value for value in values if value == value]
-        return quantile(finite, 0.5) if finite else None
+def _over_progress(run: Run) -> dict[str, float | None] | None:
+    """Memory and time of a run over its progress; None for one without a step that knows its progress."""
+    columns = read_columns(run.dir.steps, _COLUMNS)
+    rows = [row for row in zip(*columns.values(), strict=True) if row[0] is not None and row[0] == row[0]]
+    if not rows:
+        return None
+    allocated, reserved, peak = ([gib for row in rows if (gib := row[place]) is not None] for place in (2, 3, 4))
 
     def at(share: float) -> float | None:
-        reached = (s for p, s in zip(found.progress, found.elapsed_s, strict=True) if p >= share and s == s)
-        return next(reached, None)
-
-    def highest(values: Iterable[float]) -> float | None:
-        return max((value for value in values if value == value), default=None)
+        return next((row[1] for row in rows if (row[0] or 0.0) >= share and row[1] is not None), None)
 
     return {
-        "allocated_gb": middle(found.allocated_gb), "reserved_gb": middle(found.reserved_gb),
-        "reserved_max_gb": highest(found.reserved_gb), "peak_gb": highest(found.peak_gb),
+        "allocated_gb": quantile(allocated, 0.5) if allocated else None,
+        "reserved_gb": quantile(reserved, 0.5) if reserved else None,
+        "reserved_max_gb": max(reserved, default=None), "peak_gb": max(peak, default=None),
         "elapsed_25_s": at(0.25), "elapsed_50_s": at(0.5), "elapsed_100_s": at(1.0),
     }  # fmt: skip
 
@@ -145,55 +119,56 @@ def _over_progress(found: Series) -> dict[str, float | None]:
 
 
 def frontier(cells: Sequence[Cell]) -> Section | None:
-    """Method × GPU against batch: the peak in GiB where it fits, `oom` or another end where it does not. Needs two
-    batches, or one that did not fit."""
-    spots: dict[tuple[str, ...], dict[str, list[Cell]]] = {}
+    """Return each way of training × GPU against batch: the peak in GiB where it fits, `oom` or another end where it
+    does not. Needs two batches, or one that did not fit."""
+    lines: dict[tuple[str, ...], dict[str, Cell]] = {}
     for cell in cells:
-        named = who(cell)
-        spots.setdefault(tuple(shown(named)[:-1]), {}).setdefault(str(named["batch"]), []).append(cell)
-    batches = in_order("train.batch_size", (batch for line in spots.values() for batch in line))
+        texts = shown(who(cell))
+        lines.setdefault(tuple(texts[:-1]), {})[texts[-1]] = cell
+    batches = in_order("train.batch_size", (batch for line in lines.values() for batch in line))
     if len(batches) < 2 and all(cell.ok for cell in cells):
         return None
-    headings = [*HEADINGS[:-1], *batches, "fits"]
     rows, records = [], []
-    for names, line in spots.items():
-        fitting = [batch for batch in batches if any(cell.ok for cell in line.get(batch, []))]
-        rows.append([*names, *(_spot(line.get(batch, [])) for batch in batches), fitting[-1] if fitting else "none"])
-        found = [cell for batch in batches for cell in line.get(batch, [])]
-        records += [who(cell) | {"state": cell.state, "peak_gb": cell.figure(PEAK)} for cell in found]
+    for names, line in lines.items():
+        fitting = [batch for batch in batches if batch in line and line[batch].ok]
+        rows.append([*names, *(_spot(line.get(batch)) for batch in batches), fitting[-1] if fitting else "none"])
+        tried = [line[batch] for batch in batches if batch in line]
+        records += [who(cell) | {"state": cell.state, "peak_gb": cell.figure(PEAK)} for cell in tried]
+    headings = [*HEADINGS[:-1], *batches, "fits"]
     words = ("Columns are batch sizes: peak GiB of tensors where it fits.",)
     return Section("frontier", "Which batch fits", Table({}, headings, rows, [], HEADINGS[:-1]), words, records)
 
 
-def _spot(cells: Sequence[Cell]) -> str:
-    peaks = [peak for cell in cells if (peak := cell.figure(PEAK)) is not None]
-    failed = list(dict.fromkeys(str(run.record["state"]) for cell in cells for run in cell.runs if not run.ok))
-    shown = [units.gibibytes(max(peaks))] if peaks else ["fits"] if any(cell.ok for cell in cells) else []
-    return " / ".join([*shown, *failed])
+def _spot(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    peaks = cell.values(PEAK)
+    failed = dict.fromkeys(str(run.record["state"]) for run in cell.runs if not run.ok)
+    return " / ".join([*([units.gibibytes(max(peaks))] if peaks else ["fits"] if cell.ok else []), *failed])
 
 
 # --- what is trained -------------------------------------------------------------------------------------------------
 
 
 def trained(cells: Sequence[Cell]) -> Section | None:
-    """Trainable parameters per module kind, a row for each way of training."""
-    found: dict[tuple[str, ...], dict[str, int]] = {}
+    """Return trainable parameters per module kind, a row for each way of training."""
+    trainable: dict[tuple[str, ...], dict[str, int]] = {}
     for cell in cells:
         by_kind = first_of(cell, _by_kind)
         if by_kind:
             facts = cell.facts
             model = facts.get("model.id", "").rsplit("/", 1)[-1]
-            found.setdefault((model, facts.get("method.name", ""), facts.get("method.rank", "")), by_kind)
-    kinds = [kind for kind in dict.fromkeys(k for line in found.values() for k in line)
-             if any(line.get(kind) for line in found.values())]  # fmt: skip
+            trainable.setdefault((model, facts.get("method.name", ""), facts.get("method.rank", "")), by_kind)
+    kinds = [kind for kind in dict.fromkeys(k for line in trainable.values() for k in line)
+             if any(line.get(kind) for line in trainable.values())]  # fmt: skip
     if not kinds:
         return None
     headings = ["model", "method", "rank", *kinds, "all"]
     rows = [
         [*way, *(units.parameters(line.get(kind)) for kind in kinds), units.parameters(sum(line.values()))]
-        for way, line in found.items()
+        for way, line in trainable.items()
     ]
-    records = [dict(zip(("model", "method", "rank"), way, strict=True)) | line for way, line in found.items()]
+    records = [dict(zip(("model", "method", "rank"), way, strict=True)) | line for way, line in trainable.items()]
     return Section(
         "trained", "Trained parameters by kind of module", Table({}, headings, rows, [], ("model",)), (), records
     )

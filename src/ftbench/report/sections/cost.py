@@ -6,20 +6,17 @@ Currencies stay as they were given: amounts in two of them are shown side by sid
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftbench.core import cost, units
 from ftbench.core.hardware import canonical_name
-from ftbench.report.data.groups import ENERGY, HEADINGS, SAMPLES, TOKENS, Cell, shown, who
-from ftbench.report.data.layout import gpu_of, known
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import Table
+from ftbench.report.data.collect import Record, known
+from ftbench.report.data.groups import ENERGY, HEADINGS, SAMPLES, TOKENS, Cell, gpu_of, shown, who
+from ftbench.report.render.document import Section, Table
 from ftbench.spec.cost import Bill, bills, running
 from ftbench.spec.prices import Owned, Price, Prices, Rent
 
-if TYPE_CHECKING:
-    import pandas as pd
-
+NIGHT_H = 8.0
 WATTS, IDLE, PER_TOKEN = "energy.mean_watts", "energy.idle_watts", "energy.joules_per_1m_real_tokens"
 
 
@@ -46,24 +43,21 @@ def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
     return hours, f"{units.count(hours)} h" + (" (beyond its life)" if hours > life else "")
 
 
-# --- the frame -------------------------------------------------------------------------------------------------------
+# --- the records -----------------------------------------------------------------------------------------------------
 
 
-def with_costs(frame: pd.DataFrame, prices: Prices | None, hours: float) -> pd.DataFrame:
-    """The frame with joules per million real tokens and, where there are prices, the columns `cost.rent.*`,
-    `cost.owned.*` and `cost.break_even_hours`. Rows that did not end well have none."""
-    import pandas as pd
-
-    needed = [name for name in ("gpu", "state", ENERGY, SAMPLES, TOKENS, WATTS) if name in frame]
-    records = ({str(key): value for key, value in row.items()} for row in frame[needed].to_dict("records"))
-    columns = [_columns(record, prices, hours) for record in records]
-    return pd.concat([frame, pd.DataFrame.from_records(columns, index=frame.index)], axis=1)
+def with_costs(records: Sequence[Record], prices: Prices | None, hours: float) -> list[Record]:
+    """Return the records with joules per million real tokens and, where there are prices, the fields `cost.rent.*`,
+    `cost.owned.*` and `cost.break_even_hours`. Runs that did not end well have none."""
+    costs = [_costs(record, prices, hours) for record in records]
+    empty = dict.fromkeys(name for found in costs for name in found)
+    return [record | empty | found for record, found in zip(records, costs, strict=True)]
 
 
-def _columns(record: Mapping[str, Any], prices: Prices | None, hours: float) -> dict[str, Any]:
+def _costs(record: Record, prices: Prices | None, hours: float) -> Record:
     joules, samples, tokens, sampled = (_known(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
     watts = _watts(joules, samples, sampled)
-    found: dict[str, Any] = {PER_TOKEN: cost.joules_per_1m_tokens(joules, samples, tokens)}
+    found: Record = {PER_TOKEN: cost.joules_per_1m_tokens(joules, samples, tokens)}
     price = prices.of(gpu_of(record)) if prices else None
     if price is None or record["state"] != "ok":
         return found
@@ -72,7 +66,7 @@ def _columns(record: Mapping[str, Any], prices: Prices | None, hours: float) -> 
     return found | {"cost.break_even_hours": break_even(price, watts)[0]}
 
 
-def _known(record: Mapping[str, Any], name: str) -> float | None:
+def _known(record: Record, name: str) -> float | None:
     return next(iter(known([record], name)), None)
 
 
@@ -85,7 +79,7 @@ def _amounts(bill: Bill) -> dict[str, Any]:
 
 
 def energy(cells: Sequence[Cell]) -> Section | None:
-    """Joules per thousand samples and per million real tokens; None where no run knows its energy."""
+    """Return joules per thousand samples and per million real tokens; None where no run knows its energy."""
     records = []
     for cell in cells:
         joules, samples, tokens = (cell.figure(name) for name in (ENERGY, SAMPLES, TOKENS))
@@ -106,7 +100,7 @@ def energy(cells: Sequence[Cell]) -> Section | None:
 
 
 def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
-    """A row for each cell and each way of having its GPU; None where no GPU of the runs has a price."""
+    """Return a row for each cell and each way of having its GPU; None where no GPU of the runs has a price."""
     records = [record for cell in cells for record in _records(cell, prices, hours)]
     if not records:
         return None
@@ -118,7 +112,8 @@ def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None
         for record in records
     ]  # fmt: skip
     table = Table({}, headings, rows, _notes(cells, prices, records), (*HEADINGS, "way"))
-    words = ("One GPU, while it trains at its steady speed; real tokens.", *_cheapest(records))
+    words = ("One GPU, while it trains at its steady speed; real tokens, and samples by the mean length of the data.",
+             *_cheapest(records))  # fmt: skip
     return Section("cost", "Cost", table, words, records)
 
 
@@ -136,23 +131,25 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
 
 
 def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The cheapest way of each model and data set, held against the dearest; within one currency."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    """The cheapest recipe of each model and data set, held against the dearest; within one currency, and what is rented
+    against what is rented: an owned card's recipe against a rented one's would be a sentence about two things."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for record in records:
         if record["per_1k_samples"] is not None:
-            groups.setdefault((record["model"], record["data"], record["currency"]), []).append(record)
-    for (model, data, currency), group in groups.items():
+            place = (record["model"], record["data"], record["way"], record["currency"])
+            groups.setdefault(place, []).append(record)
+    for (model, data, way, currency), group in groups.items():
         low, high = (pick(group, key=lambda record: record["per_1k_samples"]) for pick in (min, max))
-        if low is not high and low["per_1k_samples"] < high["per_1k_samples"]:
+        if low["per_1k_samples"] < high["per_1k_samples"]:
             yield (
-                f"{model.rsplit('/', 1)[-1]} on {data}: 1,000 samples are cheapest with {_named(low)}, "
+                f"{model.rsplit('/', 1)[-1]} on {data}, {way}: 1,000 samples are cheapest with {_named(low)}, "
                 f"{units.money(low['per_1k_samples'], currency)}; with {_named(high)} they are "
                 f"{units.money(high['per_1k_samples'], currency)}."
             )
 
 
 def _named(record: Mapping[str, Any]) -> str:
-    return f"{record['method']} at batch {record['batch']} on {record['gpu']} ({record['way']})"
+    return f"{record['name']} on {record['gpu']}"
 
 
 def _notes(cells: Sequence[Cell], prices: Prices, records: Sequence[dict[str, Any]]) -> list[str]:

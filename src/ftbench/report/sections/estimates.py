@@ -15,8 +15,7 @@ from ftbench.estimate.time.history import Known, known_run
 from ftbench.estimate.time.run_index import Store
 from ftbench.report.data.facts import CPU
 from ftbench.report.data.groups import HEADINGS, Run, cells_of, shown, who
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import Table
+from ftbench.report.render.document import Section, Table
 
 _TITLE = "Memory: estimated and measured"
 

@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.report.data.groups import Cell, Run, first_of, who
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import Table
+from ftbench.report.render.document import Section, Table
 
 _MOST_SAMPLES = 5
 
 
 def generations(cells: Sequence[Cell]) -> Section | None:
-    """What the model answers before and after, from samples.json: a list of `{prompt, before, after}`, bare or under
-    `prompts` or `samples`; entries that are otherwise are left out."""
+    """Return what the model answers before and after, from samples.json: a list of `{prompt, before, after}`, bare or
+    under `prompts` or `samples`; entries that are otherwise are left out."""
     records = [who(cell) | sample for cell in cells for sample in (first_of(cell, _samples) or [])]
     if not records:
         return None
-    rows = [[str(r["method"]), str(r["batch"]), r["prompt"], r["before"], r["after"]] for r in records]
-    headings = ["method", "batch", "prompt", "before", "after"]
+    rows = [[r["trained_by"], r["batch"], r["prompt"], r["before"], r["after"]] for r in records]
+    headings = ["trained by", "batch", "prompt", "before", "after"]
     return Section("generations", "Before and after", Table({}, headings, rows, [], tuple(headings)), (), records)
 
 

@@ -14,8 +14,7 @@ from ftbench.profile.files import KERNELS, TIMELINE
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.names import short
 from ftbench.report.data.groups import HEADINGS, Cell, Run, first_of, shown, who
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import Table
+from ftbench.report.render.document import Section, Table
 from ftbench.report.sections.generations import read_document
 from ftbench.store.rundir import MEMORY
 
@@ -118,12 +117,14 @@ def kernels(cells: Sequence[Cell]) -> Section | None:
     if not records:
         return None
     rows = [
-        [r["method"], r["with"], r["batch"], short(r["kernel"]), r["group"] or "", f"{r['time_ms']:,.1f}",
+        [r["trained_by"], r["batch"], short(r["kernel"]), r["group"] or "", f"{r['time_ms']:,.1f}",
          units.percent(r["share"]), str(r["calls"] or "")]
         for r in records
     ]  # fmt: skip
-    headings = ["method", "with", "batch", "kernel", "group", "ms", "share", "calls"]
-    return Section("kernels", "Where the time goes", Table({}, headings, rows, [], ("kernel", "group")), (), records)
+    headings = ["trained by", "batch", "kernel", "group", "ms", "share", "calls"]
+    return Section(
+        "kernels", "Where the time goes", Table({}, headings, rows, [], ("trained by", "kernel", "group")), (), records
+    )
 
 
 def _kernels(run: Run) -> list[dict[str, Any]]:

@@ -16,8 +16,7 @@ from ftbench.core import units
 from ftbench.core.hardware import canonical_name
 from ftbench.facts import read_facts
 from ftbench.report.data.groups import FIRST, PEAK, SAMPLES, TOKENS, Cell
-from ftbench.report.render.document import Section
-from ftbench.report.render.tables import Table
+from ftbench.report.render.document import Section, Table
 
 LABEL = "Published, not measured here"
 KEYS = ("model", "method", "data", "gpu", "batch")

@@ -10,10 +10,18 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.learning import Learning
 from ftbench.report.compare.pairs import Pair
-from ftbench.report.compare.table import break_even_text, change, flat_learning, grad_norm_text, learning_text
-from ftbench.report.data.groups import FIRST, PEAK, TOKENS, Cell
+from ftbench.report.compare.words import (
+    break_even_text,
+    change,
+    first_step_of,
+    first_step_text,
+    flat_learning,
+    grad_norm_text,
+    learning_text,
+)
+from ftbench.report.data.groups import PEAK, TOKENS, Cell
 from ftbench.report.render import formats
-from ftbench.report.render.tables import Table
+from ftbench.report.render.document import Table
 from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN
 from ftbench.spec.sweep import as_text
@@ -169,7 +177,7 @@ def _row(name: str, over: str, cell: Cell | None, pair: Pair | None, state: str)
         units.rate(cell.figure(TOKENS)) if cell else "",
         change(paired.speed) if paired else "",
         _with_change(units.gibibytes(cell.figure(PEAK)), _change_of_peak(paired)) if cell else "",
-        _with_change(units.seconds(cell.figure(FIRST)), _later(paired)) if cell else "",
+        first_step_text(cell, paired) if cell else "",
         _loss(paired.learning) if paired else "",
         break_even_text(paired.break_even) if paired else "",
         state or (cell.state if cell else ""),
@@ -193,11 +201,6 @@ def _change_of_peak(pair: Pair | None) -> str:
     return f"{'-' if difference < 0 else '+'}{units.gibibytes(abs(difference))}, {(pair.memory.value - 1) * 100:+.1f} %"
 
 
-def _later(pair: Pair | None) -> str:
-    difference = _difference(pair, FIRST) if pair else None
-    return "" if difference is None else f"{'-' if difference < 0 else '+'}{units.seconds(abs(difference))}"
-
-
 def _loss(learning: Learning | None) -> str:
     """Return the verdict with the difference of the mean losses, and that of the gradient norms beside it."""
     norm = grad_norm_text(learning)
@@ -210,7 +213,7 @@ def _record(name: str, cell: Cell | None, pair: Pair | None) -> dict[str, Any]:
         "name": name,
         "tokens_per_s": cell.figure(TOKENS) if cell else None,
         "peak_gb": cell.figure(PEAK) if cell else None,
-        "first_step_s": cell.figure(FIRST) if cell else None,
+        **(first_step_of(cell) if cell else {}),
         "runs_ok": len(cell.ok) if cell else 0,
         "speed_ratio": speed.value if speed else None,
         "speed_low": speed.low if speed else None,
@@ -218,7 +221,6 @@ def _record(name: str, cell: Cell | None, pair: Pair | None) -> dict[str, Any]:
         "speed_verdict": speed.verdict if speed else None,
         "memory_ratio": pair.memory.value if pair and pair.memory else None,
         "memory_change_gb": _difference(pair, PEAK) if pair else None,
-        "first_step_change_s": _difference(pair, FIRST) if pair else None,
         "break_even": pair.break_even.when if pair and pair.break_even else None,
         "break_even_steps": pair.break_even.steps if pair and pair.break_even else None,
         **flat_learning(pair.learning if pair else None),

@@ -11,7 +11,7 @@ from typing import Any
 
 from ftbench.core.learning import Learning
 from ftbench.report.render import formats
-from ftbench.report.render.tables import Table
+from ftbench.report.render.document import Table
 from ftbench.store import rundir
 from ftbench.sweep.gradients import Agreement, agreement
 from ftbench.sweep.output.table import Tables

@@ -6,21 +6,18 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftbench.core import units
 from ftbench.core.rows import RunSummary
-from ftbench.report.data.collect import frame_of, summary_of
+from ftbench.report.data.collect import records, summary_of
 from ftbench.report.render import formats
-from ftbench.report.render.tables import Table
+from ftbench.report.render.document import Report, Table
 from ftbench.store import rundir
 from ftbench.store.summary import optimizations_on
 from ftbench.sweep.jobs import Job, Standing, short
 from ftbench.sweep.plan.base import Plan
 from ftbench.sweep.plan.search import Search
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 BOARD = "sweep.json"  # where every job stands
 REPEAT = "repeat"
@@ -36,24 +33,23 @@ class Tables:
 
     def write(self) -> None:
         """Replace both files. Raise MissingError if the disk does not take them."""
-        axes, records = self._axes(), self._rows()
-        frame = frame_of(records) if records else None
-        rundir.write_text(self._folder / "summary.md", self._markdown(frame, axes))
-        if frame is not None:
-            rundir.write_text(self._folder / "summary.csv", formats.render(frame, "csv"))
+        report = Report(records(self._rows()), self._axes())
+        rundir.write_text(self._folder / "summary.md", self._markdown(report))
+        if report.records:
+            rundir.write_text(self._folder / "summary.csv", formats.render(report, "csv"))
 
     @property
     def written(self) -> bool:
         return (self._folder / "summary.md").exists()
 
-    def _markdown(self, frame: pd.DataFrame | None, axes: Sequence[str]) -> str:
+    def _markdown(self, report: Report) -> str:
         parts = [f"# {self._folder.name}\n"]
         if left := self._plan.left():
             parts.append(f"{left} runs are still to come.\n")
         if isinstance(self._plan, Search):
             parts.append("## Largest batch\n\n" + formats.markdown(frontier_table(self._plan)))
-        if frame is not None:
-            parts.append("## Runs\n\n" + formats.render(frame, "md", axes))
+        if report.records:
+            parts.append("## Runs\n\n" + formats.render(report, "md"))
         if others := self._others():
             parts.append(f"{others} further runs lie in this folder: `ftbench report` shows all.\n")
         if self._impossible:
@@ -67,7 +63,7 @@ class Tables:
         if ended > TERMINAL_ROWS:
             parts.append(f"{ended:,} rows are in {self._folder / 'summary.md'} and summary.csv\n")
         elif ended:
-            parts.append(formats.render(frame_of(self._rows()), "table", self._axes()))
+            parts.append(formats.render(Report(records(self._rows()), self._axes()), "table"))
         return "\n".join(parts)
 
     def document(self) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ftbench.core.compare import Ratio
 from ftbench.report.compare.pairs import Pair, pair_of
-from ftbench.report.data.collect import frame_of, summary_of
-from ftbench.report.data.facts import OPTIMIZATIONS
+from ftbench.report.data.axes import OPTIMIZATIONS
+from ftbench.report.data.collect import records, summary_of
 from ftbench.report.data.groups import Cell, cells_of, runs_of
 from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN, Changes, Variant
@@ -117,8 +117,8 @@ class AblationPlan(Grid):
             ran = [each for each in jobs if (now := self.standings.get(each)) and now.done and now.state != "skipped"]
             if not ran:
                 return None
-            frame = frame_of(summary_of(each.run) | {"path": str(each.run.path)} for each in ran)
-            (self._cells[name],) = cells_of(runs_of(frame))
+            found = records(summary_of(each.run) | {"path": str(each.run.path)} for each in ran)
+            (self._cells[name],) = cells_of(runs_of(found))
         return self._cells[name]
 
     def state(self, changes: Changes) -> str:

@@ -1,4 +1,4 @@
-"""Thinned curves: every point was measured, no extreme is lost."""
+"""Downsampled curves: every point was measured, no extreme is lost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import made
 
-from ftbench.report.data.curves import curves, curves_of, points_for, read_columns
-from ftbench.report.data.downsample import FEWEST, thin
+from ftbench.report.data.curves import curves, curves_of, points_for
+from ftbench.report.data.downsample import FEWEST, downsample
+from ftbench.store.steps import read_columns
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 CURVES = st.lists(NUMBERS, min_size=1, max_size=400)
@@ -21,7 +22,7 @@ POINTS = st.integers(FEWEST, 120)
 
 @given(CURVES, POINTS)
 def test_first_last_lowest_and_highest_are_kept_and_nothing_is_invented(values, points):
-    kept = thin(values, points)
+    kept = downsample(values, points)
     assert kept == sorted(set(kept))
     assert len(kept) <= max(points, 1)
     assert kept[0] == 0
@@ -37,19 +38,19 @@ def test_first_last_lowest_and_highest_are_kept_and_nothing_is_invented(values, 
 @given(CURVES, POINTS)
 def test_a_short_curve_is_kept_whole(values, points):
     if len(values) <= points:
-        assert thin(values, points) == list(range(len(values)))
+        assert downsample(values, points) == list(range(len(values)))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=50, max_size=300), st.integers(20, 40))
 def test_a_spike_in_any_place_is_seen(values, points):
     place = len(values) // 3
     values[place] = 1e7
-    assert place in thin(values, points)
+    assert place in downsample(values, points)
 
 
 def test_too_few_points_are_refused():
     with pytest.raises(ValueError, match="needs 8 points"):
-        thin([1.0] * 20, 7)
+        downsample([1.0] * 20, 7)
 
 
 def test_a_budget_is_shared_by_all_runs():
@@ -86,16 +87,17 @@ def test_what_is_no_training_step_is_no_point(tmp_path):
     assert curves(run.path, 40)["steps"] == 10
 
 
-def test_a_field_that_cannot_be_read_is_a_gap_and_no_number(tmp_path):
+def test_what_is_no_number_is_a_gap_and_a_line_that_cannot_be_read_no_point(tmp_path):
     run = made(tmp_path, "lora", 4, steps=10)
     lines = run.steps.read_text().splitlines()
     fields = lines[4].split(",")
     fields[lines[0].split(",").index("loss")] = "inf"
-    fields[lines[0].split(",").index("peak_memory_gb")] = "many"
-    run.steps.write_text("\n".join([*lines[:4], ",".join(fields), *lines[5:], ""]))
+    other = lines[6].split(",")
+    other[lines[0].split(",").index("peak_memory_gb")] = "many"
+    run.steps.write_text("\n".join([*lines[:4], ",".join(fields), lines[5], ",".join(other), *lines[7:], ""]))
     found = curves(run.path, 40)
-    assert [math.isnan(value) for _, value in unpacked(found["loss"])] == [i == 3 for i in range(10)]
-    assert [math.isnan(value) for _, value in unpacked(found["peak"])] == [i == 3 for i in range(10)]
+    assert [math.isnan(value) for _, value in unpacked(found["loss"])] == [i == 3 for i in range(9)]
+    assert [step for step, _ in unpacked(found["peak"])] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
 
 
 def test_more_steps_than_two_bytes_count(tmp_path):

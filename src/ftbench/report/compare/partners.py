@@ -1,0 +1,99 @@
+"""Which cell another is held against: the axis of a comparison, its baseline, and the partner of each cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ftbench.errors import SpecError
+from ftbench.report.data.axes import OPTIMIZATIONS, PLAIN, RECIPE, SHORT, in_order, on_axis, value_at
+from ftbench.report.data.groups import Cell, Run, cells_of
+from ftbench.spec.base import nearest
+
+# Nothing is paired across these, unless they are what is compared.
+_HARD = (
+    "gpu", "model.id", "method.name", "dataset.name", "dataset.path", "dataset.length", "dataset.mean_length",
+    "dataset.like",
+)  # fmt: skip
+_NOUNS = {"gpu": "GPU", "model": "model", "method": "method", "dataset": "data"}
+_UNOPTIMIZED = {OPTIMIZATIONS: PLAIN[1:], RECIPE: PLAIN}
+
+Find = Callable[[Cell], tuple[Cell | None, str]]
+
+
+def axis_key(axis: str, runs: Sequence[Run]) -> str:
+    """Return the fact that `--compare axis` means. Raises SpecError where no run has it, or where all agree on it."""
+    key = SHORT.get(axis, axis)
+    present = dict.fromkeys(name for run in runs for name in (*run.spec, *run.ran))
+    if key not in (*present, "gpu", OPTIMIZATIONS, RECIPE):
+        names = [*SHORT, *present]
+        raise SpecError(
+            f"--compare {axis}: no run has such a key{nearest(axis, names)} (gpu, method, batch, optimization, recipe, "
+            "framework, model, or a key of `ftbench list keys`)"
+        )
+    values = dict.fromkeys(value_at(key, cell.facts) or "unknown" for cell in cells_of(runs, key))
+    if len(values) < 2:
+        cells = cells_of(runs)
+        varying = [name for name in SHORT.values() if len({value_at(name, cell.facts) for cell in cells}) > 1]
+        others = f": what varies here is {', '.join(dict.fromkeys(varying))}" if varying else ""
+        raise SpecError(f"--compare {axis}: all runs have {next(iter(values))}, there is nothing to compare{others}")
+    return key
+
+
+def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
+    """Return the value to hold the others against: the one named, as it is or as a unique part of it; else no
+    optimization, else that of most cells that ended well, else the first. Raises SpecError for a name that fits none or
+    several."""
+    values = in_order(axis, (value_at(axis, cell.facts) or "unknown" for cell in cells))
+    if named is None:
+        if plain := [value for value in _UNOPTIMIZED.get(axis, ()) if value in values]:
+            return plain[0]
+        counts = [sum(bool(cell.ok) for cell in cells if value_at(axis, cell.facts) == value) for value in values]
+        return values[counts.index(max(counts))]
+    if named in values:
+        return named
+    fitting = [value for value in values if named.casefold() in value.casefold()]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise SpecError(f"--baseline {named}: fits {', '.join(fitting)}: say which")
+    raise SpecError(f"--baseline {named}: is not among {', '.join(values)}{nearest(named, values)}")
+
+
+def partners(axis: str, baseline: Sequence[Cell]) -> Find:
+    """Return a function that finds, for a cell, the cell of the baseline with the same model, data and GPU that agrees
+    in every key that varies among those: what remains are differences to be named. It gives the cell, or None and the
+    reason."""
+    section = axis.partition(".")[0]
+    hard = [key for key in _HARD if not on_axis(axis, key) and key.partition(".")[0] != section]
+    groups: dict[Any, list[Cell]] = {}
+    for cell in baseline:
+        groups.setdefault(tuple(cell.facts.get(key) for key in hard), []).append(cell)
+    indexed = {place: _index(axis, group, hard) for place, group in groups.items()}
+
+    def find(cell: Cell) -> tuple[Cell | None, str]:
+        place = tuple(cell.facts.get(key) for key in hard)
+        if place not in indexed:
+            kept = dict.fromkeys(_NOUNS[key.partition(".")[0]] for key in hard)
+            return None, f"no baseline with the same {', '.join(kept)}"
+        varying, table = indexed[place]
+        spec = cell.runs[0].spec
+        partner = table.get(tuple(spec.get(key) for key in varying))
+        if partner is not None:
+            return partner, ""
+        return None, "no baseline with " + ", ".join(f"{key} {spec.get(key, 'unknown')}" for key in varying)
+
+    return find
+
+
+def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, Cell]]:
+    """The keys that vary among cells of a baseline, and the first cell by its values of these."""
+    specs = [dict(cell.runs[0].spec) for cell in group]
+    varying = [
+        key for key in dict.fromkeys(key for spec in specs for key in spec)
+        if not on_axis(axis, key) and key not in hard and len({spec.get(key) for spec in specs}) > 1
+    ]  # fmt: skip
+    table: dict[Any, Cell] = {}
+    for cell, spec in zip(group, specs, strict=True):
+        table.setdefault(tuple(spec.get(key) for key in varying), cell)
+    return varying, table

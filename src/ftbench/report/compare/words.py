@@ -1,0 +1,127 @@
+"""Ratios, verdicts and differences → the words that tables and sentences say them with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.compare import BreakEven, Ratio
+from ftbench.core.learning import CANNOT_TELL, Learning
+from ftbench.report.compare.pairs import Pair
+from ftbench.report.data.groups import Cell
+
+_KEYS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
+
+
+def change(ratio: Ratio | None) -> str:
+    """`+12.3 % [+11.0, +13.6]`, `likely +12.3 % [+11.0, +13.6]` of one run a side, `≈ +0.4 % [-1.0, +1.9]`,
+    `+12.3 % ?`; `+322.0 %, uncertain by a factor of 40` where the ends of the interval would say nothing."""
+    if ratio is None:
+        return ""
+    value = f"{(ratio.value - 1) * 100:+.1f} %"
+    if ratio.low is None or ratio.high is None:
+        return f"{value} ?"
+    sign = "≈ " if not ratio.direction else "likely " if ratio.verdict.startswith("likely") else ""
+    if ratio.vague:
+        return f"{sign}{value}, uncertain by a factor of {math.sqrt(ratio.high / ratio.low):,.2g}"
+    return f"{sign}{value} [{(ratio.low - 1) * 100:+.1f}, {(ratio.high - 1) * 100:+.1f}]"
+
+
+def change_in_words(ratio: Ratio | None) -> str:
+    """`likely +12.3 % (95 %: +11.0 to +13.6)`, for a sentence."""
+    if ratio is None:
+        return "by an unknown share"
+    value = f"{(ratio.value - 1) * 100:+.1f} %"
+    if ratio.low is None or ratio.high is None:
+        return f"{value} (too few steady steps to know the noise)"
+    likely = "likely " if ratio.verdict.startswith("likely") else ""
+    if ratio.vague:
+        return f"{likely}{value} (its repeats are too few or too far apart to say by how much)"
+    return f"{likely}{value} (95 %: {(ratio.low - 1) * 100:+.1f} to {(ratio.high - 1) * 100:+.1f})"
+
+
+def break_even_text(when: BreakEven | None) -> str:
+    """`after step 40`, `at once`, `never`."""
+    if when is None:
+        return ""
+    return when.when if when.steps is None else f"{when.when} step {round(when.steps):,}"
+
+
+def learning_text(learning: Learning | None) -> str:
+    """`follows (+0.005 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `cannot tell (+0.1 %)`, `NOT FINITE`:
+    the verdict with the difference of the mean losses over the same samples."""
+    if learning is None:
+        return ""
+    verdict = learning.verdict.upper() if learning.failed else learning.verdict
+    if learning.change is None:
+        return verdict
+    allowed = "" if learning.verdict == CANNOT_TELL else f", allowed {(learning.tolerance or 0) * 100:g} %"
+    return f"{verdict} ({learning.change * 100:+.2g} %{allowed})"
+
+
+def grad_norm_text(learning: Learning | None) -> str:
+    """`-1.0 %`: the difference of the gradient norms."""
+    return "" if learning is None or learning.grad_norm is None else f"{learning.grad_norm * 100:+.2g} %"
+
+
+def differences_text(pair: Pair) -> str:
+    """All that keeps a pair from being the same recipe, or why there is none."""
+    if pair.baseline is None:
+        return pair.reason
+    words = []
+    other_tokens = any(fact.key == "dataset.hash" for fact in pair.differences)
+    for fact in pair.differences:
+        if fact.key == "dataset.order_hash" and other_tokens:
+            continue
+        unknown = " (unknown)" if None in (fact.baseline, fact.candidate) else ""
+        words.append(_KEYS[fact.key] + unknown if fact.key in _KEYS else str(fact))
+    return "differs: " + "; ".join(words) if words else ""
+
+
+def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
+    """`1.52 s`, `9.4 s warm (+518.4 %)`, `41.0 s cold, 9.4 s warm`: one figure for each state of the compiler's
+    cache."""
+    parts = []
+    for state, values in sorted(cell.first_steps().items()):
+        ratio = pair.first_step.get(state) if pair else None
+        changed = f" ({change(ratio).removesuffix(' ?')})" if ratio else ""
+        seconds = units.seconds(sum(values) / len(values))
+        parts.append(seconds + ("" if state == "none" else f" {state}") + changed)
+    return ", ".join(parts)
+
+
+# --- for programs ----------------------------------------------------------------------------------------------------
+
+
+def flat_ratio(name: str, ratio: Ratio | None) -> dict[str, Any]:
+    """A ratio as fields of a flat record; None is unknown."""
+    return {
+        f"{name}_ratio": ratio.value if ratio else None,
+        f"{name}_low": ratio.low if ratio else None,
+        f"{name}_high": ratio.high if ratio else None,
+        f"{name}_basis": ratio.basis or None if ratio else None,
+        f"{name}_verdict": ratio.verdict if ratio else None,
+    }
+
+
+def flat_learning(learning: Learning | None) -> dict[str, Any]:
+    """A verdict on learning as fields of a flat record; None is unknown."""
+    return {
+        "learning": learning.verdict if learning else None,
+        "learning_reason": learning.reason or None if learning else None,
+        "loss_change": learning.change if learning else None,
+        "loss_tolerance": learning.tolerance if learning else None,
+        "loss_learned": learning.learned if learning else None,
+        "loss_worst": learning.worst if learning else None,
+        "loss_worst_step": learning.step if learning else None,
+        "grad_norm_change": learning.grad_norm if learning else None,
+    }
+
+
+def first_step_of(cell: Cell, states: Sequence[str] = ("none", "warm", "partly warm", "cold")) -> Mapping[str, Any]:
+    """The first steps of a cell as fields of a flat record, one for each state of the compiler's cache."""
+    seconds = {state: sum(values) / len(values) for state, values in cell.first_steps().items()}
+    return {"first_step_s" if state == "none" else f"first_step_s_{state.replace(' ', '_')}": seconds.get(state)
+            for state in states}  # fmt: skip

@@ -1,0 +1,151 @@
+"""The axes along which runs vary: which key each is, where a run stands on one, what differs because of it, and which
+columns a table needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from ftbench.report.data.facts import as_fact, flat
+from ftbench.spec.load import recipe
+from ftbench.spec.methods import METHODS
+from ftbench.spec.recipes import FOLDER, recipes
+
+SHORT = {
+    "gpu": "gpu", "model": "model.id", "method": "method.name", "batch": "train.batch_size",
+    "batch_size": "train.batch_size", "framework": "launch.framework", "dataset": "dataset.name",
+    "weights": "model.weights", "optimization": "optimizations", "optimizations": "optimizations", "recipe": "recipe",
+}  # fmt: skip
+OPTIMIZATIONS, RECIPE = "optimizations", "recipe"
+NO_OPTIMIZATION = "none"
+PLAIN = ("plain", NO_OPTIMIZATION)
+
+
+def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
+    """Return where a run stands on an axis; for `optimizations` all that are on, in words; for `recipe` the shipped one
+    whose keys the run has, however it came to them, else the words and the optimizer; unsloth is a recipe of its
+    own."""
+    if axis == RECIPE:
+        return _recipe(facts)
+    if axis != OPTIMIZATIONS:
+        return facts.get(axis)
+    on = [
+        key.partition(".")[2].replace("_", " ") + ("" if text == "on" else f" {text}")
+        for key, text in facts.items()
+        if key.startswith("optimizations.") and text not in ("off", "auto")
+    ]
+    return " + ".join(on) or NO_OPTIMIZATION
+
+
+def _recipe(facts: Mapping[str, str]) -> str:
+    words = _unsloth(facts) if facts.get("method.name") == "unsloth" else []
+    for name, keys in recipe_keys().items():
+        if not words and all(facts.get(key) == text for key, text in keys.items()):
+            return name
+    optimizer = facts.get("train.optimizer", "adamw_torch")
+    words += [value_at(OPTIMIZATIONS, facts) or "", *([optimizer] if optimizer != "adamw_torch" else [])]
+    return " + ".join(part for part in words if part and part != NO_OPTIMIZATION) or NO_OPTIMIZATION
+
+
+def _unsloth(facts: Mapping[str, str]) -> list[str]:
+    """unsloth, in how many bits, and whether with its own checkpointing."""
+    held_in = {"4-bit": "method.load_in_4bit", "8-bit": "method.load_in_fp8"}
+    bits = next((name for name, key in held_in.items() if facts.get(key) == "on"), "16-bit")
+    kept = facts.get("method.use_gradient_checkpointing", "unsloth")
+    return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"])]
+
+
+@cache
+def recipe_keys() -> dict[str, dict[str, str]]:
+    """Return the keys of each shipped recipe, as a run's facts have them."""
+    return {name: {key: as_fact(key, value) for key, value in flat(recipe(name, FOLDER))} for name in recipes()}
+
+
+def on_axis(axis: str, key: str) -> bool:
+    """Return whether a fact is part of the axis itself."""
+    if axis == RECIPE and any(key in keys for keys in recipe_keys().values()):
+        return True
+    return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
+
+
+_RAN_BY = ("method.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer", "launch.framework")
+
+
+def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
+    """Return whether a fact differs because the axis does: what really ran, where the axis says what runs; a key that
+    only one method has; the model's revision; and another GPU's power limit, where both are at their highest."""
+    if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
+        return True
+    if axis in ("method.name", RECIPE) and key.startswith("method."):
+        return key not in baseline or key not in candidate
+    if axis == "gpu" and key == "power limit":
+        return _highest(baseline.get(key)) and _highest(candidate.get(key))
+    return axis == "model.id" and key in ("model.revision", "model.path")
+
+
+def _highest(limit: str | None) -> bool:
+    watts, _, highest = (limit or "").partition(" of ")
+    return bool(highest) and watts == highest
+
+
+def in_order(axis: str, values: Iterable[str]) -> list[str]:
+    """Return values of an axis as a person would list them: numbers by size, methods and optimizations from plain to
+    rich."""
+    methods = list(METHODS)
+
+    def rank(value: str) -> tuple[Any, ...]:
+        try:
+            return 0, float(value), value
+        except ValueError:
+            pass
+        first = methods.index(value) if value in methods else -1 if value in PLAIN else len(methods)
+        return 1, float(first), value
+
+    return sorted(dict.fromkeys(values), key=rank)
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+PREFIX = "spec."  # of the fields of a record that hold a key of the spec
+MOST_AXES = 10  # columns of axes that a table for people shows
+_SHOWN = ("model.id", "model.weights", "dataset.name", "method.name", "train.batch_size",
+          "train.gradient_accumulation_steps")  # fmt: skip
+
+
+def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the keys that have more than one value among the runs that have them. The table's own columns are left
+    out, and so is what the label of the model or of the data already tells: a key of that section that is the same
+    wherever the label is (`labels`: section → the label of each run)."""
+    seen: dict[str, dict[str, None]] = {}
+    for spec in specs:
+        for key, text in spec.items():
+            seen.setdefault(key, {})[text] = None
+    varying = [key for key, texts in seen.items() if len(texts) > 1 and key not in _SHOWN]
+    return [
+        key for key in varying
+        if not key.startswith("optimizations.") and not _labelled(key, specs, labels.get(key.partition(".")[0]))
+    ]  # fmt: skip
+
+
+def _labelled(key: str, specs: Sequence[Mapping[str, str]], labels: Sequence[str] | None) -> bool:
+    if labels is None:
+        return False
+    texts: dict[str, str] = {}
+    return all(texts.setdefault(label, spec.get(key, "")) == spec.get(key, "")
+               for label, spec in zip(labels, specs, strict=True))  # fmt: skip
+
+
+def headings(keys: Iterable[str]) -> list[str]:
+    """Return the shortest end of each key that no other key shares: `seed`, or `train.seed` beside `dataset.seed`."""
+    keys = [key.removeprefix(PREFIX) for key in keys]
+    counts: dict[str, int] = {}
+    for key in keys:
+        for end in _ends(key):
+            counts[end] = counts.get(end, 0) + 1
+    return [next((end for end in _ends(key) if counts[end] == 1), key).replace("_", " ") for key in keys]
+
+
+def _ends(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]

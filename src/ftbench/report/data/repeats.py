@@ -1,0 +1,55 @@
+"""Records of repeats as one record, and the columns for keys that vary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.compare import geometric_mean
+from ftbench.report.data.axes import PREFIX, varying_keys
+from ftbench.report.data.collect import Record, data_labels, known
+from ftbench.report.data.facts import spec_facts
+from ftbench.report.data.groups import cache_of, identity, runs_of
+from ftbench.store.rundir import RunDir
+
+RUNS = "runs"
+_MERGED = ("tokens_per_s.real", "samples_per_hour", "samples_per_s", "step_time_s.median", "step_time_s.mean",
+           "memory_gb.allocated_peak", "memory_gb.reserved_peak", "memory_gb.device_peak", "mfu", "hfu", "first_step_s",
+           "time_to_steady_s", "loss.eval", "loss.last", "energy.joules_per_1k_samples", "model_tflops")  # fmt: skip
+
+
+def with_axes(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
+    """Return the records with a field `spec.<key>` for each key of the resolved specs that varies and that no other
+    column of the table shows, and the names of these fields, in the order of the spec."""
+    specs = [spec_facts(RunDir(Path(record["path"]))) for record in records]
+    labels = {"model": [str(record["model"]) for record in records], "dataset": data_labels(records)}
+    keys = varying_keys(specs, labels)
+    wider = [record | {PREFIX + key: spec.get(key, "") for key in keys}
+             for record, spec in zip(records, specs, strict=True)]  # fmt: skip
+    return wider, [PREFIX + key for key in keys]
+
+
+def merge_repeats(records: Sequence[Record]) -> list[Record]:
+    """Return one record for the runs of the same spec on the same GPU, in the order of their first; `runs` says how
+    many ended well of how many. Figures are geometric means of the runs that ended well, that of the first step of
+    those with a cold cache where there are any; the rest is the first's."""
+    groups: dict[Any, list[Record]] = {}
+    for run in runs_of(records):
+        groups.setdefault(identity(run), []).append(run.record)
+    return [_merged(group) for group in groups.values()]
+
+
+def _merged(group: Sequence[Record]) -> Record:
+    ended_well = [record for record in group if record["state"] == "ok"]
+    first = dict((ended_well or group)[0])
+    figures = {name: geometric_mean(known(ended_well, name)) for name in _MERGED if name in first}
+    if len(group) > 1 and (cold := [record for record in ended_well if cache_of(record) == "cold"]):
+        figures["first_step_s"] = geometric_mean(known(cold, "first_step_s"))
+    failed = [record for record in group if record["state"] != "ok"]
+    warnings = dict.fromkeys(warning for record in group for warning in record["warnings"])
+    if ended_well and failed:
+        how = failed[0]["reason"] or failed[0]["state"]
+        warnings |= {f"{len(failed)} of {len(group)} repeats ended otherwise: {how}": None}
+    count = str(len(group)) if not failed else f"{len(ended_well)} of {len(group)}"
+    return first | figures | {RUNS: count, "warnings": list(warnings)}

@@ -1,0 +1,59 @@
+"""Groups of repeats → one figure each with its 95 % interval, for the comparison bars."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ftbench.core.compare import TYPICAL_SPREAD
+from ftbench.core.stats import CONFIDENCE, t_quantile
+from ftbench.report.page.view import Row, View, secretless
+
+Figure = tuple[float, float | None, float | None]
+_NORMAL = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+
+
+def bars(view: View) -> list[dict[str, Any]]:
+    """Return each group with runs that ended well: `figures` by name as value, low, high; no interval is None."""
+    cells: dict[int, list[Row]] = {}
+    for row in view.rows:
+        if row.values:
+            cells.setdefault(id(row.cell), []).append(row)
+    return [
+        {
+            "workload": rows[0].workload, "gpu": rows[0].gpu, "method": secretless(str(rows[0].record["method"])),
+            "batch": rows[0].cell.batch, "label": secretless(rows[0].cell.name), "runs": len(rows),
+            "figures": _figures(rows),
+        }
+        for rows in cells.values()
+    ]  # fmt: skip
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    names = dict.fromkeys(name for row in rows for name in row.values)
+    figures = {}
+    for name in names:
+        values = [row.values[name] for row in rows if name in row.values]
+        figures[name] = of_repeats(values) if len(values) > 1 else of_one_run(rows[0], name, values[0])
+    return figures
+
+
+def of_repeats(values: Sequence[float]) -> Figure:
+    """Return the mean of runs in fresh processes and its 95 % interval (Student's t)."""
+    mean = statistics.fmean(values)
+    half = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, max(0.0, mean - half), mean + half
+
+
+def of_one_run(row: Row, name: str, value: float) -> Figure:
+    """Return one run's figure with the interval of its median step, widened by what like runs differ by, and of what
+    follows from the step time in proportion."""
+    if row.interval is None or name not in ("step", "samples", "tokens") or "step" not in row.values:
+        return value, None, None
+    wider = math.exp(_NORMAL * TYPICAL_SPREAD)
+    low, high, middle = row.interval[0] / wider, row.interval[1] * wider, row.values["step"]
+    if name == "step":
+        return value, low, high
+    return value, value * middle / high if high else None, value * middle / low if low else None
