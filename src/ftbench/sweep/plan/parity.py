@@ -22,6 +22,7 @@ from ftbench.report.data.facts import spec_facts
 from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.loss_tolerance import tolerance
+from ftbench.spec.optimizations.declaration import ROUNDING
 from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.steps import read_steps
 from ftbench.sweep.jobs import Job, job
@@ -138,8 +139,8 @@ class ParityPlan(Grid):
     def controls(self) -> list[Judgement]:
         """Return what each control has come to, by the widest tolerance of the recipes: FOLLOWS and CANNOT_TELL mean
         that the check would have passed a run that learned nothing."""
-        share = max((found.tolerance or 0.0 for found in self.judgements()), default=0.0)
-        return [self._judged(name, [self.control(name)], share or None) for name in CONTROLS]
+        share = max([found.tolerance for found in self.judgements() if found.tolerance], default=ROUNDING)
+        return [self._judged(name, [self.control(name)], share) for name in CONTROLS]
 
     def passed(self) -> bool:
         """Return whether every recipe follows, and every control was caught."""
@@ -217,6 +218,8 @@ def _together(seeds: Sequence[Learning], held_out: Sequence[float], share: float
 
 def _seeds(spec: Experiment, number: int) -> dict[str, Any]:
     changes = {"train.seed": spec.train.seed + number}
+    if spec.method.name == "unsloth":  # which draws its adapters with a seed of its own
+        changes["method.random_state"] = spec.method.random_state + number
     return changes | ({"dataset.seed": spec.dataset.seed + number} if spec.method.name == "full" else {})
 
 
