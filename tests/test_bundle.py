@@ -3,6 +3,7 @@ with a sentence and writes nothing outside of its folder."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -21,8 +22,9 @@ from ftbench.errors import SpecError
 from ftbench.store import rundir, summary
 from ftbench.store.bundle import pack, unpack
 from ftbench.store.bundle.verify import verify
+from ftbench.store.ranks import write_merged
 from ftbench.store.rundir import RunDir
-from ftbench.store.steps import StepsWriter
+from ftbench.store.steps import StepsWriter, read_steps
 
 zstd = unpack.zstd
 COMMITTED = Path(__file__).parents[1] / "results" / "h200"
@@ -113,6 +115,24 @@ def test_the_same_runs_give_the_same_bytes(runs, bundled, tmp_path):
     assert (tmp_path / "again.tar.zst").read_bytes() == bundled.read_bytes()
     pack.make([runs / "study" / name for name in ("qlora-b4-r1", "lora-b4-r1")], tmp_path / "third.tar.zst")
     assert (tmp_path / "third.tar.zst").read_bytes() == bundled.read_bytes()
+
+
+def test_the_files_of_every_rank_go_with_it_and_are_verified(runs, tmp_path):
+    run = RunDir(runs / "study" / "lora-b4-r1")
+    steps, _ = read_steps(run.steps)
+    for rank in range(2):
+        writer = StepsWriter(run.rank_steps(rank))
+        writer.append(dataclasses.replace(row, rank=rank, data_rank=rank) for row in steps)
+        writer.close()
+    run.steps.unlink()
+    write_merged(run)
+    rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+    pack.make([run.path], tmp_path / "x.tar.zst")
+    assert {"steps.csv", "steps.rank0.csv", "steps.rank1.csv"} <= {
+        Path(n).name for n in members(tmp_path / "x.tar.zst")
+    }
+    assert verify(tmp_path / "x.tar.zst").problems == []
+    assert rundir.read_json(run.summary)["ranks"]["count"] == 2
 
 
 def test_logs_go_with_it_when_asked(runs, tmp_path):

@@ -9,7 +9,11 @@ import sys
 import pytest
 import torch
 
+from conftest import spec_of
+from ftbench.store.ranks import merge, read_ranks
+from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_columns, read_steps
+from ftbench.worker import train
 from ftbench.worker.measure.batch_count import BatchCount
 from ftbench.worker.measure.hf_adapter import HfRecording, count_of
 from ftbench.worker.measure.recorder import Recorder
@@ -95,6 +99,22 @@ def test_where_a_step_stands_is_known_at_any_time(recorder):
         seen.append(recorder.position)
     recorder.finish()
     assert seen == ["forward", "forward", "optimizer", "data", "evaluate", "data"]
+
+
+def test_each_rank_writes_a_file_of_its_own(tmp_path, monkeypatch):
+    spec = spec_of()
+    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"gpus": 2})})  # refused until it is built
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        made = train._recorder(RunDir(tmp_path), spec)
+        made.start()
+        made.begin_step()
+        made.micro_batch(BatchCount(real=5, padded=8, labels=5, samples=1, longest=5), torch.tensor(1.0 + rank))
+        made.end_step()
+        made.finish()
+    (row,) = merge(read_ranks(RunDir(tmp_path))[0])
+    assert (row.real_tokens, row.loss, row.rank) == (10, 1.5, None)
+    assert not RunDir(tmp_path).steps.exists()
 
 
 def test_the_recorder_knows_torch_and_no_trainer():

@@ -28,14 +28,16 @@ class Follower:
         self.steps = 0
         self.slowest_s = 0.0
         self.changed = time.monotonic()
-        self._tail = StepsTail(run.steps)
+        self._tail: StepsTail | None = None
         self._seen: dict[Path, tuple[int, int]] = {}
 
     def poll(self) -> None:
         if self._grown(self.run.phases):
             phases = read_json(self.run.phases).get("phases")
             self.phase = str(phases[-1].get("name", "")) if phases else ""
-        if self._grown(self.run.steps):
+        steps = self.run.steps if self.run.steps.exists() else self.run.rank_steps(0)
+        if self._grown(steps):
+            self._tail = self._tail or StepsTail(steps)
             for row in self._tail.read():
                 if row.phase == "train":
                     self.last = row

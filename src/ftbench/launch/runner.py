@@ -22,7 +22,7 @@ from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.refusals import refusals
-from ftbench.store import ceilings, machine, rundir, summary
+from ftbench.store import ceilings, machine, ranks, rundir, summary
 from ftbench.store.rundir import RunDir
 
 MINIMUM_FREE_BYTES = 32 * 2**20
@@ -178,6 +178,7 @@ def _close(run: RunDir, ended: process.Exit) -> Result:
     """Writes state and summary; raises MissingError where the disk takes neither."""
     state = _final_state(run, ended)
     try:
+        ranks.write_merged(run)
         state |= _profile(run)
         rundir.write_json(run.state, state)
         found = summary.summarise(run)
@@ -205,6 +206,7 @@ def tidy(run: RunDir) -> None:
     state = rundir.read_json(run.state)
     if state.get("state") in ("ok", "oom", "timeout", "error"):
         rundir.write_json(run.state, {key: value for key, value in state.items() if key != "owner"})
+        ranks.write_merged(run)
         rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
         run.reserve.unlink(missing_ok=True)
 

@@ -41,6 +41,10 @@ class RunDir:
     def run_id(self) -> str:
         return self.path.name
 
+    def rank_steps(self, rank: int) -> Path:
+        """The steps of one rank of several, of which `steps` are those of the run."""
+        return self.path / f"steps.rank{rank}.csv"
+
     def __getattr__(self, name: str) -> Path:
         if name not in _FILES:
             raise AttributeError(name)

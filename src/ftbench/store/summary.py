@@ -13,6 +13,7 @@ from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import health, run_warnings
+from ftbench.store.ranks import merge, read_ranks, spread
 from ftbench.store.rundir import RunDir, first_gpu, read_json, read_state
 from ftbench.store.steps import read_steps
 
@@ -21,49 +22,28 @@ PROFILED = "profiled: no speed is taken from this run, its steps were recorded (
 
 
 def summarise(run: RunDir) -> RunSummary:
-    """The summary of a run from its files; what a run that ended early cannot tell stays empty."""
+    """Return the summary of a run from its files; what a run that ended early cannot tell stays empty."""
     spec, applied, machine = read_json(run.spec_json), read_json(run.applied), read_json(run.machine)
     state = read_state(run)
+    ranks, rank_warnings = read_ranks(run)
     everything, warnings = read_steps(run.steps)
+    everything = everything or (merge(ranks) if ranks else [])
     train = [row for row in everything if row.phase == "train" and row.step_time_s is not None]
     warm = _warmup(spec, train)
-    steady = train[warm:]
     phases = read_json(run.phases).get("phases", [])
-    loss_scaled = spec.get("train", {}).get("precision") == "fp16"
-    summary = RunSummary(
-        name=spec.get("name", run.path.parent.name),
-        run_id=run.run_id,
-        state=state["state"],
-        reason=state.get("reason"),
-        method=spec.get("method", {}).get("name", ""),
-        model=spec.get("model", {}).get("id", ""),
-        weights=spec.get("model", {}).get("weights", ""),
-        gpu=first_gpu(machine).get("name"),
-        batch_size=spec.get("train", {}).get("batch_size", 0),
-        gradient_accumulation_steps=spec.get("train", {}).get("gradient_accumulation_steps", 0),
-        optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})),
-        steps={"total": len(train), "warmup": warm, "steady": len(steady)},
-        loss=_losses(everything),
-        parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},
-        memory_gb=_memory(everything, train, warm, phases),
-        phases_s=_phases(phases, train, warm, state),
-        dataset=applied.get("dataset", {}),
-        oom=state.get("oom"),
-        warnings=[*applied.get("warnings", []), *warnings],
-        learning=health.learning(everything, loss_scaled),
-        first_step_cache=health.first_step_cache(applied),
-    )
-    summary.warnings += health.learning_warnings([row for row in everything if row.phase == "train"], loss_scaled)
-    if spec.get("measure", {}).get("share_gpu"):
-        summary.warnings.append(SHARED)
+    summary = _described(run, spec, applied, machine, state)
+    summary.steps = {"total": len(train), "warmup": warm, "steady": len(train) - warm}
+    summary.loss = _losses(everything)
+    summary.memory_gb = _memory(everything, train, warm, phases)
+    summary.phases_s = _phases(phases, train, warm, state)
+    summary.ranks = spread(ranks, warm)
+    summary.warnings += [*warnings, *rank_warnings]
+    _learning(summary, everything, spec)
     if profiled(spec):  # the profiler slows steps and launches
         summary.warnings += [PROFILED, *run_warnings.warnings(everything, [], 0, machine, {}, ended_well=False)]
         return summary
-    if train and train[0].step == 1:  # an imported log may begin later, or tell of several steps in a row
-        summary.first_step_s = train[0].step_time_s
-        if not warm or train[warm - 1].step == warm:
-            summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
-    if steady:
+    _first_steps(summary, train, warm)
+    if steady := train[warm:]:
         _speed(summary, steady)
         _flops(summary, steady, applied, machine)
         _energy(summary, steady, machine)
@@ -76,6 +56,47 @@ def summarise(run: RunDir) -> RunSummary:
         everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed
     )
     return summary
+
+
+def _described(
+    run: RunDir, spec: dict[str, Any], applied: dict[str, Any], machine: dict[str, Any], state: dict[str, Any]
+) -> RunSummary:
+    """Return a summary that says which run it is of, without a figure."""
+    train = spec.get("train", {})
+    return RunSummary(
+        name=spec.get("name", run.path.parent.name),
+        run_id=run.run_id,
+        state=state["state"],
+        reason=state.get("reason"),
+        method=spec.get("method", {}).get("name", ""),
+        model=spec.get("model", {}).get("id", ""),
+        weights=spec.get("model", {}).get("weights", ""),
+        gpu=first_gpu(machine).get("name"),
+        batch_size=train.get("batch_size", 0),
+        gradient_accumulation_steps=train.get("gradient_accumulation_steps", 0),
+        optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})),
+        steps={},
+        parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},
+        dataset=applied.get("dataset", {}),
+        oom=state.get("oom"),
+        warnings=[*applied.get("warnings", []), *([SHARED] if spec.get("measure", {}).get("share_gpu") else [])],
+        first_step_cache=health.first_step_cache(applied),
+    )
+
+
+def _learning(summary: RunSummary, everything: Sequence[StepRow], spec: dict[str, Any]) -> None:
+    loss_scaled = spec.get("train", {}).get("precision") == "fp16"
+    summary.learning = health.learning(everything, loss_scaled)
+    summary.warnings += health.learning_warnings([row for row in everything if row.phase == "train"], loss_scaled)
+
+
+def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> None:
+    """Say how long the first step and all of the warm-up took: an imported log may begin later than at step 1, or tell
+    of several steps in a row."""
+    if train and train[0].step == 1:
+        summary.first_step_s = train[0].step_time_s
+        if not warm or train[warm - 1].step == warm:
+            summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
 
 
 def profiled(spec: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import Any
 
@@ -196,4 +197,6 @@ def _recorder(directory: RunDir, spec: Experiment) -> Recorder:
             before = first_gpu(read_json(directory.machine)).get("process_ids") or ()
             own = own_processes(nvml, handle, before)
             sampler = Sampler(nvml, handle, [host, GpuLoad(nvml, handle, own)])
-    return Recorder(StepsWriter(directory.steps), gpu, sampler, count_graphs=bool(spec.optimizations.compile))
+    rank = int(os.environ["RANK"]) if spec.launch.gpus > 1 else 0
+    writer = StepsWriter(directory.rank_steps(rank) if spec.launch.gpus > 1 else directory.steps)
+    return Recorder(writer, gpu, sampler, count_graphs=bool(spec.optimizations.compile), rank=rank)

@@ -22,6 +22,7 @@ from ftbench.core.redact import redact
 from ftbench.errors import SpecError
 from ftbench.store.bundle.unpack import BLOCK, MANIFEST, MAX_FILE, SCHEMA, unsafe, zstd
 from ftbench.store.output import output_file
+from ftbench.store.ranks import rank_files
 from ftbench.store.rundir import RunDir, disk_error, find_runs, read_state
 
 FILES = ("spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json",
@@ -115,7 +116,8 @@ def _files_of(run: RunDir, with_logs: bool) -> Iterator[str]:
     """Only what is known, so that nothing else in the directory leaves the machine; a link is no file."""
     profile = run.path / "profile"
     tables = sorted(p.name for p in profile.iterdir() if p.suffix in PROFILE) if profile.is_dir() else []
-    for name in (*FILES, *(["log.txt"] if with_logs else []), *(f"profile/{table}" for table in tables)):
+    ranks = [path.name for path in rank_files(run)]
+    for name in (*FILES, *ranks, *(["log.txt"] if with_logs else []), *(f"profile/{table}" for table in tables)):
         path = run.path / name
         if path.is_file() and not path.is_symlink() and not path.parent.is_symlink():
             yield name

@@ -1,0 +1,127 @@
+"""Steps of several ranks → those of the run: tokens add up, time and memory are the worst rank's, energy adds up.
+
+A rank writes a steps.csv of its own; nothing is gathered within a step. Ranks of one tensor- or expert-parallel group
+see the same batch (`data_rank`), which counts once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.rows import COLUMNS, StepRow
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter, read_steps
+
+SPREAD = ("step_time_s", "peak_memory_gb", "peak_reserved_gb", "device_memory_gb")
+_COUNTED_ONCE = ("real_tokens", "padded_tokens", "label_tokens", "samples")  # for each share of the batch
+_ADDED = ("energy_j", "power_w", "host_memory_gb")
+_LOWEST = ("sm_clock_mhz",)
+_MEAN = ("gpu_busy", "tensor_busy", "memory_busy", "host_cpu_by_others")
+_FIRST = ("step", "epoch", "progress_ratio", "phase", "learning_rate")
+_EMPTY = ("rank", "data_rank")
+
+
+def merge(ranks: Sequence[Sequence[StepRow]]) -> list[StepRow]:
+    """Return the rows that all ranks have, merged, in the order of the first rank's."""
+    tables = [{(row.phase, row.step): row for row in rows} for rows in ranks]
+    return [merged([table[key] for table in tables]) for key in tables[0] if all(key in table for table in tables)]
+
+
+def merged(rows: Sequence[StepRow]) -> StepRow:
+    """Return one row for the same step of all ranks; a figure that one of them does not know is not known."""
+    return StepRow(**{name: _value(name, rows) for name in COLUMNS if name not in _EMPTY})
+
+
+def _value(name: str, rows: Sequence[StepRow]) -> Any:
+    if name == "throttle":
+        return _throttle(rows)
+    if name in _FIRST:
+        return getattr(rows[0], name)
+    if name == "loss" or name in _COUNTED_ONCE:
+        rows = _shares(rows)
+    values = [getattr(row, name) for row in rows]
+    if any(value is None for value in values):
+        return None
+    if name == "loss":
+        return _loss(rows)
+    return _combine(name)(values)
+
+
+def _combine(name: str) -> Callable[[list[Any]], Any]:
+    """How a column of several ranks becomes one: a sum, the lowest, the mean, or the highest."""
+    if name in _COUNTED_ONCE or name in _ADDED:
+        return sum
+    if name in _MEAN:
+        return statistics.fmean
+    return min if name in _LOWEST else _highest
+
+
+def _highest(values: list[float]) -> float:
+    """Return the highest value; NaN where there is one, which hides behind no other."""
+    return next((value for value in values if math.isnan(value)), max(values))
+
+
+def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
+    """Return a row for each share of the batch."""
+    first: dict[int | None, StepRow] = {}
+    for index, row in enumerate(rows):
+        first.setdefault(index if row.data_rank is None else row.data_rank, row)
+    return list(first.values())
+
+
+def _loss(shares: Sequence[StepRow]) -> float:
+    """Return the run's loss: of a training step the mean over the shares, which is what the gradients are averaged by;
+    of an evaluation the mean over all label tokens."""
+    labels = [row.label_tokens for row in shares]
+    losses = [row.loss or 0.0 for row in shares]
+    if shares[0].phase != "evaluate" or not all(labels):
+        return sum(losses) / len(losses)
+    return sum(loss * (count or 0) for loss, count in zip(losses, labels, strict=True)) / sum(n or 0 for n in labels)
+
+
+def _throttle(rows: Sequence[StepRow]) -> str | None:
+    reasons = [reason for row in rows if row.throttle for reason in row.throttle.split("|")]
+    return ("|".join(dict.fromkeys(r for r in reasons if r != "none")) or "none") if reasons else None
+
+
+def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
+    """Return the `ranks` section of a summary: their `count`, and by column the `lowest` and the `highest` rank: the
+    median time of a steady step, and memory peaks. Empty for a single rank."""
+    if len(ranks) < 2:
+        return {}
+    found: dict[str, Any] = {}
+    for name in SPREAD:
+        columns = [[value for row in rows if (value := getattr(row, name)) is not None] for rows in ranks]
+        if all(columns):
+            timed = name == "step_time_s"
+            figures = [statistics.median(values[warmup:] or values) if timed else max(values) for values in columns]
+            found[name] = {"lowest": min(figures), "highest": max(figures)}
+    return {"count": len(ranks), "spread": found}
+
+
+def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
+    """Return the rows of each rank of a run, and what was wrong with their files; none for a run of one process."""
+    tables = [read_steps(path) for path in rank_files(run)]
+    return [rows for rows, _ in tables], [warning for _, warnings in tables for warning in warnings]
+
+
+def rank_files(run: RunDir) -> list[Path]:
+    """Return the files of the ranks, in their order."""
+    found = {int(number): path for path in run.path.glob("steps.rank*.csv") if (number := path.name[10:-4]).isdecimal()}
+    return [found[number] for number in sorted(found)]
+
+
+def write_merged(run: RunDir) -> None:
+    """Write the steps.csv of a run of several ranks, whose files are complete. Raises MissingError for a full disk."""
+    ranks, _ = read_ranks(run)
+    if not ranks or run.steps.exists():
+        return
+    writer = StepsWriter(run.steps)
+    try:
+        writer.append(merge(ranks))
+    finally:
+        writer.close()

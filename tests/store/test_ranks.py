@@ -1,0 +1,113 @@
+"""Steps of several ranks become those of the run: each figure against one worked out by hand."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftbench.core.rows import StepRow
+from ftbench.store.ranks import merge, merged, rank_files, read_ranks, spread, write_merged
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter, read_steps
+
+
+def row(step=1, rank=0, **values):
+    return StepRow(**{
+        "step": step, "phase": "train", "rank": rank, "data_rank": rank, "step_time_s": 1.0 + rank / 10,
+        "elapsed_time_sec": step * (1.0 + rank / 10), "real_tokens": 100 + rank, "padded_tokens": 128,
+        "label_tokens": 50, "samples": 2, "longest_sequence": 60 + rank, "loss": 2.0 + rank, "grad_norm": 1.5,
+        "learning_rate": 1e-3, "peak_memory_gb": 20.0 + rank, "device_memory_gb": 22.0 + rank, "host_memory_gb": 3.0,
+        "energy_j": 500.0, "power_w": 400.0, "sm_clock_mhz": 1500.0 - rank, "temperature_c": 60.0 + rank,
+        "throttle": "none", **values,
+    })  # fmt: skip
+
+
+def test_tokens_and_energy_add_up_and_time_and_memory_are_the_worst_rank_s():
+    found = merged([row(rank=0), row(rank=1), row(rank=2), row(rank=3)])
+    assert (found.real_tokens, found.padded_tokens, found.label_tokens, found.samples) == (406, 512, 200, 8)
+    assert (found.energy_j, found.power_w, found.host_memory_gb) == (2000.0, 1600.0, 12.0)
+    assert (found.step_time_s, found.peak_memory_gb, found.device_memory_gb) == (1.3, 23.0, 25.0)
+    assert (found.longest_sequence, found.sm_clock_mhz, found.temperature_c) == (63, 1497.0, 63.0)
+    assert (found.loss, found.grad_norm, found.learning_rate) == (3.5, 1.5, 1e-3)
+    assert (found.rank, found.data_rank, found.step, found.phase) == (None, None, 1, "train")
+
+
+def test_ranks_that_share_a_batch_count_it_once():
+    """Two tensor-parallel groups of two: four GPUs, two batches."""
+    found = merged([row(rank=rank, data_rank=rank // 2) for rank in range(4)])
+    assert (found.real_tokens, found.samples, found.energy_j) == (100 + 102, 4, 2000.0)
+    assert found.loss == (2.0 + 4.0) / 2
+
+
+def test_an_evaluation_s_loss_is_the_mean_over_all_label_tokens():
+    rows = [row(phase="evaluate", loss=1.0, label_tokens=30), row(rank=1, phase="evaluate", loss=2.0, label_tokens=10)]
+    assert merged(rows).loss == pytest.approx((30 * 1.0 + 10 * 2.0) / 40)
+
+
+@pytest.mark.parametrize("column", ["loss", "grad_norm", "step_time_s"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_number_that_is_none_hides_behind_no_other(column, rank):
+    rows = [row(rank=0), row(rank=1)]
+    setattr(rows[rank], column, math.nan)
+    assert math.isnan(getattr(merged(rows), column))
+
+
+def test_what_one_rank_does_not_know_is_not_known():
+    found = merged([row(rank=0), row(rank=1, energy_j=None, real_tokens=None, gpu_busy=0.9)])
+    assert (found.energy_j, found.real_tokens, found.gpu_busy) == (None, None, None)
+
+
+def test_every_reason_for_throttling_is_named_once():
+    rows = [row(throttle="none"), row(rank=1, throttle="sw_power_cap|hw_thermal"), row(rank=2, throttle="hw_thermal")]
+    assert merged(rows).throttle == "sw_power_cap|hw_thermal"
+
+
+def test_a_step_that_not_all_ranks_have_finished_is_no_step():
+    found = merge([[row(1), row(2), row(3)], [row(1, rank=1), row(2, rank=1)]])
+    assert [each.step for each in found] == [1, 2]
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=8))
+def test_a_single_rank_is_the_run_and_order_is_no_matter(times):
+    rows = [row(rank=rank, step_time_s=time) for rank, time in enumerate(times)]
+    assert merged(rows[:1]).step_time_s == rows[0].step_time_s
+    assert merged(rows).step_time_s == merged(rows[::-1]).step_time_s == max(times)
+
+
+def test_the_spread_is_between_the_ranks_steady_steps_and_peaks():
+    ranks = [[row(1, rank, step_time_s=9.0), row(2, rank), row(3, rank)] for rank in range(2)]
+    found = spread(ranks, warmup=1)
+    assert found["count"] == 2
+    assert found["spread"]["step_time_s"] == {"lowest": 1.0, "highest": 1.1}
+    assert found["spread"]["peak_memory_gb"] == {"lowest": 20.0, "highest": 21.0}
+    assert "peak_reserved_gb" not in found["spread"]
+    assert spread(ranks[:1], warmup=1) == {}
+
+
+@pytest.fixture
+def run(tmp_path):
+    found = RunDir(tmp_path)
+    for rank in range(11):
+        writer = StepsWriter(found.rank_steps(rank))
+        writer.append([row(1, rank), row(2, rank)])
+        writer.close()
+    return found
+
+
+def test_files_are_taken_in_the_order_of_their_ranks(run):
+    assert [path.name for path in rank_files(run)] == [f"steps.rank{rank}.csv" for rank in range(11)]
+    assert [rows[0].rank for rows in read_ranks(run)[0]] == list(range(11))
+
+
+def test_the_merged_file_is_written_once_and_read_as_any_other(run):
+    write_merged(run)
+    write_merged(run)
+    found, warnings = read_steps(run.steps)
+    assert (len(found), warnings) == (2, [])
+    assert found[1].samples == 22
+
+
+def test_a_run_of_one_process_has_nothing_to_merge(tmp_path):
+    write_merged(RunDir(tmp_path))
+    assert list(tmp_path.iterdir()) == []
