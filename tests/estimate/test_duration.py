@@ -18,7 +18,7 @@ from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import preflight
 from ftbench.estimate.memory import measured
-from ftbench.estimate.time import duration_text, fitting, speeds, table
+from ftbench.estimate.time import fitting, speeds, table, text
 from ftbench.estimate.time.duration import (
     MEASURED,
     OTHER,
@@ -179,7 +179,7 @@ def test_one_fused_kernel_updates_faster_than_a_dozen_passes_and_than_states_in_
 
 
 def test_every_term_of_a_step_has_a_word():
-    assert set(duration_text._TERMS) == set(speeds.shipped()) - {"host"}
+    assert set(text._TERMS) == set(speeds.shipped()) - {"host"}
 
 
 def test_runs_of_an_older_loss_are_no_measurements_of_todays():
@@ -301,10 +301,10 @@ def test_a_damaged_store_is_read_as_far_as_it_can_be(tmp_path):
         path = getattr(odd, part)
         path.write_text(json.dumps(rundir.read_json(path) | changes))
     (tmp_path / "probe").mkdir()
-    for place, text in enumerate(
+    for place, content in enumerate(
         ("[]", '{"machine": []}', '{"machine": {"gpu": {"name": "NVIDIA H200"}}, "products": 3}')
     ):
-        (tmp_path / "probe" / f"{place}.json").write_text(text)
+        (tmp_path / "probe" / f"{place}.json").write_text(content)
     assert estimate(store=Store.read(tmp_path)).step_s.expected > 0
     assert [known.run_id.split("/")[1] for known in Store.read(tmp_path).runs] == ["machine", run.run_id]
     with pytest.raises(SpecError, match="is no folder of runs"):
@@ -483,3 +483,15 @@ def test_a_machine_that_holds_its_gpu_to_fewer_watts_is_slower_and_draws_no_more
     assert 1.1 < slow.step_s.expected / fast.step_s.expected < 700 / 400
     assert slow.watts.high <= 400
     assert limited_gpu({"name": "no such GPU", "power_limit_w": 100.0}) is None
+
+
+def test_a_run_beside_other_work_teaches_nothing_and_the_estimate_says_so(tmp_path):
+    plain = make_run(tmp_path, "plain")
+    make_run(tmp_path, "contended", steps(30, seconds=9.0, host_cpu_by_others=0.6))
+    store = Store.read(tmp_path)
+    assert [run.run_id.split("/")[1] for run in store.runs] == [plain.run_id]
+    found = estimate_duration(store.runs[0].spec, H200, store)
+    assert found.step_s.expected == pytest.approx(1.0, rel=0.01)
+    assert found.confidence == (
+        "measured (same step, same GPU, 1 run); 1 run beside other work on the machine left out"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -97,9 +98,58 @@ def test_the_same_matrices_are_trained_unless_others_are_asked_for():
 def test_the_effective_batch_is_held_by_accumulation():
     found = ask(effective_batch=48)
     steps = [option.spec.train for option in found.options]
-    assert {train.batch_size * train.gradient_accumulation_steps for train in steps} == {48}
+    rows = [option.spec.optimizations.packing for option in found.options]
+    held = [train.batch_size * train.gradient_accumulation_steps for train in steps]
+    assert {size for size, packed in zip(held, rows, strict=True) if not packed} == {48}
+    assert any(rows)
+    assert all(option.duration.samples == pytest.approx(48, rel=0.1) for option in found.options)
     assert any(train.gradient_accumulation_steps > 1 for train in steps)
+
+
+def test_a_step_of_fewer_samples_than_a_packed_row_holds_is_not_packed():
+    found = ask(effective_batch=4)
+    assert not any(option.spec.optimizations.packing for option in found.options)
     assert any("packing" in reason for reason in found.ruled_out)
+
+
+@pytest.mark.parametrize(("arguments", "held"), [
+    ((), {12}), (("--effective-batch", "32"), {32}), (("--effective-batch", "any"), None),
+    (("--set", "train.batch_size=8"), {24}),
+], ids=str)  # fmt: skip
+def test_the_specs_own_effective_batch_is_kept_unless_told_otherwise(ftbench, spec_file, arguments, held):
+    asked = ("--gpu", "H200", "--samples", 5000, "--set", "train.gradient_accumulation_steps=3", *arguments)
+    _, out, _ = ftbench("recommend", spec_file, *asked, "--json")
+    plain = [option for option in json.loads(out)["options"] if "packing" not in option["optimizations"]]
+    steps = {option["batch_size"] * option["gradient_accumulation_steps"] for option in plain}
+    assert steps == held if held else len(steps) > 1
+
+
+@pytest.mark.parametrize(("gpu", "sets"), [
+    ("L40S", ["train.batch_size=16"]), ("RTX 4090", []),
+    ("A100 80GB", ["train.batch_size=64", "dataset.max_length=4096"]),
+    ("H200", ["method=full", "train.batch_size=64"]), ("RTX 4090", ["method=qlora", "train.batch_size=32"]),
+], ids=str)  # fmt: skip
+def test_what_does_not_fit_comes_with_the_command_of_the_nearest_that_does(ftbench, spec_file, gpu, sets):
+    words = [word for value in sets for word in ("--set", value)]
+    code, out, _ = ftbench("estimate", spec_file, "--gpu", gpu, "--check", *words)
+    assert code != 0
+    command = shlex.split(out.splitlines()[-1])
+    assert command[:2] == ["ftbench", "run"]
+    assert Path(command[2]) == spec_file
+    code, again, _ = ftbench("estimate", *command[2:], "--gpu", gpu, "--check")
+    assert code == 0
+    assert "The nearest" not in again
+    before, after = (load(spec_file, [word.removeprefix("--set=") for word in each]) for each in (sets, command[3:]))
+    samples = [spec.train.batch_size * spec.train.gradient_accumulation_steps for spec in (before, after)]
+    assert samples[0] == samples[1]
+
+
+def test_where_nothing_fits_no_command_is_made_up(ftbench, spec_file):
+    asked = ("estimate", spec_file, "--gpu", "L4", "--set", "model=Qwen/Qwen3-32B", "--set", "method=full")
+    _, out, _ = ftbench(*asked)
+    assert "is sure to make it fit" in out
+    _, out, _ = ftbench(*asked, "--json")
+    assert json.loads(out)["gpus"][0]["nearest"] is None
 
 
 def test_a_data_set_without_padding_needs_no_packing():

@@ -22,7 +22,10 @@ def recommend(
     prices: Prices = None,
     objective: Annotated[str, typer.Option(help="what is best: speed, cost, energy or memory")] = "speed",
     method: Annotated[str | None, typer.Option(help="lora,full: to choose from, if not the spec's kind")] = None,
-    effective_batch: Annotated[int | None, typer.Option(help="samples a step, held by accumulation")] = None,
+    effective_batch: Annotated[
+        str | None,
+        typer.Option(help="samples a step, held by accumulation: N or any; the spec's if left out"),
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best as a spec to run")] = None,
     config: Config = None,
     store: Store = Path("results"),

@@ -22,7 +22,8 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns), header_style="")
+    headed = any(name.removeprefix(">") for name in columns)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=headed, header_style="")
     for heading in columns:
         figures = heading.startswith(">")
         table.add_column(

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
+from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import view
 from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.memory.share import STRATEGIES
-from ftbench.estimate.time import duration_text, per_gpu
+from ftbench.estimate.recommend.nearest import nearest_fit
+from ftbench.estimate.time import text as time_text
 from ftbench.estimate.time.run_index import Store
 from ftbench.spec.base import nearest
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
 from ftbench.spec.reading import read_config
@@ -50,28 +53,45 @@ class Answer:
 
 
 def estimate(request: Request) -> Answer:
-    """Raises SpecError for what is wrong or cannot be known, with a way to say it."""
+    """Raise SpecError for what is wrong or cannot be known, with a way to say it."""
     store = Store.read(request.store)
     spec = store.counted(load(request.spec, request.sets))
     prices = None if request.prices is None else load_prices(request.prices)
-    asked = duration_text.checked(request.samples, request.hours, prices)
+    scope = time_text.scope_of(request.samples, request.hours, prices)
     options: dict[str, Any] = {"gpus": _count(request), "strategy": _strategy(request)}
-    if request.config is not None:
-        options["config"] = read_config(request.config)
-    places = gpus_of(request)
-    found: list[tuple[str, MemoryEstimate, int | None]] = [
+    config = None if request.config is None else read_config(request.config)
+    if config is not None:
+        options["config"] = config
+    gpus = gpus_of(request)
+    rows: list[tuple[str, MemoryEstimate, int | None]] = [
         (name, estimate_memory(spec, gpu, total=total, **options), largest_batch(spec, gpu, total=total, **options))
-        for name, gpu, total in places
+        for name, gpu, total in gpus
     ]
-    best = min(VERDICTS.index(one.verdict) for _, one, _ in found)
-    rows = [per_gpu.timed(spec, name, gpu, store, options.get("config"), request.gpus) for name, gpu, _ in places]
-    document = view.as_document(spec, found)
-    for one, time in zip(document["gpus"], per_gpu.as_documents(spec, rows, asked), strict=True):
-        one["time"] = time
-    text = f"{view.as_text(spec, found)}\n\n{per_gpu.as_text(spec, rows, asked)}"
-    if any(one.verdict == VERDICTS[-1] for _, one, _ in found):
-        text += "\nWhere it does not fit, times are those that the GPU would reach with more memory."
-    return Answer(text, json.dumps(document), best)
+    best = min(VERDICTS.index(memory.verdict) for _, memory, _ in rows)
+    times = [time_text.time_on(spec, name, gpu, store, config, request.gpus) for name, gpu, _ in gpus]
+    document = view.as_document(spec, rows)
+    for record, time in zip(document["gpus"], times, strict=True):
+        record["time"] = time_text.as_record(spec, time, scope)
+    text = [view.as_text(spec, rows), "", time_text.as_text(spec, times, scope)]
+    if any(memory.verdict == VERDICTS[-1] for _, memory, _ in rows):
+        text.append("Where it does not fit, times are those that the GPU would reach with more memory.")
+    if best and times[0].gpu and len(rows) == request.gpus == 1:
+        sentence, document["gpus"][0]["nearest"] = _nearest(spec, times[0].gpu, request, config)
+        text.append(sentence)
+    return Answer("\n".join(text), json.dumps(document), best)
+
+
+def _nearest(
+    spec: Experiment, gpu: Gpu, request: Request, config: dict[str, Any] | None
+) -> tuple[str, dict[str, Any] | None]:
+    """Return the nearest way that fits as a sentence with its command, and for --json."""
+    fit = nearest_fit(spec, gpu, config)
+    if fit is None:
+        return "No batch, optimization or method of `ftbench recommend` is sure to make it fit.", None
+    needed = f"{gibibytes(fit.memory.device.expected)} of {gibibytes(fit.memory.total)} GiB"
+    command = fit.command(request.spec, request.sets)
+    record = {"set": fit.sets, "command": command, "device_gb": asdict(fit.memory.device)}
+    return f"The nearest that fits takes {needed}:\n  {command}", record
 
 
 def _count(request: Request) -> int:

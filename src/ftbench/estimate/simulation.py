@@ -187,7 +187,7 @@ def as_text(found: Simulation, spec: Experiment, gpu: str, room: float, verdict:
         f"heaviest batch: {batch['rows']} rows, {batch['positions']:,} positions, {batch['label_tokens']:,} labels",
         "",
         f"allocated at the peak: {gibibytes(found.peak_gb)} GiB, phase {found.phase}",
-        *view.bars(found.parts_gb),
+        view.bars(found.parts_gb),
         "",
         "highest of each phase: " + " · ".join(f"{name} {gibibytes(size)}" for name, size in found.phases_gb.items()),
         f"between steps: {gibibytes(found.after_step_gb)} GiB",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ftbench.core.table import text_table
 from ftbench.core.units import gibibytes
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.spec.experiment import Experiment
@@ -13,59 +14,61 @@ from ftbench.spec.experiment import Experiment
 WIDTH = 32  # characters of the longest bar
 
 
-def as_text(spec: Experiment, found: Sequence[tuple[str, MemoryEstimate, int | None]]) -> str:
-    """The card of one GPU, or a line a GPU. `found` is the GPU's name, its estimate and the largest batch that fits."""
-    if len(found) == 1:
-        return _card(spec, *found[0])
-    lines = [f"{'GPU':<36} {'has':>7} {'device memory':>24}  {'verdict':<13} largest batch"]
-    for name, one, largest in found:
-        band = f"{gibibytes(one.device.low)} to {gibibytes(one.device.high)} GiB"
-        most = f"{largest}{_all(spec, largest)}" if largest else "none"
-        lines.append(f"{name:<36} {gibibytes(one.total):>7} {band:>24}  {one.verdict:<13} {most}")
-    return "\n".join(lines)
+def as_text(spec: Experiment, rows: Sequence[tuple[str, MemoryEstimate, int | None]]) -> str:
+    """Return the card of one GPU, or a line a GPU; a row is the GPU's name, its estimate and the largest batch that
+    fits."""
+    if len(rows) == 1:
+        return _card(spec, *rows[0])
+    columns = ["GPU", ">has", ">device memory", "verdict", "largest batch"]
+    return text_table(columns, [
+        (name, gibibytes(memory.total), f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)} GiB",
+         memory.verdict, _largest(spec, largest) or "none")
+        for name, memory, largest in rows
+    ])  # fmt: skip
 
 
-def _card(spec: Experiment, name: str, found: MemoryEstimate, largest: int | None) -> str:
-    rows, length = found.batch
+def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | None) -> str:
+    rows, length = memory.batch
+    tiers = [_tier(tier, getattr(memory, tier)) for tier in ("allocated", "reserved", "device")]
+    most = _largest(spec, largest)
     lines = [
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}",
-        f"largest batch: {rows} x {length:,} positions ({found.basis})",
+        f"largest batch: {rows} x {length:,} positions ({memory.basis})",
         "",
-        f"{'GiB':<18} {'low':>8} {'expected':>9} {'high':>8}",
-        _tier("allocated", found.allocated),
-        _tier("reserved", found.reserved),
-        _tier("device", found.device),
+        text_table(["GiB", ">low", ">expected", ">high"], tiers),
         "",
-        f"peak: {found.peak_phase}, most of it {found.peak_term}",
-        *bars(found.parts),
+        f"peak: {memory.peak_phase}, most of it {memory.peak_term}",
+        bars(memory.parts),
         "",
-        f"{name} has {gibibytes(found.total)} GiB: {found.verdict}",
-        f"largest batch that fits: {largest}{_all(spec, largest)}" if largest else "no batch is sure to fit",
+        f"{name} has {gibibytes(memory.total)} GiB: {memory.verdict}",
+        f"largest batch that fits: {most}" if most else "no batch is sure to fit",
     ]
     return "\n".join(lines)
 
 
-def _all(spec: Experiment, largest: int) -> str:
-    return " (all samples)" if largest == spec.dataset.samples else ""
+def _largest(spec: Experiment, largest: int | None) -> str:
+    return f"{largest} (all samples)" if largest == spec.dataset.samples else str(largest or "")
 
 
-def _tier(name: str, band: Band) -> str:
-    return f"{name:<18} {gibibytes(band.low):>8} {gibibytes(band.expected):>9} {gibibytes(band.high):>8}"
+def _tier(name: str, band: Band) -> tuple[str, str, str, str]:
+    return name, gibibytes(band.low), gibibytes(band.expected), gibibytes(band.high)
 
 
-def bars(parts: Mapping[str, float]) -> list[str]:
-    """A line a part, the largest first, GiB."""
+def bars(parts: Mapping[str, float]) -> str:
+    """Return a line a part, the largest first, GiB."""
     longest = max(parts.values(), default=1.0)
-    shown = [(name, size) for name, size in sorted(parts.items(), key=lambda pair: -pair[1]) if size >= 0.0005]
-    return [f"  {name:<16} {gibibytes(size):>8}  {'█' * max(1, round(WIDTH * size / longest))}" for name, size in shown]
+    return text_table(["", ">", ""], [
+        (f"  {name}", gibibytes(size), "█" * max(1, round(WIDTH * size / longest)))
+        for name, size in sorted(parts.items(), key=lambda pair: -pair[1]) if size >= 0.0005
+    ])  # fmt: skip
 
 
-def as_document(spec: Experiment, found: Sequence[tuple[str, MemoryEstimate, int | None]]) -> dict[str, Any]:
-    """For --json: sizes in GiB."""
+def as_document(spec: Experiment, rows: Sequence[tuple[str, MemoryEstimate, int | None]]) -> dict[str, Any]:
+    """Return the document for --json: sizes in GiB."""
     return {
         "schema": 1,
         "model": spec.model.id,
         "method": spec.method.name,
         "batch_size": spec.train.batch_size,
-        "gpus": [{"gpu": name, **asdict(one), "largest_batch": largest} for name, one, largest in found],
+        "gpus": [{"gpu": name, **asdict(memory), "largest_batch": largest} for name, memory, largest in rows],
     }

@@ -73,6 +73,11 @@ class Way:
         return self._sized[key]
 
 
+def own_kind(spec: Experiment) -> tuple[str, ...]:
+    """Return the methods that train the same matrices as the spec's: others learn something else."""
+    return ("full",) if spec.method.name == "full" else ADAPTERS
+
+
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
     """The spec as it is, if its method is among them, then the shipped recipes and every combination; each once.
     `equal_lengths` says that no batch has padding."""

@@ -14,8 +14,8 @@ from ftbench.errors import SpecError
 from ftbench.estimate.command import listed
 from ftbench.estimate.recommend.ranking import OBJECTIVES, Found, Objective, Wanted, recommend
 from ftbench.estimate.time.duration import epochs_samples
-from ftbench.estimate.time.duration_text import MOST_SAMPLES
 from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.text import MOST_SAMPLES
 from ftbench.estimate.workload.lengths import batches_of, per_step
 from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment
@@ -26,6 +26,7 @@ from ftbench.spec.reading import read_config
 from ftbench.store import machine
 
 MOST_BATCH = 65_536
+ANY = "any"  # of --effective-batch: whatever is best
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Request:
     prices: Path | None = None
     objective: str = "speed"
     method: str | None = None
-    effective_batch: int | None = None
+    effective_batch: str | None = None
     store: Path = Path("results")
     output: Path | None = None
     config: Path | None = None
@@ -60,7 +61,7 @@ def run(request: Request) -> Found:
     spec = store.counted(spec)
     return recommend(Wanted(
         spec, asked, _samples(request, spec, store), deadline, request.max_cost, prices,
-        cast(Objective, request.objective), _methods(request), request.effective_batch, store,
+        cast(Objective, request.objective), _methods(request), _effective(request, spec, store), store,
         None if request.config is None else read_config(request.config),
     ))  # fmt: skip
 
@@ -93,8 +94,9 @@ def _limits(request: Request) -> list[str]:
         found.append(f"--samples {request.samples}: how many samples to train on, from 1 to 10^15")
     if request.max_cost is not None and not (0 < request.max_cost < math.inf):
         found.append(f"--max-cost {request.max_cost:g}: an amount of money above 0, in the currency of --prices")
-    if request.effective_batch is not None and not 1 <= request.effective_batch <= MOST_BATCH:
-        found.append(f"--effective-batch {request.effective_batch}: samples a step, from 1 to {MOST_BATCH:,}")
+    asked = request.effective_batch
+    if asked not in (None, ANY) and not (asked.isdecimal() and 1 <= int(asked) <= MOST_BATCH):
+        found.append(f"--effective-batch {asked}: samples a step, from 1 to {MOST_BATCH:,}, or {ANY}")
     return found
 
 
@@ -135,9 +137,19 @@ def _unknown(option: str, word: str, words: Sequence[str] | dict[str, type], kin
     raise AssertionError(word)
 
 
+def _effective(request: Request, spec: Experiment, store: Store) -> int | None:
+    """Return the samples a step that are held: the spec's own unless others are asked for, None for any."""
+    if request.effective_batch == ANY:
+        return None
+    return int(request.effective_batch) if request.effective_batch else max(1, round(_a_step(spec, store)))
+
+
+def _a_step(spec: Experiment, store: Store) -> float:
+    return per_step(spec, batches_of(spec, store.lengths(spec)), "samples")
+
+
 def _samples(request: Request, spec: Experiment, store: Store) -> float:
-    a_step = per_step(spec, batches_of(spec, store.lengths(spec)), "samples")
-    samples = request.samples or epochs_samples(spec, a_step)
+    samples = request.samples or epochs_samples(spec, _a_step(spec, store))
     if samples is None:
         raise SpecError(f"--samples: say how many to train on; how many {spec.dataset.name} has is not known")
     return samples

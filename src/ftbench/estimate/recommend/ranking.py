@@ -17,6 +17,7 @@ from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.workload.lengths import batches_of, per_step
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices
 from ftbench.spec.refusals import refusals_on
@@ -25,13 +26,14 @@ from ftbench.store.summary import optimizations_on
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
 JOULES_PER_KWH = 3.6e6
+PACKED = 0.1  # how far the samples of a step of packed rows may be from the effective batch
 _FEW_GPUS = 3  # of more only the two most promising batches of each way are weighed
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is asked for. `samples` to train on, `deadline_s` and `max_cost` (in the currency of the prices) where there
-    is a limit; `effective_batch` samples a step, held by accumulation."""
+    is a limit; `effective_batch` samples a step, held by accumulation; None where any will do."""
 
     spec: Experiment
     gpus: tuple[Gpu, ...]
@@ -84,7 +86,7 @@ class Found:
 
 def recommend(wanted: Wanted) -> Found:
     """Raises SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
-    methods = wanted.methods or _family(wanted.spec)
+    methods = wanted.methods or candidates.own_kind(wanted.spec)
     equal = len(set(wanted.store.lengths(wanted.spec).values)) == 1
     room, reasons, fitting, weighed = Room(wanted.config), Counter[str](), list[Option](), 0
     for way in candidates.ways(wanted.spec, methods, equal):
@@ -103,31 +105,27 @@ def recommend(wanted: Wanted) -> Found:
     return Found(wanted, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
 
 
-def _family(spec: Experiment) -> tuple[str, ...]:
-    """The methods that train the same matrices as the spec's: others learn something else."""
-    return ("full",) if spec.method.name == "full" else candidates.ADAPTERS
-
-
 def _refused(way: Way, gpu: Gpu, wanted: Wanted) -> str | None:
     if way.problems:
         return f"cannot work: {way.problems[0]}"
     if problems := refusals_on(way.spec, capability_of(gpu)):
         return f"not on {gpu.name}: {problems[0]}"
-    if wanted.effective_batch and way.spec.optimizations.packing:
-        return "packing counts rows, and a step of exactly --effective-batch samples cannot be made of them"
     return None
 
 
 def _best_batch(way: Way, gpu: Gpu, wanted: Wanted, room: Room) -> Option | str:
     """The best batch of a way by the objective, of those that fit; the reason where none does."""
     capability = capability_of(gpu)
-    one = way.sized(1, 2 if (wanted.effective_batch or 1) > 1 else 1, capability)
+    effective = _rows_a_step(way.sized(1, 1, capability), wanted)
+    if effective == 0:
+        return "packing counts rows, and no number of them holds as many samples as a step has (--effective-batch)"
+    one = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
     largest = room.largest_batch(one, gpu)
     if largest is None:
         uncertain = room.estimate(one, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {gpu.name}"
     most = max(1, min(largest, math.ceil(wanted.samples)))  # the first step is a whole batch
-    pairs = candidates.batches(most, wanted.effective_batch)
+    pairs = candidates.batches(most, effective)
     if len(wanted.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller one needs less memory
         pairs = pairs[-2:] if wanted.objective == "memory" else pairs[:2]
     found = [_option(way.sized(*pair, capability), gpu, wanted, room) for pair in pairs]
@@ -136,6 +134,16 @@ def _best_batch(way: Way, gpu: Gpu, wanted: Wanted, room: Room) -> Option | str:
     train = best.spec.train
     asked = candidates.with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps)
     return replace(best, spec=asked)
+
+
+def _rows_a_step(one: Experiment, wanted: Wanted) -> int | None:
+    """Return how many rows of a batch make a step of the effective batch, which is None where any may be: of packed
+    rows as many as hold about that many samples (within PACKED), 0 where no number of rows does."""
+    if wanted.effective_batch is None or not one.optimizations.packing:
+        return wanted.effective_batch
+    samples = per_step(one, batches_of(one, wanted.store.lengths(one)), "samples")
+    rows = round(wanted.effective_batch / samples)
+    return rows if abs(rows * samples / wanted.effective_batch - 1) <= PACKED else 0
 
 
 def _option(spec: Experiment, gpu: Gpu, wanted: Wanted, room: Room) -> Option:

@@ -27,7 +27,7 @@ def as_text(found: Found) -> str:
     limits = [f"{units.count(wanted.samples)} samples"]
     limits += [f"deadline {units.seconds(wanted.deadline_s)}"] if wanted.deadline_s else []
     limits += [f"at most {wanted.max_cost:g}"] if wanted.max_cost is not None else []
-    limits += [f"{wanted.effective_batch} samples a step"] if wanted.effective_batch else []
+    limits += [f"{wanted.effective_batch:,} samples a step"] if wanted.effective_batch else []
     lines = [" · ".join([wanted.spec.model.id, *limits, f"best by {wanted.objective}"]), ""]
     if found.options:
         lines += [*_table(found.options[:SHOWN], wanted), "", *_remarks(found)]
@@ -105,8 +105,10 @@ def _remarks(found: Found) -> list[str]:
         lines.append(FP8)
     if len({option.spec.method.quantised for option in found.options[:SHOWN]}) > 1:
         lines.append("4-bit base weights are not the 16-bit ones: compare the loss before the night")
-    if not found.wanted.effective_batch:
-        lines.append("samples a step differ between rows, and so what is learned: --effective-batch holds them")
+    if found.wanted.effective_batch:
+        lines.append("samples a step are held; with --effective-batch any a step may be larger, and learn otherwise")
+    else:
+        lines.append("samples a step differ between rows, and so what is learned: --effective-batch N holds them")
     return lines
 
 

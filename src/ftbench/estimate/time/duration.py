@@ -59,8 +59,18 @@ class DurationEstimate:
         return Band(left / step.high, left / step.expected, left / step.low)
 
     @property
+    def tokens_per_s(self) -> float:
+        """Real ones."""
+        return self.tokens / self.step_s.expected
+
+    @property
+    def mean_tokens(self) -> float:
+        """The mean length of a sample."""
+        return self.tokens / self.samples
+
+    @property
     def samples_per_hour(self) -> float:
-        return 3600 * self.samples / self.step_s.expected
+        return 3600 * self.tokens_per_s / self.mean_tokens
 
     def joules_for(self, samples: float) -> Band:
         """Of the GPU, for the steps alone."""
@@ -88,16 +98,17 @@ def estimate_duration(
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)
     learned = coefficients or speeds.values(speeds.shipped())
     found = speeds.step(speeds.ideal(work, limits), learned)
-    samples = per_step(spec, batches, "samples")
+    samples, positions, real = (per_step(spec, batches, name) for name in ("samples", "positions", "real"))
     same = store.same(spec, gpu)
     unlike = shape.model.has_experts and not same  # of a mixture of experts runs of other steps tell little
     near = None if same or unlike else correction(spec, found, store.neighbours(gpu, learned))
-    seconds, basis, confidence = _judged(gpu, same, near, samples, found.seconds, limits, unlike)
+    seconds, basis, confidence = _judged(gpu, same, near, real, found.seconds, limits, unlike)
+    if left_out := store.contended[gpu.name]:
+        confidence += f"; {_counted(left_out)} beside other work on the machine left out"
     spread = SPREAD[basis]
     if basis != MEASURED:
         spread *= (HOST_SPREAD if found.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
     watts, source = power.watts(spec, gpu, same, store.on(gpu), found)
-    positions, real = (per_step(spec, batches, name) for name in ("positions", "real"))
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
         _start(spec, shape, same), watts, source, "host" if found.host_bound else "GPU", basis, confidence,
@@ -105,11 +116,11 @@ def estimate_duration(
     )  # fmt: skip
 
 
-def _judged(gpu: Gpu, same: Sequence[Known], near: Correction | None, samples: float, modelled: float,
+def _judged(gpu: Gpu, same: Sequence[Known], near: Correction | None, tokens: float, modelled: float,
             limits: Ceilings, unlike: bool) -> tuple[float, str, str]:  # fmt: skip
     """Seconds, basis, and confidence in words."""
     if same:
-        seconds = statistics.median(run.step_s / run.samples for run in same) * samples
+        seconds = statistics.median(run.step_s / run.tokens for run in same) * tokens
         return seconds, MEASURED, f"measured (same step, same GPU, {_counted(len(same))})"
     if near is not None and near.alike:
         how = f"scaled from {_counted(near.alike)} of this method and these optimizations on this GPU"

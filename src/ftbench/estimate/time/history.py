@@ -29,8 +29,9 @@ MOST_RUNS = 500  # reading them takes a second at the most
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A run that ended well. `gpu` is the table's name; `step_s` the mean of the steady steps, and `samples` how many a
-    step had; `start_s` the seconds before the first steady step, `watts` the mean power, `described` the data set."""
+    """A run that ended well. `gpu` is the table's name; `step_s` the mean of the steady steps, and `samples` and real
+    `tokens` how many a step had; `start_s` the seconds before the first steady step, `watts` the mean power,
+    `described` the data set. Beside a `contended` run others used the machine: its speed is no measurement."""
 
     run_id: str
     spec: Experiment
@@ -43,6 +44,8 @@ class Known:
     batch: Batch
     key: StepKey
     settings: Settings
+    tokens: float
+    contended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,8 @@ def _told(run: RunDir) -> Known | None:
         summary["samples_per_s"] * step,
         start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {},
         _batch(summary, spec, step),
-        step_key(spec), settings_of(spec),
+        step_key(spec), settings_of(spec), summary["tokens_per_s"]["real"] * step,
+        bool((summary.get("contention") or {}).get("contended")),
     )  # fmt: skip
 
 

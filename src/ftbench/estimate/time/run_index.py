@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,13 +24,15 @@ from ftbench.spec.experiment import Experiment, Model
 
 
 class Store:
-    """The runs that a folder holds, and the probes below it (`path`)."""
+    """The runs that a folder holds, without those that were `contended` (how many, by GPU), and the probes below it
+    (`path`)."""
 
     def __init__(self, path: Path | None = None, runs: Sequence[Known] = ()) -> None:
-        self.path, self.runs = path, runs
+        self.path, self.runs = path, [run for run in runs if not run.contended]
+        self.contended = Counter(run.gpu for run in runs if run.contended)
         self._same: dict[Any, list[Known]] = {}
         self._on: dict[str, list[Known]] = {}
-        for run in runs:
+        for run in self.runs:
             self._on.setdefault(run.gpu, []).append(run)
             self._same.setdefault((run.gpu, *run.key), []).append(run)
         self._seen: dict[str, list[Observation]] = {}

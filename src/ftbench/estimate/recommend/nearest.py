@@ -1,0 +1,82 @@
+"""The way nearest to a spec that fits a GPU: the fewest changes, with the samples a step that it asks for."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.hardware import Gpu, capability_of
+from ftbench.estimate.memory.estimate import MemoryEstimate
+from ftbench.estimate.memory.memory_cache import Room
+from ftbench.estimate.recommend.candidates import Way, own_kind, ways
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.refusals import refusals_on
+
+# Distances, where a changed key is 1: of another method, which trains from other weights, and of half the batch.
+_METHOD, _HALVING = 2.5, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A spec that fits with the `--set` values that make it of the one asked about, and what it takes."""
+
+    spec: Experiment
+    sets: tuple[str, ...]
+    memory: MemoryEstimate
+
+    def command(self, path: Path, asked: Sequence[str] = ()) -> str:
+        """Return the command to type; `asked` are the `--set` values that were there before."""
+        return shlex.join(["ftbench", "run", str(path), *(f"--set={value}" for value in (*asked, *self.sets))])
+
+
+def nearest_fit(spec: Experiment, gpu: Gpu, config: dict[str, Any] | None = None) -> Fit | None:
+    """Return what fits with the fewest changes; None where nothing does."""
+    room = Room(config)
+    fits = (_fit(way, spec, gpu, room) for way in ways(spec, own_kind(spec), True) if not way.problems)
+    return min((fit for fit in fits if fit is not None), key=lambda fit: _distance(spec, fit), default=None)
+
+
+def _fit(way: Way, spec: Experiment, gpu: Gpu, room: Room) -> Fit | None:
+    capability = capability_of(gpu)
+    if refusals_on(way.spec, capability):
+        return None
+    batch, passes = spec.train.batch_size, spec.train.gradient_accumulation_steps
+    largest = room.largest_batch(way.sized(1, 2 if batch * passes > 1 else 1, capability), gpu)
+    if largest is None:
+        return None
+    size = next(size for size in range(min(largest, batch), 0, -1) if batch * passes % size == 0)
+    sized = way.sized(size, batch * passes // size, capability)
+    memory = room.estimate(sized, gpu)
+    if memory.verdict != "fits":
+        return None
+    train = way.spec.train.model_copy(
+        update={"batch_size": size, "gradient_accumulation_steps": batch * passes // size}
+    )
+    chosen = way.spec.model_copy(update={"train": train})
+    return Fit(chosen, tuple(_sets(spec, chosen)), memory)
+
+
+def _distance(spec: Experiment, fit: Fit) -> float:
+    changed = [value for value in fit.sets if not value.startswith(("method", "train.gradient_acc"))]
+    other = fit.spec.method.name != spec.method.name
+    halvings = math.log2(spec.train.batch_size / fit.spec.train.batch_size)
+    return len(changed) + (_METHOD if other else fit.spec.method != spec.method) + _HALVING * halvings
+
+
+def _sets(spec: Experiment, fit: Experiment) -> list[str]:
+    """Return the keys in which a spec differs from the one asked about, as `--set` takes them."""
+    sets = []
+    if fit.method != spec.method:
+        options = fit.method.model_dump(mode="json", exclude_defaults=True)
+        options.pop("name", None)
+        name = fit.method.name
+        sets.append(f"method={json.dumps({'name': name, **options})}" if options else f"method={name}")
+    for section in ("train", "optimizations"):
+        old, new = (getattr(each, section).model_dump(mode="json") for each in (spec, fit))
+        sets += [f"{section}.{key}={json.dumps(value)}" for key, value in new.items() if value != old[key]]
+    return sets

@@ -1,0 +1,186 @@
+"""The time half of `ftbench estimate`: of each GPU how long a spec takes there, or why that is not known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.hardware import Gpu
+from ftbench.core.table import text_table
+from ftbench.errors import SpecError
+from ftbench.estimate.memory.estimate import Band
+from ftbench.estimate.money import Amount, amount
+from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
+from ftbench.estimate.time.run_index import Store
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.prices import Prices
+
+NIGHT_H = 8.0
+MOST_SAMPLES = 10**15
+JOULES_PER_KWH = 3.6e6
+_SHOWN = 4  # terms of a step that are named
+_TERMS = {
+    "products": "products", "products.fp8": "fp8 products", "products.experts": "experts' products",
+    "attention.causal": "attention", "attention.masked": "masked attention", "elementwise.eager": "elementwise",
+    "elementwise.compiled": "compiled elementwise", "elementwise.liger": "Liger's kernels",
+    "elementwise.unsloth": "unsloth's kernels", "elementwise.float32": "the float32 stream",
+    "logits.trl": "logits", "logits.chunked": "logits", "dequantise": "dequantisation",
+    "dequantise.mxfp4": "writing experts out", "casts": "casts to 8 bits", "optimizer": "optimizer",
+    "optimizer.fused": "optimizer", "optimizer.8bit": "optimizer",
+    "offload": "offloading", "offload.checkpoints": "offloading", "experts": "experts' weights",
+}  # fmt: skip
+_BASIS = "samples/h, nights and costs follow from tokens/s and the mean length of the data: {} tokens ({})"
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is estimated beside the step: how long `samples` take (None for those of the spec), and what `hours` are
+    good for; with `prices` what it costs."""
+
+    samples: float | None
+    hours: float
+    prices: Prices | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTime:
+    """A GPU with its estimate, or the reason why there is none."""
+
+    name: str
+    gpu: Gpu | None
+    estimate: DurationEstimate | None
+    reason: str = ""
+
+
+def scope_of(samples: float | None, hours: float | None, prices: Prices | None) -> Scope:
+    """Raise SpecError for amounts that are none."""
+    if samples is not None and not 1 <= samples <= MOST_SAMPLES:
+        raise SpecError(f"--samples {samples:g}: how many samples to train on, from 1 to 10^15")
+    if samples is not None and samples % 1:
+        raise SpecError(f"--samples {samples:g}: samples are whole: ask for {math.ceil(samples)}")
+    if hours is not None and not 0 < hours <= 1e6:
+        raise SpecError(f"--hours {hours:g}: how long a night is, in hours, above 0")
+    return Scope(samples, NIGHT_H if hours is None else hours, prices)
+
+
+def time_on(
+    spec: Experiment, name: str, gpu: Gpu | float, store: Store, config: dict[str, Any] | None, gpus: int
+) -> GpuTime:
+    """Return the estimate of a GPU of the table; `gpus` share the work, and of several nothing is known yet."""
+    if not isinstance(gpu, Gpu):
+        return GpuTime(
+            name, None, None, "how fast this GPU is is not known: name one of `ftbench list gpus` with --gpu"
+        )
+    if gpus > 1:
+        return GpuTime(name, gpu, None, "of several GPUs together it is not known how long they take")
+    try:
+        return GpuTime(name, gpu, estimate_duration(spec, gpu, store, config=config))
+    except SpecError as error:
+        return GpuTime(name, gpu, None, str(error))
+
+
+def as_text(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
+    """Return the section of one GPU, or a line a GPU."""
+    if len(rows) > 1:
+        return _table(spec, rows, scope)
+    (only,) = rows
+    if only.gpu is None or only.estimate is None:
+        return f"time: {only.reason}"
+    return text_table(["", ""], _lines(spec, only.gpu, only.estimate, scope))
+
+
+def _lines(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
+    night = estimate.samples_in(3600 * scope.hours)
+    return [
+        ("step", _band(estimate.step_s, units.seconds)),
+        ("speed", f"{units.rate(estimate.tokens_per_s)} tokens/s, so {units.count(estimate.samples_per_hour)} "
+                  f"samples/h of {units.rate(estimate.mean_tokens)} tokens each"),
+        ("known from", estimate.confidence),
+        ("lengths", f"{estimate.lengths}; {units.percent(estimate.padding)} padding"),
+        *([("", "so these times are upper bounds: a short run on this data tells its lengths")]
+          if estimate.upper_bound else []),
+        (f"{scope.hours:g} h", _band(night, units.count, " samples")),
+        *_training(spec, gpu, estimate, scope),
+        ("power", f"{estimate.watts.expected:.0f} W of the GPU ({estimate.watts_source})"),
+        ("spent on", _parts(estimate)),
+    ]  # fmt: skip
+
+
+def _band(band: Band, written: Any, unit: str = "") -> str:
+    return f"{written(band.expected)}{unit} ({written(band.low)} to {written(band.high)})"
+
+
+def _training(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
+    """Return the lines on the samples asked for, or those of the spec; none where neither is known."""
+    samples = scope.samples or epochs_samples(spec, estimate.samples)
+    if samples is None:
+        return []
+    seconds, kwh = estimate.seconds_for(samples), estimate.joules_for(samples).expected / JOULES_PER_KWH
+    lines = [("training", f"{units.count(samples)} samples in {_band(seconds, units.seconds)}, {kwh:.3g} kWh")]
+    if (cost := _cost(gpu, estimate, seconds, scope.prices)) is not None:
+        lines.append(("cost", f"{cost} ({cost.way})"))
+    elif scope.prices is not None:
+        lines.append(("cost", f"{scope.prices.path} has no price for {gpu.name}"))
+    return lines
+
+
+def _cost(gpu: Gpu, estimate: DurationEstimate, seconds: Band | None, prices: Prices | None) -> Amount | None:
+    price = prices.of(gpu.name) if prices else None
+    return amount(price, seconds.expected, estimate.watts.expected) if price and seconds else None
+
+
+def _parts(estimate: DurationEstimate) -> str:
+    if estimate.bound == "host":
+        return "Python: the GPU waits for its kernels to be started, so a larger batch costs little"
+    total = sum(estimate.parts.values())
+    terms = sorted(estimate.parts.items(), key=lambda pair: -pair[1])[:_SHOWN]
+    return ", ".join(f"{_TERMS[name]} {value / total:.0%}" for name, value in terms)
+
+
+def _table(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
+    known = [row.estimate for row in rows if row.estimate]
+    samples = scope.samples or epochs_samples(spec, known[0].samples if known else 0.0)
+    training = "" if samples is None else f">{units.count(samples)} samples"
+    columns = ["GPU", ">step", ">tokens/s", ">samples/h", f">in {scope.hours:g} h", training, ">cost", "basis"]
+    table = text_table(columns, [_row(row, samples, scope) for row in rows])
+    notes = dict.fromkeys(_BASIS.format(units.rate(each.mean_tokens), each.lengths) for each in known)
+    reasons = [f"{row.name}: {row.reason}" for row in rows if row.estimate is None]
+    return "\n".join([table, *reasons, *notes])
+
+
+def _row(row: GpuTime, samples: float | None, scope: Scope) -> list[str]:
+    estimate = row.estimate
+    if row.gpu is None or estimate is None:
+        return [row.name, "", "", "", "", "", "", "not known"]
+    seconds = None if samples is None else estimate.seconds_for(samples)
+    cost = _cost(row.gpu, estimate, seconds, scope.prices)
+    return [
+        row.name, units.seconds(estimate.step_s.expected), units.rate(estimate.tokens_per_s),
+        units.count(estimate.samples_per_hour), units.count(estimate.samples_in(3600 * scope.hours).expected),
+        units.seconds(seconds.expected) if seconds else "", str(cost or ""), estimate.basis,
+    ]  # fmt: skip
+
+
+def as_record(spec: Experiment, row: GpuTime, scope: Scope) -> dict[str, Any]:
+    """Return the `time` section of the JSON document; its `why` where there is no estimate."""
+    estimate = row.estimate
+    if row.gpu is None or estimate is None:
+        return {"why": row.reason}
+    samples = scope.samples or epochs_samples(spec, estimate.samples)
+    seconds = None if samples is None else estimate.seconds_for(samples)
+    cost = _cost(row.gpu, estimate, seconds, scope.prices)
+    return {
+        "step_s": asdict(estimate.step_s), "samples_per_step": estimate.samples,
+        "tokens_per_s": estimate.tokens_per_s, "mean_tokens": estimate.mean_tokens,
+        "samples_per_hour": estimate.samples_per_hour, "real_tokens_per_step": estimate.tokens,
+        "padding": estimate.padding, "start_s": estimate.start_s, "bound": estimate.bound, "parts_s": estimate.parts,
+        "basis": estimate.basis, "confidence": estimate.confidence, "lengths": estimate.lengths,
+        "upper_bound": estimate.upper_bound, "hours": scope.hours,
+        "samples_in_hours": asdict(estimate.samples_in(3600 * scope.hours)), "samples": samples,
+        "training_s": None if seconds is None else asdict(seconds),
+        "joules": None if samples is None else asdict(estimate.joules_for(samples)), "watts": asdict(estimate.watts),
+        "watts_source": estimate.watts_source, "cost": None if cost is None else asdict(cost),
+    }  # fmt: skip
