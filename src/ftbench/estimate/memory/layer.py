@@ -16,6 +16,7 @@ from ftbench.families.shape import Layer, Linear, Norm
 
 FLOAT = 4
 INDEX = 8
+CHUNK = 64  # positions that torch's gated delta rule computes together
 _STREAM = ("input", "mlp input")  # what linear layers read of the residual stream, normed
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 
@@ -143,14 +144,14 @@ def delta(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     both products, one of them cast. States: one a chunk in float32 and cast twice."""
     net = layer.delta
     assert net is not None
-    c, heads, chunk = recipe.compute, net.value_heads, 64
+    c, heads = recipe.compute, net.value_heads
     a, b = heads * net.key_dim, heads * net.value_dim
-    chunks = -(-batch.length // chunk)
+    chunks = -(-batch.length // CHUNK)
     inner = (chunks - 1) / chunks
     singles = FLOAT * (6 * a + 2 * b)
     multiplied = c * (4 * a + b + inner * (3 * a + b))
-    squares = heads * chunk * (2 * FLOAT + 3 * c)
-    states = inner * heads * net.key_dim * net.value_dim / chunk * (FLOAT + 2 * c)
+    squares = heads * CHUNK * (2 * FLOAT + 3 * c)
+    states = inner * heads * net.key_dim * net.value_dim / CHUNK * (FLOAT + 2 * c)
     norm = (3 * FLOAT + (2 if recipe.full else 1) * c) * b + FLOAT * heads
     convolution = c * net.convolved * (2 + (net.kernel - 1) / batch.length)
     return singles + multiplied + squares + states + norm + convolution + (7 * FLOAT + c) * heads

@@ -48,7 +48,8 @@ class _Activations:
     """What the layers keep, in bytes: `kept` of those that save their activations, `marks` the checkpoints of the
     others. At the layer where that and what is needed for a moment are most (the last one, unless another needs more)
     `there` is kept, `again` made a second time and `peak` needed; `first_*` are those of the first layer. `away` is
-    what offloading has moved to the host when the loss is computed."""
+    what offloading has moved to the host when the loss is computed, `ungraded` what layers before the first adapter
+    need for a moment."""
 
     kept: float
     marks: float
@@ -60,16 +61,18 @@ class _Activations:
     first_mark: float
     first_again: float
     first_peak: float
-    away: float = 0.0
+    away: float
+    ungraded: float
 
 
 def _activations(plan: Plan) -> _Activations:
     model, recipe, batch = plan.model, plan.recipe, plan.batch
     saved = [layer.saved(each, recipe, batch) for each, _ in model.kinds]
     peaks = [transient.peak(each, recipe, batch, backward=True) for each, _ in model.kinds]
-    keeps = _keeps(recipe, len(model.layers))
+    frozen = _frozen(model, recipe)
+    keeps = [False] * frozen + _keeps(recipe, len(model.layers))[frozen:]
     mark, shared = transient.checkpoint(model.hidden, recipe, batch), _shared_input(model, recipe, batch)
-    marks, away = (len(keeps) - sum(keeps)) * mark, 0.0
+    marks, away = (len(keeps) - sum(keeps) - frozen) * mark, 0.0
     if recipe.checkpointing == "offload":  # one on its way out or in use, and the next
         marks = min(2, len(keeps)) * mark
     kept = sum(saved[kind] for kind, keep in zip(model.order, keeps, strict=True) if keep)
@@ -77,18 +80,29 @@ def _activations(plan: Plan) -> _Activations:
         stays = sum(layer.saved_twice(each, recipe) * count for each, count in model.kinds) * batch.tokens
         away = saved[model.order[-1]] - layer.saved_twice(model.layers[-1], recipe) * batch.tokens  # by the loss
         kept, marks = stays + away, 0.0
-    kept -= layer.unsaved(model.layers[0], recipe, batch)
+    kept -= layer.unsaved(model.layers[frozen], recipe, batch)
     there, again, peak, kind_at = kept, 0.0, 0.0, model.order[-1]
     behind = 0.0
-    for kind, keep in zip(reversed(model.order), reversed(keeps), strict=True):
+    for kind, keep in list(zip(model.order, keeps, strict=True))[: frozen - 1 if frozen else None : -1]:
         remade = 0.0 if keep else saved[kind] - shared
         if kept - behind + remade + peaks[kind] > there + again + peak:
             there, again, peak, kind_at = kept - behind, remade, peaks[kind], kind
         behind += saved[kind] if keep and not recipe.offload else 0.0
-    first, keep = model.order[0], keeps[0]
+    first, keep = model.order[frozen], keeps[frozen]
     forward = transient.peak(model.kinds[kind_at][0], recipe, batch, backward=False)
     return _Activations(kept, marks, there, again, peak, forward, saved[first] if keep else 0.0, 0.0 if keep else mark,
-                        0.0 if keep else saved[first] - shared, peaks[first], away)  # fmt: skip
+                        0.0 if keep else saved[first] - shared, peaks[first], away,
+                        max((transient.ungraded(each, recipe) for each in model.layers[:frozen]), default=0.0)
+                        * batch.tokens)  # fmt: skip
+
+
+def _frozen(model: ModelShape, recipe: Recipe) -> int:
+    """How many layers come before the first with adapters: nobody asks for a gradient there, and nothing is saved. With
+    checkpoints the embedding's output asks for one (transformers, enable_input_require_grads)."""
+    if recipe.full or recipe.checkpointing != "off":
+        return 0
+    adapted = (place for place, each in enumerate(model.layers) if recipe.adapted(each))
+    return next(adapted, 0)
 
 
 def _keeps(recipe: Recipe, layers: int) -> list[bool]:
@@ -117,6 +131,7 @@ def phases(plan: Plan) -> dict[str, Parts]:
     left, step = share.update(model, recipe, part)
     return {
         "load": {"weights": weights.loading(model, recipe) * part.weights},
+        "forward, frozen layers": base | {"one layer": acts.ungraded},
         "forward": base | held | {"one layer": acts.forward_peak + stream},
         "loss": base | held | {"activations": acts.kept - acts.away, "hidden states": tail, "logits": final},
         "backward, last layer": base | held | gradients | {"one layer": acts.again + acts.peak},

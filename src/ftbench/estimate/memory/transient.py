@@ -3,7 +3,7 @@ are those of `layer.py`."""
 
 from __future__ import annotations
 
-from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel, mlp, norms
+from ftbench.estimate.memory.layer import CHUNK, FLOAT, expert_copies, inside, kernel, mlp, norms
 from ftbench.estimate.workload.method import BatchShape, Recipe
 from ftbench.families.shape import Layer
 
@@ -72,6 +72,18 @@ def attention_peak(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     return c * (layer.query + layer.output + spread) + (FLOAT * layer.query if layer.head_norms else 0)
 
 
+def ungraded(layer: Layer, recipe: Recipe) -> float:
+    """Return the most that linear attention needs of a position where nobody asks for its gradient: ten float32 tensors
+    of queries, keys and values, three squares of a chunk, the product that all are parts of, what is convolved, queries
+    and keys for each head, and the residual stream. Softmax attention needs less than the loss does: 0."""
+    if (net := layer.delta) is None:
+        return 0.0
+    a, b = net.value_heads * net.key_dim, net.value_heads * net.value_dim
+    product = max(linear.outputs for linear in layer.linears if linear.part == "attention")
+    parts = recipe.compute * (product + net.convolved + 2 * a + b) + 3 * recipe.stream * layer.hidden
+    return FLOAT * (6 * a + 4 * b) + 3 * FLOAT * net.value_heads * CHUNK + parts
+
+
 def dequantised(layer: Layer, recipe: Recipe) -> float:
     """Return the bytes of the largest matrix back in 16 bits: bitsandbytes dequantises it for its backward product
     (MatMul4Bit.backward), unsloth into a buffer that it keeps (fast_dequantize); gate and up of all experts in MXFP4
@@ -93,10 +105,13 @@ def fp8_casts(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
 
 def peak(layer: Layer, recipe: Recipe, batch: BatchShape, backward: bool) -> float:
     """Return the bytes that one layer needs at its worst moment, in the forward or in the backward pass, beyond what it
-    saves: in its MLP, when the norm behind that saves nothing yet, or nothing more; or in its attention, which comes to
-    its turn when what the MLP saved is not there yet, or is gone."""
+    saves: in its MLP, when a norm behind that saves nothing yet; in the backward pass of that norm (five float32 copies
+    of its input, less what it gave); or in its attention, which comes to its turn when what the MLP saved is not there
+    yet, or is gone."""
     second = experts_peak(layer, recipe, backward) if layer.experts else mlp_peak(layer, recipe)
-    second -= norms(layer, recipe, [norm for norm in layer.norms if norm.place == "after"][-1:])
+    if behind := [norm for norm in layer.norms if norm.place == "after"][-1:]:
+        alone = (5 * FLOAT - recipe.stream) * layer.hidden
+        second = max(second, alone) if backward else second - norms(layer, recipe, behind)
     each = max(second, attention_peak(layer, recipe, batch) - inside(layer, recipe)) * batch.tokens
     # the gradient of gate and up together, when the copy of down is gone
     copies = 0 if recipe.mxfp4 else expert_copies(layer, recipe) / 3

@@ -118,7 +118,7 @@ def module_kind(name: str) -> str:
         return "router"
     if any(part.endswith("norm") for part in parts) or parts[-1].endswith("norm"):
         return "attention" if {"q_norm", "k_norm"} & set(parts) else "norm"
-    if any(part in ("self_attn", "attn", "attention") for part in parts):
+    if any(part in ("self_attn", "attn", "attention", "linear_attn") for part in parts):
         return "attention"
     return "mlp" if any(part in ("mlp", "feed_forward") for part in parts) else "other"
 
@@ -155,11 +155,14 @@ def matmul_shape(model: Any) -> MatmulShape:
 
 
 def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Width (heads x head_dim) and sliding window of each layer; layers of linear attention have no square to count."""
+    """Width (heads x head_dim) and sliding window of each layer; layers of linear attention have no square to count.
+    Where queries are wider than values (latent attention), the mean of both."""
     layers = config.num_hidden_layers
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if value := getattr(config, "v_head_dim", None):
+        width = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + value) // 2
+    else:
+        width = config.num_attention_heads * head
     window = getattr(config, "sliding_window", None)
     slides = bool(window) and getattr(config, "use_sliding_window", True) is not False
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"] * layers

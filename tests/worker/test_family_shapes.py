@@ -1,0 +1,81 @@
+"""A family's description against the model that transformers builds of it, with the method applied by the worker's own
+code: parameters, what a token passes through, FLOPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shapes import SHAPES, config_of
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from conftest import spec_of
+from ftbench.core import flops
+from ftbench.core.architectures import architectures
+from ftbench.errors import SpecError
+from ftbench.estimate.workload.method import trainable_shape
+from ftbench.families import FAMILIES, describe
+from ftbench.worker import methods
+from ftbench.worker.measure import applied
+
+TINY = {config["model_type"]: config for name, config in architectures().items() if name.startswith("tiny/")}
+CONFIGS = TINY | {family: config_of(family) for family in SHAPES}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"name": "full"},
+    "lora": {"name": "lora"},
+    "all-linear": {"name": "lora", "targets": "all-linear"},
+    "two": {"name": "lora", "targets": ["o_proj", "down_proj"], "rank": 4},
+    "experts": {"name": "lora", "experts": True},
+}
+
+
+def built(family: str, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[family]), **options)
+
+
+def test_every_family_has_a_shape_here() -> None:
+    assert set(CONFIGS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_description_and_live_model_count_the_same(family: str, method: str) -> None:
+    spec, shape = spec_of(method=METHODS[method]), describe(CONFIGS[family])
+    if method == "experts" and not shape.has_experts:
+        pytest.skip("has no experts")
+    with torch.device("meta"):
+        model = methods.load(spec.method.name).adapt(built(family), spec)
+    told = trainable_shape(spec, CONFIGS[family])
+    kinds = applied.parameters_by_kind(model)
+    adapters = 0 if method == "full" else told.trained
+    assert sum(kind["total"] for kind in kinds.values()) - adapters == shape.total
+    assert sum(kind["trainable"] for kind in kinds.values()) == told.trained
+    assert applied.matmul_shape(model) == told.matmul
+    assert kinds["other"]["total"] == 0
+
+
+def test_a_dense_model_has_no_experts_to_train() -> None:
+    with torch.device("meta"), pytest.raises(SpecError, match="no fused expert matrices"):
+        methods.load("lora").adapt(built("phi3"), spec_of(method=METHODS["experts"]))
+
+
+# Linear attention computes in chunks what no length without chunks has; its products with weights are counted above.
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen3_next"}))
+def test_flops_of_a_forward_pass_are_those_that_torch_counts(family: str) -> None:
+    length = 24
+    model = built(family, attn_implementation="eager", experts_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.randint(4, 100, (1, length)), use_cache=False)
+    matmul = trainable_shape(spec_of(method={"name": "full"}), CONFIGS[family]).matmul
+    squares = 4 * sum(matmul.attention_width) * length**2  # eager attention multiplies every pair
+    counts = {module: sum(by.values()) for module, by in counter.get_flop_counts().items()}
+    angles = sum(count for module, count in counts.items() if module.endswith("rotary_emb"))  # of positions, no product
+    assert counts["Global"] - angles == 2 * length * (matmul.base + matmul.head) + squares
+
+
+@pytest.mark.parametrize("family", sorted(SHAPES))
+def test_every_family_has_an_mfu(family: str) -> None:
+    matmul = trainable_shape(spec_of(), CONFIGS[family]).matmul
+    assert flops.model_flops(matmul, 1000, 900, 64) > 0
