@@ -30,10 +30,10 @@ def test_an_ablation_finds_that_compiling_pays(tmp_path):
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     found = json.loads(ended.stdout)
     assert ended.returncode == 0
-    rungs = {rung["name"]: rung for rung in found["rungs"]}
-    assert rungs["compile"]["speed_verdict"] == "higher"
-    assert rungs["compile"]["break_even_steps"] > 1
-    assert {rung["learning"] for rung in rungs.values()} <= {"follows", "cannot tell"}
+    variants = {variant["name"]: variant for variant in found["variants"]}
+    assert variants["compile"]["speed_verdict"] == "higher"
+    assert variants["compile"]["break_even_steps"] > 1
+    assert {variant["learning"] for variant in variants.values()} <= {"follows", "cannot tell"}
     assert found["best"]["changes"]["optimizations.compile"]
 
 
