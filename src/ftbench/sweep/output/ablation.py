@@ -39,7 +39,7 @@ NOTE = (
     "between them, of one from its steps and the spread between like runs (likely at most); ≈ is not distinguishable, "
     "? is without an interval. Peak: tensors of the GPU (on a CPU: the process). Δ loss: of the mean over the same "
     "samples, with what is allowed, and of the gradient norm. Break-even: after how many steps a slow start has paid "
-    "for itself."
+    "for itself. All intervals hold at once, with 95 %."
 )
 
 
@@ -97,7 +97,8 @@ class AblationTables(Tables):
         for each in plan.combinations:
             added = {key: value for key, value in each.changes.items() if each.over.get(key) != value}
             pair = plan.pair(each.changes, each.over)
-            state = "kept" if each.kept else f"not kept: {each.reason}"
+            kept = "kept, likely" if plan.likely else "kept"
+            state = kept if each.kept else f"not kept: {each.reason}"
             rows.append(_row(f"+ {ablation.label(added)}", "", plan.cell(each.changes), pair, state))
         return _table(rows, ["each row is held against all that was kept above it"]) if rows else None
 
@@ -120,7 +121,8 @@ class AblationTables(Tables):
         if not plan.best:
             return [f"Nothing was found{pending} that is better than the plain recipe for {plan.start.objective}."]
         pair = plan.pair(plan.best, {})
-        sentences = [f"Best for {plan.start.objective}{pending}: {ablation.label(plan.best)}"]
+        likely = " (likely: one run a side; --repeats 3 tells more)" if plan.likely else ""
+        sentences = [f"Best for {plan.start.objective}{pending}: {ablation.label(plan.best)}{likely}"]
         if pair:
             sentences.append(
                 f"Against the plain recipe: speed {change(pair.speed)}, peak GiB {_change_of_peak(pair)}, loss "
@@ -178,7 +180,7 @@ def _row(name: str, over: str, cell: Cell | None, pair: Pair | None, state: str)
         change(paired.speed) if paired else "",
         _with_change(units.gibibytes(cell.figure(PEAK)), _change_of_peak(paired)) if cell else "",
         first_step_text(cell, paired) if cell else "",
-        _loss(paired.learning) if paired else "",
+        _loss(pair.learning) if pair else "",
         break_even_text(paired.break_even) if paired else "",
         state or (cell.state if cell else ""),
     ]  # fmt: skip

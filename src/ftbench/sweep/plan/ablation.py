@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ftbench.core.compare import Ratio
-from ftbench.report.compare.pairs import Pair, pair_of
+from ftbench.report.compare.pairs import Noise, Pair, noise_of, pair_of
 from ftbench.report.data.axes import OPTIMIZATIONS
 from ftbench.report.data.collect import records, summary_of
 from ftbench.report.data.groups import Cell, cells_of, runs_of
@@ -71,6 +71,11 @@ class AblationPlan(Grid):
     def repeats(self) -> int:
         return self.start.spec.measure.repeats
 
+    @property
+    def likely(self) -> bool:
+        """Whether what helps is likely only: the noise between runs is not known from one run a side."""
+        return self.repeats == 1 and self.start.objective == "speed"
+
     def _refused(self, changes: Changes) -> str | None:
         return self.start.refused(ablation.with_changes(self.start.spec, changes))
 
@@ -117,21 +122,29 @@ class AblationPlan(Grid):
             ran = [each for each in jobs if (now := self.standings.get(each)) and now.done and now.state != "skipped"]
             if not ran:
                 return None
-            found = records(summary_of(each.run) | {"path": str(each.run.path)} for each in ran)
-            (self._cells[name],) = cells_of(runs_of(found))
+            rows = records(summary_of(each.run) | {"path": str(each.run.path)} for each in ran)
+            (self._cells[name],) = cells_of(runs_of(rows))
         return self._cells[name]
 
     def state(self, changes: Changes) -> str:
-        """Return how a combination's first run stands, if none has ended well; else nothing."""
+        """Return how a combination's first run stands, if none has figures; else nothing."""
         standings = [self.standings.get(each) for each in self.jobs(changes)]
         if any(now and now.state == "ok" for now in standings):
-            return ""
+            cell = self.cell(changes)
+            return cell.state if cell and not cell.ok else ""
         return next((f"{now.state}: {now.reason}" if now.reason else now.state for now in standings if now), "not run")
 
     def pair(self, changes: Changes, over: Changes) -> Pair | None:
         """Return a combination beside another; None before both have run."""
         cell, baseline = self.cell(changes), self.cell(over)
-        return pair_of(OPTIMIZATIONS, cell, baseline) if cell and baseline else None
+        return pair_of(OPTIMIZATIONS, cell, baseline, noise=self._noise()) if cell and baseline else None
+
+    def _noise(self) -> Noise:
+        """Return what like runs differ by, and how many variants are read together: with twenty of them, one in twenty
+        would seem to help by chance."""
+        variants = [variant.changes for variant in self.start.variants if variant.name not in self.refused]
+        cells = [cell for changes in ({}, *variants) if (cell := self.cell(changes)) is not None]
+        return noise_of(cells, max(1, len(variants)))
 
     def over(self, variant: Variant) -> Changes:
         """Return what a variant is held against."""
@@ -140,11 +153,13 @@ class AblationPlan(Grid):
     def hindrance(self, changes: Changes, over: Changes) -> str:
         """Return why a combination is no gain over another; nothing where it is one."""
         pair = self.pair(changes, over)
+        for each in (self.pair(changes, {}), pair):
+            if each and each.learning and each.learning.failed:
+                return f"does not learn the same: {each.learning.reason}"
         if pair is None or not pair.cell.ok or pair.baseline is None or not pair.baseline.ok:
-            return self.state(changes) or "nothing to hold it against"
-        plain = self.pair(changes, {})
-        if plain and plain.learning and plain.learning.failed:
-            return f"does not learn the same: {plain.learning.reason}"
+            return self.state(changes) or f"nothing to hold it against: {self.state(over) or 'not run'}"
+        if pair.reason and self.start.objective == "speed":
+            return f"{pair.reason}: run it again alone, with --force"
         return _shortfall(getattr(pair, self.start.objective), self.start.objective)
 
     # --- the greedy selection ----------------------------------------------------------------------------------------
