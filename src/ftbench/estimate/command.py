@@ -15,7 +15,6 @@ from ftbench.errors import SpecError
 from ftbench.estimate import view
 from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.memory.share import STRATEGIES
-from ftbench.estimate.recommend.nearest import nearest_fit
 from ftbench.estimate.time import text as time_text
 from ftbench.estimate.time.run_index import Store
 from ftbench.spec.base import nearest
@@ -85,6 +84,8 @@ def _nearest(
     spec: Experiment, gpu: Gpu, request: Request, config: dict[str, Any] | None
 ) -> tuple[str, dict[str, Any] | None]:
     """Return the nearest way that fits as a sentence with its command, and for --json."""
+    from ftbench.estimate.recommend.nearest import nearest_fit  # most estimates fit
+
     fit = nearest_fit(spec, gpu, config)
     if fit is None:
         return "No batch, optimization or method of `ftbench recommend` is sure to make it fit.", None

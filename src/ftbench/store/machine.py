@@ -10,11 +10,8 @@ import platform
 import re
 import subprocess
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from ftbench import __version__
 from ftbench.core.units import GIB
@@ -41,6 +38,8 @@ def describe(visible: str | None = None) -> dict[str, Any]:
 @cache
 def host() -> dict[str, Any]:
     """Return the part of machine.json that does not change from one run of this process to the next."""
+    import psutil  # an estimate begins without it
+
     return {
         "schema": SCHEMA,
         "ftbench": {"version": __version__, "commit": commit()},
@@ -166,6 +165,8 @@ def _milli(value: int | None) -> float | None:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -16,10 +16,9 @@ from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.estimate.workload.lengths import Batch, mean_batch
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
-from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.optimizations import Optimizations, switched_on
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
-from ftbench.store.summary import optimizations_on
 
 # What changes how long a step takes; names, seeds, learning rates, and how long is trained do not.
 StepKey = tuple[Any, ...]
@@ -54,7 +53,7 @@ class Settings:
     that are on."""
 
     method: tuple[str, bool, str]
-    switches: frozenset[str]
+    switches: frozenset[tuple[str, Any]]
 
 
 def settings_of(spec: Experiment) -> Settings:
@@ -76,8 +75,8 @@ def step_key(spec: Experiment) -> StepKey:
 
 
 @lru_cache(maxsize=1024)
-def _switches(optimizations: Optimizations) -> frozenset[str]:
-    return frozenset(optimizations_on(optimizations.model_dump()))
+def _switches(optimizations: Optimizations) -> frozenset[tuple[str, Any]]:
+    return frozenset(switched_on(optimizations).items())
 
 
 # The phases before the first steady step that another run goes through too: weights are made once on a machine, and for
