@@ -10,11 +10,12 @@ from ftbench.errors import MissingError
 
 
 def device() -> torch.device:
+    """Return the first visible GPU, or the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def check_device(gpu: dict[str, Any] | None) -> None:
-    """Raises MissingError where the driver shows a GPU that torch cannot use: the figures would be the CPU's under the
+    """Raise MissingError where the driver shows a GPU that torch cannot use: the figures would be the CPU's under the
     GPU's name."""
     if gpu and not torch.cuda.is_available():
         raise MissingError(

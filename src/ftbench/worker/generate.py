@@ -29,7 +29,7 @@ _NO_PADDING = ("varlen", "flex_attention")  # one takes no padded batch, the oth
 
 class Answers:
     """The prompts of a spec, asked once before and once after. samples.json holds `prompts`, a list of `{id, prompt,
-    before, after, tokens, stop}`, with `settings` and `seconds`; `after` is null until it was asked."""
+    before, after, tokens, stop}`, with `settings` and `seconds`; `after` is null until it was asked for."""
 
     def __init__(self, spec: Experiment, directory: RunDir, tokenizer: Any) -> None:
         self._spec, self._directory, self._tokenizer = spec, directory, tokenizer
@@ -37,44 +37,43 @@ class Answers:
         self._rows: list[dict[str, Any]] = []
 
     def ask(self, model: Any, when: str) -> None:
-        """Asks all prompts in one batch and writes samples.json; `when` is before or after."""
-        asked: Any = self._spec.measure.generate
+        """Ask all prompts in one batch and write samples.json; `when` is before or after."""
+        settings: Any = self._spec.measure.generate
         if not self._rows:
             self._rows = [
                 prompt.model_dump() | {"before": None, "after": None, "tokens": {}, "stop": {}}
-                for prompt in asked.prompts
+                for prompt in settings.prompts
             ]
         begun = time.monotonic()
-        with plain(model, self._spec), _own_random_numbers(asked.seed, model.device), torch.no_grad():
-            count, answers = answer(model, self._tokenizer, asked)
+        with plain(model, self._spec), _own_random_numbers(settings.seed, model.device), torch.no_grad():
+            count, answers = answer(model, self._tokenizer, settings)
         self._seconds[when] = time.monotonic() - begun
         for row, tokens, (text, new, stop) in zip(self._rows, count, answers, strict=True):
             row["tokens"] |= {"prompt": tokens, when: new}
             row["stop"][when] = stop
             row[when] = text
-        settings = asked.model_dump(exclude={"prompts"})
-        found = {"schema": SCHEMA, "settings": settings, "seconds": self._seconds, "prompts": self._rows}
-        write_json(self._directory.samples, found)
+        shared = {"settings": settings.model_dump(exclude={"prompts"}), "seconds": self._seconds}
+        write_json(self._directory.samples, {"schema": SCHEMA, **shared, "prompts": self._rows})
         gc.collect()
         if model.device.type == "cuda":  # the pool that training starts with is the one it would have had
             torch.cuda.empty_cache()
 
 
-def answer(model: Any, tokenizer: Any, asked: Generate) -> tuple[list[int], list[tuple[str, int, str]]]:
-    """The tokens of each prompt; of each answer the text, its tokens, and what ended it: `end` (the model said so),
-    `length` or `time`. Prompts are padded on the left; with the model's chat template, if it has one."""
-    texts = [_written(tokenizer, prompt.prompt) for prompt in asked.prompts]
+def answer(model: Any, tokenizer: Any, settings: Generate) -> tuple[list[int], list[tuple[str, int, str]]]:
+    """Return the tokens of each prompt; of each answer the text, its tokens, and what ended it: `end` (the model said
+    so), `length` or `time`. Prompts are padded on the left; with the model's chat template, if it has one."""
+    texts = [_written(tokenizer, prompt.prompt) for prompt in settings.prompts]
     ids = [tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"] for text in texts]
     longest, filler = max(map(len, ids)), tokenizer.pad_token_id or 0
     rows = torch.tensor([[filler] * (longest - len(row)) + row for row in ids], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=model.device)
     ends = _ends(model, tokenizer)
-    found = model.generate(input_ids=rows, attention_mask=mask, generation_config=_config(asked, ends, filler))
+    generated = model.generate(input_ids=rows, attention_mask=mask, generation_config=_config(settings, ends, filler))
     answers = []
-    for new in found[:, longest:].tolist():
-        stop = next((place for place, token in enumerate(new) if token in ends), None)
+    for new in generated[:, longest:].tolist():
+        stop = next((index for index, token in enumerate(new) if token in ends), None)
         kept = new if stop is None else new[:stop]
-        why = "end" if stop is not None else "length" if len(new) == asked.max_new_tokens else "time"
+        why = "end" if stop is not None else "length" if len(new) == settings.max_new_tokens else "time"
         answers.append((tokenizer.decode(kept, skip_special_tokens=True), len(kept), why))
     return [len(row) for row in ids], answers
 
@@ -87,20 +86,20 @@ def _written(tokenizer: Any, prompt: str) -> str:
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the model's (gpt-oss has several), or the tokenizer's."""
-    found = model.generation_config.eos_token_id
-    found = tokenizer.eos_token_id if found is None else found
-    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+    """Return the tokens that end an answer: the model's (gpt-oss has several), or the tokenizer's."""
+    ids = model.generation_config.eos_token_id
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return [] if ids is None else list(ids) if isinstance(ids, (list, tuple)) else [ids]
 
 
-def _config(asked: Generate, ends: list[int], filler: int) -> GenerationConfig:
-    """Every setting that a published model may bring is given, so that only the spec decides."""
-    drawn = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
+def _config(settings: Generate, ends: list[int], filler: int) -> GenerationConfig:
+    """Return every setting that a published model may bring, so that only the spec decides."""
+    drawn = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
     return GenerationConfig(
-        max_new_tokens=asked.max_new_tokens,
-        max_time=asked.max_seconds,
-        do_sample=not asked.greedy,
-        **({} if asked.greedy else drawn),
+        max_new_tokens=settings.max_new_tokens,
+        max_time=settings.max_seconds,
+        do_sample=not settings.greedy,
+        **({} if settings.greedy else drawn),
         num_beams=1,
         repetition_penalty=1.0,
         use_cache=True,
@@ -119,7 +118,7 @@ def _own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def plain(model: Any, spec: Experiment) -> Iterator[None]:
-    """The model ready to answer, for the length of a block."""
+    """Make the model ready to answer, for the length of a block."""
     with ExitStack() as undo:
         if spec.method.name == "unsloth":
             unsloth.answering(model, spec, undo)
@@ -133,8 +132,8 @@ def plain(model: Any, spec: Experiment) -> Iterator[None]:
 
 
 def _without_training(model: Any, undo: ExitStack) -> None:
-    """Every module ready to answer. Not so bitsandbytes' 4-bit layers, which have nothing to switch off: on a CPU they
-    would pack their weights for it, and train with others afterwards."""
+    """Make every module ready to answer. Not so bitsandbytes' 4-bit layers, which have nothing to switch off: on a CPU
+    they would pack their weights for it, and train with others afterwards."""
     for module in model.modules():
         undo.callback(setattr, module, "training", module.training)
     model.eval()

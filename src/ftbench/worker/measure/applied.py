@@ -21,7 +21,7 @@ KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "
 
 
 def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
-    """The sections of applied.json that the model alone can tell."""
+    """Return the sections of applied.json that the model alone can tell."""
     kinds = parameters_by_kind(model)
     return {
         "schema": SCHEMA,
@@ -45,8 +45,8 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
-    """What the trainer made of its arguments: the optimizer's state, gradient checkpointing and compiled graphs exist
-    only once training has begun, so this is read again after the first step."""
+    """Return what the trainer made of its arguments: the optimizer's state, gradient checkpointing and compiled graphs
+    exist only once training has begun, so this is read again after the first step."""
     optimizer = innermost(trainer.optimizer)
     state: Counter[str] = Counter()
     for values in (optimizer.state if optimizer is not None else {}).values():
@@ -68,35 +68,35 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def _loss(trainer: Any, spec: Experiment) -> str:
-    """Who computes the loss: trl's word for its own, ours, or Liger's."""
+    """Return who computes the loss: trl's word for its own, ours, or Liger's."""
     if spec.optimizations.chunked_loss:
         return "fused over chunks (ftbench)"
     return "fused (liger)" if spec.optimizations.liger else str(trainer.args.loss_type)
 
 
 def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]:
-    """What a reader of the figures must know about what was trained."""
-    found = []
+    """Return what a reader of the figures must know about what was trained."""
+    sentences = []
     kinds = applied["parameters"]["by_kind"]
     if spec.measure.control != "off":
-        found.append(f"a control: trained with {spec.measure.control} on purpose, so that it cannot learn")
+        sentences.append(f"a control: trained with {spec.measure.control} on purpose, so that it cannot learn")
     if spec.method.name != "full":
         if missing := lora.unmatched_targets(model, spec):
-            found.append(f"no layer is named {', '.join(missing)}: these targets train nothing")
+            sentences.append(f"no layer is named {', '.join(missing)}: these targets train nothing")
         silent = [k for k in ("attention", "mlp", "experts") if kinds[k]["total"] and not kinds[k]["trainable"]]
         for kind in silent:
             share = kinds[kind]["total"] / applied["parameters"]["total"]
             way = "; method.experts=on trains adapters on them" if kind == "experts" else ""
-            found.append(f"{kind} ({share:.0%} of the parameters) get no adapter{way}")
+            sentences.append(f"{kind} ({share:.0%} of the parameters) get no adapter{way}")
     if spec.method.quantised and not spec.method.mxfp4 and kinds["experts"]["total"]:
-        found.append(
+        sentences.append(
             "the experts are fused matrices, which bitsandbytes does not quantise: they stay as they were loaded"
         )
-    return found
+    return sentences
 
 
 def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
-    """Parameters per module kind, `total` and `trainable`; quantised weights count what they stand for."""
+    """Return the parameters per module kind, `total` and `trainable`; quantised weights count what they stand for."""
     kinds = {kind: {"total": 0, "trainable": 0} for kind in KINDS}
     for name, parameter in model.named_parameters():
         kind = kinds[module_kind(name)]
@@ -106,7 +106,7 @@ def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
 
 
 def module_kind(name: str) -> str:
-    """The kind of module that a parameter's dotted name belongs to, adapters with the module they adapt."""
+    """Return the kind of module that a parameter's dotted name belongs to, adapters with the module they adapt."""
     parts = [part for part in name.split(".") if not part.startswith("lora_")]
     if "lm_head" in parts:
         return "head"
@@ -124,7 +124,8 @@ def module_kind(name: str) -> str:
 
 
 def numel(name: str, parameter: Any) -> int:
-    """Elements of a parameter, before quantisation packed them: two in a byte of MXFP4, whose scales are none."""
+    """Return the elements of a parameter, before quantisation packed them: two in a byte of MXFP4, whose scales are
+    none."""
     if (shape := getattr(parameter, "_original_shape", None)) is not None:  # unsloth's experts in MXFP4
         return int(shape.numel())
     if parameter.dtype == torch.uint8 and name.endswith(("_blocks", "_scales")):
@@ -134,7 +135,8 @@ def numel(name: str, parameter: Any) -> int:
 
 
 def matmul_shape(model: Any) -> MatmulShape:
-    """What a token passes through: matrices of the base model and adapters, experts by the share a token visits."""
+    """Return what a token passes through: matrices of the base model and adapters, experts by the share a token
+    visits."""
     config = model.config.get_text_config()
     visited = _visited_share(config)
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -155,8 +157,8 @@ def matmul_shape(model: Any) -> MatmulShape:
 
 
 def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Width (heads x head_dim) and sliding window of each layer; layers of linear attention have no square to count.
-    Where queries are wider than values (latent attention), the mean of both."""
+    """Return width (heads x head_dim) and sliding window of each layer; layers of linear attention have no square to
+    count. Where queries are wider than values (latent attention), the mean of both."""
     layers = config.num_hidden_layers
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if value := getattr(config, "v_head_dim", None):
@@ -176,8 +178,8 @@ def _visited_share(config: Any) -> float:
 
 
 def _device(model: Any) -> str:
-    place = next(model.parameters()).device
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)
+    device = next(model.parameters()).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _bytes_by_dtype(model: Any) -> dict[str, float]:
@@ -192,14 +194,14 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer itself, under what accelerate wraps around it."""
+    """Return the optimizer itself, under what accelerate wraps around it."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _product_precision(spec: Experiment, autocast: str, model: Any) -> str:
-    """The precision of the large matrix products, as the GPU table names it."""
+    """Return the precision of the large matrix products, as the GPU table names it."""
     if fp8.layers(model):
         return "fp8"
     if autocast in ("bf16", "fp16"):

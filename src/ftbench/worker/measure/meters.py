@@ -69,7 +69,7 @@ class CudaMemory:
         self._retries = self._allocations = 0
 
     def read(self) -> dict[str, Any]:
-        """Columns of steps.csv since the last `reset`. One call into the allocator: the flattened dictionary of
+        """Return columns of steps.csv since the last `reset`. One call into the allocator: the flattened dictionary of
         `torch.cuda.memory_stats` costs ten times as much."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         if not stats:
@@ -115,7 +115,7 @@ def _kib(text: bytes, name: bytes) -> float:
 
 
 def resident_gb() -> float:
-    """The process's resident set, in GiB (statm counts pages)."""
+    """Return the process's resident set, in GiB (statm counts pages)."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * _PAGE / GIB
 
@@ -124,7 +124,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def meters(device: torch.device) -> tuple[Clock, CudaMemory | HostMemory]:
-    """The clock and the memory meter of a device."""
+    """Return the clock and the memory meter of a device."""
     if device.type == "cuda":
         return CudaClock(device), CudaMemory(device)
     return HostClock(), HostMemory()

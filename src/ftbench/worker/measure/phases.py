@@ -30,14 +30,14 @@ class Phases:
         return str(self._list[-1]["name"])
 
     def enter(self, name: str) -> None:
-        """Ends the current phase and begins another at the same instant."""
+        """End the current phase and begin another at the same instant."""
         self._end()
         self._list.append({"name": name, "start_s": self._list[-1]["end_s"]})
         self._write()
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Another phase for the length of a block, then the phase before it again."""
+        """Be in another phase for the length of a block, then in the phase before it again."""
         before = self.current
         self.enter(name)
         try:
@@ -46,7 +46,7 @@ class Phases:
             self.enter(before)
 
     def close(self) -> None:
-        """Ends the last phase."""
+        """End the last phase."""
         self._end()
         self._write()
 
@@ -58,7 +58,7 @@ class Phases:
 
 
 def _process_age_s() -> float:
-    """Seconds since this process began: the interpreter's own start belongs to the first phase."""
+    """Return the seconds since this process began: the interpreter's own start belongs to the first phase."""
     begun = process_start(os.getpid())
     if begun is None:
         return 0.0

@@ -42,7 +42,7 @@ class Reporter(TrainerCallback):
 
     @classmethod
     def of(cls, trainer: Any, directory: RunDir, recorder: Recorder) -> Reporter | None:
-        """Takes the services' callbacks out of `trainer` and itself in; None where the spec names none."""
+        """Take the services' callbacks out of `trainer` and put a reporter in; None where the spec names none."""
         names = [name for name in trainer.args.report_to if name != "none"]
         if not names:
             return None
@@ -56,10 +56,10 @@ class Reporter(TrainerCallback):
         recorder.on_rows = reporter.rows
         return reporter
 
-    # --- told by the trainer and the recorder ------------------------------------------------------------------------
+    # --- called by the trainer and the recorder -----------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts the services and waits for them. Raises MissingError for one that does not start."""
+        """Start the services and wait for them. Raises MissingError for one that does not start."""
         self._context = (args, state, control)
         self._thread = threading.Thread(target=self._run, name="ftbench-reporter", daemon=True)
         self._thread.start()
@@ -69,18 +69,18 @@ class Reporter(TrainerCallback):
             raise MissingError("; ".join(self._failures.values()) + "; set it up, or leave it out of train.report_to")
 
     def rows(self, rows: list[StepRow]) -> None:
-        """Rows that are in steps.csv: every number of theirs, and the rates that a curve is read by."""
+        """Log rows that are in steps.csv: every number of theirs, and the rates that a curve is read by."""
         for row in rows:
             self._log(logs_of(row), row.step or 0, row.epoch)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """The trainer's own words (how long training took), but for the loss of an evaluation, which it weights by
+        """Log the trainer's own words (how long training took), but for the loss of an evaluation, which it weights by
         batches and the recorder by tokens."""
         kept = {key: value for key, value in (logs or {}).items() if key != "eval_loss"}
         self._log(kept, state.global_step, state.epoch)
 
     def finish(self) -> list[str]:
-        """Ends the services and waits a minute at most; returns what went wrong, a sentence a service."""
+        """End the services, wait a minute at most, and return what went wrong, a sentence a service."""
         if self._thread is None or self._context is None:
             return []
         self._tasks.put(("on_train_end", {"state": self._context[1]}))
@@ -102,19 +102,19 @@ class Reporter(TrainerCallback):
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._tell(*task)
+            self._send(*task)
             self._begun.set()
 
-    def _tell(self, event: str, told: dict[str, Any]) -> None:
-        """One event to all services. One that fails is told nothing more: it must not end a run of hours."""
+    def _send(self, event: str, values: dict[str, Any]) -> None:
+        """Send one event to all services. One that fails is sent nothing more: it must not end a run of hours."""
         assert self._context is not None
         args, _, control = self._context
-        state = told.pop("state")
+        state = values.pop("state")
         for name, service in zip(self._names, self._services, strict=True):
             if name in self._failures:
                 continue
             try:
-                getattr(service, event)(args, state, control, **told)
+                getattr(service, event)(args, state, control, **values)
                 if event == "on_train_end" and name == "wandb":
                     _finish_wandb()
             except BaseException as error:  # noqa: BLE001 - of a library that this thread belongs to (SystemExit too)
@@ -123,8 +123,8 @@ class Reporter(TrainerCallback):
 
 
 def logs_of(row: StepRow) -> dict[str, float]:
-    """The numbers of a row under their column's names, with tokens and samples per second; unknown ones left out. The
-    names of an evaluation begin with `eval_`, as the services expect."""
+    """Return the numbers of a row under their column's names, with tokens and samples per second; unknown ones left
+    out. The names of an evaluation begin with `eval_`, as the services expect."""
     logs = {name: getattr(row, name) for name in row.__slots__ if name not in _NOT_LOGGED}
     if row.step_time_s:
         for rate, count in (("tokens_per_s", row.real_tokens), ("samples_per_s", row.samples)):

@@ -61,7 +61,7 @@ class Sampler:
         }
 
     def take(self) -> None:
-        """Reads every counter once; one that fails is not asked again."""
+        """Read every counter once; one that fails is not asked again."""
         values: dict[str, Any] = dict.fromkeys(
             ("power_w", "energy_j", "sm_clock_mhz", "temperature_c", "throttle", "memory_gb")
         )
@@ -87,8 +87,8 @@ class Sampler:
         return self._times[-1] if self._times else float("-inf")
 
     def over(self, begin: float, end: float) -> dict[str, Any]:
-        """The columns of steps.csv for a step from `begin` to `end` (perf_counter seconds). A step shorter than the
-        sampling interval takes the two samples around it."""
+        """Return the columns of steps.csv for a step from `begin` to `end` (perf_counter seconds). A step shorter than
+        the sampling interval takes the two samples around it."""
         inside = self._samples[bisect_left(self._times, begin) : bisect_right(self._times, end)]
         if not inside:
             at = bisect_left(self._times, begin)
@@ -122,7 +122,7 @@ class Sampler:
         return None if first is None or last is None else last - first
 
     def _counter(self, when: float) -> float | None:
-        """The energy counter at a moment, linear between the samples around it; None outside of them."""
+        """Return the energy counter at a moment, linear between the samples around it; None outside of them."""
         after = bisect_left(self._times, when)
         if after == 0 or after == len(self._times):
             return None
@@ -133,7 +133,7 @@ class Sampler:
 
 
 def throttle_names(masks: list[int]) -> str:
-    """The reasons in any of the bit masks, joined by |, or `none`."""
+    """Return the reasons in any of the bit masks, joined by |, or `none`."""
     together = 0
     for mask in masks:
         together |= mask
