@@ -23,11 +23,16 @@ def pytest_report_header() -> str | None:
     return "without the training libraries: tests/worker and tests/gpu are left out" if collect_ignore else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in the folders that need torch; elsewhere a test says so itself."""
+    """Mark what lies in the folders that need torch (elsewhere a test says so itself), keep in one process what shares
+    a module's fixture, and begin with what takes long."""
     for item in items:
         if {"worker", "gpu"} & set(item.path.relative_to(Path(__file__).parent).parts):
             item.add_marker("torch")
+        if any(each[-1].scope == "module" for each in item._fixtureinfo.name2fixturedefs.values()):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+    items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("xdist_group")))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,6 +17,7 @@ from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 from ftbench.sweep.execute import journal
 from waiting import eventually
+from warm import Warm
 
 MOCK = {
     "name": "night",
@@ -93,6 +94,20 @@ class Folder:
         return found
 
 
+def started(arguments: list[str], env: dict[str, str]) -> Warm | subprocess.Popen[str]:
+    """Start the command; where `env` changes what Python imports, from nothing."""
+    if "PYTHONPATH" not in env:
+        return Warm(arguments, os.environ | ENVIRONMENT | env)
+    return subprocess.Popen(
+        [sys.executable, "-m", "ftbench", *arguments],
+        env=os.environ | ENVIRONMENT | env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 class Night(Folder):
     """One `ftbench sweep` in a process of its own; a context that leaves no process behind."""
 
@@ -103,14 +118,7 @@ class Night(Folder):
     def __init__(self, spec: Path | None, out: Path, *arguments: str, env: dict[str, str] | None = None, **where: Any):
         super().__init__(out, **where)
         named = [str(spec), "--out", str(out)] if spec else []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ftbench", "sweep", *named, *arguments],
-            env=os.environ | ENVIRONMENT | (env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = started(["sweep", *named, *arguments], env or {})
 
     def __enter__(self) -> Night:
         return self

@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 
+import warm
 from ftbench.core.rows import StepRow
 from ftbench.errors import SpecError
 from ftbench.spec import ablation
@@ -323,11 +322,8 @@ def test_the_best_is_a_spec_that_gives_the_run_it_was(ablated, tmp_path):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def command(*arguments, within=90):
-    done = subprocess.run(
-        [sys.executable, "-m", "ftbench", "ablate", *map(str, arguments)], env=os.environ | ENVIRONMENT,
-        capture_output=True, text=True, timeout=within,
-    )  # fmt: skip
+def command(*arguments):
+    done = warm.run(["ablate", *arguments], os.environ | ENVIRONMENT)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -403,6 +399,7 @@ def test_check_output_takes_a_new_file(tmp_path):
         ablate.check_output(ablate.AblationRequest(path), path)
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_a_real_ablation_on_the_cpu(tmp_path, cache):
     path = write_sweep(tmp_path, launch={"mock": "off"})
