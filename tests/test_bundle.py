@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
 import pytest
 
+import warm
 from ftbench.core import redact, rows
 from ftbench.errors import SpecError
 from ftbench.store import rundir, summary
@@ -77,10 +77,7 @@ def members(path: Path) -> dict[str, bytes]:
 
 
 def command(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ftbench", *map(str, arguments)],
-        capture_output=True, text=True, check=False, env=os.environ | variables,
-    )  # fmt: skip
+    return warm.run(arguments, os.environ | variables)
 
 
 # --- what is packed --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import subprocess
@@ -11,19 +12,25 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["ftbench.cli", "ftbench.sweep.command", "ftbench.sweep.execute.loop", "pandas"])
+_SERVER.set_forkserver_preload(
+    ["ftbench.cli", "ftbench.sweep.command", "ftbench.sweep.execute.loop", "ftbench.report.command"]
+)
 
 
 def _command(arguments: list[str], env: dict[str, str], output: Path, errors: Path) -> None:
     for path, number in ((output, 1), (errors, 2)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
+    tempfile.tempdir = None
     os.environ.clear()
     os.environ.update(env)
     sys.argv = ["ftbench", *arguments]
     from ftbench import cli
 
-    cli.main()
+    try:
+        cli.main()
+    finally:
+        atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
 
 
 class Warm:

@@ -7,11 +7,11 @@ import io
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from ftbench.core import cost, rows, units
 from ftbench.core.hardware import canonical_name
 from ftbench.errors import SpecError
@@ -56,10 +56,7 @@ def made_run(folder: Path, name: str, gpu: str | None = "NVIDIA H200", watts: fl
 
 
 def report(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ftbench", "report", *map(str, arguments)],
-        capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "250"},
-    )  # fmt: skip
+    return warm.run(["report", *arguments], os.environ | {"COLUMNS": "250"})
 
 
 def document(*arguments: object) -> dict:
