@@ -33,13 +33,13 @@ Switch = Annotated[bool, BeforeValidator(_switch)]
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """`; did you mean x?` for the closest of `words`, or nothing when none is close."""
+    """Return `; did you mean x?` for the closest of `words`, or nothing when none is close."""
     close = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def known(word: str, words: Iterable[str], kind: str) -> None:
-    """Raises ValueError with all that is allowed and the nearest unless `word` is one of `words`."""
+    """Raise ValueError with all that is allowed and the nearest unless `word` is one of `words`."""
     words = list(words)
     if word not in words:
         raise ValueError(f"{word!r} is no {kind}; allowed: {', '.join(words)}{nearest(word, words)}")

@@ -54,20 +54,20 @@ def _total(spread: Sequence[float], scale: float, longest: int) -> int:
 
 
 def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """The places of the samples of each row of at most `max_length` tokens, rows in the order of their first sample:
-    each sample goes into the row with the least room that still takes it (best fit, longest first)."""
+    """Return the places of the samples of each row of at most `max_length` tokens, rows in the order of their first
+    sample: each sample goes into the row with the least room that still takes it (best fit, longest first)."""
     room: list[tuple[int, int]] = []  # what is left in each row, and which row; ascending
-    found: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        at = bisect.bisect_left(room, (lengths[place], 0))
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        at = bisect.bisect_left(room, (lengths[index], 0))
         if at < len(room):
             left, row = room.pop(at)
-            found[row].append(place)
+            rows[row].append(index)
         else:
-            left, row = max_length, len(found)
-            found.append([place])
-        bisect.insort(room, (left - lengths[place], row))
-    return [sorted(row) for row in sorted(found, key=min)]
+            left, row = max_length, len(rows)
+            rows.append([index])
+        bisect.insort(room, (left - lengths[index], row))
+    return [sorted(row) for row in sorted(rows, key=min)]
 
 
 def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[list[int]]]:
@@ -88,6 +88,6 @@ def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
     for batches in length_windows(lengths, batch_size):
         full = [batch for batch in batches if len(batch) == batch_size]
         order = random.permutation(len(full)).tolist()
-        result += [place for at in order for place in full[at]]
-        result += [place for batch in batches if len(batch) < batch_size for place in batch]
+        result += [index for at in order for index in full[at]]
+        result += [index for batch in batches if len(batch) < batch_size for index in batch]
     return result

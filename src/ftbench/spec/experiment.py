@@ -18,7 +18,7 @@ from ftbench.spec.refusals import refusals
 
 
 def experiment_name(value: str) -> str:
-    """The name of an experiment, which is a folder's too. Raises ValueError for one that cannot be."""
+    """Return the name of an experiment, which is a folder's too. Raises ValueError for one that cannot be."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
         raise ValueError(
             "may hold letters, digits, dot, dash and underscore, at most 80, and begins with a letter or digit"
@@ -71,7 +71,7 @@ SERVICES = ("tensorboard", "mlflow", "wandb", "trackio")  # each is also the nam
 
 
 def _services(value: object) -> object:
-    """`tensorboard` for `[tensorboard]`; none, off or nothing for an empty list."""
+    """Read `tensorboard` for `[tensorboard]`; none, off or nothing for an empty list."""
     if value is None or value is False or value == "none":
         return ()
     return (value,) if isinstance(value, str) else value
@@ -142,7 +142,7 @@ class Measure(Part):
     @model_validator(mode="before")
     @classmethod
     def _switches(cls, values: object) -> object:
-        """YAML reads a bare off as false, and a bare on as true."""
+        """Read a bare off, which is false in YAML, and a bare on."""
         if not isinstance(values, dict):
             return values
         off = {key: "off" for key in ("eval", "profile", "control") if values.get(key) is False}
@@ -219,11 +219,10 @@ class Experiment(Part):
 
 
 def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
-    """The spec with every `auto` that depends on the machine decided; None is a machine without a GPU.
+    """Return the spec with every `auto` that depends on the machine decided; None is a machine without a GPU.
 
     bfloat16 products need Ampere (8.0) or later to be fast; a CPU multiplies it many times slower than float32 unless
-    it has instructions for it.
-    """
+    it has instructions for it."""
     half = capability is not None and capability >= (8, 0)
     changed: dict[str, Part] = {}
     if spec.model.dtype == "auto":

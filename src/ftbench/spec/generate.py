@@ -61,7 +61,7 @@ class Generate(Part):
 
 
 def switched(value: object) -> object:
-    """`off`, or a section."""
+    """Read `off`, or a section."""
     if value is False or value == "off":
         return None
     if value is not None and not isinstance(value, (dict, Generate)):
@@ -70,9 +70,9 @@ def switched(value: object) -> object:
 
 
 def with_prompts(value: Any, folder: Path) -> Any:
-    """What a spec says under `measure.generate`, with the prompt files it names read: their paths start at `folder`.
-    What a file says about sampling counts where the spec says nothing. Raises SpecError for a file that cannot be
-    read."""
+    """Return what a spec says under `measure.generate`, with the prompt files it names read: their paths start at
+    `folder`. What a file says about sampling counts where the spec says nothing. Raises SpecError for a file that
+    cannot be read."""
     if isinstance(value, str) and value != "off":
         value = [value]
     if isinstance(value, list):
@@ -84,12 +84,12 @@ def with_prompts(value: Any, folder: Path) -> Any:
     prompts: list[Any] = []
     for entry in listed if isinstance(listed, list) else [listed]:
         if isinstance(entry, str):
-            found = read_yaml(folder / Path(entry).expanduser(), "a prompt file", "`prompts:`, a list of {id, prompt}")
-            entries = found.pop("prompts", None)
+            file = read_yaml(folder / Path(entry).expanduser(), "a prompt file", "`prompts:`, a list of {id, prompt}")
+            entries = file.pop("prompts", None)
             if not isinstance(entries, list):
                 raise SpecError(f"{folder / entry}: `prompts` is a list of {{id, prompt}}, and it is not there")
             prompts += entries
-            settings |= found
+            settings |= file
         else:
             prompts.append(entry)
     return settings | value | {"prompts": prompts}

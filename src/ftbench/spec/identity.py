@@ -20,9 +20,9 @@ _NO_MATTER: Any = {"name": True, "launch": True, "measure": _NOT_MEASURED,
                    "train": {"report_to"}}  # fmt: skip
 
 
-def what_changes_the_result(spec: Experiment) -> dict[str, Any]:
-    """The spec without its name, its timeouts, which steps are called warm-up, how often it is run, and where files
-    lie: of a file its name and content count, so that the same spec on two machines is the same experiment and an
+def _relevant(spec: Experiment) -> dict[str, Any]:
+    """Return the spec without its name, its timeouts, which steps are called warm-up, how often it is run, and where
+    files lie: of a file its name and content count, so that the same spec on two machines is the same experiment and an
     edited file another. A mock is no result of the spec at all: what it pretends counts.
 
     What is as it is by default is left out, so that a key which a later version brings, off by default, leaves the
@@ -57,19 +57,19 @@ def _ends(file: Path, size: int, modified: int) -> str:
 
 
 def fingerprint(spec: Experiment, gpu: str | None = None) -> str:
-    """Twelve hex digits of the SHA-256 of what changes the result: the spec and the name of the GPU."""
+    """Return twelve hex digits of the SHA-256 of what changes the result: the spec and the name of the GPU."""
     return identities(spec, gpu)[0]
 
 
 def family(spec: Experiment, gpu: str | None = None) -> str:
-    """The fingerprint of what is left when the batch size and its accumulation are taken out: runs of one family
-    differ in how much memory a step needs, and a larger batch needs more."""
+    """Return the fingerprint of what is left when the batch size and its accumulation are taken out: runs of one
+    family differ in how much memory a step needs, and a larger batch needs more."""
     return identities(spec, gpu)[1]
 
 
 def identities(spec: Experiment, gpu: str | None = None) -> tuple[str, str]:
-    """Fingerprint and family."""
-    values = what_changes_the_result(spec)
+    """Return fingerprint and family."""
+    values = _relevant(spec)
     whole = _digest([values, gpu])
     values["train"] = values.get("train", {}) | {"batch_size": None, "gradient_accumulation_steps": None}
     return whole, _digest([values, gpu])
@@ -81,15 +81,15 @@ def _digest(values: Any) -> str:
 
 
 def slug(spec: Experiment, gpu: str | None = None) -> str:
-    """`qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch, fingerprint; safe as a file name."""
+    """Return `qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch, fingerprint; safe as a file name."""
     return named(spec, fingerprint(spec, gpu))
 
 
 def named(spec: Experiment, fingerprint: str) -> str:
-    """The slug with a fingerprint that is known already."""
+    """Return the slug with a fingerprint that is known already."""
     return f"{model_slug(spec.model.id)}-{spec.method.name}-b{spec.train.batch_size}-{fingerprint}"
 
 
 def model_slug(model: str) -> str:
-    """`Qwen/Qwen3-8B` → `qwen3-8b`."""
+    """Return `qwen3-8b` for `Qwen/Qwen3-8B`."""
     return re.sub(r"[^a-z0-9.]+", "-", model.rsplit("/", 1)[-1].lower()).strip("-.")[:40] or "model"

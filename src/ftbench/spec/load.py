@@ -41,19 +41,19 @@ class ImpossibleError(SpecError):
 
 
 def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
-    """The resolved spec of a file. Raises SpecError with one sentence for each mistake, as `file:line: key: what`. Its
-    `sweep:` section is left to `spec.sweep`."""
+    """Return the resolved spec of a file. Raises SpecError with one sentence for each mistake, as `file:line: key:
+    what`. Its `sweep:` section is left to `spec.sweep`."""
     layers = read_layers(path, sets)
     return validated(merged(layers, path), layers)
 
 
 def read_layers(path: Path, sets: Sequence[str]) -> list[SpecLayer]:
-    """The files of the `extends:` chain from the base up, then each `--set`."""
+    """Return the files of the `extends:` chain from the base up, then each `--set`."""
     return [*_chain(path, ()), *(set_layer(text) for text in sets)]
 
 
 def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
-    """The keys of all layers, later ones winning; the name is the file's stem if none is given."""
+    """Return the keys of all layers, later ones winning; the name is the file's stem if none is given."""
     result: dict[str, Any] = {"name": path.stem}
     for layer in layers:
         result = merge(result, layer.data)
@@ -61,7 +61,8 @@ def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
 
 
 def validated(values: dict[str, Any], layers: Sequence[SpecLayer]) -> Experiment:
-    """Raises SpecError as `load` does: ImpossibleError where no single value is wrong."""
+    """Return the spec of these keys. Raises SpecError as `load` does, ImpossibleError where no single value is
+    wrong."""
     try:
         return Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
     except ValidationError as error:
@@ -82,21 +83,21 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
         raise SpecError(f"{path}:{line_of(path, ['extends'])}: extends: is the path of one file, not {base!r}")
-    with _told_at(path, "extends"):
-        base_file = recipes.found_at(base, path.parent) if base else None
+    with _at_key(path, "extends"):
+        base_file = recipes.file_of(base, path.parent) if base else None
         if base_file and not base_file.is_file():
             read_yaml(base_file)  # raises the sentence, which then says who names it
     below = _chain(base_file, (*seen, absolute)) if base_file else []
     if "recipe" in data:
-        with _told_at(path, "recipe"):
+        with _at_key(path, "recipe"):
             keys = recipe(data.pop("recipe"), path.parent, (*seen, absolute))
         below.append(SpecLayer(f"{path}:{line_of(path, ['recipe'])}: recipe", keys))
     return [*below, SpecLayer(str(path), expand(data, path.parent), path)]
 
 
 @contextmanager
-def _told_at(path: Path, key: str) -> Iterator[None]:
-    """Mistakes with the place of the key that led to them."""
+def _at_key(path: Path, key: str) -> Iterator[None]:
+    """Raise mistakes with the line of the key that led to them."""
     try:
         yield
     except SpecError as error:
@@ -104,16 +105,16 @@ def _told_at(path: Path, key: str) -> Iterator[None]:
 
 
 def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The keys of a recipe, a shipped one or a file in `folder`. Raises SpecError for one that is not there, or that
-    says what a recipe does not."""
-    path, found = recipes.named(name, folder), dict[str, Any]()
+    """Return the keys of a recipe, a shipped one or a file in `folder`. Raises SpecError for one that is not there,
+    or that says what a recipe does not."""
+    path, keys = recipes.named(name, folder), dict[str, Any]()
     for layer in _chain(path, seen):
-        found = merge(found, layer.data)
-    if others := [key for key in found if key not in recipes.SECTIONS]:
+        keys = merge(keys, layer.data)
+    if others := [key for key in keys if key not in recipes.SECTIONS]:
         raise SpecError(
             f"{path}: recipe: holds {', '.join(recipes.SECTIONS)}, and not {', '.join(others)}: use `extends:` for that"
         )
-    return found
+    return keys
 
 
 def set_layer(text: str) -> SpecLayer:
@@ -131,14 +132,14 @@ def set_layer(text: str) -> SpecLayer:
 
 
 def nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
-    """`["train", "batch_size"], 8` → `{"train": {"batch_size": 8}}`."""
+    """Return `{"train": {"batch_size": 8}}` for `["train", "batch_size"], 8`."""
     for part in reversed(parts):
         value = {part: value}
     return dict(value)
 
 
 def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Short forms written out, and paths made absolute against the folder of the file that says them."""
+    """Return short forms written out, and paths made absolute against the folder of the file that says them."""
     data = {key: {SHORT_FORMS[key]: value} if key in SHORT_FORMS and isinstance(value, str) else value
             for key, value in data.items()}  # fmt: skip
     for part, key in PATHS:
@@ -152,8 +153,8 @@ def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` on `base`, section by section. Naming another method, data set or model keeps the options that still
-    mean something: rank 16 outlives a change from lora to qlora, double_quant does not outlive the way back."""
+    """Lay `over` on `base`, section by section. Naming another method, data set or model keeps the options that
+    still mean something: rank 16 outlives a change from lora to qlora, double_quant does not outlive the way back."""
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
@@ -179,16 +180,17 @@ def _surviving(section: str, old: dict[str, Any], new: dict[str, Any]) -> dict[s
 
 
 def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]:
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         key = _key(problem["loc"])
         sentence = f"{_origin(key, layers)}: {'.'.join(key) + ': ' if key else ''}{_sentence(problem, key)}"
-        found.setdefault(".".join(key) + problem["type"].split("_")[0] * (not key), sentence)
-    return list(found.values())
+        sentences.setdefault(".".join(key) + problem["type"].split("_")[0] * (not key), sentence)
+    return list(sentences.values())
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
-    """pydantic's location without the tags of its unions: ('method', 'qlora', 'rank', 'int') → ('method', 'rank')."""
+    """Return pydantic's location without the tags of its unions: ('method', 'qlora', 'rank', 'int') → ('method',
+    'rank')."""
     parts = [str(part) for part in loc if not isinstance(part, int)]
     if len(parts) > 1 and parts[0] == "method" and parts[1] in METHODS:
         del parts[1]
@@ -196,7 +198,7 @@ def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
 
 
 def _origin(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
-    """Where the key was last written: `file:line`, or the `--set`; the main file for what was never written."""
+    """Return where the key was last written: `file:line`, or the `--set`; the main file for what was never written."""
     for layer in reversed(layers):
         section: Any = layer.data
         for part in key:
@@ -221,9 +223,9 @@ def _sentence(problem: Any, key: tuple[str, ...]) -> str:
         return "is missing"
     if kind in ("model_type", "model_attributes_type"):
         allowed = ["name"] if key == ("method",) else _allowed_keys(key, problem["loc"])
-        what = "is empty" if value is None else f"{_shown(value)} is no section"
+        problem_text = "is empty" if value is None else f"{_shown(value)} is no section"
         otherwise = "" if key == ("model",) else ", or leave it out"
-        return f"{what}: give it keys (allowed: {', '.join(allowed)}){otherwise}"
+        return f"{problem_text}: give it keys (allowed: {', '.join(allowed)}){otherwise}"
     if kind == "literal_error" or kind == "union_tag_invalid":
         allowed = [word.strip(" '\"") for word in str(context.get("expected", context.get("expected_tags")))
                    .replace(" or ", ", ").split(",")]  # fmt: skip
@@ -255,17 +257,17 @@ def _allowed_keys(section: tuple[str, ...], loc: tuple[int | str, ...]) -> list[
 
 
 def spec_keys() -> list[tuple[str, str, str]]:
-    """Every dotted key a spec may hold, with its default and meaning; what only some methods have says which."""
-    found: dict[str, tuple[str, str, str]] = {}
+    """Return every dotted key a spec may hold, with its default and meaning; what only some methods have says which."""
+    rows: dict[str, tuple[str, str, str]] = {}
     for section, info in Experiment.model_fields.items():
         model = info.annotation
         models = METHODS if section == "method" else {"": model}
         for method, part in models.items():
             if not (isinstance(part, type) and issubclass(part, BaseModel)):
-                found[section] = (section, "", info.description or "")
+                rows[section] = (section, "", info.description or "")
                 continue
             for key, field in part.model_fields.items():
                 default = "" if field.is_required() or field.default is None else str(field.default)
                 only = f" ({method})" if method and key not in METHODS["lora"].model_fields else ""
-                found.setdefault(f"{section}.{key}", (f"{section}.{key}", default, (field.description or "") + only))
-    return list(found.values())
+                rows.setdefault(f"{section}.{key}", (f"{section}.{key}", default, (field.description or "") + only))
+    return list(rows.values())

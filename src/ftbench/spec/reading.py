@@ -48,7 +48,7 @@ def _mistake(sentence: str, node: yaml.Node) -> yaml.YAMLError:
 def read_yaml(
     path: Path, what: str = "a spec", needs: str = "at least `model:` (see configs/ for examples)"
 ) -> dict[str, Any]:
-    """The mapping in `path`, which is to be `what`. Raises SpecError with file and line for anything else."""
+    """Return the mapping in `path`, which is to be `what`. Raises SpecError with file and line for anything else."""
     text = _text(path, what)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -66,7 +66,7 @@ def read_yaml(
 
 
 def parse_value(text: str) -> Any:
-    """The value of `--set key=VALUE`, read as YAML; text that is no YAML is text."""
+    """Return the value of `--set key=VALUE`, read as YAML; text that is no YAML is text."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         return None if node is None else _construct(Path("--set"), node)
@@ -75,13 +75,12 @@ def parse_value(text: str) -> Any:
 
 
 def _construct(path: Path, node: yaml.Node) -> Any:
-    _check_keys(node, set())
-    _check_size(path, node)
+    _check(path, node)
     return _Constructor().construct_document(node)
 
 
 def line_of(path: Path, key: Sequence[str | int]) -> int | None:
-    """The line on which a key stands, from 1; None if the file does not have it."""
+    """Return the line on which a key stands, from 1; None if the file does not have it."""
     try:
         node = _tree(_text(path))
     except (yaml.YAMLError, SpecError, RecursionError):
@@ -90,11 +89,10 @@ def line_of(path: Path, key: Sequence[str | int]) -> int | None:
     for part in key:
         if not isinstance(node, yaml.MappingNode):
             return line
-        found = [(k, v) for k, v in node.value if getattr(k, "value", None) == str(part)]
-        if not found:
+        pair = next((pair for pair in node.value if getattr(pair[0], "value", None) == str(part)), None)
+        if pair is None:
             return line
-        line = found[0][0].start_mark.line + 1
-        node = found[0][1]
+        line, node = pair[0].start_mark.line + 1, pair[1]
     return line
 
 
@@ -139,43 +137,35 @@ def _neighbours(path: Path) -> str:
         return f"; the folder {path.parent} does not exist"
 
 
-def _check_keys(node: yaml.Node, seen: set[int]) -> None:
-    """Refuses a key written twice, and makes every key the text that it is written as (`on`, `1`, `null`)."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for part in node.value:
-            _check_keys(part, seen)
-    if isinstance(node, yaml.MappingNode):
-        keys: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in keys:
-                    raise _mistake(f"the key {key.value!r} stands twice", key)
-                keys.add(key.value)
-                key.tag = "tag:yaml.org,2002:str"
-            _check_keys(value, seen)
-
-
-def _check_size(path: Path, root: yaml.Node) -> None:
-    """Counts nodes as if every alias were written out, without writing any out."""
+def _check(path: Path, root: yaml.Node) -> None:
+    """Refuse what is nested too deeply or too large, counting nodes as if every alias were written out, without writing
+    any out."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:
         if depth > MAX_DEPTH:
             raise SpecError(f"{path}: nested too deeply (more than {MAX_DEPTH} levels), or an alias that holds itself")
         if id(node) not in sizes:
-            children: list[yaml.Node] = []
-            if isinstance(node, yaml.MappingNode):
-                children = [part for pair in node.value for part in pair]
-            elif isinstance(node, yaml.SequenceNode):
-                children = node.value
-            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
+            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in _children(node))
         return sizes[id(node)]
 
     if size(root, 0) > MAX_NODES:
         raise SpecError(f"{path}: more than {MAX_NODES:,} values once its aliases are written out; a spec is smaller")
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    """Return the nodes in a node, each key as the text that it is written as (`on`, `1`, `null`). Refuse a key written
+    twice."""
+    if not isinstance(node, yaml.MappingNode):
+        return node.value if isinstance(node, yaml.SequenceNode) else []
+    keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+    seen: set[str] = set()
+    for key in keys:
+        if key.value in seen:
+            raise _mistake(f"the key {key.value!r} stands twice", key)
+        seen.add(key.value)
+        key.tag = "tag:yaml.org,2002:str"
+    return [part for pair in node.value for part in pair]
 
 
 def _where(error: yaml.YAMLError, text: str) -> str:
@@ -199,12 +189,12 @@ def _kind(value: Any) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json, or the one of a model's directory. Raises SpecError for what is none."""
+    """Return a config.json, or the one of a model's directory. Raises SpecError for what is none."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(path.read_text("utf-8"))
+        config = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(found, dict) or "model_type" not in found:
+    if not isinstance(config, dict) or "model_type" not in config:
         raise SpecError(f"{path}: has no model_type, so it is no model's config.json")
-    return found
+    return config

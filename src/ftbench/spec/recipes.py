@@ -16,13 +16,13 @@ SECTIONS = ("method", "train", "optimizations")
 @cache
 def recipes() -> dict[str, str]:
     """Name → what it is, the file's first line; the plain one first."""
-    found = {path.stem: path.read_text("utf-8").partition("\n")[0].removeprefix("# ") for path in FOLDER.glob("*.yaml")}
-    return dict(sorted(found.items(), key=lambda pair: (pair[0] != "plain", pair[0])))
+    lines = {path.stem: path.read_text("utf-8").partition("\n")[0].removeprefix("# ") for path in FOLDER.glob("*.yaml")}
+    return dict(sorted(lines.items(), key=lambda pair: (pair[0] != "plain", pair[0])))
 
 
-def found_at(name: str, folder: Path) -> Path:
-    """The file that `extends:` in `folder` means: one there, else a shipped one where it begins with `recipes/`. Raises
-    SpecError with the shipped ones for a recipe that there is not."""
+def file_of(name: str, folder: Path) -> Path:
+    """Return the file that `extends:` in `folder` means: one there, else a shipped one where it begins with
+    `recipes/`. Raises SpecError with the shipped ones for a recipe that there is not."""
     beside = folder / name
     head, _, file = name.rpartition("/")
     if head != "recipes" or beside.exists():
@@ -37,12 +37,12 @@ def found_at(name: str, folder: Path) -> Path:
 
 
 def named(name: object, folder: Path) -> Path:
-    """The file of `recipe: name`: a shipped one by its name, or a file in `folder`. Raises SpecError."""
+    """Return the file of `recipe: name`: a shipped one by its name, or a file in `folder`. Raises SpecError."""
     if not isinstance(name, str) or not name:
         raise SpecError(f"recipe: is the name of one recipe or a file, not {name!r} ({', '.join(recipes())})")
     if name in recipes():
         return FOLDER / f"{name}.yaml"
-    path = found_at(name, folder)
+    path = file_of(name, folder)
     if not path.exists():
         raise SpecError(
             f"recipe: {name!r} is no recipe and no file{nearest(name, recipes())} (allowed: {', '.join(recipes())}, or "

@@ -74,6 +74,8 @@ def refusals_on(spec: Experiment, capability: Capability) -> list[str]:
     """Return why a spec cannot work on a machine whose GPU has this compute capability; None is one without a GPU."""
     sentences = list(spec.method.refusals_on(spec, capability))
     for name in switched_on(spec.optimizations):
+        if OPTIMIZATIONS[name].needs_gpu and capability is None:
+            sentences.append(f"optimizations.{name} needs a GPU: set it to off")
         sentences += OPTIMIZATIONS[name].refusals_on(spec, capability)
     if capability is not None:
         return sentences
@@ -91,8 +93,8 @@ def refusals_on(spec: Experiment, capability: Capability) -> list[str]:
 def check_simulated(spec: Experiment) -> None:
     """Raise SpecError for what a simulation does not follow. Silence would be a figure of another run: torch runs a
     compiled layer as it is where tensors are fake."""
-    parts = [spec.method, *(OPTIMIZATIONS[name] for name in switched_on(spec.optimizations))]
-    refused = [pair for part in parts if (pair := part.unsimulated(spec)) is not None]
+    pairs = [spec.method.unsimulated(spec), *(_unsimulated(name, spec) for name in switched_on(spec.optimizations))]
+    refused = [pair for pair in pairs if pair is not None]
     if spec.train.optimizer.startswith("paged"):
         why = "bitsandbytes takes its state from the driver, past torch's allocator"
         refused.append((f"train.optimizer {spec.train.optimizer}: {why}", "train.optimizer=adamw_bnb_8bit"))
@@ -100,3 +102,10 @@ def check_simulated(spec: Experiment) -> None:
         raise SpecError(
             *(f"{why}, which a simulation does not follow: --set {change}, or {OTHERWISE}" for why, change in refused)
         )
+
+
+def _unsimulated(name: str, spec: Experiment) -> tuple[str, str] | None:
+    why = OPTIMIZATIONS[name].unsimulated
+    if isinstance(why, str):
+        return f"optimizations.{name}: {why}", f"optimizations.{name}=off"
+    return None if why is None else why(spec)

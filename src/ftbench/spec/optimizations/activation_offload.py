@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, needs_gpu
+from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
@@ -16,17 +16,12 @@ def _refusals(spec: Experiment) -> Iterator[str]:
         yield "optimizations.activation_offload and gradient_checkpointing save the same memory: choose one"
 
 
-def _unsimulated(spec: Experiment) -> tuple[str, str]:
-    why = "optimizations.activation_offload: it moves tensors by streams that only a GPU has"
-    return why, "optimizations.activation_offload=off"
-
-
 OPTIMIZATION = Optimization(
     description="keep what the backward pass needs in host memory (trl): less device memory, slower",
     verified="the trainer's context for it is there",
     tolerance=Tolerance(EXACT),
     unsloth="method.use_gradient_checkpointing: unsloth does that",
     refusals=_refusals,
-    refusals_on=needs_gpu("activation_offload"),
-    unsimulated=_unsimulated,
+    needs_gpu=True,
+    unsimulated="it moves tensors by streams that only a GPU has",
 )

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance, or_words
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
-
-
-def _unsimulated(spec: Experiment) -> tuple[str, str]:
-    why = "optimizations.compile: the compiler chooses what is kept for the backward pass"
-    return why, "optimizations.compile=off"
-
 
 OPTIMIZATION = Optimization(
     type=Annotated[bool | Literal["dynamic"], or_words("dynamic")],
@@ -22,6 +13,6 @@ OPTIMIZATION = Optimization(
     verified="every layer is compiled and graphs were counted",
     tolerance=Tolerance(ROUNDING),
     unsloth="it compiles what it rewrites itself: leave it off",
-    unsimulated=_unsimulated,
+    unsimulated="the compiler chooses what is kept for the backward pass",
     after=("liger",),  # a layer as Liger rewrote it
 )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,6 @@ def _anywhere(spec: Experiment, capability: Capability) -> Iterable[str]:
     return ()
 
 
-def _simulated(spec: Experiment) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
     """One key of `optimizations:`. The functions are asked only where it is on, and answer in sentences with a way out.
@@ -50,9 +46,9 @@ class Optimization:
     `description` says what it does and what it costs; `verified`, how a run shows that it was applied; `tolerance`, how
     closely the loss must follow; `unsloth`, why not beside method unsloth and what to do instead (None: it does).
     `refusals` are what it excludes or needs on any machine, `refusals_on` on a machine of this compute capability.
-    `unsimulated` is why `--simulate` does not follow it, and the `--set` that it would. It is applied after those named
-    in `after`. An ablation tries each value on the plain recipe with `beside[value]` switched on, and not those in
-    `not_ablated`."""
+    `unsimulated` is why `--simulate` does not follow it, or a function that says so of a spec and names the `--set`
+    that it would follow. It is applied after those named in `after`. An ablation tries each value on the plain recipe
+    with `beside[value]` switched on, and not those in `not_ablated`."""
 
     type: Any = Switch
     default: Any = False
@@ -62,7 +58,8 @@ class Optimization:
     unsloth: str | None = None
     refusals: Callable[[Experiment], Iterable[str]] = _nothing
     refusals_on: Callable[[Experiment, Capability], Iterable[str]] = _anywhere
-    unsimulated: Callable[[Experiment], tuple[str, str] | None] = _simulated
+    needs_gpu: bool = False
+    unsimulated: str | Callable[[Experiment], tuple[str, str] | None] | None = None
     after: tuple[str, ...] = ()
     beside: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
     not_ablated: tuple[Any, ...] = ()
@@ -77,13 +74,3 @@ def or_words(*words: str) -> Any:
         return value
 
     return BeforeValidator(check)
-
-
-def needs_gpu(name: str) -> Callable[[Experiment, Capability], Iterator[str]]:
-    """Return the refusal, on a machine without a GPU, of an optimization that is made for one."""
-
-    def refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
-        if capability is None:
-            yield f"optimizations.{name} needs a GPU: set it to off"
-
-    return refusals_on

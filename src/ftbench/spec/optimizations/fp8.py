@@ -33,10 +33,6 @@ def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
         yield f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off"
 
 
-def _unsimulated(spec: Experiment) -> tuple[str, str]:
-    return "optimizations.fp8: it is made for compiled layers", "optimizations.fp8=off"
-
-
 OPTIMIZATION = Optimization(
     type=Annotated[Literal["off", "tensorwise", "rowwise"], BeforeValidator(_off)],
     default="off",
@@ -46,7 +42,7 @@ OPTIMIZATION = Optimization(
     unsloth="its fused functions multiply in 16 bits: leave it off, or use method lora",
     refusals=_refusals,
     refusals_on=_refusals_on,
-    unsimulated=_unsimulated,
+    unsimulated="it is made for compiled layers",
     after=("liger",),  # which knows layers by their class
     beside={name: {"optimizations.compile": True} for name in ("tensorwise", "rowwise")},
 )
