@@ -304,7 +304,7 @@ def test_each_row_says_what_the_optimization_brought(ablated, tmp_path):
     assert rows["compile"]["break-even"] == "after step 17"
     assert rows["liger"]["Δ speed"].startswith("≈ +0.0 %")
     assert rows["liger"]["peak GiB (Δ)"] == "32.0 (-8.00, -20.0 %)"
-    assert rows["liger"]["Δ loss"] == "cannot tell (+0 %)"
+    assert rows["liger"]["Δ loss"] == "cannot tell (+0 %), gradient norm +0 %"
 
 
 def test_the_best_is_a_spec_that_gives_the_run_it_was(ablated, tmp_path):

@@ -34,7 +34,7 @@ def sweep(
     retry_failed: Retry = False,
     force: Force = False,
     gpus: Annotated[
-        str | None, typer.Option(help="several runs at once, each on one of these GPUs", metavar="0,1")
+        str | None, typer.Option(help="several single-GPU runs at once, one on each of these", metavar="0,1")
     ] = None,
     on: Annotated[str | None, typer.Option(help="a Ray cluster: ray, or ray://host:port", metavar="ray")] = None,
     dry_run: DryRun = False,

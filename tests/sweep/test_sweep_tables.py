@@ -1,0 +1,56 @@
+"""summary.md of a sweep: what a reader must not overlook."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftbench.core.rows import StepRow
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.store import rundir
+from ftbench.store.rundir import claim_at, write_json
+from ftbench.store.steps import StepsWriter
+from ftbench.sweep.jobs import job
+from ftbench.sweep.output.table import Tables
+from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.grid import Grid
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """summary.md of a grid of batches, of which the first ran beside what took this share of the host's CPUs."""
+    monkeypatch.setattr(rundir.os, "fsync", lambda file: None)
+
+    def write(share):
+        options = Options(tmp_path / "exp", "a GPU")
+        values = {"name": "exp", "model": {"id": "tiny/qwen3", "weights": "random"}}
+        jobs = []
+        for batch, others in ((1, share), (2, 0.0)):
+            spec = resolve(Experiment.model_validate(values | {"train": {"batch_size": batch}}), None)
+            jobs.append(job(spec, (), {"train.batch_size": batch}, 1, options.folder, options.gpu))
+            run = claim_at(jobs[-1].run.path)
+            write_json(run.spec_json, spec.model_dump(mode="json"))
+            write_json(run.machine, {"gpus": [{"name": "a GPU"}]})
+            writer = StepsWriter(run.steps)
+            writer.append([
+                StepRow(step=i, phase="train", elapsed_time_sec=float(i), step_time_s=1.0, real_tokens=100,
+                        label_tokens=100, samples=batch, loss=2.0, host_cpu_by_others=others)
+                for i in range(1, 13)
+            ])  # fmt: skip
+            writer.close()
+            write_json(run.state, {"schema": 1, "state": "ok", "wall_s": 12.0})
+        plan = Grid(jobs, {}, options)
+        Tables(options.folder, plan, options.gpu, []).write()
+        return (options.folder / "summary.md").read_text()
+
+    return write
+
+
+def test_a_run_beside_other_work_is_marked_in_its_row_and_in_a_note(table):
+    text = table(0.9)
+    states = [line.split("|")[-2].strip() for line in text.splitlines() if line.startswith("| lora |")]
+    assert states == ["ok, contended", "ok"]
+    assert "contended: other processes used 90% of the host's CPUs" in text
+
+
+def test_a_run_that_had_the_machine_to_itself_is_not(table):
+    assert "contended" not in table(0.05)
