@@ -22,18 +22,18 @@ _NAMED = re.compile(rf"(?i)({_NAMES}[\"']?\s*[:=]\s*)(\"[^\"\n]{{4,}}\"|'[^'\n]{
 
 
 def redact(text: str, environment: Mapping[str, str]) -> tuple[str, int]:
-    """`text` with secrets replaced, and how many there were: keys of known shape, passwords in URLs, values of names
-    like HF_TOKEN or api_key, and wherever it stands the value of a variable of `environment` with such a name."""
-    found = 0
+    """Return `text` with secrets replaced, and how many there were: keys of known shape, passwords in URLs, values of
+    names like HF_TOKEN or api_key, and wherever it stands the value of a variable of `environment` with such a name."""
+    count = 0
     for value in secrets_of(environment):
-        found += text.count(value)
+        count += text.count(value)
         text = text.replace(value, REDACTED)
     lower = text.lower()
     for pattern, replacement, signs in _RULES:
         if all(any(sign in lower for sign in group) for group in signs):  # a hundred times as fast as the pattern
-            text, count = pattern.subn(replacement, text)
-            found += count
-    return text, found
+            text, replaced = pattern.subn(replacement, text)
+            count += replaced
+    return text, count
 
 
 def _keep_quotes(match: re.Match[str]) -> str:
@@ -51,6 +51,6 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str], tuple
 
 
 def secrets_of(environment: Mapping[str, str]) -> list[str]:
-    """Values of the variables whose names say that they are secret, longest first; short ones are words."""
-    found = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 8}
-    return sorted(found, key=lambda value: (-len(value), value))
+    """Return the values of the variables whose names say that they are secret, longest first; short ones are words."""
+    secrets = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 8}
+    return sorted(secrets, key=lambda value: (-len(value), value))

@@ -30,8 +30,8 @@ def seconds(value: float | None) -> str:
 
 def parse_seconds(text: str) -> float | None:
     """`8h`, `90m`, `1h30m`, `45s` → seconds; None for anything else, and for no time at all."""
-    found = _DURATION.fullmatch(text.replace(" ", "").lower())
-    total = sum(float(n) * unit for n, unit in zip(found.groups(), (3600, 60, 1), strict=True) if n) if found else 0.0
+    match = _DURATION.fullmatch(text.replace(" ", "").lower())
+    total = sum(float(n) * unit for n, unit in zip(match.groups(), (3600, 60, 1), strict=True) if n) if match else 0.0
     return total if 0 < total < float("inf") else None
 
 

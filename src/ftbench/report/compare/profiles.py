@@ -14,23 +14,23 @@ from ftbench.store.rundir import RunDir
 
 
 def compared(paths: tuple[Path, Path], spec: Path | None, as_json: bool) -> str:
-    """Raises SpecError for what is no profile."""
+    """Return two profiles side by side, as text or JSON. Raises SpecError for what is no profile."""
     if spec is not None:
         raise SpecError(f"profile: --diff compares two profiles and runs nothing: leave {spec} out")
     a, b = files.folder_of(paths[0]), files.folder_of(paths[1])
-    found = diff(files.load(a), files.load(b), differing(a, b))
-    return json.dumps(found, ensure_ascii=False) if as_json else as_text(found, (_name(a), _name(b)))
+    difference = diff(files.load(a), files.load(b), differing(a, b))
+    return json.dumps(difference, ensure_ascii=False) if as_json else as_text(difference, (_name(a), _name(b)))
 
 
 def differing(a: Path, b: Path) -> list[Difference] | None:
-    """On what the runs of two profiles do not agree, of all that is known of both: spec, tokens, versions, commit. What
-    really ran follows from these. None where a spec is not known."""
+    """Return on what the runs of two profiles do not agree, of all that is known of both: spec, tokens, versions,
+    commit. What really ran follows from these. None where a spec is not known."""
     runs = [RunDir(folder.resolve().parent) for folder in (a, b)]
     if not all(spec_facts(run) for run in runs):
         return None
     baseline, candidate = ({**spec_facts(run), **machine_facts(run)} for run in runs)
-    found = differences(baseline, candidate, lambda key: key.startswith("applied."))
-    return [one for one in found if one.baseline is not None and one.candidate is not None]
+    facts = differences(baseline, candidate, lambda key: key.startswith("applied."))
+    return [fact for fact in facts if fact.baseline is not None and fact.candidate is not None]
 
 
 def _name(folder: Path) -> str:

@@ -54,28 +54,30 @@ NOTE = (
 )
 
 
-def table(found: Comparison) -> Table:
+def table(comparison: Comparison) -> Table:
     """A row for each cell, the baseline's before those held against it. What all cells share stands in the title;
     what keeps a pair from being the same recipe stands in the numbered notes."""
-    keys = _columns(found)
-    same = [key for key in _CONTEXT if key not in (*keys, found.axis) and not _varies(found, key)]
-    shared = {_name(key): _fact(key, found.cells[0]) for key in same}
-    pairs = {id(pair.cell): pair for pair in found.pairs}
-    cells = [cell for cell in _ordered(found) if id(cell) in pairs or found.value(cell) == found.baseline]
-    lists = _lists(found)
+    keys = _columns(comparison)
+    same = [key for key in _CONTEXT if key not in (*keys, comparison.axis) and not _varies(comparison, key)]
+    shared = {_name(key): _fact(key, comparison.cells[0]) for key in same}
+    pairs = {id(pair.cell): pair for pair in comparison.pairs}
+    cells = [
+        cell for cell in _ordered(comparison) if id(cell) in pairs or comparison.value(cell) == comparison.baseline
+    ]
+    lists = _lists(comparison)
     figures = [(heading, text) for heading, text in _FIGURES if any(text(cell, pairs.get(id(cell))) for cell in cells)]
     several = any(len(cell.runs) > 1 for cell in cells)
     rows = [
         [
-            found.value(cell), *(_fact(key, cell) for key in keys), cell.way, *([_runs(cell)] if several else []),
+            comparison.value(cell), *(_fact(key, cell) for key in keys), cell.way, *([_runs(cell)] if several else []),
             *(text(cell, pairs.get(id(cell))) for _, text in figures), _recipe(pairs.get(id(cell)), lists), cell.state,
         ]
         for cell in cells
     ]  # fmt: skip
-    axes = [_name(found.axis), *_names(keys)]
+    axes = [_name(comparison.axis), *_names(keys)]
     names = [*axes, "name", *(["runs"] if several else []), *(heading for heading, _ in figures), "recipe", "state"]
     words = (*TEXT, *(heading for heading in axes if heading != "batch"))
-    return Table({"baseline": found.baseline, **shared}, names, rows, [*_notes(found, cells, lists)], words)
+    return Table({"baseline": comparison.baseline, **shared}, names, rows, [*_notes(comparison, cells, lists)], words)
 
 
 def _names(keys: Sequence[str]) -> list[str]:
@@ -87,30 +89,33 @@ def _names(keys: Sequence[str]) -> list[str]:
 _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZATIONS)
 
 
-def _columns(found: Comparison) -> list[str]:
+def _columns(comparison: Comparison) -> list[str]:
     """The facts beside the axis that vary between cells and so need a column."""
-    first = [cell.runs[0] for cell in found.cells]
-    labels = {"model": [cell.facts.get("model.id", "") for cell in found.cells], "dataset": [run.data for run in first]}
+    first = [cell.runs[0] for cell in comparison.cells]
+    labels = {
+        "model": [cell.facts.get("model.id", "") for cell in comparison.cells],
+        "dataset": [run.data for run in first],
+    }
     more = varying_keys([run.spec for run in first], labels)
     named = ("method.name", OPTIMIZATIONS)  # the name tells these
     candidates = [*_CONTEXT, "train.batch_size", "train.gradient_accumulation_steps"]
-    varying = [key for key in candidates if key not in named and _varies(found, key)]
-    told = [key for key in (*varying, *more) if not on_axis(found.axis, key) and not _of_axis(found, key)]
-    return told[:MOST_AXES]
+    varying = [key for key in candidates if key not in named and _varies(comparison, key)]
+    keys = [key for key in (*varying, *more) if not on_axis(comparison.axis, key) and not _of_axis(comparison, key)]
+    return keys[:MOST_AXES]
 
 
-def _varies(found: Comparison, key: str) -> bool:
-    return len({_fact(key, cell) for cell in found.cells}) > 1
+def _varies(comparison: Comparison, key: str) -> bool:
+    return len({_fact(key, cell) for cell in comparison.cells}) > 1
 
 
-def _of_axis(found: Comparison, key: str) -> bool:
+def _of_axis(comparison: Comparison, key: str) -> bool:
     """A key that is one value throughout each value of the axis says nothing that the axis does not, if it belongs to
     the same section (the options of a method, beside the method)."""
-    if key.partition(".")[0] != found.axis.partition(".")[0]:
+    if key.partition(".")[0] != comparison.axis.partition(".")[0]:
         return False
     texts: dict[str, set[str | None]] = {}
-    for cell in found.cells:
-        texts.setdefault(found.value(cell), set()).add(cell.facts.get(key))
+    for cell in comparison.cells:
+        texts.setdefault(comparison.value(cell), set()).add(cell.facts.get(key))
     return all(len(values) == 1 for values in texts.values())
 
 
@@ -125,16 +130,16 @@ def _fact(key: str, cell: Cell) -> str:
     return text.rsplit("/", 1)[-1] if key == "model.id" else text
 
 
-def _ordered(found: Comparison) -> Iterator[Cell]:
+def _ordered(comparison: Comparison) -> Iterator[Cell]:
     """Each baseline with those held against it, by the order of the axis; those without a partner at the end."""
-    rank = {place: i for i, place in enumerate(in_order(found.axis, map(found.value, found.cells)))}
+    rank = {place: i for i, place in enumerate(in_order(comparison.axis, map(comparison.value, comparison.cells)))}
     held: dict[int, list[Pair]] = {}
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         held.setdefault(id(pair.baseline) if pair.baseline else 0, []).append(pair)
-    for cell in found.cells:
-        if found.value(cell) == found.baseline:
+    for cell in comparison.cells:
+        if comparison.value(cell) == comparison.baseline:
             yield cell
-            yield from (p.cell for p in sorted(held.get(id(cell), []), key=lambda p: rank[found.value(p.cell)]))
+            yield from (p.cell for p in sorted(held.get(id(cell), []), key=lambda p: rank[comparison.value(p.cell)]))
     yield from (pair.cell for pair in held.get(0, []))
 
 
@@ -145,10 +150,10 @@ def _runs(cell: Cell) -> str:
 # --- one row ---------------------------------------------------------------------------------------------------------
 
 
-def _lists(found: Comparison) -> dict[str, int]:
+def _lists(comparison: Comparison) -> dict[str, int]:
     """What differs, in words → the number of its note."""
     numbers: dict[str, int] = {}
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         if words := differences_text(pair):
             numbers.setdefault(words, len(numbers) + 1)
     return numbers
@@ -167,11 +172,11 @@ def _changed(name: str, text: Callable[[float | None], str], ratio: str) -> Call
     """A figure and its change: `15.8 (-79.6 %)`."""
 
     def both(cell: Cell, pair: Pair | None) -> str:
-        value, found = text(cell.figure(name)), getattr(pair, ratio) if pair else None
-        if found and found.low is not None and found.high - found.low < _EXACT:
-            found = Ratio(found.value)  # repeats agree to the digits shown
-        changed = change(found)
-        return f"{value} ({changed.removesuffix(' ?')})" if value and changed else value
+        value, changed = text(cell.figure(name)), getattr(pair, ratio) if pair else None
+        if changed and changed.low is not None and changed.high - changed.low < _EXACT:
+            changed = Ratio(changed.value)  # repeats agree to the digits shown
+        words = change(changed).removesuffix(" ?")
+        return f"{value} ({words})" if value and words else value
 
     return both
 
@@ -196,14 +201,14 @@ def _hourly(cell: Cell) -> float | None:
 # --- below the table -------------------------------------------------------------------------------------------------
 
 
-def _notes(found: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -> Iterator[str]:
+def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -> Iterator[str]:
     yield NOTE
-    if found.dropped:
-        noun = "pair is" if found.dropped == 1 else "pairs are"
-        yield f"--strict: {found.dropped} {noun} not the same recipe and left out"
+    if comparison.dropped:
+        noun = "pair is" if comparison.dropped == 1 else "pairs are"
+        yield f"--strict: {comparison.dropped} {noun} not the same recipe and left out"
     for words, number in lists.items():
         yield f"({number}) {words}"
-    verdicts = [(pair, pair.learning) for pair in found.pairs if pair.learning]
+    verdicts = [(pair, pair.learning) for pair in comparison.pairs if pair.learning]
     reasons = dict.fromkeys(learning.reason for _, learning in verdicts if learning.verdict == CANNOT_TELL)
     if reasons:
         yield f"loss, cannot tell: {'; '.join(reasons)}"
@@ -218,21 +223,21 @@ def _notes(found: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -
 # --- for programs ----------------------------------------------------------------------------------------------------
 
 
-def records(found: Comparison) -> list[dict[str, Any]]:
+def records(comparison: Comparison) -> list[dict[str, Any]]:
     """One flat record a cell, in the order of the table; what is unknown is None."""
-    pairs = {id(pair.cell): pair for pair in found.pairs}
-    keys = _columns(found)
+    pairs = {id(pair.cell): pair for pair in comparison.pairs}
+    keys = _columns(comparison)
     return [
-        _record(found, cell, pairs.get(id(cell)), keys)
-        for cell in _ordered(found)
-        if id(cell) in pairs or found.value(cell) == found.baseline
+        _record(comparison, cell, pairs.get(id(cell)), keys)
+        for cell in _ordered(comparison)
+        if id(cell) in pairs or comparison.value(cell) == comparison.baseline
     ]
 
 
-def _record(found: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str]) -> dict[str, Any]:
+def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str]) -> dict[str, Any]:
     paired = pair is not None and pair.baseline is not None
     record: dict[str, Any] = {
-        "axis": found.axis, "value": found.value(cell), "baseline": found.baseline, "name": cell.name,
+        "axis": comparison.axis, "value": comparison.value(cell), "baseline": comparison.baseline, "name": cell.name,
         **{key: cell.facts.get("gpu") if key == "gpu" else _fact(key, cell) for key in keys},
         "method": cell.facts.get("method.name"), "batch_size": cell.facts.get("train.batch_size"),
         "optimizations": value_at(OPTIMIZATIONS, cell.facts) or NO_OPTIMIZATION,
@@ -257,7 +262,7 @@ def _record(found: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str
     }
 
 
-def section(found: Comparison) -> Section:
+def section(comparison: Comparison) -> Section:
     """The comparison as a part of a report."""
-    title = f"Compared by {_TITLES.get(found.axis) or _name(found.axis)}"
-    return Section("comparison", title, table(found), (), records(found))
+    title = f"Compared by {_TITLES.get(comparison.axis) or _name(comparison.axis)}"
+    return Section("comparison", title, table(comparison), (), records(comparison))

@@ -53,7 +53,7 @@ _METHOD = ("name", "rank", "alpha", "dropout", "targets", "double_quant", "quant
 
 
 def figures(row: Row) -> list[str]:
-    """The texts of FIGURES, in their order; empty where unknown."""
+    """Return the texts of FIGURES, in their order; empty where unknown."""
     values = [(number(row.record.get(source)), text) for _, source, text in FIGURES]
     texts = [text(value) if value is not None else "" for value, text in values]
     if row.interval and texts[0]:
@@ -63,57 +63,57 @@ def figures(row: Row) -> list[str]:
 
 
 def facts(row: Row) -> tuple[Pairs, Pairs, Pairs]:
-    """What was asked for, what really ran, and the machine, as labels and texts."""
+    """Return what was asked for, what really ran, and the machine, as labels and texts."""
     path = folder(row)
     if path is None:
         return [], [], []
     files = RunDir(path)
-    found = asked(read_json(files.spec_json)), applied(read_json(files.applied)), machine(read_json(files.machine))
-    return tuple([(label, secretless(text)) for label, text in pairs] for pairs in found)  # type: ignore[return-value]
+    lists = requested(read_json(files.spec_json)), applied(read_json(files.applied)), machine(read_json(files.machine))
+    return tuple([(label, secretless(text)) for label, text in pairs] for pairs in lists)  # type: ignore[return-value]
 
 
 def folder(row: Row) -> Path | None:
-    """Where the run's files are, if the frame says so."""
+    """Return where the run's files are, if the frame says so."""
     path = row.record.get("path")
     return Path(path) if isinstance(path, str) else None
 
 
-def asked(spec: dict[str, Any]) -> Pairs:
-    """Named keys of the resolved spec, and the optimizations that are on."""
-    found = _pairs(_section(spec, "method"), _METHOD, "method")
-    found += _pairs(_section(spec, "train"), _TRAIN, "train")
+def requested(spec: dict[str, Any]) -> Pairs:
+    """Return named keys of the resolved spec, and the optimizations that are on."""
+    pairs = _pairs(_section(spec, "method"), _METHOD, "method")
+    pairs += _pairs(_section(spec, "train"), _TRAIN, "train")
     on = {key: value for key, value in _section(spec, "optimizations").items() if value not in (False, "off", None)}
-    return found + _pairs(on, tuple(on), "optimizations")
+    return pairs + _pairs(on, tuple(on), "optimizations")
 
 
 def applied(values: dict[str, Any]) -> Pairs:
-    """What was read back from the live objects."""
+    """Return what was read back from the live objects."""
     model, optimizer = _section(values, "model"), _section(values, "optimizer")
-    found = _pairs(model, ("class", "attention", "layers"), "model")
-    found += _counts("weights, GiB", _section(model, "weights_gb_by_dtype"), lambda v: units.gibibytes(number(v)))
-    found += _pairs(optimizer, ("class", "fused"), "optimizer")
-    found += _counts("optimizer state", _section(optimizer, "state"), str)
-    found += _pairs(values, ("product_precision", "autocast", "gradient_checkpointing", "loss", "fp8_layers",
+    pairs = _pairs(model, ("class", "attention", "layers"), "model")
+    pairs += _counts("weights, GiB", _section(model, "weights_gb_by_dtype"), lambda v: units.gibibytes(number(v)))
+    pairs += _pairs(optimizer, ("class", "fused"), "optimizer")
+    pairs += _counts("optimizer state", _section(optimizer, "state"), str)
+    pairs += _pairs(values, ("product_precision", "autocast", "gradient_checkpointing", "loss", "fp8_layers",
                              "compiled_graphs", "compile_cache"), "")  # fmt: skip
     kinds = _section(_section(values, "parameters"), "by_kind")
     trained = {kind: count.get("trainable") for kind, count in kinds.items() if isinstance(count, dict)}
-    return found + _counts("trained", {kind: count for kind, count in trained.items() if count}, _parameters)
+    return pairs + _counts("trained", {kind: count for kind, count in trained.items() if count}, _parameters)
 
 
 def machine(values: dict[str, Any]) -> Pairs:
-    """GPU, driver, limits and library versions; neither names nor environment of the host."""
+    """Return GPU, driver, limits and library versions; neither names nor environment of the host."""
     gpu, commit = _section(values, "gpu"), _section(values, "ftbench")
-    found = _pairs(gpu, ("name", "driver", "power_limit_w", "sm_clock_max_mhz", "mig"), "GPU")
-    found += _counts("GPU memory", {"GiB": gpu.get("memory_gb")}, lambda v: units.gibibytes(number(v)))
-    found += _pairs(_section(values, "cpu"), ("model", "cores"), "CPU")
-    found += _pairs(commit, ("version", "commit"), "ftbench")
+    pairs = _pairs(gpu, ("name", "driver", "power_limit_w", "sm_clock_max_mhz", "mig"), "GPU")
+    pairs += _counts("GPU memory", {"GiB": gpu.get("memory_gb")}, lambda v: units.gibibytes(number(v)))
+    pairs += _pairs(_section(values, "cpu"), ("model", "cores"), "CPU")
+    pairs += _pairs(commit, ("version", "commit"), "ftbench")
     wanted = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "unsloth", "liger-kernel")
-    return found + _pairs(_section(values, "versions"), wanted, "")
+    return pairs + _pairs(_section(values, "versions"), wanted, "")
 
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
+    part = values.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _pairs(values: dict[str, Any], names: tuple[str, ...], prefix: str) -> Pairs:

@@ -44,10 +44,10 @@ def page(report: Report, table: Table, footnote: str) -> str:
 
 
 def plotly_script() -> str:
-    """plotly's own bundle, as the installed package brings it."""
-    found = importlib.util.find_spec("plotly")
-    for place in (found.submodule_search_locations or []) if found else []:
-        if (path := Path(place) / "package_data" / "plotly.min.js").is_file():
+    """Return plotly's own bundle, as the installed package brings it."""
+    spec = importlib.util.find_spec("plotly")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(folder) / "package_data" / "plotly.min.js").is_file():
             return path.read_text("utf-8")
     raise MissingError("--format html draws with plotly, which is not installed: pip install 'ftbench[report]'")
 

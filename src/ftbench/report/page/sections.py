@@ -100,7 +100,7 @@ def frontier(view: View) -> Markup | None:
 
 
 def _grid(place: tuple[str, str], cells: Sequence[Cell]) -> Markup:
-    """A row for each way of training that was tried at several batches, or that failed; a place for each spec."""
+    """A row for each way of training, with a place for each batch: one spec each."""
     lines: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         lines.setdefault(cell.way, {})[cell.batch] = cell

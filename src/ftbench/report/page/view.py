@@ -13,7 +13,7 @@ from typing import Any
 
 from ftbench.core.redact import redact
 from ftbench.report.data.collect import Record
-from ftbench.report.data.groups import Cell, cells_of, runs_of
+from ftbench.report.data.groups import Cell, Run, cells_of, runs_of
 from ftbench.report.render.document import Table
 from ftbench.report.render.runs_table import CONTEXT, FIGURES
 from ftbench.store.summary import PROFILED
@@ -75,16 +75,20 @@ class View:
         return [name for name, _ in Counter(row.workload for row in self.rows).most_common()]
 
     def cells_of(self, workload: str) -> list[Cell]:
-        """Return the groups of repeats of a workload, in the order of their first."""
-        return list({id(row.cell): row.cell for row in self.rows if row.workload == workload}.values())
+        """Return the groups of repeats of a workload, in the order of their first, without profiled runs."""
+        rows = (row for row in self.rows if row.workload == workload and not row.profiled)
+        return list({id(row.cell): row.cell for row in rows}.values())
 
 
 def view(records: Sequence[Record], table: Table, footnote: str) -> View:
     """Return the records and the rows of their table, which are the same runs in the same order. Text is free of
     secrets; the state stands before the figures, so that a row without figures says why."""
     table = _state_first(clean(table))
-    runs = runs_of(records)
-    cells = {run.record["path"]: cell for cell in cells_of(runs) for run in cell.runs}
+    apart: dict[bool, list[Run]] = {False: [], True: []}  # profiled runs are of specs of their own, and no measurement
+    for run in runs_of(records):
+        apart[PROFILED in run.record["warnings"]].append(run)
+    groups = [*cells_of(apart[False]), *cells_of(apart[True])]
+    cells = {run.record["path"]: cell for cell in groups for run in cell.runs}
     labels = _labels([cells[record["path"]] for record in records], records)
     rows = [
         _row(record, cells[record["path"]], label, table, texts)

@@ -23,16 +23,16 @@ _NEEDS = r"% needs \usepackage{booktabs,textcomp}"
 _JAPANESE = r"% Japanese: compile with LuaLaTeX and \usepackage{luatexja-fontspec}"
 
 
-def latex(found: Table, text_headings: Sequence[str], footnote: str = "") -> str:
+def latex(table: Table, text_headings: Sequence[str], footnote: str = "") -> str:
     """A table, or a longtable where it would not fit on a page, with the shared context as caption and the footnote
     and notes below."""
-    long = len(found.rows) > _LONG
-    columns = "".join("l" if heading in text_headings else "r" for heading in found.headings)
-    context = ", ".join(f"{key} {value}" for key, value in found.context.items())
-    below = [text for text in (footnote, *found.notes) if text]
+    long = len(table.rows) > _LONG
+    columns = "".join("l" if heading in text_headings else "r" for heading in table.headings)
+    context = ", ".join(f"{key} {value}" for key, value in table.context.items())
+    below = [text for text in (footnote, *table.notes) if text]
     notes = [rf"\par\noindent{{\footnotesize {escape(text)}}}" for text in below]
-    head = [_row(rf"\textbf{{{escape(text)}}}" for text in found.headings), r"\midrule"]
-    rows = [_row(map(escape, row)) for row in found.rows]
+    head = [_row(rf"\textbf{{{escape(text)}}}" for text in table.headings), r"\midrule"]
+    rows = [_row(map(escape, row)) for row in table.rows]
     lines = [_NEEDS.replace("booktabs", "booktabs,longtable") if long else _NEEDS, _JAPANESE]
     if long:
         caption = [rf"\caption{{{escape(context)}}} \\"] if context else []

@@ -21,7 +21,7 @@ _TITLE = "Memory: estimated and measured"
 
 
 def memory(runs: Sequence[Run]) -> Section | None:
-    """Each run's memory as `ftbench estimate` would have said it for the batch that it had, with the constants in use.
+    """Return each run's memory as `ftbench estimate` predicts it for the batch that it had, with the constants in use.
     Of runs without a GPU it says that they have no row; None where there are neither."""
     records: list[dict[str, Any]] = []
     rows: list[calibrate.Row] = []
@@ -34,9 +34,9 @@ def memory(runs: Sequence[Run]) -> Section | None:
             stored.append(known)
             if not known.fits:
                 records.append(who(cell) | _ended(known))
-            elif found := calibrate.rows([known], constants.constants()):
-                rows += found
-                records.append(who(cell) | _record(found[0]))
+            elif known_rows := calibrate.rows([known], constants.constants()):
+                rows += known_rows
+                records.append(who(cell) | _record(known_rows[0]))
     without = _without_gpu(runs)
     if not records:
         return Section("estimates", _TITLE, None, without) if without else None
@@ -56,55 +56,57 @@ def _without_gpu(runs: Sequence[Run]) -> list[str]:
 
 
 def _record(row: calibrate.Row) -> dict[str, Any]:
-    found: dict[str, Any] = {"verdict": row.estimate.verdict, "state": "ok"}
+    fields: dict[str, Any] = {"verdict": row.estimate.verdict, "state": "ok"}
     for tier in measured.TIERS:
-        found |= {tier: getattr(row.run, tier), f"{tier}_estimated": getattr(row.estimate, tier).expected}
-        found[f"{tier}_error"] = row.errors.get(tier)
-    return found
+        fields |= {tier: getattr(row.run, tier), f"{tier}_estimated": getattr(row.estimate, tier).expected}
+        fields[f"{tier}_error"] = row.errors.get(tier)
+    return fields
 
 
 def _ended(run: measured.Measured) -> dict[str, Any]:
     """A run that ran out of memory: its peaks say only what it had when it ended."""
     estimate = run.estimate(constants.constants())
-    found: dict[str, Any] = {"verdict": estimate.verdict, "state": "oom"}
+    fields: dict[str, Any] = {"verdict": estimate.verdict, "state": "oom"}
     for tier in measured.TIERS:
-        found |= {tier: None, f"{tier}_estimated": getattr(estimate, tier).expected, f"{tier}_error": None}
-    return found
+        fields |= {tier: None, f"{tier}_estimated": getattr(estimate, tier).expected, f"{tier}_error": None}
+    return fields
 
 
 def _texts(record: dict[str, Any]) -> list[str]:
     real = [units.gibibytes(record[tier]) or ("oom" if record["state"] == "oom" else "") for tier in measured.TIERS]
-    said = []
+    texts = []
     for tier in measured.TIERS:
         error = record[f"{tier}_error"]
-        said.append(units.gibibytes(record[f"{tier}_estimated"]) + (f" ({error:+.1%})" if error is not None else ""))
-    return [*shown(record), *real, *said, record["verdict"]]
+        texts.append(units.gibibytes(record[f"{tier}_estimated"]) + (f" ({error:+.1%})" if error is not None else ""))
+    return [*shown(record), *real, *texts, record["verdict"]]
 
 
 def _errors(rows: Sequence[calibrate.Row], stored: Sequence[measured.Measured]) -> list[str]:
     errors = {tier: calibrate.error(rows, tier) for tier in measured.TIERS}
-    found = [
+    parts = [
         f"{tier} {error.mean:.1%} in the mean of {error.count} runs, {error.worst:.1%} at worst"
         for tier, error in errors.items()
         if error is not None
     ]
     wrong = calibrate.false_fits(stored, constants.constants())
-    said = f"Said to fit and did not: {', '.join(wrong) or 'none'}."
-    return [f"Errors: {'; '.join(found)}. {said}" if found else said]
+    misjudged = f"Said to fit and did not: {', '.join(wrong) or 'none'}."
+    return [f"Errors: {'; '.join(parts)}. {misjudged}" if parts else misjudged]
 
 
 def time(runs: Sequence[Run]) -> Section | None:
-    """Each run's step as `ftbench estimate` would have said it from the other runs given, without those of the same
+    """Return each run's step as `ftbench estimate` predicts it from the other runs given, without those of the same
     step; None where no run on a GPU of the table has enough steps to tell."""
-    found = [(cell, known) for cell in cells_of(runs) for run in cell.runs if (known := known_run(run.dir)) is not None]
-    store = Store(runs=[known for _, known in found])
+    stored = [
+        (cell, known) for cell in cells_of(runs) for run in cell.runs if (known := known_run(run.dir)) is not None
+    ]
+    store = Store(runs=[known for _, known in stored])
     records = []
-    for cell, known in found:
-        if (said := _step(known, store)) is not None:
-            measured_s = known.step_s * said.samples / known.samples
+    for cell, known in stored:
+        if (estimated := _step(known, store)) is not None:
+            measured_s = known.step_s * estimated.samples / known.samples
             records.append(who(cell) | {
-                "step_s": measured_s, "step_s_estimated": said.step_s.expected,
-                "step_s_error": said.step_s.expected / measured_s - 1, "basis": said.basis,
+                "step_s": measured_s, "step_s_estimated": estimated.step_s.expected,
+                "step_s_error": estimated.step_s.expected / measured_s - 1, "basis": estimated.basis,
             })  # fmt: skip
     if not records:
         return None

@@ -40,7 +40,7 @@ class References:
 
 @cache
 def published() -> References:
-    """The table that ships with ftbench."""
+    """Return the table that ships with ftbench."""
     data = read_facts("references.yaml")
     return References(tuple(data["figures"]), data["sources"], tuple(data["notes"]))
 
@@ -56,35 +56,35 @@ class Match:
 
 
 def beside(cells: Sequence[Cell]) -> Section:
-    """Every published figure; those of a model that was run first, each beside the cell that is nearest."""
+    """Return every published figure; those of a model that was run first, each beside the cell that is nearest."""
     table = published()
-    matches = sorted((match(entry, cells) for entry in table.figures), key=lambda found: found.cell is None)
-    keys = list(dict.fromkeys(str(found.entry["source"]) for found in matches))
+    matches = sorted((match(entry, cells) for entry in table.figures), key=lambda matched: matched.cell is None)
+    keys = list(dict.fromkeys(str(matched.entry["source"]) for matched in matches))
     headings = ["source", "model", "method", "data", "GPU", "batch", *_ROWS]
-    rows = [_row(found, keys) for found in matches]
+    rows = [_row(matched, keys) for matched in matches]
     notes = [f"[{place}] {table.sources[key]}" for place, key in enumerate(keys, start=1)]
     words = (
         f"{LABEL}: these figures are their sources' own, of other code, recipes and ways of counting. They are beside "
         "the run that has most in common with them; no ratio is given, since none would be of the GPUs alone.",
         *table.notes,
     )
-    records = [_record(found, table) for found in matches]
+    records = [_record(matched, table) for matched in matches]
     return Section("references", LABEL, Table({}, headings, rows, notes, tuple(headings)), words, records)
 
 
 def match(entry: Mapping[str, Any], cells: Sequence[Cell]) -> Match:
-    """The cell of the entry's model that agrees with it in most keys and that knows one of its figures; None where
-    that model was not run."""
+    """Return the cell of the entry's model that agrees with it in most keys and that knows one of its figures; None
+    where that model was not run."""
     best: Match | None = None
     for cell in cells:
-        here = _facts(cell)
-        if "model" not in entry or not _same("model", entry["model"], here["model"]):
+        run_facts = _facts(cell)
+        if "model" not in entry or not _same("model", entry["model"], run_facts["model"]):
             continue
-        known = [key for key in KEYS if key in entry and here[key]]
-        same = tuple(key for key in known if _same(key, entry[key], here[key]))
-        found = Match(entry, cell, same, tuple(key for key in known if key not in same))
+        known = [key for key in KEYS if key in entry and run_facts[key]]
+        same = tuple(key for key in known if _same(key, entry[key], run_facts[key]))
+        matched = Match(entry, cell, same, tuple(key for key in known if key not in same))
         if best is None or (len(same), bool(cell.ok)) > (len(best.same), bool(best.cell and best.cell.ok)):
-            best = found
+            best = matched
     return best or Match(entry, None, (), ())
 
 
@@ -99,12 +99,12 @@ def _facts(cell: Cell) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _same(key: str, published: Any, here: str) -> bool:
+def _same(key: str, published: Any, measured: str) -> bool:
     if key == "gpu":
-        return canonical_name(here) == str(published)
+        return canonical_name(measured) == str(published)
     if key == "model":
-        return _plain(here) == _plain(str(published))
-    return here == str(published)
+        return _plain(measured) == _plain(str(published))
+    return measured == str(published)
 
 
 def _plain(model: str) -> str:
@@ -116,37 +116,37 @@ def _figures(entry: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(entry[name]) for name in FIGURES if name in entry}
 
 
-def _measured(found: Match) -> dict[str, float | None]:
-    if found.cell is None:
+def _measured(matched: Match) -> dict[str, float | None]:
+    if matched.cell is None:
         return {}
-    values = {name: found.cell.figure(FIGURES[name][1]) for name in _figures(found.entry)}
+    values = {name: matched.cell.figure(FIGURES[name][1]) for name in _figures(matched.entry)}
     if (rate := values.get("samples_per_hour")) is not None:
         values["samples_per_hour"] = rate * 3600
     return values
 
 
 def _text(figures: Mapping[str, float | None]) -> str:
-    told = []
+    parts = []
     for name, value in figures.items():
         if value is not None:
             text = {"peak_gb": units.gibibytes, "first_step_s": units.seconds}.get(name, units.rate)(value)
-            told.append(f"{FIGURES[name][0]} {text}")
-    return ", ".join(told)
+            parts.append(f"{FIGURES[name][0]} {text}")
+    return ", ".join(parts)
 
 
-def _row(found: Match, keys: Sequence[str]) -> list[str]:
-    entry, cell = found.entry, found.cell
-    said = [str(entry.get(key, "")) for key in ("model", "method", "data", "gpu", "batch")]
-    said[1] = " ".join(filter(None, (said[1], f"with {entry['with']}" if "with" in entry else "")))
+def _row(matched: Match, keys: Sequence[str]) -> list[str]:
+    entry, cell = matched.entry, matched.cell
+    texts = [str(entry.get(key, "")) for key in ("model", "method", "data", "gpu", "batch")]
+    texts[1] = " ".join(filter(None, (texts[1], f"with {entry['with']}" if "with" in entry else "")))
     value = "; ".join(filter(None, (_text(_figures(entry)), entry.get("text", ""))))
-    measured = _text(_measured(found))
+    measured = _text(_measured(matched))
     where = f" ({cell.name} on {cell.facts['gpu']})" if cell else ""
-    here = _facts(cell) if cell else {}
-    other = ", ".join(f"{_NAMES[key]} ({here[key]})" for key in found.other)
-    same = ", ".join(_NAMES[key] for key in found.same)
+    run_facts = _facts(cell) if cell else {}
+    other = ", ".join(f"{_NAMES[key]} ({run_facts[key]})" for key in matched.other)
+    same = ", ".join(_NAMES[key] for key in matched.same)
     return [
         f"[{keys.index(str(entry['source'])) + 1}]",
-        *said,
+        *texts,
         value,
         f"{measured}{where}" if measured else "",
         same,
@@ -154,13 +154,13 @@ def _row(found: Match, keys: Sequence[str]) -> list[str]:
     ]
 
 
-def _record(found: Match, table: References) -> dict[str, Any]:
-    entry, cell = found.entry, found.cell
+def _record(matched: Match, table: References) -> dict[str, Any]:
+    entry, cell = matched.entry, matched.cell
     return {
         "label": LABEL, "source": table.sources[str(entry["source"])],
         **{key: entry.get(key) for key in (*KEYS, "with", "text")},
         **{f"published.{name}": entry.get(name) for name in FIGURES},
-        **{f"measured.{name}": value for name, value in _measured(found).items()},
+        **{f"measured.{name}": value for name, value in _measured(matched).items()},
         "run_ids": " ".join(run.run_id for run in cell.runs) if cell else None,
-        "in_common": " ".join(found.same), "not_the_same": " ".join(found.other),
+        "in_common": " ".join(matched.same), "not_the_same": " ".join(matched.other),
     }  # fmt: skip
