@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import preflight
 from ftbench.estimate.memory import measured
-from ftbench.estimate.time import fitting, speeds, table, text
+from ftbench.estimate.time import accuracy, speeds, text
 from ftbench.estimate.time.duration import (
     MEASURED,
     OTHER,
@@ -38,6 +39,9 @@ from ftbench.store import rundir
 from ftbench.store.steps import read_steps
 from ftbench.sweep import dry_run
 from made_runs import REAL, make_run, steps
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import duration_study as study
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
 RUNS = known_runs([RESULTS])
@@ -193,23 +197,23 @@ def test_runs_of_an_older_loss_are_no_measurements_of_todays():
 
 
 def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bounds_that_the_readme_gives(store):
-    rows = table.left_out(store)
-    mean, worst = table.errors_of(rows)
+    rows = accuracy.left_out(store, coefficients_of=study.fit)
+    mean, worst = accuracy.errors_of(rows)
     assert len(rows) >= 110
     assert mean <= 0.06
     assert worst <= 0.4  # Liger's kernels under Python's pace, two steps
     assert sum(abs(row.error) <= 0.2 for row in rows) >= 0.95 * len(rows)
-    assert sum(row.inside for row in rows) >= 0.9 * len(rows)
+    assert sum(row.is_inside for row in rows) >= 0.9 * len(rows)
 
 
 def test_methods_and_optimizations_that_no_run_has_seen_stay_within_the_issues_bound(store):
-    mean, worst = table.errors_of(table.left_out(store, table.settings))
+    mean, worst = accuracy.errors_of(accuracy.left_out(store, study.settings, study.fit))
     assert mean <= 0.1
     assert worst <= 0.4
 
 
 def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
-    fitted = table.fitted(store)
+    fitted = study.fitted(store)
     assert {name: term.value for name, term in fitted.items()} == pytest.approx(
         speeds.values(speeds.shipped()), rel=1e-3
     )
@@ -221,7 +225,7 @@ def test_the_fit_adds_up_a_step_as_the_estimate_does(store):
     seen = store.observations(H200)
     assert len(seen) > 100
     for each in seen:
-        parts = fitting._Sum.of(each.ideal, list(coefficients)).parts(np.array(list(coefficients.values())))
+        parts = study.StepSum.of(each.ideal, list(coefficients)).parts(np.array(list(coefficients.values())))
         assert parts.sum() == pytest.approx(speeds.step(each.ideal, coefficients).seconds)
 
 

@@ -180,7 +180,6 @@ def calibrate(store: Path) -> str:
 def _calibrated_times(store: Path) -> str:
     """How far the time estimate is off on each run, without the runs of its step. Nothing is kept: `estimate` reads the
     runs themselves (--store)."""
-    from ftbench.estimate.time import table
+    from ftbench.estimate.time import accuracy
 
-    known = Store.read(store)
-    return table.text(table.left_out(known), {}).rstrip()
+    return accuracy.text(accuracy.left_out(Store.read(store))).rstrip()

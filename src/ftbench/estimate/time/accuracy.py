@@ -1,0 +1,113 @@
+"""How far the time estimate is off: each run of a store beside what is estimated without the runs of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.hardware import Gpu, gpus
+from ftbench.estimate.time import speeds
+from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.history import Known
+from ftbench.estimate.time.observations import Observation
+from ftbench.estimate.time.run_index import Store
+from ftbench.store.summary import optimizations_on
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run: seconds of its mean step, and what was estimated from the other runs alone (`left_out`), from the
+    coefficients of the other runs without any run near it (`bare`)."""
+
+    run: Known
+    left_out: float
+    low: float
+    high: float
+    bare: float
+    basis: str
+
+    @property
+    def error(self) -> float:
+        return self.left_out / self.run.step_s - 1
+
+    @property
+    def bare_error(self) -> float:
+        return self.bare / self.run.step_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        return self.low <= self.run.step_s <= self.high
+
+
+def left_out(
+    store: Store,
+    kin: Callable[[Observation], Any] = lambda each: each.key,
+    coefficients_of: Callable[[Sequence[Observation]], Mapping[str, float]] = lambda _: speeds.values(speeds.shipped()),
+) -> list[Row]:
+    """Return a row for each run whose model and GPU are known; runs that are `kin`, by default those of the same step,
+    are left out together. `coefficients_of` the others are the shipped ones unless they are fitted again."""
+    seen = observations(store)
+    rows = []
+    for group in dict.fromkeys(map(kin, seen)):
+        others = [each for each in seen if kin(each) != group]
+        coefficients = coefficients_of(others)
+        rest = Store(store.path, tuple(each.run for each in others))
+        rows += [_row(each.run, rest, dict(coefficients)) for each in seen if kin(each) == group]
+    return rows
+
+
+def observations(store: Store) -> list[Observation]:
+    """Return the runs of a store on all GPUs of the table, with their work."""
+    return [each for gpu in gpus() for each in store.observations(gpu)]
+
+
+def _row(run: Known, rest: Store, coefficients: dict[str, float]) -> Row:
+    gpu: Gpu = next(gpu for gpu in gpus() if gpu.name == run.gpu)
+    alone = estimate_duration(run.spec, gpu, rest, coefficients=coefficients)
+    bare = estimate_duration(run.spec, gpu, Store(rest.path), coefficients=coefficients)
+    step = alone.step_s
+    return Row(run, step.expected, step.low, step.high, bare.step_s.expected, alone.basis)
+
+
+def text(rows: Sequence[Row]) -> str:
+    """Return the rows as a table in Markdown, and their errors in sentences."""
+    lines = ["| run | with | measured step | estimated | error | in its band | without any run | basis |"]
+    lines += ["|---|---|--:|--:|--:|---|--:|---|"]
+    for row in rows:
+        on = ", ".join(optimizations_on(row.run.spec.optimizations.model_dump())) or "none"
+        lines.append(
+            f"| {row.run.run_id} | {on} | {units.seconds(row.run.step_s)} | {units.seconds(row.left_out)} | "
+            f"{row.error:+.1%} | {'yes' if row.is_inside else 'no'} | {row.bare_error:+.1%} | {row.basis} |"
+        )
+    return "\n".join([*lines, "", *_summary(rows)]) + "\n"
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return ["no run whose model and GPU are known"]
+    (mean, worst), (bare_mean, bare_worst) = errors_of(rows), errors_of(rows, "bare_error")
+    inside, steps = sum(row.is_inside for row in rows), len(_by_step(rows, "error"))
+    return [
+        f"{len(rows)} runs of {steps} different steps, each estimated without the runs of its step: mean error "
+        f"{mean:.1%}, worst {worst:.1%}; {inside} of {len(rows)} within their band",
+        f"by the coefficients alone, with no run near: mean {bare_mean:.1%}, worst {bare_worst:.1%}",
+    ]
+
+
+def errors_of(rows: Sequence[Row], name: str = "error") -> tuple[float, float]:
+    """Return the mean and the worst relative error of the step time; runs of one step count as one."""
+    errors = _by_step(rows, name)
+    return _mean(errors), max(errors)
+
+
+def _by_step(rows: Sequence[Row], name: str) -> list[float]:
+    by_step: dict[Any, list[float]] = {}
+    for row in rows:
+        by_step.setdefault((row.run.gpu, *row.run.key), []).append(abs(getattr(row, name)))
+    return [_mean(errors) for errors in by_step.values()]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
