@@ -16,7 +16,8 @@ from ftbench.core.hardware import find_gpu, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate import preflight
 from ftbench.estimate.command import Request, estimate
-from ftbench.estimate.memory.estimate import estimate_memory, largest_batch
+from ftbench.estimate.memory.capacity import capacity
+from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
 from ftbench.estimate.workload import batches
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment
@@ -263,9 +264,33 @@ def test_the_command_loads_no_heavy_module(file: Path) -> None:
 
 
 def test_find_gpu_agrees_with_the_totals() -> None:
-    from ftbench.estimate.memory.device_total import _DRIVER_MIB, total_gib
+    from ftbench.estimate.memory.capacity import _DRIVER_MIB, total_gib
 
     assert set(_DRIVER_MIB) <= {gpu.name for gpu in gpus()}
     found = find_gpu("NVIDIA H200")
     assert found is not None
     assert total_gib(found) == pytest.approx(140.4014, abs=1e-3)  # machine.json of results/h200
+
+
+def test_a_24_gb_card_has_less_for_a_process() -> None:
+    """23.61 GiB is what torch names as the capacity of an RTX 4090 with a screen (pinokiofactory/flux-webui#11)."""
+    small = next(gpu for gpu in gpus() if gpu.name == "RTX 4090")
+    has = capacity(small)
+    assert (round(has.total, 2), has.usable, has.margin) == (23.99, 23.61, 0.5)
+    for gpu in gpus():
+        assert 0.3 <= capacity(gpu).total - capacity(gpu).usable <= 0.7
+
+
+@pytest.mark.parametrize(("high", "verdict"), [(23.6, "fits"), (23.8, "uncertain"), (24.5, "uncertain")])
+def test_what_fits_fits_what_a_process_can_have(high: float, verdict: str) -> None:
+    """Device memory as NVML counts it holds 0.62 GiB of the driver's: 23.6 are 22.98 of a process, beside a screen."""
+    small = next(gpu for gpu in gpus() if gpu.name == "RTX 4090")
+    assert verdict_of(Band(22.0, 23.0, high), capacity(small)) == verdict
+    assert verdict_of(Band(23.7, 24.0, 24.5), capacity(small)) == "does not fit"
+
+
+def test_a_card_says_both_counts_and_the_margin(file: Path) -> None:
+    text = estimate(Request(file, ["model.id=Qwen/Qwen3-0.6B"], gpu="RTX 4090")).text
+    assert "24.0 GiB as its driver counts (NVML), 23.6 for a process, less 0.500 for a display" in text
+    (row,) = json.loads(estimate(Request(file, gpu="RTX 4090")).document)["gpus"]
+    assert (row["usable"], row["margin"]) == (23.61, 0.5)

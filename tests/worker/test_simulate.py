@@ -177,7 +177,7 @@ def test_a_sum_of_gradients_takes_the_place_of_a_term_that_nobody_else_holds() -
     ids=str,
 )
 def test_what_a_simulation_would_get_wrong_is_refused_with_a_way_out(changes: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="or estimate without --simulate, which knows qwen3, ") as refused:
+    with pytest.raises(SpecError, match="or estimate without --simulate, which knows llama, ") as refused:
         check_simulated(spec_of(**changes))
     file = tmp_path / "spec.yaml"
     file.write_text(json.dumps(TINY | {section: TINY.get(section, {}) | keys for section, keys in changes.items()}))
@@ -188,10 +188,10 @@ def test_what_a_simulation_would_get_wrong_is_refused_with_a_way_out(changes: di
 def test_a_family_that_no_formula_knows_is_simulated_as_the_estimate_says(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({
-        "model_type": "phi3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "model_type": "olmo", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 0, "eos_token_id": 2,
     }))  # fmt: skip
-    spec = spec_of(model={"id": "my/phi", "path": str(config)})
+    spec = spec_of(model={"id": "my/olmo", "path": str(config)})
     with pytest.raises(SpecError, match="--simulate` runs what transformers makes of it"):
         estimate_memory(spec, gpu("NVIDIA H200"))
     known = spec_of(model={"id": "tiny/qwen3"})

@@ -17,7 +17,7 @@ from ftbench.core.hardware import Gpu
 from ftbench.core.units import gibibytes
 from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.estimate import command, view
-from ftbench.estimate.memory.device_total import total_gib
+from ftbench.estimate.memory.capacity import Capacity, capacity
 from ftbench.estimate.memory.estimate import VERDICTS, Verdict, estimate_memory
 from ftbench.launch import process, trl
 from ftbench.spec.experiment import Experiment, resolve
@@ -158,28 +158,29 @@ def answer(request: command.Request) -> command.Answer:
     ((name, gpu, total),) = command.gpus_of(request)
     if not isinstance(gpu, Gpu):
         raise SpecError(f"{name} is in no table, so its compute capability is not known: name a GPU with --gpu")
-    room = total or total_gib(gpu)
+    has = capacity(gpu, total)
     simulated = simulate(spec, gpu)
-    verdict = verdict_of(simulated, spec, gpu, room)
-    head = {"schema": 1, "gpu": name, "model": spec.model.id, "method": spec.method.name, "total": room}
-    document = json.dumps(head | {"verdict": verdict, **asdict(simulated)})
-    return command.Answer(as_text(simulated, spec, name, room, verdict), document, VERDICTS.index(verdict))
+    verdict = verdict_of(simulated, spec, gpu, has)
+    head = {"schema": 1, "gpu": name, "model": spec.model.id, "method": spec.method.name}
+    room = {"total": has.total, "usable": has.usable, "verdict": verdict}
+    document = json.dumps(head | room | asdict(simulated))
+    return command.Answer(as_text(simulated, spec, name, has, verdict), document, VERDICTS.index(verdict))
 
 
-def verdict_of(found: Simulation, spec: Experiment, gpu: Gpu, room: float) -> Verdict:
-    """Whether it fits `room` GiB: the tensors as simulated, and beside them what the estimate knows of the allocator's
+def verdict_of(found: Simulation, spec: Experiment, gpu: Gpu, has: Capacity) -> Verdict:
+    """Return whether it fits: the tensors as simulated, and beside them what the estimate knows of the allocator's
     pool and the CUDA context. Uncertain for a model that no estimate knows, unless the tensors alone are too many."""
-    if found.peak_gb > room:
+    if found.peak_gb > has.usable:
         return "does not fit"
     try:
-        estimate = estimate_memory(spec, gpu, total=room)
+        estimate = estimate_memory(spec, gpu, total=has.total)
     except FtbenchError:
         return "uncertain"
     beside = estimate.device.expected - estimate.allocated.expected
-    return "fits" if found.peak_gb + 2 * beside <= room else "uncertain"
+    return "fits" if found.peak_gb + 2 * beside <= has.usable - has.margin else "uncertain"
 
 
-def as_text(found: Simulation, spec: Experiment, gpu: str, room: float, verdict: Verdict) -> str:
+def as_text(found: Simulation, spec: Experiment, gpu: str, has: Capacity, verdict: Verdict) -> str:
     """The card: the peak, its parts as bars, the highest of each phase, the largest tensors."""
     batch = found.batch
     lines = [
@@ -195,7 +196,7 @@ def as_text(found: Simulation, spec: Experiment, gpu: str, room: float, verdict:
         "largest tensors at the peak:",
         *(_line(tensors) for tensors in found.tensors[:SHOWN]),
         "",
-        f"{gpu} has {gibibytes(room)} GiB: {verdict}",
+        f"{gpu} has {has.words}: {verdict}",
     ]
     return "\n".join(lines)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ftbench.core.table import text_table
 from ftbench.core.units import gibibytes
+from ftbench.estimate.memory.capacity import Capacity
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.spec.experiment import Experiment
 
@@ -19,10 +20,11 @@ def as_text(spec: Experiment, rows: Sequence[tuple[str, MemoryEstimate, int | No
     fits."""
     if len(rows) == 1:
         return _card(spec, *rows[0])
-    columns = ["GPU", ">has", ">device memory", "verdict", "largest batch"]
+    columns = ["GPU", ">for a process", ">device memory", "verdict", "largest batch"]
     return text_table(columns, [
-        (name, gibibytes(memory.total), f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)} GiB",
-         memory.verdict, _largest(spec, largest) or "none")
+        (name, gibibytes(memory.usable - memory.margin),
+         f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)} GiB", memory.verdict,
+         _largest(spec, largest) or "none")
         for name, memory, largest in rows
     ])  # fmt: skip
 
@@ -40,7 +42,7 @@ def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | No
         f"peak: {memory.peak_phase}, most of it {memory.peak_term}",
         bars(memory.parts),
         "",
-        f"{name} has {gibibytes(memory.total)} GiB: {memory.verdict}",
+        f"{name} has {Capacity(memory.total, memory.usable, memory.margin).words}: {memory.verdict}",
         f"largest batch that fits: {most}" if most else "no batch is sure to fit",
     ]
     return "\n".join(lines)

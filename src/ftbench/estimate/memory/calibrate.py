@@ -117,5 +117,4 @@ def false_fits(runs: Sequence[Measured], known: Constants) -> list[str]:
 
 
 def _verdict(run: Measured, known: Constants) -> str:
-    estimate = run.estimate(known)
-    return "fits" if estimate.device.high <= run.total else estimate.verdict
+    return run.estimate(known).verdict

@@ -11,8 +11,8 @@ from ftbench.core.units import GIB
 from ftbench.core.workspace import cublas_workspace
 from ftbench.errors import SpecError
 from ftbench.estimate.memory import loss
+from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
 from ftbench.estimate.memory.constants import Constants, constants
-from ftbench.estimate.memory.device_total import total_gib
 from ftbench.estimate.memory.phases import Plan, peak, phases
 from ftbench.estimate.memory.weights import kept_by, paged_state
 from ftbench.estimate.workload import batches
@@ -48,8 +48,9 @@ class Band:
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """`parts` are the tensors alive at the peak, GiB by name; they add up to `allocated.expected`. `total` is what the
-    GPU has, GiB; `verdict` compares `device` with it. `batch` is the largest batch in positions, rows x length, and
-    `basis` where its shape comes from."""
+    GPU has as its driver counts it, and `device` counts what the driver keeps for itself, as NVML does; `usable` is
+    what processes can have, of which `margin` is left free, GiB: `verdict` compares these. `batch` is the largest batch
+    in positions, rows x length, and `basis` where its shape comes from."""
 
     allocated: Band
     reserved: Band
@@ -57,6 +58,8 @@ class MemoryEstimate:
     peak_phase: str
     peak_term: str
     total: float
+    usable: float
+    margin: float
     verdict: Verdict
     parts: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
@@ -78,7 +81,6 @@ def estimate_memory(
     """The memory of one GPU, the table's or one of so many GiB. `total` is what its driver says, GiB, where it was
     asked; `config` the model's config.json where facts do not know it; `batch` the realised largest batch. Raises
     SpecError for a model whose shape is not known and for a strategy that does not exist."""
-    room = total or (total_gib(gpu) if isinstance(gpu, Gpu) else gpu)
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
     model = shape_of(spec.model, config)
@@ -93,7 +95,7 @@ def estimate_memory(
             most = phases(_plan(spec, model, recipe, found.most, capability, gpus, strategy))
     except ValueError as error:
         raise SpecError(str(error)) from None
-    return _estimate(expected, named, most, room, fitted, found, _varies(spec, found))
+    return _estimate(expected, named, most, capacity(gpu, total), fitted, found, _varies(spec, found))
 
 
 def _plan(
@@ -121,7 +123,7 @@ def _estimate(
     plan: Plan,
     named: dict[str, dict[str, float]],
     most: dict[str, dict[str, float]],
-    total: float,
+    has: Capacity,
     known: Constants,
     found: batches.Largest,
     varies: bool,
@@ -146,8 +148,10 @@ def _estimate(
         device=device,
         peak_phase=phase,
         peak_term=max(parts, key=lambda name: parts[name]),
-        total=total,
-        verdict=verdict_of(device, total),
+        total=has.total,
+        usable=has.usable,
+        margin=has.margin,
+        verdict=verdict_of(device, has),
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
         batch=(found.expected.rows, found.expected.length),
@@ -168,9 +172,12 @@ def _not_reused(named: dict[str, dict[str, float]], phase: str, basis: SlackBasi
     return max(found) / GIB
 
 
-def verdict_of(device: Band, total: float) -> Verdict:
-    """The allocator gives unused blocks back before it fails, so only the tensors say that something does not fit."""
-    return "fits" if device.high <= total else "does not fit" if device.low > total else "uncertain"
+def verdict_of(device: Band, has: Capacity) -> Verdict:
+    """Return whether a process fits. The allocator gives unused blocks back before it fails, so only the tensors say
+    that something does not fit. The driver's own part is in `device` as GPUs that were measured have it."""
+    if device.high - RESERVE <= has.usable - has.margin:
+        return "fits"
+    return "does not fit" if device.low > has.usable else "uncertain"
 
 
 def _unseen(plan: Plan) -> bool:
@@ -230,7 +237,7 @@ def likely_largest_batch(spec: Experiment, gpu: Gpu | float, **options: Any) -> 
 
     def fits(one: Experiment) -> bool:
         found = estimate_memory(one, gpu, **options)
-        return found.device.expected <= found.total
+        return found.device.expected - RESERVE <= found.usable
 
     return _largest(spec, fits)
 

@@ -40,7 +40,7 @@ class Measured:
 
     def estimate(self, known: Constants | None = None) -> MemoryEstimate:
         gpu = find_gpu(self.gpu) or self.total
-        return estimate_memory(self.spec, gpu, batch=self.batch, known=known)
+        return estimate_memory(self.spec, gpu, total=self.total, batch=self.batch, known=known)
 
 
 def read(paths: Iterable[Path]) -> list[Measured]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.core.workspace import cublas_workspace
-from ftbench.estimate.memory.device_total import total_gib
+from ftbench.estimate.memory.capacity import RESERVE, capacity
 from ftbench.estimate.memory.estimate import MODERN, MOST_BATCH, MemoryEstimate, estimate_memory, verdict_of
 from ftbench.spec.experiment import Experiment, resolve
 
@@ -35,12 +35,13 @@ class Room:
             train = spec.train.model_copy(update={"batch_size": size})
             asked = resolve(spec.model_copy(update={"train": train}), capability_of(gpu))
             curve[size] = estimate_memory(asked, gpu, config=self._config)
-        found, total = curve[size], total_gib(gpu)
-        return found if found.total == total else replace(found, total=total, verdict=verdict_of(found.device, total))
+        has, verdict = capacity(gpu), verdict_of(curve[size].device, capacity(gpu))
+        return replace(curve[size], total=has.total, usable=has.usable, margin=has.margin, verdict=verdict)
 
     def largest_batch(self, spec: Experiment, gpu: Gpu) -> int | None:
         """As `largest_batch` finds it, in fewer steps: memory is nearly a straight line over the batch size."""
-        total, most = total_gib(gpu), min(MOST_BATCH, spec.dataset.samples or MOST_BATCH)
+        has, most = capacity(gpu), min(MOST_BATCH, spec.dataset.samples or MOST_BATCH)
+        total = has.usable - has.margin + RESERVE
         curve = self._curve(spec, gpu)
 
         def high(size: int) -> float:
