@@ -47,7 +47,8 @@ class Follower:
             self._grown(self.run.log)
 
     def _grown(self, path: Path) -> bool:
-        """Whether a file is another than at the last look; told by size and time, so a clock set back is no matter."""
+        """Return whether a file is another than at the last look, by size and time, so a clock set back is no
+        matter."""
         try:
             status = path.stat()
         except OSError:
@@ -60,7 +61,7 @@ class Follower:
         return True
 
     def text(self) -> str:
-        """One line on where the run stands; `starting` before its first word."""
+        """Return one line on where the run stands; `starting` before its first word."""
         if self.last is None:
             return self.phase.replace("_", " ") or "starting"
         last = self.last
@@ -95,12 +96,13 @@ class Watchdog:
         return None
 
     def limit_s(self) -> float | None:
-        """How long nothing may move just now; None for ever. Learned from the run's own steps once it has three."""
-        asked = self._launch.no_step_s
-        if asked == "off":
+        """Return how long nothing may move just now; None for ever. Learned from the run's own steps once it has
+        three."""
+        limit = self._launch.no_step_s
+        if limit == "off":
             return None
-        if asked != "auto":
-            return asked
+        if limit != "auto":
+            return limit
         if self._follower.phase != "train" or self._follower.steps < 3:
             return START_S
         return max(self._floor, PATIENCE * self._follower.slowest_s)

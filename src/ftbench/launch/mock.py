@@ -99,12 +99,12 @@ def _steps(run: RunDir, spec: dict[str, Any], steps: int) -> None:
 
 
 def on(spec: dict[str, Any], name: str) -> bool:
-    """Whether an optimization of a resolved spec is on."""
+    """Return whether an optimization of a resolved spec is on."""
     return spec["optimizations"].get(name) not in (False, "off", "auto", None)
 
 
 def _earlier(run: RunDir) -> list[Path]:
-    """Runs of the same name that this one replaces."""
+    """Return runs of the same name that this one replaces."""
     return list((run.path.parent / SUPERSEDED).glob(f"{run.run_id}.*"))
 
 
@@ -125,11 +125,11 @@ def _row(spec: dict[str, Any], step: int, steps: int) -> StepRow:
 
 
 def _oom(batch: int) -> dict[str, Any]:
-    asked = batch << 28
+    size = batch << 28
     return {
         "state": "oom",
-        "reason": f"out of memory (allocator) in forward of step 1, {asked / 2**30:.2f} GiB asked for",
-        "oom": {"kind": "allocator", "bytes_requested": asked, "phase": "forward", "step": 1},
+        "reason": f"out of memory (allocator) in forward of step 1, {size / 2**30:.2f} GiB asked for",
+        "oom": {"kind": "allocator", "bytes_requested": size, "phase": "forward", "step": 1},
     }
 
 

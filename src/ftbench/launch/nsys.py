@@ -11,8 +11,8 @@ from ftbench.store.rundir import RunDir
 
 
 def around(command: Sequence[str], run: RunDir) -> list[str]:
-    """The command that runs `command` under nsys, which leaves profile/nsys.nsys-rep. The worker is nsys's child then,
-    and is not to look for ftbench as its parent."""
+    """Return the command that runs `command` under nsys, which leaves profile/nsys.nsys-rep. The worker is nsys's child
+    then, and is not to look for ftbench as its parent."""
     return [
         "nsys", "profile", "--output", str(run.profile.resolve() / "nsys"), "--force-overwrite", "true",
         "--trace", "cuda,nvtx,cublas,cudnn", "--sample", "none", "--cpuctxsw", "none",
@@ -22,7 +22,7 @@ def around(command: Sequence[str], run: RunDir) -> list[str]:
 
 
 def check_installed() -> None:
-    """Raises MissingError where nsys is not on the PATH."""
+    """Raise MissingError where nsys is not on the PATH."""
     if shutil.which("nsys") is None:
         raise MissingError(
             "measure.profile nsys needs Nsight Systems and `nsys` is not on the PATH: install the package "

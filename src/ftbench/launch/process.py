@@ -45,11 +45,11 @@ def run_child(
     argv: Sequence[str],
     env: Mapping[str, str],
     log: Path,
-    asked: int,
+    signals_pipe: int,
     watch: Callable[[], Stop | None] = lambda: None,
 ) -> Exit:
-    """Runs `argv` to its end with stdout and stderr in `log`, or to the first byte in the pipe `asked` that `signals`
-    yields, or until `watch`, which is called about twice a second, says stop."""
+    """Run `argv` to its end with stdout and stderr in `log`, or to the first byte in the pipe `signals_pipe` that
+    `signals` yields, or until `watch`, which is called about twice a second, says stop."""
     kills = _kernel_oom_kills()
     begin = time.monotonic()
     stop = None
@@ -63,40 +63,40 @@ def run_child(
             start_new_session=True,
         )
         try:
-            stop = _wait(child, asked, watch)
+            stop = _wait(child, signals_pipe, watch)
         finally:
-            _end_group(child, asked)
+            _end_group(child, signals_pipe)
     killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) and stop is None
     return Exit(child.returncode, stop, killed and _kernel_oom_kills() > kills, time.monotonic() - begin)
 
 
-def _wait(child: subprocess.Popen[bytes], asked: int, watch: Callable[[], Stop | None]) -> Stop | None:
+def _wait(child: subprocess.Popen[bytes], signals_pipe: int, watch: Callable[[], Stop | None]) -> Stop | None:
     with _pidfd(child) as ended:
         while True:
-            ready, _, _ = select.select([ended, asked], [], [], TICK_S)
+            ready, _, _ = select.select([ended, signals_pipe], [], [], TICK_S)
             if ended in ready:
                 return None
-            if asked in ready:
-                os.read(asked, 1)
+            if signals_pipe in ready:
+                os.read(signals_pipe, 1)
                 return Stop("interrupted", "interrupted by a signal")
             if (stop := watch()) is not None:
                 return stop
 
 
-def _end_group(child: subprocess.Popen[bytes], asked: int) -> None:
-    """TERM to the child's process group unless the child has ended, KILL after the grace to whatever is left of it. A
-    second signal to this process while it waits skips the wait."""
+def _end_group(child: subprocess.Popen[bytes], signals_pipe: int) -> None:
+    """Send TERM to the child's process group unless the child has ended, KILL after the grace to whatever is left of
+    it. A second signal to this process while it waits skips the wait."""
     with _pidfd(child) as ended:
         if not select.select([ended], [], [], 0)[0]:
             _signal_group(child.pid, signal.SIGTERM)
-            select.select([ended, asked], [], [], GRACE_S)
+            select.select([ended, signals_pipe], [], [], GRACE_S)
     _signal_group(child.pid, signal.SIGKILL)
     child.wait()
 
 
 @contextmanager
 def _pidfd(child: subprocess.Popen[bytes]) -> Iterator[int]:
-    """A file descriptor that becomes readable when the child ends."""
+    """Yield a file descriptor that becomes readable when the child ends."""
     handle = os.pidfd_open(child.pid)
     try:
         yield handle
@@ -132,7 +132,7 @@ def _put(writer: int) -> None:
 
 
 def _kernel_oom_kills() -> int:
-    """How often the kernel's OOM killer has struck, in this process's control group and on this machine."""
+    """Return how often the kernel's OOM killer has struck, in this process's control group and on this machine."""
     count = 0
     for path in (_cgroup_events(), Path("/proc/vmstat")):
         try:

@@ -61,7 +61,7 @@ def run(
     on_tick: Callable[[Follower], None] = lambda follower: None,
     on_checked: Callable[[Experiment, dict[str, Any]], None] = lambda spec, described: None,
 ) -> Result:
-    """Trains the spec once; `on_checked` hears of the resolved spec and this machine before anything is claimed.
+    """Train the spec once; `on_checked` hears of the resolved spec and this machine before anything is claimed.
     Raises SpecError or MissingError before anything is loaded; once a directory is claimed, every end is a state in
     it."""
     spec = load(spec_path, sets)
@@ -72,12 +72,12 @@ def run(
     on_checked(spec, described)
     claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(claimed)
-    with process.signals() as asked:
-        return carry_out(claimed, Order(spec, spec_path.read_bytes(), sets), described, asked, on_tick)
+    with process.signals() as signals_pipe:
+        return carry_out(claimed, Order(spec, spec_path.read_bytes(), sets), described, signals_pipe, on_tick)
 
 
 def experiment(spec: Experiment) -> str:
-    """The folder of a spec's runs; what a mock pretends does not lie beside what was measured."""
+    """Return the folder of a spec's runs; what a mock pretends does not lie beside what was measured."""
     return spec.name if spec.launch.mock == "off" else f"{spec.name}-mock"
 
 
@@ -94,15 +94,15 @@ def carry_out(
     claimed: RunDir,
     order: Order,
     described: dict[str, Any],
-    asked: int,
+    signals_pipe: int,
     on_tick: Callable[[Follower], None] = lambda follower: None,
     environment: Mapping[str, str] | None = None,
     deadline: float | None = None,
 ) -> Result:
-    """Trains in a claimed directory and leaves state.json and summary.json there. A signal (a byte in the pipe `asked`)
-    ends the worker, and so does the sweep's `deadline` (monotonic clock, s); one that comes later does not keep the
-    files from being written. `environment` adds variables to this process's. Raises MissingError where the disk or the
-    machine has no room."""
+    """Train in a claimed directory and leave state.json and summary.json there. A signal (a byte in the pipe
+    `signals_pipe`) ends the worker, and so does the sweep's `deadline` (monotonic clock, s); one that comes later does
+    not keep the files from being written. `environment` adds variables to this process's. Raises MissingError where the
+    disk or the machine has no room."""
     spec = order.spec
     try:
         claimed.spec_yaml.write_bytes(order.source)
@@ -119,7 +119,7 @@ def carry_out(
             return watchdog.check()
 
         variables = launcher_of(spec).environment({**os.environ, **(environment or {})}, spec)
-        ended = process.run_child(command_of(spec, claimed), variables, claimed.log, asked, watch)
+        ended = process.run_child(command_of(spec, claimed), variables, claimed.log, signals_pipe, watch)
         return _close(claimed, ended)
     except OSError as error:  # a full disk, a machine without room for another process
         raise MissingError(
@@ -128,13 +128,13 @@ def carry_out(
 
 
 def capability(described: dict[str, Any]) -> tuple[int, int] | None:
-    """The compute capability of the GPU in a machine.json; None without a GPU."""
-    found = rundir.first_gpu(described).get("compute_capability")
-    return (int(found[0]), int(found[1])) if found else None
+    """Return the compute capability of the GPU in a machine.json; None without a GPU."""
+    numbers = rundir.first_gpu(described).get("compute_capability")
+    return (int(numbers[0]), int(numbers[1])) if numbers else None
 
 
 def check(spec: Experiment, described: dict[str, Any]) -> None:
-    """Raises SpecError for a file that is not there, MissingError for what cannot work on this machine or is not
+    """Raise SpecError for a file that is not there, MissingError for what cannot work on this machine or is not
     installed there."""
     # What no machine can do was refused as the spec was read: left is what `auto` became here.
     launcher = launcher_of(spec)
@@ -147,23 +147,23 @@ def check(spec: Experiment, described: dict[str, Any]) -> None:
 
 
 def _path_problems(spec: Experiment) -> list[str]:
-    found = []
+    problems = []
     if spec.dataset.path and not Path(spec.dataset.path).is_file():
-        found.append(f"dataset.path: {spec.dataset.path}: no such file")
+        problems.append(f"dataset.path: {spec.dataset.path}: no such file")
     if spec.model.path and spec.model.weights == "pretrained":
         folder = Path(spec.model.path)
         if not folder.is_dir():
-            found.append(f"model.path: {folder}: no such directory")
+            problems.append(f"model.path: {folder}: no such directory")
         elif not (folder / "config.json").is_file():
-            found.append(f"model.path: {folder}: holds no config.json, so it is no model directory")
+            problems.append(f"model.path: {folder}: holds no config.json, so it is no model directory")
         elif not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-            found.append(
+            problems.append(
                 f"model.path: {folder}: holds a config.json and no weights (*.safetensors); copy them there, or set "
                 "model.weights=random to measure the same shape without them"
             )
     if spec.model.path and spec.model.weights == "random" and not Path(spec.model.path).exists():
-        found.append(f"model.path: {spec.model.path}: no such config.json")
-    return found
+        problems.append(f"model.path: {spec.model.path}: no such config.json")
+    return problems
 
 
 def check_disk(out: Path) -> None:
@@ -175,22 +175,22 @@ def check_disk(out: Path) -> None:
 
 
 def _close(run: RunDir, ended: process.Exit) -> Result:
-    """Writes state and summary; raises MissingError where the disk takes neither."""
+    """Write state and summary. Raises MissingError where the disk takes neither."""
     state = _final_state(run, ended)
     try:
         ranks.write_merged(run)
         state |= _profile(run)
         rundir.write_json(run.state, state)
-        found = summary.summarise(run)
-        rundir.write_json(run.summary, summary.as_dict(found))
+        summarised = summary.summarise(run)
+        rundir.write_json(run.summary, summary.as_dict(summarised))
     except MissingError as error:
         raise MissingError(f"{error}\nthe steps that were finished are in {run.steps}") from None
     run.reserve.unlink(missing_ok=True)
-    return Result(run, found, _exit_code(state))
+    return Result(run, summarised, _exit_code(state))
 
 
 def _profile(run: RunDir) -> dict[str, Any]:
-    """Makes the profile out of what the worker recorded; what the state becomes where that cannot be read."""
+    """Make the profile out of what the worker recorded; return what the state becomes where that cannot be read."""
     try:
         profiles.finish(run)
     except TraceError as error:
@@ -199,7 +199,7 @@ def _profile(run: RunDir) -> dict[str, Any]:
 
 
 def tidy(run: RunDir) -> None:
-    """Gives a run whose child ended, but not its parent in peace, what the parent would have: a summary, and no more
+    """Give a run whose child ended, but not its parent in peace, what the parent would have: a summary, and no more
     than its files."""
     if not run.reserve.exists():
         return
@@ -212,12 +212,12 @@ def tidy(run: RunDir) -> None:
 
 
 def _final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
-    """The child's own word where it had one; otherwise what its exit says."""
+    """Return the child's own word where it had one; otherwise what its exit says."""
     state = rundir.read_json(run.state)
-    told = state.get("state")
+    word = state.get("state")
     if ended.stop is not None:
         state |= {"state": ended.stop.state, "reason": ended.stop.reason}
-    elif told in (None, "running") or (told == "ok" and ended.code > 0):  # ok, then killed on its way out, is ok
+    elif word in (None, "running") or (word == "ok" and ended.code > 0):  # ok, then killed on its way out, is ok
         state |= _from_exit(run, ended)
     state.pop("owner", None)
     return state | {"ended_at": rundir.now(), "wall_s": ended.wall_s, "child_exit": ended.code}
@@ -229,8 +229,8 @@ def _from_exit(run: RunDir, ended: process.Exit) -> dict[str, Any]:
     if ended.kernel_oom:
         return {"state": "oom", "reason": "the kernel's OOM killer ended it: host memory ran out",
                 "oom": oom.Oom("kernel").as_dict()}  # fmt: skip
-    if (found := oom.recognise(tail)) is not None:
-        return {"state": "oom", "reason": f"out of memory ({found.kind})", "oom": found.as_dict()}
+    if (recognised := oom.recognise(tail)) is not None:
+        return {"state": "oom", "reason": f"out of memory ({recognised.kind})", "oom": recognised.as_dict()}
     if ended.code < 0:
         name = signal.Signals(-ended.code).name
         whose = "killed by {} from outside" if -ended.code in rundir.CUT_SHORT else "crashed with {}"

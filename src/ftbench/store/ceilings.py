@@ -12,9 +12,9 @@ FOLDER = "probe"  # in a store, beside the experiments
 
 
 def of(store: Path, *gpu_names: str | None) -> dict[str, Any]:
-    """The ceilings of a GPU of this name, or these (as drivers tell them): `tflops` by precision (`bf16`, `fp16`,
-    `tf32`, `fp32`, `fp8`, `int8`), `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s, `launch_us` in µs. What no
-    probe has measured is left out; without a probe there is nothing.
+    """Return the ceilings of a GPU of this name, or these (as drivers tell them): `tflops` by precision (`bf16`,
+    `fp16`, `tf32`, `fp32`, `fp8`, `int8`), `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s, `launch_us` in µs.
+    What no probe has measured is left out; without a probe there is nothing.
 
     They are ceilings, so of several cards and several probes the fastest counts: a card that is hot or sick, or was
     not free, says little about what others of its kind can do.
@@ -22,24 +22,25 @@ def of(store: Path, *gpu_names: str | None) -> dict[str, Any]:
     documents = _documents(store, gpu_names)
     precisions = {name for document in documents for name in _section(document, "products")}
     rates = {name: _best(documents, max, "products", name, "best_tflops") for name in sorted(precisions)}
-    found = {
+    ceilings = {
         "tflops": {name: rate for name, rate in rates.items() if rate is not None},
         "memory_gbs": _best(documents, max, "memory", "copy_gbs"),
         "to_device_gbs": _best(documents, max, "host_link", "to_device_gbs"),
         "to_host_gbs": _best(documents, max, "host_link", "to_host_gbs"),
         "launch_us": _best(documents, min, "launch_us"),
     }
-    return {name: value for name, value in found.items() if value not in (None, {})}
+    return {name: value for name, value in ceilings.items() if value not in (None, {})}
 
 
 def gpus(store: Path) -> list[str]:
-    """The names, as drivers tell them, of the GPUs that have been probed."""
+    """Return the names, as drivers tell them, of the GPUs that have been probed."""
     documents = (rundir.read_json(path) for path in sorted((store / FOLDER).glob("*.json")))
     return sorted({name for each in documents if isinstance(name := _gpu_name(each), str)})
 
 
 def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
-    """The highest product rate in TFLOP/s that a probe has seen on a GPU of this name; None where there is none."""
+    """Return the highest product rate in TFLOP/s that a probe has seen on a GPU of this name; None where there is
+    none."""
     rate: float | None = of(store, gpu_name).get("tflops", {}).get(precision)
     return rate
 
@@ -60,14 +61,14 @@ def _gpu_name(document: dict[str, Any]) -> Any:
 
 
 def _best(documents: list[dict[str, Any]], pick: Any, *keys: str) -> float | None:
-    found = [_value(document, *keys) for document in documents]
-    values = [float(value) for value in found if isinstance(value, (int, float)) and value > 0]
+    figures = [_value(document, *keys) for document in documents]
+    values = [float(value) for value in figures if isinstance(value, (int, float)) and value > 0]
     return pick(values) if values else None
 
 
 def _section(document: Any, key: str) -> dict[str, Any]:
-    found = _value(document, key)
-    return found if isinstance(found, dict) else {}
+    section = _value(document, key)
+    return section if isinstance(section, dict) else {}
 
 
 def _value(document: Any, *keys: str) -> Any:

@@ -56,13 +56,13 @@ def _over_time(rows: Sequence[StepRow], name: str) -> float | None:
     return sum(time * value for time, value in known) / seconds if seconds else None
 
 
-def contention_warning(found: dict[str, Any]) -> list[str]:
+def contention_warning(contention: dict[str, Any]) -> list[str]:
     """Return the sentence on a contended run; none for another."""
-    if not found.get("contended"):
+    if not contention.get("contended"):
         return []
     parts = {"host_cpu_by_others": ("the host's CPUs", HOST_SHARE), "gpu_by_others": ("the GPU's time", GPU_SHARE)}
-    taken = [f"{found[name]:.0%} of {what} (more than {limit:.0%})" for name, (what, limit) in parts.items()
-             if (found[name] or 0.0) > limit]  # fmt: skip
+    taken = [f"{contention[name]:.0%} of {what} (more than {limit:.0%})" for name, (what, limit) in parts.items()
+             if (contention[name] or 0.0) > limit]  # fmt: skip
     return [f"contended: other processes used {' and '.join(taken)}; its speed is no measurement: run it again alone"]
 
 

@@ -48,7 +48,7 @@ class About:
 
 
 @dataclass(slots=True)
-class Found:
+class ForeignLog:
     """What a file says: its rows, the batch size and the training's seconds where it knows them, and what it lacks."""
 
     kind: str
@@ -60,13 +60,13 @@ class Found:
 
 
 def import_run(file: Path, about: About, out: Path) -> RunDir:
-    """Writes the run directory of a file and returns it. Raises SpecError for a file that is neither kind or is broken,
+    """Write the run directory of a file and return it. Raises SpecError for a file that is neither kind or is broken,
     and for one that is there already."""
     _check(about)
     data = _read(file)
     digest = hashlib.sha256(data).hexdigest()
-    found = (_trainer_state if data.lstrip()[:1] == b"{" else _seven_columns)(file, data, about)
-    batch = about.batch_size or found.batch_size
+    log = (_trainer_state if data.lstrip()[:1] == b"{" else _seven_columns)(file, data, about)
+    batch = about.batch_size or log.batch_size
     if batch is None:
         raise SpecError(f"{file}: does not say how large a batch was: add --batch-size")
     slug = f"{model_slug(about.model)}-{about.method}-b{batch}-{_identity(digest, about)}-r1"
@@ -75,7 +75,7 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     except FileExistsError:
         raise SpecError(f"{file}: is imported already, as {out / about.name / slug}") from None
     try:
-        _write(run, file.name, digest, about, found, batch)
+        _write(run, file.name, digest, about, log, batch)
     finally:
         run.reserve.unlink(missing_ok=True)
     return run
@@ -107,8 +107,8 @@ def _identity(digest: str, about: About) -> str:
     return hashlib.sha256(json.dumps([digest, about.gpu, about.model]).encode()).hexdigest()[:12]
 
 
-def _write(run: RunDir, source: str, digest: str, about: About, found: Found, batch: int) -> None:
-    origin = {"from": found.kind, "file": source, "sha256": digest}
+def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog, batch: int) -> None:
+    origin = {"from": log.kind, "file": source, "sha256": digest}
     data = {key: value for key, value in (("name", about.dataset), ("samples", about.samples)) if value is not None}
     rundir.write_json(run.spec_json, {
         "schema": rundir.SCHEMA, "name": about.name, "model": {"id": about.model}, "method": {"name": about.method},
@@ -117,16 +117,16 @@ def _write(run: RunDir, source: str, digest: str, about: About, found: Found, ba
     })  # fmt: skip
     gpus = [{"name": about.gpu}] if about.gpu else []
     rundir.write_json(run.machine, {"schema": rundir.SCHEMA, "gpus": gpus, "imported": True})
-    warning = f"imported from {source} ({found.kind}), not recorded by ftbench: {found.lacks} are not known"
-    facts = {"schema": rundir.SCHEMA, "imported": origin, "dataset": data, "warnings": [warning, *found.notes]}
+    warning = f"imported from {source} ({log.kind}), not recorded by ftbench: {log.lacks} are not known"
+    facts = {"schema": rundir.SCHEMA, "imported": origin, "dataset": data, "warnings": [warning, *log.notes]}
     rundir.write_json(run.applied, facts)
     writer = StepsWriter(run.steps)
     try:
-        writer.append(found.rows)
+        writer.append(log.rows)
     finally:
         writer.close()
-    if found.train_s is not None:
-        phase = {"name": "train", "start_s": 0.0, "end_s": found.train_s}
+    if log.train_s is not None:
+        phase = {"name": "train", "start_s": 0.0, "end_s": log.train_s}
         rundir.write_json(run.phases, {"schema": rundir.SCHEMA, "phases": [phase]})
     rundir.write_json(run.state, {"schema": rundir.SCHEMA, "state": "ok", "imported": origin})
     rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
@@ -135,7 +135,7 @@ def _write(run: RunDir, source: str, digest: str, about: About, found: Found, ba
 # --- the founding study's CSV ----------------------------------------------------------------------------------------
 
 
-def _seven_columns(file: Path, data: bytes, about: About) -> Found:
+def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     header = data.partition(b"\n")[0].decode("utf-8", "replace").strip().split(",")
     if missing := [name for name in _NEEDED if name not in header]:
         raise SpecError(
@@ -159,11 +159,11 @@ def _seven_columns(file: Path, data: bytes, about: About) -> Found:
     if (progress := rows[-1].progress_ratio) is not None and progress < 0.999:
         notes.append(f"the file ends at {progress:.0%} of the planned steps")
     lacks = "tokens, losses, energy and the recipe"
-    return Found("the founding study's seven-column CSV", rows, lacks, notes)
+    return ForeignLog("the founding study's seven-column CSV", rows, lacks, notes)
 
 
 def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], int | None]) -> None:
-    """Gives a row the mean time of the steps since the line before it. A line whose steps were not all of one size
+    """Give a row the mean time of the steps since the line before it. A line whose steps were not all of one size
     gets none: its mean would be that of no step."""
     row.phase = "train"
     step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
@@ -179,7 +179,8 @@ def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], i
 
 
 def _samples_of_step(batch: int | None, samples: int | None) -> Callable[[int], int | None]:
-    """How many samples the optimizer step of a number takes: full batches, and at the end of an epoch what is left."""
+    """Return how many samples the optimizer step of a number takes: full batches, and at the end of an epoch what is
+    left."""
     if batch is None or samples is None:
         return lambda step: batch
     steps = math.ceil(samples / batch)
@@ -189,7 +190,7 @@ def _samples_of_step(batch: int | None, samples: int | None) -> Callable[[int], 
 # --- a Trainer's trainer_state.json ----------------------------------------------------------------------------------
 
 
-def _trainer_state(file: Path, data: bytes, about: About) -> Found:
+def _trainer_state(file: Path, data: bytes, about: About) -> ForeignLog:
     try:
         state = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -207,7 +208,7 @@ def _trainer_state(file: Path, data: bytes, about: About) -> Found:
         notes.append(f"the Trainer's own rate, warm-up and evaluations included: {rate:g} samples/s")
     batch = _number(state, "train_batch_size")
     lacks = "step times, memory, tokens, energy and most of the recipe"
-    return Found("a Trainer's trainer_state.json", rows, lacks, notes,
+    return ForeignLog("a Trainer's trainer_state.json", rows, lacks, notes,
                  int(batch) if batch and batch >= 1 else None, _number(total, "train_runtime"))  # fmt: skip
 
 
@@ -227,6 +228,6 @@ def _row(entry: dict[str, Any], planned: float | None) -> StepRow | None:
 
 
 def _number(entry: dict[str, Any], key: str) -> float | None:
-    """A number of an entry; what is no number (older versions wrote some as text) is not known."""
+    """Return a number of an entry; what is no number (older versions wrote some as text) is not known."""
     value = entry.get(key)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

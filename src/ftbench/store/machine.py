@@ -76,7 +76,7 @@ def gpus(visible: str | None = None, count: int = 1) -> list[dict[str, Any]]:
 
 @cache
 def nvml_module() -> Any | None:
-    """pynvml, initialised, or None where there is no NVIDIA driver."""
+    """Return pynvml, initialised, or None where there is no NVIDIA driver."""
     import pynvml
 
     try:
@@ -87,8 +87,8 @@ def nvml_module() -> Any | None:
 
 
 def handle_of(nvml: Any, visible: str | None) -> Any | None:
-    """NVML's handle of the first visible GPU. `visible` is CUDA_VISIBLE_DEVICES: indices in PCI order (ftbench sets
-    CUDA_DEVICE_ORDER so) or UUIDs; an empty text hides all."""
+    """Return NVML's handle of the first visible GPU. `visible` is CUDA_VISIBLE_DEVICES: indices in PCI order (ftbench
+    sets CUDA_DEVICE_ORDER so) or UUIDs; an empty text hides all."""
     first = (visible if visible is not None else "0").split(",")[0].strip()
     try:
         if first.startswith(("GPU-", "MIG-")):
@@ -99,11 +99,12 @@ def handle_of(nvml: Any, visible: str | None) -> Any | None:
 
 
 def _by_uuid(nvml: Any, uuid: str) -> Any | None:
-    """CUDA takes the beginning of a UUID where it is unambiguous; NVML wants all of it."""
+    """Return the GPU whose UUID begins so: CUDA takes the beginning of a UUID where it is unambiguous; NVML wants all
+    of it."""
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        told = nvml.nvmlDeviceGetUUID(handle)
-        if (told.decode() if isinstance(told, bytes) else told).startswith(uuid):
+        own = nvml.nvmlDeviceGetUUID(handle)
+        if (own.decode() if isinstance(own, bytes) else own).startswith(uuid):
             return handle
     return nvml.nvmlDeviceGetHandleByUUID(uuid)
 
@@ -147,7 +148,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def _idles(ask: Any, nvml: Any) -> bool:
-    """Whether the clock has fallen: for some seconds after a run the GPU still draws more than idle."""
+    """Return whether the clock has fallen: for some seconds after a run the GPU still draws more than idle."""
     now, highest = (ask(name, nvml.NVML_CLOCK_SM) for name in ("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo"))
     return now is not None and highest is not None and now < highest / 2
 
@@ -178,29 +179,29 @@ def _cpu_model() -> str | None:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or None
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1) if found else platform.processor() or None
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model.group(1) if model else platform.processor() or None
 
 
 def cache_dir() -> Path:
-    """FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
-    told = os.environ.get("FTBENCH_CACHE")
-    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ftbench"
+    """Return FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
+    folder = os.environ.get("FTBENCH_CACHE")
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ftbench"
 
 
 def commit() -> str | None:
-    """The commit of the source this ftbench runs from, with `-dirty` where files differ from it; from FTBENCH_COMMIT
-    where the source came without its history; None for an installed package."""
-    if told := os.environ.get("FTBENCH_COMMIT"):
-        return told
+    """Return the commit of the source this ftbench runs from, with `-dirty` where files differ from it; from
+    FTBENCH_COMMIT where the source came without its history; None for an installed package."""
+    if name := os.environ.get("FTBENCH_COMMIT"):
+        return name
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:
-        found = subprocess.run(
+        described = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
             capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return described.stdout.strip() or None

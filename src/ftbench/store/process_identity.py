@@ -1,4 +1,4 @@
-"""Which process something belongs to, told so that it can be checked after a crash or a reboot. Linux."""
+"""Which process something belongs to, described so that it can be checked after a crash or a reboot. Linux."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def this_process() -> dict[str, Any]:
-    """Who this process is, for a file."""
+    """Return who this process is, for a file."""
     pid = os.getpid()
     return {"pid": pid, "start": process_start(pid), "boot": boot_id(), "host": platform.node()}
 
 
 def alive(owner: dict[str, Any]) -> bool:
-    """Whether the process that `this_process` described still runs, on this machine."""
+    """Return whether the process that `this_process` described still runs, on this machine."""
     pid = owner.get("pid")
     if owner.get("boot") != boot_id() or owner.get("host") != platform.node() or not isinstance(pid, int):
         return False
@@ -29,8 +29,8 @@ def alive(owner: dict[str, Any]) -> bool:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None if there is no such process. With the pid it names one
-    process for as long as the machine is up (proc(5), field 22 of stat)."""
+    """Return when a process began, in clock ticks since boot; None if there is no such process. With the pid it names
+    one process for as long as the machine is up (proc(5), field 22 of stat)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -47,7 +47,7 @@ def boot_id() -> str:
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies, so that `kill -9` of ftbench leaves nothing behind
+    """Ask the kernel to kill this process when its parent dies, so that `kill -9` of ftbench leaves nothing behind
     on the GPU (prctl(2), PR_SET_PDEATHSIG); ends at once if the parent is gone already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.environ.get(PARENT)

@@ -93,14 +93,14 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
     median time of a steady step, and memory peaks. Empty for a single rank."""
     if len(ranks) < 2:
         return {}
-    found: dict[str, Any] = {}
+    columns_spread: dict[str, Any] = {}
     for name in SPREAD:
         columns = [[value for row in rows if (value := getattr(row, name)) is not None] for rows in ranks]
         if all(columns):
             timed = name == "step_time_s"
             figures = [statistics.median(values[warmup:] or values) if timed else max(values) for values in columns]
-            found[name] = {"lowest": min(figures), "highest": max(figures)}
-    return {"count": len(ranks), "spread": found}
+            columns_spread[name] = {"lowest": min(figures), "highest": max(figures)}
+    return {"count": len(ranks), "spread": columns_spread}
 
 
 def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
@@ -111,8 +111,8 @@ def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
 
 def rank_files(run: RunDir) -> list[Path]:
     """Return the files of the ranks, in their order."""
-    found = {int(number): path for path in run.path.glob("steps.rank*.csv") if (number := path.name[10:-4]).isdecimal()}
-    return [found[number] for number in sorted(found)]
+    files = {int(number): path for path in run.path.glob("steps.rank*.csv") if (number := path.name[10:-4]).isdecimal()}
+    return [files[number] for number in sorted(files)]
 
 
 def write_merged(run: RunDir) -> None:

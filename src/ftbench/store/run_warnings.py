@@ -28,47 +28,49 @@ def warnings(
     bound: dict[str, Any],
     ended_well: bool,
 ) -> list[str]:
-    """What makes the figures weak, as sentences."""
-    found = []
+    """Return what makes the figures weak, as sentences."""
+    sentences = []
     steady = train[warm:]
     if ended_well and len(steady) < stats.MINIMUM_STEADY:
-        found.append(
+        sentences.append(
             f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on"
         )
     if abs(change := drift(steady) or 0.0) > DRIFT_TOLERANCE:
-        found.append(f"steps took {change:+.0%} at the end of the steady window against its beginning")
+        sentences.append(f"steps took {change:+.0%} at the end of the steady window against its beginning")
     gap = None if machine.get("imported") else wall_gap(everything, train, warm)  # a line may tell of several steps
     if gap is not None and abs(gap) > WALL_TOLERANCE:
-        found.append(f"the sum of the steady steps and their wall clock differ by {gap:+.1%}")
+        sentences.append(f"the sum of the steady steps and their wall clock differ by {gap:+.1%}")
     if slow := outliers(steady):
-        found.append(f"{len(slow)} steps were far slower than the others: {_named(slow)}")
+        sentences.append(f"{len(slow)} steps were far slower than the others: {_named(slow)}")
     reasons = {reason for row in steady for reason in (row.throttle or "").split("|")}
     if hot := sorted(reasons.intersection(THERMAL)):
-        found.append(f"the GPU was throttled by heat or by its power supply ({', '.join(hot)})")
+        sentences.append(f"the GPU was throttled by heat or by its power supply ({', '.join(hot)})")
     if retries := total(row.allocator_retries for row in steady):
-        found.append(f"the allocator ran full and flushed its cache {retries:.0f} times in the steady window")
+        sentences.append(f"the allocator ran full and flushed its cache {retries:.0f} times in the steady window")
     if bound.get("verdict") in ("data-bound", "launch-bound"):
-        found.append(f"{bound['verdict']}: {bound['why']}")
+        sentences.append(f"{bound['verdict']}: {bound['why']}")
     gpu = first_gpu(machine)
     if gpu.get("ecc_uncorrected"):
-        found.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
+        sentences.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
     if machine.get("shared_host"):
-        found.append("shared host: other runs used this machine's other GPUs at the same time")
+        sentences.append("shared host: other runs used this machine's other GPUs at the same time")
     used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
     if others or (used is not None and used > FOREIGN_MEMORY_GB):
-        found.append(f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes")
-    return found
+        sentences.append(
+            f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes"
+        )
+    return sentences
 
 
 def _named(slow: Sequence[dict[str, Any]]) -> str:
     """`step 17 (2.1 times the median, 1 graphs compiled)`, the three slowest."""
-    words = (", ".join([f"{one['times_the_median']:.1f} times the median", *one["with"]]) for one in slow[:3])
-    return "; ".join(f"step {one['step']} ({text})" for one, text in zip(slow[:3], words, strict=True))
+    words = (", ".join([f"{row['times_the_median']:.1f} times the median", *row["with"]]) for row in slow[:3])
+    return "; ".join(f"step {row['step']} ({text})" for row, text in zip(slow[:3], words, strict=True))
 
 
 def drift(steady: Sequence[StepRow]) -> float | None:
-    """How much slower steps became, as a share. Batches differ in length, so a trend counts only where the time of a
-    step and its time per position agree on it; the smaller of the two is told. None for a short window."""
+    """Return how much slower steps became, as a share. Batches differ in length, so a trend counts only where the time
+    of a step and its time per position agree on it; the smaller of the two counts. None for a short window."""
     raw = stats.drift([row.step_time_s or 0.0 for row in steady])
     per_position = stats.drift(_per_position(steady))
     if raw is None or per_position is None:
@@ -77,20 +79,20 @@ def drift(steady: Sequence[StepRow]) -> float | None:
 
 
 def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
-    """The steady steps that took far longer than the others, also for their length, the slowest first: `step`, its
-    `step_time_s`, how many `times_the_median`, and what its row shows beside (`with`)."""
+    """Return the steady steps that took far longer than the others, also for their length, the slowest first: `step`,
+    its `step_time_s`, how many `times_the_median`, and what its row shows beside (`with`)."""
     times, rates = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
     if len(steady) < stats.MINIMUM_STEADY:
         return []
     limits = [_limit(times), _limit(rates)]
     middle = statistics.median(times)
     waits = statistics.median(row.data_time_s or 0.0 for row in steady)
-    found: list[dict[str, Any]] = [
+    slow: list[dict[str, Any]] = [
         {"step": row.step, "step_time_s": time, "times_the_median": time / middle, "with": _signs(row, middle, waits)}
         for row, time, rate in zip(steady, times, rates, strict=True)
         if time > limits[0] and rate > limits[1]
     ]
-    return sorted(found, key=lambda one: -one["step_time_s"])[:OUTLIERS_NAMED]
+    return sorted(slow, key=lambda step: -step["step_time_s"])[:OUTLIERS_NAMED]
 
 
 def _limit(values: Sequence[float]) -> float:
@@ -100,7 +102,7 @@ def _limit(values: Sequence[float]) -> float:
 
 
 def _signs(row: StepRow, middle: float, waits: float) -> list[str]:
-    """What else was unusual in a slow step."""
+    """Return what else was unusual in a slow step."""
     signs = {
         f"{row.recompiles} graphs compiled": row.recompiles,
         f"{row.allocator_retries} flushes of the allocator's cache": row.allocator_retries,
@@ -115,7 +117,8 @@ def _per_position(steady: Sequence[StepRow]) -> list[float]:
 
 
 def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:
-    """Sum of the steady steps' device times over the wall clock of the window, minus one; None for a short window.
+    """Return the sum of the steady steps' device times over the wall clock of the window, minus one; None for a short
+    window.
 
     The host clock is read as each step ends, independently of the device's events; evaluations that fall into the
     window are taken off it.

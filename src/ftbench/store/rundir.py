@@ -70,7 +70,8 @@ _FILES = {
 
 
 def claim(out: Path, experiment: str, slug: str) -> RunDir:
-    """A new directory `out/experiment/slug-rN` with the first free N, never one that exists; its state is `running`."""
+    """Make a new directory `out/experiment/slug-rN` with the first free N, never one that exists; its state is
+    `running`."""
     parent = out / experiment
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ def claim(out: Path, experiment: str, slug: str) -> RunDir:
 
 
 def claim_at(path: Path) -> RunDir:
-    """The directory `path`, new, with the state `running`. Raises FileExistsError if there is one, MissingError if the
+    """Make the directory `path` with the state `running`. Raises FileExistsError if there is one, MissingError if the
     disk does not take it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,8 +100,8 @@ def claim_at(path: Path) -> RunDir:
 
 
 def supersede(run: RunDir) -> RunDir:
-    """Makes way for another run of the same name: moves this one into the folder's `.superseded/`, which no report
-    reads, and returns it there."""
+    """Make way for another run of the same name: move this one into the folder's `.superseded/`, which no report
+    reads, and return it there."""
     try:
         folder = run.path.parent / SUPERSEDED
         folder.mkdir(exist_ok=True)
@@ -114,12 +115,12 @@ def supersede(run: RunDir) -> RunDir:
 
 
 def write_json(path: Path, data: Any, indent: int | None = 1) -> None:
-    """Replaces `path` with a JSON document, as `write_text` does."""
+    """Replace `path` with a JSON document, as `write_text` does."""
     write_text(path, json.dumps(data, ensure_ascii=False, indent=indent, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` at once, on the disk before it is visible. Raises MissingError if the disk does not take it."""
+    """Replace `path` at once, on the disk before it is visible. Raises MissingError if the disk does not take it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         try:
@@ -144,7 +145,8 @@ def _write_through(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; an absent or unreadable one is empty: a run that was killed early has fewer files."""
+    """Return the object in `path`; an absent or unreadable one is empty: a run that was killed early has fewer
+    files."""
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -173,7 +175,8 @@ def disk_error(path: Path, error: OSError) -> MissingError:
 
 
 def running() -> dict[str, Any]:
-    """The state of a run that this process has just begun; who owns it can be checked after a crash or a reboot."""
+    """Return the state of a run that this process has just begun; who owns it can be checked after a crash or a
+    reboot."""
     return {
         "schema": SCHEMA,
         "state": "running",
@@ -183,7 +186,7 @@ def running() -> dict[str, Any]:
 
 
 def read_state(run: RunDir) -> dict[str, Any]:
-    """The state of a run. `running` whose owner is gone (killed, or the machine was restarted) reads as
+    """Return the state of a run. `running` whose owner is gone (killed, or the machine was restarted) reads as
     `interrupted`; a directory without a readable state as `error`."""
     state = read_json(run.state)
     if state.get("state") not in STATES:
@@ -194,12 +197,12 @@ def read_state(run: RunDir) -> dict[str, Any]:
 
 
 def now() -> str:
-    """UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def find_runs(path: Path) -> list[RunDir]:
-    """All run directories at or below `path`, in name order; a run directory is one that holds a state.json."""
+    """Return all run directories at or below `path`, in name order; a run directory is one that holds a state.json."""
     if (path / _FILES["state"]).is_file():
         return [RunDir(path)]
     return [RunDir(Path(folder)) for folder, folders, files in _walk(path) if _FILES["state"] in files]

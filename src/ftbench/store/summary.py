@@ -100,7 +100,7 @@ def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> No
 
 
 def profiled(spec: dict[str, Any]) -> bool:
-    """Whether a resolved spec asks for a profile: such a run's times are no measurement."""
+    """Return whether a resolved spec asks for a profile: such a run's times are no measurement."""
     return bool(spec.get("measure", {}).get("profile", "off") != "off")
 
 
@@ -113,7 +113,7 @@ def _known(values: Iterable[Any]) -> list[Any]:
 
 
 def optimizations_on(section: dict[str, Any]) -> list[str]:
-    """Those of a spec's section that are on, in words: `compile`, `fp8 rowwise`."""
+    """Return those of a spec's section that are on, in words: `compile`, `fp8 rowwise`."""
     return [
         name if value is True else f"{name} {value}"
         for name, value in section.items()
@@ -122,18 +122,18 @@ def optimizations_on(section: dict[str, Any]) -> list[str]:
 
 
 def _warmup(spec: dict[str, Any], train: Sequence[StepRow]) -> int:
-    asked = spec.get("measure", {}).get("warmup", "auto")
-    if isinstance(asked, int):
-        return min(asked, len(train))
+    warmup = spec.get("measure", {}).get("warmup", "auto")
+    if isinstance(warmup, int):
+        return min(warmup, len(train))
     return stats.warmup_steps([row.step_time_s or 0.0 for row in train], [row.recompiles for row in train])
 
 
 def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
     times = [row.step_time_s or 0.0 for row in steady]
     window = sum(times)
-    if (found := stats.step_time(times)) is None or window <= 0:
+    if (step_time := stats.step_time(times)) is None or window <= 0:
         return
-    summary.step_time_s = found.as_dict()
+    summary.step_time_s = step_time.as_dict()
     summary.tokens_per_s = {
         name: _rate([getattr(row, f"{name}_tokens") for row in steady], window) for name in ("real", "padded", "label")
     }
@@ -143,13 +143,13 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
 
 
 def _rate(counts: Sequence[int | None], window: float) -> float | None:
-    """Counts of all steps over the window; None where one of them is not known."""
+    """Return the counts of all steps over the window; None where one of them is not known."""
     return None if None in counts else total(counts) / window
 
 
 def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
-    """Model TFLOP/s from real tokens, their share of what the GPU can do at the precision used, and what the run was
-    bound by. A share above 100 % is a mistake in a count or in a table: it is named and the field stays empty."""
+    """Set model TFLOP/s from real tokens, their share of what the GPU can do at the precision used, and what the run
+    was bound by. A share above 100 % is a mistake in a count or in a table: it is named and the field stays empty."""
     rates = _rates(summary, steady, applied)
     precision = applied.get("product_precision", "")
     gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
@@ -177,7 +177,7 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
 
 
 def _rates(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> tuple[float, float] | None:
-    """TFLOP/s of the model's mathematics and of what was computed for it; None where a count is not known."""
+    """Return TFLOP/s of the model's mathematics and of what was computed for it; None where a count is not known."""
     shape, length = _shape(applied), summary.dataset.get("tokens", {}).get("weighted_mean")
     window = total(row.step_time_s for row in steady)
     if shape is None or not length or not window or any(None in (row.real_tokens, row.label_tokens) for row in steady):
@@ -189,8 +189,8 @@ def _rates(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
 
 
 def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -> float:
-    """FLOPs of one step as computed: a loss over chunks makes logits of label tokens only, trl's makes them twice (and
-    so did ftbench's while it was called `chunked`)."""
+    """Return the FLOPs of one step as computed: a loss over chunks makes logits of label tokens only, trl's makes them
+    twice (and so did ftbench's while it was called `chunked`)."""
     loss = str(applied.get("loss"))
     chunked = loss.startswith("chunked")
     positions = row.padded_tokens or 0
@@ -216,7 +216,8 @@ def _shape(applied: dict[str, Any]) -> flops.MatmulShape | None:
 
 
 def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, Any]) -> None:
-    """GPU only. Joules from the driver's counter; mean watts from the sampled power, weighted by step time."""
+    """Set the energy of the GPU alone: joules from the driver's counter; mean watts from the sampled power, weighted by
+    step time."""
     counted = [row for row in steady if row.energy_j is not None]
     joules = sum(row.energy_j or 0.0 for row in counted) if counted else None
     samples = total(row.samples for row in counted)
@@ -248,8 +249,8 @@ def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
 def _memory(
     everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, phases: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Peaks over the whole run, and the phase that set the highest allocated one. Answering prompts is no part of what
-    training needs: its peaks stay in phases.json."""
+    """Return the peaks over the whole run, and the phase that set the highest allocated one. Answering prompts is no
+    part of what training needs: its peaks stay in phases.json."""
     phases = [phase for phase in phases if phase["name"] != "generate"]
     names = ["first_step", *["warmup"] * (max(warm, 1) - 1), *["steady"] * len(train)]
     stages = [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
@@ -258,8 +259,8 @@ def _memory(
     highest = max(((name, peak) for name, peak in stages if peak is not None), key=lambda s: s[1], default=(None, None))
 
     def peak(name: str) -> float | None:
-        found = _known(getattr(row, name) for row in everything) + _known(phase.get(name) for phase in phases)
-        return max(found, default=None)
+        values = _known(getattr(row, name) for row in everything) + _known(phase.get(name) for phase in phases)
+        return max(values, default=None)
 
     return {
         "allocated_peak": highest[1],
@@ -273,21 +274,21 @@ def _memory(
 def _phases(
     phases: Sequence[dict[str, Any]], train: Sequence[StepRow], warm: int, state: dict[str, Any]
 ) -> dict[str, float]:
-    """Seconds of each phase: disjoint, and together the wall time. Training is split by the steps. The phase in which
-    a process was killed has no end of its own and lasted until the process ended."""
-    found: dict[str, float] = {}
+    """Return the seconds of each phase: disjoint, and together the wall time. Training is split by the steps. The phase
+    in which a process was killed has no end of its own and lasted until the process ended."""
+    seconds: dict[str, float] = {}
     for phase in phases:
         if (end := phase.get("end_s", state.get("wall_s"))) is not None:
-            found[phase["name"]] = found.get(phase["name"], 0.0) + max(0.0, end - phase["start_s"])
-    if "train" in found and train:
+            seconds[phase["name"]] = seconds.get(phase["name"], 0.0) + max(0.0, end - phase["start_s"])
+    if "train" in seconds and train:
         split = {
             "first_step": train[0].step_time_s or 0.0,
             "warmup": total(row.step_time_s for row in train[1:warm]),
             "steady": total(row.step_time_s for row in train[max(warm, 1) :]),
         }
-        found["train_other"] = max(0.0, found.pop("train") - sum(split.values()))
-        found |= split
+        seconds["train_other"] = max(0.0, seconds.pop("train") - sum(split.values()))
+        seconds |= split
     if (wall := state.get("wall_s")) is not None:
-        found["start_and_exit"] = max(0.0, wall - sum(found.values()))
-        found["total"] = wall
-    return found
+        seconds["start_and_exit"] = max(0.0, wall - sum(seconds.values()))
+        seconds["total"] = wall
+    return seconds

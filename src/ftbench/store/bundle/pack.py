@@ -42,7 +42,7 @@ class Made:
 
 
 def make(paths: Sequence[Path], output: Path, with_logs: bool = False) -> Made:
-    """Bundles all runs at or below `paths`: what measures and describes them, without weights, adapters and (unless
+    """Bundle all runs at or below `paths`: what measures and describes them, without weights, adapters and (unless
     `with_logs`) what the libraries printed. Raises SpecError where there is no run, MissingError for a full disk."""
     made = Made()
     sources = dict(sorted(_sources(paths, with_logs, made).items()))
@@ -77,9 +77,9 @@ def _options() -> dict[int, int]:
 
 
 def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Path]:
-    """Names in the archive and the files that they stand for."""
+    """Return names in the archive and the files that they stand for."""
     taken: dict[str, Path] = {}
-    found: dict[str, Path] = {}
+    sources: dict[str, Path] = {}
     for run in _runs(paths):
         if read_state(run)["state"] == "running":
             made.left_out.append(str(run.path))
@@ -94,26 +94,26 @@ def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Pa
             target = f"{name}/{file}"
             if (problem := unsafe(target)) or len(target.encode("utf-8", "replace")) > 250:
                 raise SpecError(f"{run.path}: {problem or 'its name is too long'}: rename the folder ({folder})")
-            found[target] = run.path / file
-    if not found:
+            sources[target] = run.path / file
+    if not sources:
         raise SpecError("bundle: every run found is still going on; bundle again once they are over")
-    return found
+    return sources
 
 
 def _runs(paths: Sequence[Path]) -> list[RunDir]:
-    found: dict[Path, RunDir] = {}
+    by_path: dict[Path, RunDir] = {}
     for path in paths:
         if not path.is_dir():
             raise SpecError(f"{path}: " + ("is no directory of runs" if path.exists() else "no such directory"))
         runs = find_runs(path.resolve())
         if not runs:
             raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
-        found |= {run.path: run for run in runs}
-    return list(found.values())
+        by_path |= {run.path: run for run in runs}
+    return list(by_path.values())
 
 
 def _files_of(run: RunDir, with_logs: bool) -> Iterator[str]:
-    """Only what is known, so that nothing else in the directory leaves the machine; a link is no file."""
+    """Yield only what is known, so that nothing else in the directory leaves the machine; a link is no file."""
     profile = run.path / "profile"
     tables = sorted(p.name for p in profile.iterdir() if p.suffix in PROFILE) if profile.is_dir() else []
     ranks = [path.name for path in rank_files(run)]
@@ -124,7 +124,7 @@ def _files_of(run: RunDir, with_logs: bool) -> Iterator[str]:
 
 
 def _content(path: Path) -> tuple[bytes, int]:
-    """A file's bytes without secrets, and how many there were."""
+    """Return a file's bytes without secrets, and how many there were."""
     try:
         if path.stat().st_size > MAX_FILE:
             raise SpecError(f"{path}: larger than {MAX_FILE >> 20} MiB, which no file of a run is")
@@ -135,7 +135,8 @@ def _content(path: Path) -> tuple[bytes, int]:
 
 
 def _made_at(sources: dict[str, Path]) -> str | None:
-    """When the last of the runs ended: the clock of today would make every archive of the same runs another one."""
+    """Return when the last of the runs ended: the clock of today would make every archive of the same runs another
+    one."""
     ends = [read_state(RunDir(path.parent)).get("ended_at") for path in sources.values() if path.name == "state.json"]
     return max((end for end in ends if isinstance(end, str)), default=None)
 

@@ -34,8 +34,8 @@ _TAIL = 20 * BLOCK  # a tar may be filled up to this
 
 
 def unpack(path: Path, folder: Path) -> dict[str, Any]:
-    """Unpacks a bundle into `folder` (new or empty) and returns its manifest, with the hash found of each file in
-    `found`. Raises SpecError for whatever is no bundle; `folder` may then hold a part of it."""
+    """Unpack a bundle into `folder` (new or empty) and return its manifest, with the hash of each file in `hashes`.
+    Raises SpecError for whatever is no bundle; `folder` may then hold a part of it."""
     try:
         with path.open("rb") as file:
             if file.read(4) != b"\x28\xb5\x2f\xfd":  # RFC 8878, section 3.1.1
@@ -53,25 +53,25 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
 
 def _unpack(path: Path, packed: BufferedIOBase, folder: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = {}
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     total = 0
     while (header := _exactly(packed, BLOCK)) != b"\0" * BLOCK:
         info = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
         name, total = info.name, total + info.size
-        if problem := _refusal(info, first=not manifest, seen=name in found):
+        if problem := _refusal(info, first=not manifest, seen=name in hashes):
             raise SpecError(f"{path}: refused: {problem}")
-        if not 0 <= info.size <= MAX_FILE or total > MAX_TOTAL or len(found) >= MAX_FILES:
+        if not 0 <= info.size <= MAX_FILE or total > MAX_TOTAL or len(hashes) >= MAX_FILES:
             raise SpecError(f"{path}: refused: more or larger files than runs have, at {name!r}")
         if not manifest:
             manifest = _manifest(path, _exactly(packed, info.size))
         else:
-            found[name] = _write(packed, folder / name, info.size)
+            hashes[name] = _write(packed, folder / name, info.size)
         _exactly(packed, -info.size % BLOCK)
     if packed.read(_TAIL + 1).strip(b"\0") or packed.read(1):  # to the end, where zstd's own checksum stands
         raise SpecError(f"{path}: refused: holds something behind its end")
     if not manifest:
         raise SpecError(f"{path}: is empty; `ftbench bundle` makes one")
-    return manifest | {"found": found}
+    return manifest | {"hashes": hashes}
 
 
 def _refusal(info: tarfile.TarInfo, first: bool, seen: bool) -> str | None:
@@ -103,7 +103,7 @@ def _exactly(packed: BufferedIOBase, size: int) -> bytes:
 
 
 def _write(packed: BufferedIOBase, target: Path, size: int) -> str:
-    """Copies the next `size` bytes into a new file; returns their hash."""
+    """Copy the next `size` bytes into a new file; return their hash."""
     digest = hashlib.sha256()
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("xb") as file:
@@ -117,28 +117,30 @@ def _write(packed: BufferedIOBase, target: Path, size: int) -> str:
 
 def _manifest(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        manifest = json.loads(data)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
+        manifest = None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise SpecError(f"{path}: its {MANIFEST} cannot be read")
-    if found.get("schema") != SCHEMA:
-        raise SpecError(f"{path}: is of schema {found.get('schema')!r} and this ftbench reads {SCHEMA}: update ftbench")
-    return found
+    if manifest.get("schema") != SCHEMA:
+        raise SpecError(
+            f"{path}: is of schema {manifest.get('schema')!r} and this ftbench reads {SCHEMA}: update ftbench"
+        )
+    return manifest
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
-    """What an unpacked bundle holds and its manifest does not say, or the other way round."""
-    wanted, found = manifest["files"], manifest["found"]
+    """Return what an unpacked bundle holds and its manifest does not say, or the other way round."""
+    wanted, hashes = manifest["files"], manifest["hashes"]
     sentences = []
-    for name in sorted({*wanted, *found}):
+    for name in sorted({*wanted, *hashes}):
         said = wanted[name].get("sha256") if isinstance(wanted.get(name), dict) else None
-        if name not in found:
+        if name not in hashes:
             sentences.append(f"{name}: is in the manifest and not in the archive")
         elif said is None:
             sentences.append(f"{name}: is in the archive and not in the manifest")
-        elif found[name] != said:
-            sentences.append(f"{name}: its SHA-256 is {found[name][:12]}… and the manifest says {str(said)[:12]}…")
+        elif hashes[name] != said:
+            sentences.append(f"{name}: its SHA-256 is {hashes[name][:12]}… and the manifest says {str(said)[:12]}…")
     return sentences
 
 
@@ -146,18 +148,18 @@ def problems(manifest: dict[str, Any]) -> list[str]:
 def _kept(path: Path, modified: int) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="ftbench-bundle-")
     try:
-        found = problems(unpack(path, Path(folder.name)))
+        damages = problems(unpack(path, Path(folder.name)))
     except SpecError:
         folder.cleanup()
         raise
-    if found:
+    if damages:
         folder.cleanup()
-        raise SpecError(f"{path}: is damaged: {found[0]} (`ftbench verify {path}` tells all)")
+        raise SpecError(f"{path}: is damaged: {damages[0]} (`ftbench verify {path}` tells all)")
     return folder
 
 
 def opened(path: Path) -> Path:
-    """The folder of a bundle's runs, unpacked once and until this process ends. Raises SpecError for what is no
+    """Return the folder of a bundle's runs, unpacked once and until this process ends. Raises SpecError for what is no
     bundle, or one whose files are not those that its manifest names."""
     try:
         modified = path.stat().st_mtime_ns
@@ -172,7 +174,8 @@ _OPENED: dict[str, Path] = {}
 
 
 def shown(path: str) -> str:
-    """The path of a run for people: of one out of a bundle, the bundle's and where in it, not that of today's copy."""
+    """Return the path of a run for people: of one out of a bundle, the bundle's and where in it, not that of today's
+    copy."""
     return next(
         (f"{bundle}:{path[len(folder) :]}" for folder, bundle in _OPENED.items() if path.startswith(folder)), path
     )

@@ -31,11 +31,11 @@ class Verdict:
 
 
 def verify(path: Path) -> Verdict:
-    """Checks every hash of a bundle, and every summary in it against its steps. Raises SpecError for what is no
+    """Check every hash of a bundle, and every summary in it against its steps. Raises SpecError for what is no
     bundle."""
     with tempfile.TemporaryDirectory(prefix="ftbench-verify-") as folder:
         manifest = unpack.unpack(path, Path(folder))
-        verdict = Verdict(files=len(manifest["found"]), problems=unpack.problems(manifest))
+        verdict = Verdict(files=len(manifest["hashes"]), problems=unpack.problems(manifest))
         for run in find_runs(Path(folder) / "runs"):
             verdict.runs += 1
             name = f"{run.path.parent.name}/{run.run_id}"
@@ -44,7 +44,7 @@ def verify(path: Path) -> Verdict:
 
 
 def as_text(verdict: Verdict, path: Path) -> str:
-    """A line for each problem and note, and one that sums up."""
+    """Return a line for each problem and note, and one that sums up."""
     count = len(verdict.problems)
     agree = f"{count} {'does' if count == 1 else 'do'} not agree" if count else "every hash and every figure agrees"
     last = f"{path}: {verdict.runs} runs, {verdict.files} files, {verdict.figures:,} figures: {agree}"
@@ -65,14 +65,13 @@ def _check(run: RunDir, name: str, verdict: Verdict) -> None:
         verdict.problems.append(f"{name}: no summary can be made of its files ({type(error).__name__}: {error})")
         return
     computed = {key: value for key, value in computed.items() if key in written or key not in LATER}
-    told, found = written.pop("warnings", []), computed.pop("warnings")
-    verdict.problems += [f"{name}: its summary does not say: {text}" for text in found if text not in told]
-    verdict.notes += [f"{name}: its summary says what its files do not show: {text}" for text in told
-                      if text not in found]  # fmt: skip
-    for key, one, other in _leaves(written, computed):
+    old, new = written.pop("warnings", []), computed.pop("warnings")
+    verdict.problems += [f"{name}: its summary does not say: {text}" for text in new if text not in old]
+    verdict.notes += [f"{name}: its summary says what its files do not show: {text}" for text in old if text not in new]
+    for key, said, shown in _leaves(written, computed):
         verdict.figures += 1
-        if not _same(one, other):
-            verdict.problems.append(f"{name}: {key} is {_shown(one)} in summary.json and {_shown(other)} by its files")
+        if not _same(said, shown):
+            verdict.problems.append(f"{name}: {key} is {_shown(said)} in summary.json and {_shown(shown)} by its files")
 
 
 _ABSENT = object()
@@ -83,8 +82,8 @@ def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, A
         for name in {**written, **computed}:
             yield from _leaves(written.get(name, _ABSENT), computed.get(name, _ABSENT), f"{key}.{name}".lstrip("."))
     elif isinstance(written, list) and isinstance(computed, list) and len(written) == len(computed):
-        for place, (one, other) in enumerate(zip(written, computed, strict=True)):
-            yield from _leaves(one, other, f"{key}.{place}")
+        for index, (said, shown) in enumerate(zip(written, computed, strict=True)):
+            yield from _leaves(said, shown, f"{key}.{index}")
     else:
         yield key, written, computed
 
