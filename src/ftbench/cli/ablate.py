@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, Spec, app, emit, print_plan
+from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, Spec, app, run_plan
 
 
 @app.command()
@@ -36,12 +35,7 @@ def ablate(
     )  # fmt: skip
     if output is not None:
         command.check_output(request, output)
-    ready = command.prepare(request)
-    if dry_run:
-        print_plan(ready, as_json)
-        return
-    code, tables = command.run(ready)
-    emit(json.dumps(tables.document(), ensure_ascii=False) if as_json else tables.terminal(), end="\n" * as_json)
+    code, tables = run_plan(command.prepare(request), dry_run, as_json)
     if output is not None:
         command.write_best(request, tables, output)
     raise typer.Exit(code)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, Spec, app, emit, print_plan
+from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, Spec, app, run_plan
 
 
 @app.command()
@@ -37,10 +36,5 @@ def parity(
     request = command.ParityRequest(
         spec, against, names, sets or [], out, seeds, steps, gradients, parallel, time_budget, retry_failed, force
     )
-    ready = command.prepare(request)
-    if dry_run:
-        print_plan(ready, as_json)
-        return
-    code, tables = command.run(ready)
-    emit(json.dumps(tables.document(), ensure_ascii=False) if as_json else tables.terminal(), end="\n" * as_json)
+    code, _ = run_plan(command.prepare(request), dry_run, as_json)
     raise typer.Exit(code)

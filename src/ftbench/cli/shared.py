@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ftbench.launch.runner import Result
     from ftbench.store.rundir import RunDir
     from ftbench.sweep.command import Ready
+    from ftbench.sweep.output.table import Tables
 
 _LONGEST = 2000  # characters of a line on stderr
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -85,12 +86,19 @@ def train(spec: Path, sets: list[str], out: Path) -> Result:
     return result
 
 
-def print_plan(ready: Ready, as_json: bool) -> None:
-    """Print what --dry-run says of a sweep or an ablation."""
-    from ftbench.sweep import dry_run
+def run_plan(ready: Ready, dry_run: bool, as_json: bool) -> tuple[int, Tables]:
+    """Run a plan and print its tables; return the exit code and the tables. With --dry-run say what would run, and end
+    the command."""
+    from ftbench.sweep import command
+    from ftbench.sweep import dry_run as planned
 
-    lines = dry_run.dry_run(ready)
-    emit(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else dry_run.as_text(lines))
+    if dry_run:
+        lines = planned.dry_run(ready)
+        emit(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else planned.as_text(lines))
+        raise typer.Exit
+    code, tables = command.run(ready)
+    emit(json.dumps(tables.document(), ensure_ascii=False) if as_json else tables.terminal(), end="\n" * as_json)
+    return code, tables
 
 
 class Progress:

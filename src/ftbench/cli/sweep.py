@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, app, emit, print_plan, tell
+from ftbench.cli.shared import Budget, DryRun, Force, Json, Out, Retry, Sets, app, emit, run_plan, tell
 from ftbench.errors import SpecError
 
 if TYPE_CHECKING:
@@ -88,9 +88,5 @@ def _run(request: SweepRequest, dry_run: bool, as_json: bool) -> None:
         ready = command.prepare(request, stack)
         for note in ready.notes:
             tell(f"ftbench: note: {note}")
-        if dry_run:
-            print_plan(ready, as_json)
-            return
-        code, tables = command.run(ready)
-        emit(json.dumps(tables.document(), ensure_ascii=False) if as_json else tables.terminal(), end="\n" * as_json)
+        code, _ = run_plan(ready, dry_run, as_json)
     raise typer.Exit(code)

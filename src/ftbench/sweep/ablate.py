@@ -22,6 +22,7 @@ from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command
 from ftbench.sweep.execute.gpu_slots import local_slots
 from ftbench.sweep.output.ablation import AblationTables, spec_lines
+from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan import budget
 from ftbench.sweep.plan.ablation import OBJECTIVES, AblationPlan, Start
 from ftbench.sweep.plan.base import Options
@@ -89,13 +90,6 @@ def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
     return None
 
 
-def run(ready: command.Ready) -> tuple[int, AblationTables]:
-    """Run one sitting, as of any sweep; return the exit code and the tables."""
-    code, tables = command.run(ready)
-    assert isinstance(tables, AblationTables)
-    return code, tables
-
-
 def check_output(request: AblationRequest, path: Path) -> None:
     """Raise SpecError, before anything is run, where the best combination could not be written."""
     if path.is_dir() or not path.parent.is_dir():
@@ -104,10 +98,11 @@ def check_output(request: AblationRequest, path: Path) -> None:
         raise SpecError(f"-o {path}: is the spec itself, which the best combination extends: name another file")
 
 
-def write_best(request: AblationRequest, tables: AblationTables, path: Path) -> None:
+def write_best(request: AblationRequest, tables: Tables, path: Path) -> None:
     """Write the best combination as a spec that extends the one that was asked about. Raise FtbenchError where the
     plain recipe has no figures to be better than."""
     plan = tables.plan
+    assert isinstance(plan, AblationPlan)
     if (plain := plan.cell({})) is None or not plain.ok:
         raise FtbenchError(f"{path}: not written, the plain recipe has no figures ({plan.state({})})")
     values: dict[str, Any] = {}

@@ -191,7 +191,7 @@ def run(ready: Ready) -> tuple[int, Tables]:
             ready.folder, ready.source, ready.plan, ready.slots, tables, journal, shown, deadline, about
         )  # fmt: skip
         try:
-            return sitting.run(), tables
+            return tables.exit_code(sitting.run()), tables
         finally:
             if left := ready.plan.left():
                 shown.event(f"{left} runs are left; the same command goes on with them")

@@ -91,11 +91,3 @@ def _recipe(request: ParityRequest, name: str, sets: Sequence[str], described: d
     except (ImpossibleError, MissingError) as error:
         return Contender(name, load(request.spec, request.sets), tuple(sets), str(error))
     return Contender(name, spec, tuple(sets))
-
-
-def run(ready: command.Ready) -> tuple[int, ParityTables]:
-    """Run one sitting; return the exit code, 0 only where every recipe follows and every control was caught, and the
-    tables."""
-    code, tables = command.run(ready)
-    assert isinstance(tables, ParityTables)
-    return code or int(not tables.plan.passed()), tables

@@ -4,7 +4,6 @@ one document, and as the file ablation.md, which is written again after every ru
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
@@ -16,6 +15,7 @@ from ftbench.report.compare.words import (
     first_step_of,
     first_step_text,
     flat_learning,
+    flat_ratio,
     grad_norm_text,
     learning_text,
 )
@@ -46,15 +46,11 @@ NOTE = (
 class AblationTables(Tables):
     """The tables of an ablation."""
 
-    def __init__(
-        self, folder: Path, plan: AblationPlan, gpu: str | None, impossible: Sequence[tuple[str, str]]
-    ) -> None:
-        super().__init__(folder, plan, gpu, impossible)
-        self.plan, self.folder = plan, folder
+    plan: AblationPlan
 
     def write(self) -> None:
         super().write()
-        rundir.write_text(self._folder / ABLATION, self.markdown())
+        rundir.write_text(self.folder / ABLATION, self.markdown())
 
     def markdown(self) -> str:
         """Return the text of ablation.md."""
@@ -147,7 +143,7 @@ class AblationTables(Tables):
         ]
         best = _record(ablation.label(plan.best), plan.cell(plan.best), plan.pair(plan.best, {}))
         return {
-            "folder": str(self._folder), "objective": plan.start.objective, "left": plan.left(),
+            "folder": str(self.folder), "objective": plan.start.objective, "left": plan.left(),
             "plain": _record(PLAIN, plan.cell({}), None) | {"reason": plan.state({}) or None},
             "variants": variants, "combinations": combinations, "best": best | {"changes": dict(plan.best)},
             "runs": self.records(),
@@ -210,18 +206,14 @@ def _loss(learning: Learning | None) -> str:
 
 
 def _record(name: str, cell: Cell | None, pair: Pair | None) -> dict[str, Any]:
-    speed = pair.speed if pair else None
     return {
         "name": name,
         "tokens_per_s": cell.figure(TOKENS) if cell else None,
         "peak_gb": cell.figure(PEAK) if cell else None,
         **(first_step_of(cell) if cell else {}),
         "runs_ok": len(cell.ok) if cell else 0,
-        "speed_ratio": speed.value if speed else None,
-        "speed_low": speed.low if speed else None,
-        "speed_high": speed.high if speed else None,
-        "speed_verdict": speed.verdict if speed else None,
-        "memory_ratio": pair.memory.value if pair and pair.memory else None,
+        **flat_ratio("speed", pair.speed if pair else None),
+        **flat_ratio("memory", pair.memory if pair else None),
         "memory_change_gb": _difference(pair, PEAK) if pair else None,
         "break_even": pair.break_even.when if pair and pair.break_even else None,
         "break_even_steps": pair.break_even.steps if pair and pair.break_even else None,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ftbench.core.learning import Learning
@@ -29,9 +28,11 @@ NOTE = (
 class ParityTables(Tables):
     """The tables of a parity check."""
 
-    def __init__(self, folder: Path, plan: ParityPlan, gpu: str | None, impossible: Sequence[tuple[str, str]]) -> None:
-        super().__init__(folder, plan, gpu, impossible)
-        self.plan, self.folder = plan, folder
+    plan: ParityPlan
+
+    def exit_code(self, code: int) -> int:
+        """Return 0 only where every recipe follows and every control was caught."""
+        return code or int(not self.plan.passed())
 
     def write(self) -> None:
         super().write()

@@ -28,26 +28,26 @@ class Tables:
     """The tables of a plan. Reads a finished run's summary once."""
 
     def __init__(self, folder: Path, plan: Plan, gpu: str | None, impossible: Sequence[tuple[str, str]]) -> None:
-        self._folder, self._plan, self._gpu, self._impossible = folder, plan, gpu, impossible
+        self.folder, self.plan, self._gpu, self._impossible = folder, plan, gpu, impossible
         self._records: dict[Job, dict[str, Any]] = {}
 
     def write(self) -> None:
         """Replace both files. Raise MissingError if the disk does not take them."""
         report = Report(records(self._rows()), self._axes())
-        rundir.write_text(self._folder / "summary.md", self._markdown(report))
+        rundir.write_text(self.folder / "summary.md", self._markdown(report))
         if report.records:
-            rundir.write_text(self._folder / "summary.csv", formats.render(report, "csv"))
+            rundir.write_text(self.folder / "summary.csv", formats.render(report, "csv"))
 
     @property
     def written(self) -> bool:
-        return (self._folder / "summary.md").exists()
+        return (self.folder / "summary.md").exists()
 
     def _markdown(self, report: Report) -> str:
-        parts = [f"# {self._folder.name}\n"]
-        if left := self._plan.left():
+        parts = [f"# {self.folder.name}\n"]
+        if left := self.plan.left():
             parts.append(f"{left} runs are still to come.\n")
-        if isinstance(self._plan, Search):
-            parts.append("## Largest batch\n\n" + formats.markdown(frontier_table(self._plan)))
+        if isinstance(self.plan, Search):
+            parts.append("## Largest batch\n\n" + formats.markdown(frontier_table(self.plan)))
         if report.records:
             parts.append("## Runs\n\n" + formats.render(report, "md"))
         if others := self._others():
@@ -58,18 +58,18 @@ class Tables:
 
     def terminal(self) -> str:
         """Return what is printed in the end."""
-        parts = [formats.terminal(frontier_table(self._plan))] if isinstance(self._plan, Search) else []
-        ended = sum(standing.done for standing in self._plan.standings.values())
+        parts = [formats.terminal(frontier_table(self.plan))] if isinstance(self.plan, Search) else []
+        ended = sum(standing.done for standing in self.plan.standings.values())
         if ended > TERMINAL_ROWS:
-            parts.append(f"{ended:,} rows are in {self._folder / 'summary.md'} and summary.csv\n")
+            parts.append(f"{ended:,} rows are in {self.folder / 'summary.md'} and summary.csv\n")
         elif ended:
             parts.append(formats.render(Report(records(self._rows()), self._axes()), "table"))
         return "\n".join(parts)
 
     def document(self) -> dict[str, Any]:
         """Return all of it, for programs; `frontier` is empty for a grid."""
-        frontier = self._plan.as_dicts() if isinstance(self._plan, Search) else []
-        return {"folder": str(self._folder), "frontier": frontier, "runs": self.records()}
+        frontier = self.plan.as_dicts() if isinstance(self.plan, Search) else []
+        return {"folder": str(self.folder), "frontier": frontier, "runs": self.records()}
 
     def records(self) -> list[dict[str, Any]]:
         """Return each ended or skipped job's summary, with its directory in the sweep's folder."""
@@ -77,19 +77,19 @@ class Tables:
 
     def _others(self) -> int:
         """Return how many runs in the folder are not this plan's: of another grid, or of the spec as it was before."""
-        planned = {job.run.run_id for job in self._plan.standings}
-        with os.scandir(self._folder) as entries:
+        planned = {job.run.run_id for job in self.plan.standings}
+        with os.scandir(self.folder) as entries:
             return sum(entry.is_dir() and entry.name[0] != "." and entry.name not in planned for entry in entries)
 
     def _axes(self) -> list[str]:
-        keys = dict.fromkeys(key for job in self._plan.standings for key in job.values)
-        repeated = any(job.repeat > 1 for job in self._plan.standings)
+        keys = dict.fromkeys(key for job in self.plan.standings for key in job.values)
+        repeated = any(job.repeat > 1 for job in self.plan.standings)
         return [*keys, *([REPEAT] if repeated else [])]
 
     def _rows(self) -> list[dict[str, Any]]:
         """Return a record for each job that is done, those of one cell (of a search: one family) side by side."""
-        searching = isinstance(self._plan, Search)
-        jobs = [job for job, standing in self._plan.standings.items() if standing.done]
+        searching = isinstance(self.plan, Search)
+        jobs = [job for job, standing in self.plan.standings.items() if standing.done]
         if searching:
             jobs.sort(key=lambda job: job.spec.train.batch_size)
         order: dict[str, int] = {}
@@ -97,7 +97,7 @@ class Tables:
             order.setdefault(job.family if searching else job.cell, len(order))
         jobs.sort(key=lambda job: order[job.family if searching else job.cell])
         axes = self._axes()
-        return [self._record(job, self._plan.standings[job], axes) for job in jobs]
+        return [self._record(job, self.plan.standings[job], axes) for job in jobs]
 
     def _record(self, job: Job, standing: Standing, axes: Sequence[str]) -> dict[str, Any]:
         if job not in self._records:
@@ -105,6 +105,10 @@ class Tables:
             record = (skipped or summary_of(job.run, standing.state)) | {"path": job.run.run_id}
             self._records[job] = record | {key: _text(job, key) for key in axes}
         return self._records[job]
+
+    def exit_code(self, code: int) -> int:
+        """Return the exit code of a command whose sitting ended with `code`."""
+        return code
 
     def forget(self, job: Job) -> None:
         """Forget the summary of a job that has run again."""
