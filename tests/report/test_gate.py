@@ -148,3 +148,19 @@ def test_committed_runs_against_themselves_pass():
     assert found.regressed == []
     assert (found.only_new, found.only_old) == ((), ())
     assert len(found.rows) > 20
+
+
+@pytest.mark.parametrize("before", [lambda step: 2.0 + 1.0 / step, float("nan")])
+def test_a_loss_that_is_no_number_fails_whatever_the_speed(against, before):
+    old = steps(seed=1, loss=before), {}
+    new = steps(seconds=0.5, seed=2, loss=lambda step: float("nan") if step > 1 else 3.0), {}
+    code, out = against([old], [new])
+    assert code == 1
+    assert "not finite" in " ".join(out.split())
+
+
+def test_a_loss_that_no_longer_follows_fails_though_the_speed_is_the_same(against):
+    new = steps(seed=2, loss=lambda step: 2.1 * (1.0 + 0.5 / step)), {}
+    code, out = against([(steps(seed=1), {})], [new])
+    assert code == 1
+    assert "does not learn the same" in " ".join(out.split())

@@ -1,0 +1,168 @@
+"""Which runs belong together, what each group is called, and what a figure is a mean of."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import combinations
+
+import pytest
+
+from ftbench.report.command import Request, report
+from ftbench.report.compare import words
+from ftbench.report.compare.pairs import compare, noise_of, pair_of
+from ftbench.report.data.collect import collect
+from ftbench.report.data.groups import Cell, cells_of, runs_of
+from ftbench.report.render.runs_table import runs_table
+from ftbench.report.sections.cost import money
+from ftbench.spec.prices import load_prices
+from ftbench.store import rundir
+from made_runs import MAX_Q, RESULTS, gpu, make_run, method, steps
+
+
+def cells(path):
+    return cells_of(runs_of(collect([path])))
+
+
+def written(run, **fields):
+    """Put fields into a run's summary, as a later version writes them."""
+    run.summary.write_text(json.dumps(rundir.read_json(run.summary) | fields))
+
+
+# --- groups and names ------------------------------------------------------------------------------------------------
+
+
+def test_repeats_are_runs_of_one_spec_on_one_kind_of_machine(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2), spec={"name": "another name"})
+    make_run(tmp_path, "c", steps(seed=3), machine=gpu(MAX_Q, 300, 300))
+    make_run(tmp_path, "d", steps(seed=4), spec=method("unsloth") | {"method.load_in_4bit": True})
+    make_run(tmp_path, "e", steps(seed=5), spec=method("unsloth") | {"method.load_in_4bit": False})
+    found = {tuple(sorted(run.run_id for run in cell.runs)): cell.name for cell in cells(tmp_path)}
+    assert found == {
+        ("a", "b"): "lora at batch 4", ("c",): "lora at batch 4", ("d",): "unsloth 4-bit at batch 4",
+        ("e",): "unsloth 16-bit at batch 4",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", ["", "recipes", "qwen3-8b-frontier", "grid"])
+def test_every_row_of_every_table_of_committed_runs_has_a_name_of_its_own(folder):
+    document = json.loads(report(Request([RESULTS / folder], "json", answers=True)).text)
+    for section in {"night", "frontier", "energy"} & document.keys():
+        names = Counter(
+            (row["model"], row["gpu"], row["data"], row["name"]) for row in document[section]["records"]
+        )  # fmt: skip
+        assert names
+        assert set(names.values()) == {1}, section
+
+
+def test_a_shipped_recipe_is_called_by_its_name():
+    names = {cell.way for cell in cells(RESULTS / "recipes" / "full")}
+    assert {"lora", "fastest", "fastest-fp8", "smallest", "unsloth 4-bit", "unsloth 16-bit"} <= names
+
+
+def test_no_sentence_holds_an_owned_card_against_a_rented_one(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seconds=0.5, seed=2), spec=method("full"))
+    terms = "currency: USD, date: 2026-01-02, source: a shop"
+    prices = tmp_path / "prices.yaml"
+    prices.write_text(
+        f"H200 SXM:\n  rent: {{per_hour: 3.6, {terms}}}\n"
+        f"  owned: {{price: 40000, lifetime_years: 3, utilisation: 0.5, {terms}}}\n"
+    )
+    section = money(cells(tmp_path), load_prices(prices, {"NVIDIA H200"}), 8.0)
+    sentences = [text for text in section.paragraphs if "cheapest" in text]
+    assert len(sentences) == 2
+    assert not any("rent" in text and "owned" in text for text in sentences)
+
+
+# --- one basis -------------------------------------------------------------------------------------------------------
+
+
+def test_samples_and_tokens_tell_of_the_same_speed(tmp_path):
+    """The window of a packed run held shorter samples than the data set has on average."""
+    make_run(tmp_path, "plain", steps(seed=1))
+    rows = steps(seed=2, real_tokens=4 * 8192, padded_tokens=4 * 8192, samples=21)
+    make_run(tmp_path, "packed", rows, spec={"optimizations.packing": True})
+    plain, packed = (next(c for c in cells(tmp_path) if name in c.runs[0].run_id) for name in ("plain", "packed"))
+    faster = pair_of("optimizations", packed, plain).speed.value
+    assert faster == pytest.approx(4, rel=0.01)
+    assert packed.figure("samples_per_s") / plain.figure("samples_per_s") == pytest.approx(faster)
+    document = json.loads(report(Request([tmp_path], "json", hours=8)).text)
+    night = {row["run_ids"]: row for row in document["night"]["records"]}
+    assert night["packed"]["samples_per_hour"] / night["plain"]["samples_per_hour"] == pytest.approx(faster)
+    assert night["packed"]["real_tokens"] / night["packed"]["samples"] == pytest.approx(2048)
+
+
+# --- first steps -----------------------------------------------------------------------------------------------------
+
+
+def test_cold_and_warm_first_steps_have_no_mean(tmp_path):
+    for name, first, cache in (("a", 40.0, "cold"), ("b", 6.0, "warm"), ("c", 8.0, "warm")):
+        compiled = {"optimizations.compile": True}
+        run = make_run(tmp_path, name, steps(seed=name, first=first), spec=compiled)
+        written(run, first_step_cache=cache)
+    make_run(tmp_path, "plain", steps(seed=9, first=2.0))
+    found = compare(runs_of(collect([tmp_path])), "optimization")
+    (pair,) = found.pairs
+    assert words.first_step_text(pair.cell) == "40.0 s cold, 7.00 s warm"
+    assert pair.first_step["cold"].value == pytest.approx(20)
+    assert pair.first_step["warm"].value == pytest.approx(3.5, rel=0.02)
+    assert pair.cell.pace().start_s == pytest.approx(39, rel=0.01)
+
+
+def test_an_older_run_tells_its_cache_in_what_was_applied(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1, first=40.0), applied={"compile_cache": "cold"})
+    (cell,) = cells(tmp_path)
+    assert words.first_step_text(cell) == "40.0 s cold"
+
+
+# --- contention and figures that are none ----------------------------------------------------------------------------
+
+
+def test_a_contended_run_is_marked_and_its_pair_says_so(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    contended = make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("full"))
+    written(contended, contention={"contended": True, "host_cpu_by_others": 0.7, "gpu_by_others": None})
+    (pair,) = compare(runs_of(collect([tmp_path])), "method", "lora").pairs
+    assert pair.cell.state == "ok, contended"
+    assert pair.reason == "it ran beside other work (contended)"
+    assert [row[-1] for row in runs_table(collect([tmp_path])).rows] == ["ok, contended", "ok"]
+
+
+@pytest.mark.parametrize("column", ["loss", "grad_norm"])
+def test_a_run_with_nan_has_failed_and_shows_no_figure(tmp_path, column):
+    make_run(tmp_path, "a", steps(seed=1))
+    broken = {"grad_norm": 1.0, column: lambda step: float("nan") if step > 1 else 2.0}
+    make_run(tmp_path, "b", steps(seconds=0.5, seed=2, **broken), spec={"optimizations.compile": True})
+    shown = runs_table(collect([tmp_path]))
+    good, bad = (dict(zip(shown.headings, row, strict=True)) for row in shown.rows)
+    assert (good["state"], bad["tokens/s"]) == ("ok", "")
+    assert bad["state"].startswith("not finite: ")
+    assert len(compare(runs_of(collect([tmp_path])), "optimization").pairs[0].cell.ok) == 0
+
+
+# --- intervals -------------------------------------------------------------------------------------------------------
+
+
+def test_like_runs_of_one_sitting_are_not_told_apart():
+    """Pairs of repeats that lie in results/h200, each as if it were one run a side."""
+    found = cells(RESULTS)
+    noise = noise_of(found)
+    ratios = [
+        pair_of("", Cell(cell.facts, (b,), cell.way), Cell(cell.facts, (a,), cell.way), noise=noise).speed
+        for cell in found for a, b in combinations(cell.ok, 2)
+    ]  # fmt: skip
+    assert len(ratios) >= 11
+    assert [ratio.verdict for ratio in ratios] == ["not distinguishable"] * len(ratios)
+
+
+def test_an_absurd_interval_is_a_sentence(tmp_path):
+    for number, seconds in enumerate((1.0, 20.0)):
+        make_run(tmp_path, f"a{number}", steps(seconds=seconds, seed=number))
+        make_run(tmp_path, f"b{number}", steps(seconds=0.5 * seconds, seed=number), spec=method("full"))
+    (pair,) = compare(runs_of(collect([tmp_path])), "method", "lora").pairs
+    assert pair.speed.high > 1000
+    assert words.change(pair.speed).startswith("≈ +100.")
+    assert "[" not in words.change(pair.speed)
+    assert "too few or too far apart" in words.change_in_words(pair.speed)
