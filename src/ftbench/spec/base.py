@@ -27,9 +27,14 @@ def _switch(value: Any) -> Any:
     return value
 
 
+def _word(value: Any) -> Any:
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 Switch = Annotated[bool, BeforeValidator(_switch)]
+Word = BeforeValidator(_word)  # YAML reads a bare off as false, and a bare on as true
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

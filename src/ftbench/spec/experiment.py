@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ftbench.core.architectures import architectures
-from ftbench.spec.base import Float, Int, Part, Switch
+from ftbench.spec.base import Float, Int, Part, Switch, Word
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.generate import Generate, switched
 from ftbench.spec.methods import Lora, Method, Qlora
@@ -116,7 +116,9 @@ class Measure(Part):
     warmup: Annotated[Literal["auto"] | int, BeforeValidator(_warmup)] = Field(
         "auto", description="steps before the steady window; auto finds them"
     )
-    eval: Literal["off", "end", "epoch"] = Field("end", description="when to evaluate, if dataset.eval_samples is set")
+    eval: Annotated[Literal["off", "end", "epoch"], Word] = Field(
+        "end", description="when to evaluate, if dataset.eval_samples is set"
+    )
     allow_fallback: Switch = Field(False, description="measure even where a library did not do what was asked for")
     share_gpu: Switch = Field(
         False,
@@ -125,28 +127,19 @@ class Measure(Part):
     save_adapter: Switch = Field(
         False, description="keep what was trained in the run's directory: the adapters, or with method full the model"
     )
-    profile: Literal["off", "on", "nsys"] = Field(
+    profile: Annotated[Literal["off", "on", "nsys"], Word] = Field(
         "off", description="record what a few steps do, in a run that is never used for speed; nsys: Nsight Systems"
     )
     profile_steps: Int = Field(3, ge=1, le=20, description="steps that are profiled, once speed is steady")
     gradients: Int = Field(
         0, ge=0, le=20, description="first steps whose gradients are kept as sketches, for `ftbench parity`"
     )
-    control: Literal["off", "learning_rate_0", "reversed_gradient", "random_labels"] = Field(
+    control: Annotated[Literal["off", "learning_rate_0", "reversed_gradient", "random_labels"], Word] = Field(
         "off", description="spoil the training on purpose: a check of learning must notice (`ftbench parity`)"
     )
     generate: Annotated[Generate | None, BeforeValidator(switched)] = Field(
         None, description="prompts (a YAML file, or a section) that are answered before and after training"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _switches(cls, values: object) -> object:
-        """Read a bare off, which is false in YAML, and a bare on."""
-        if not isinstance(values, dict):
-            return values
-        off = {key: "off" for key in ("eval", "profile", "control") if values.get(key) is False}
-        return values | off | ({"profile": "on"} if values.get("profile") is True else {})
 
     @property
     def steps_to_profile(self) -> int:
@@ -156,8 +149,6 @@ class Measure(Part):
 
 
 def _patience(value: object) -> object:
-    if value is False:  # YAML reads a bare off as false
-        return "off"
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
     if value not in ("auto", "off") and not number:
         raise ValueError("must be auto, off, or a number of seconds above 0")
@@ -179,18 +170,13 @@ class Launch(Part):
     )
     python: str | None = Field(None, min_length=1, description="interpreter of the environment that has the framework")
     timeout_s: Float | None = Field(None, gt=0, description="end the run after this many seconds")
-    no_step_s: Annotated[Literal["auto", "off"] | float, BeforeValidator(_patience)] = Field(
+    no_step_s: Annotated[Literal["auto", "off"] | float, BeforeValidator(_patience), Word] = Field(
         "auto", description="end the run when nothing moves for this many seconds; auto learns it from the run's steps"
     )
-    mock: Literal["off", "ok", "oom", "crash", "hang", "slow", "flaky"] = Field(
+    mock: Annotated[Literal["off", "ok", "oom", "crash", "hang", "slow", "flaky"], Word] = Field(
         "off", description="train nothing and pretend: to try a sweep without a GPU"
     )
     mock_fits: Int = Field(8, ge=0, description="largest batch that fits where mock is oom")
-
-    @field_validator("mock", mode="before")
-    @classmethod
-    def _off(cls, value: object) -> object:
-        return "off" if value is False else value
 
 
 class Experiment(Part):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from ftbench.core.architectures import architectures
-from ftbench.spec.base import Float, Int, Part, Switch
+from ftbench.spec.base import Float, Int, Part, Switch, Word
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment, Model
@@ -182,7 +182,7 @@ class Unsloth(_Adapters):
 
     name: Literal["unsloth"] = "unsloth"
     load_in_4bit: Switch = Field(True, description="quantise the frozen weights to 4 bits")
-    use_gradient_checkpointing: Literal["unsloth", "on", "off"] = Field(
+    use_gradient_checkpointing: Annotated[Literal["unsloth", "on", "off"], Word] = Field(
         "unsloth", description="unsloth's own, which moves layer inputs to host memory; on is torch's"
     )
     load_in_fp8: Switch = Field(False, description="quantise the frozen weights to 8-bit floats, a scale a row")
@@ -204,11 +204,6 @@ class Unsloth(_Adapters):
 
     def unsimulated(self, spec: Experiment) -> tuple[str, str]:
         return "method unsloth: its kernels are Triton's and its import asks for a GPU", "method=lora"
-
-    @field_validator("use_gradient_checkpointing", mode="before")
-    @classmethod
-    def _words(cls, value: object) -> object:
-        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 Method = Annotated[Full | Lora | Qlora | Unsloth, Field(discriminator="name")]

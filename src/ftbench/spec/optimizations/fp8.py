@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator
-
 from ftbench.core.hardware import supports_fp8
+from ftbench.spec.base import Word
 from ftbench.spec.optimizations.declaration import COARSE, Capability, Optimization, Tolerance
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
-
-
-def _off(value: object) -> object:
-    return "off" if value is False else value  # YAML reads a bare off as false
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:
@@ -34,7 +29,7 @@ def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
 
 
 OPTIMIZATION = Optimization(
-    type=Annotated[Literal["off", "tensorwise", "rowwise"], BeforeValidator(_off)],
+    type=Annotated[Literal["off", "tensorwise", "rowwise"], Word],
     default="off",
     description="products with the frozen base layers in 8-bit floats cast once: faster where compiled",
     verified="no frozen layer that fits still multiplies in 16 bits",
