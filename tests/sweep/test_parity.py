@@ -20,7 +20,7 @@ from ftbench.store import rundir
 from ftbench.sweep import gradients
 from ftbench.sweep.output.parity import ParityTables
 from ftbench.sweep.plan.base import Options
-from ftbench.sweep.plan.parity import CONTROLS, FAILED, PENDING, Contender, ParityPlan, SeedSpread, _together
+from ftbench.sweep.plan.parity import CONTROLS, FAILED, PENDING, Contender, Judgement, ParityPlan, SeedSpread, _together
 
 SPEC = {
     "name": "learning",
@@ -79,9 +79,15 @@ def test_a_recipe_that_computes_the_same_follows_and_every_control_is_caught(fol
     assert (found.verdict, found.reason) == (FOLLOWS, "")
     assert found.tolerance == 0.001
     assert len(found.seeds) == len(found.held_out) == 2
-    assert abs(found.worst) < 1e-3 < abs(plan.band().train)
+    assert abs(found.record()["change"]) < 1e-3 < plan.spread().train
     assert [control.verdict for control in plan.controls()] == [DIFFERS] * 3
     assert plan.passed()
+    resumed = plan_of(folder, recipe(**CHECKPOINTING))
+    assert (resumed.left(), resumed.judgements(), resumed.passed()) == (0, [found], True)
+    tables = ParityTables(folder, resumed, None, [])
+    assert json.loads(json.dumps(tables.document(), allow_nan=False))["recipes"][0]["verdict"] == FOLLOWS
+    assert "Every control was caught" in tables.terminal()
+    assert "NOT CAUGHT" not in tables.markdown()
     reference, candidate = (plan.job(each, 0).run for each in (plan.reference, plan.recipes[0]))
     rows, reason = gradients.agreement(reference, candidate)
     assert not reason
@@ -106,7 +112,7 @@ def test_an_optimization_that_scales_wrongly_does_not_follow_and_its_gradients_s
     wrong = recipe("wrong", optimizations={"gradient_checkpointing": "selective"})
     plan = train_all(plan_of(folder, wrong), halved)
     (found,) = plan.judgements()
-    assert found.verdict == DIFFERS, (found, plan.band())
+    assert found.verdict == DIFFERS, (found, plan.spread())
     assert not plan.passed()
     rows, _ = gradients.agreement(plan.job(plan.reference, 0).run, plan.job(wrong, 0).run)
     down = next(row for row in rows if row.module == "down_proj")
@@ -176,7 +182,7 @@ class _Case:
 
     seeds: list[Learning]
     held_out: list[float]
-    band: SeedSpread
+    spread: SeedSpread
     verdict: str
 
 
@@ -201,7 +207,7 @@ NARROW, WIDE = SeedSpread(0.01, 0.01), SeedSpread(0.05, 0.05)
     ids=lambda case: case.verdict,
 )
 def test_seeds_together(case):
-    assert _together(case.seeds, case.held_out, 0.01, case.band)[0] == case.verdict
+    assert _together(case.seeds, case.held_out, 0.01, case.spread)[0] == case.verdict
 
 
 def test_the_command_refuses_what_it_cannot_judge(ftbench, tmp_path):
@@ -243,3 +249,9 @@ def test_a_killed_check_keeps_what_has_ended_and_the_same_command_goes_on(tmp_pa
     assert [control["caught"] for control in document["controls"]] == [True] * 3
     assert {row["module"] for row in document["gradients"]["learning"]["modules"]} > {"q_proj", "norm"}
     assert (folder / "parity.json").exists()
+
+
+def test_a_document_of_broken_runs_is_json():
+    judgement = Judgement("fp8", NOT_FINITE, "NaN", 0.05, [Learning(NOT_FINITE, "NaN", change=math.nan)], [math.inf])
+    record = json.loads(json.dumps(judgement.record(), allow_nan=False))
+    assert (record["change"], record["held_out_change"], record["held_out_changes"]) == (None, None, [None])

@@ -4,25 +4,26 @@ as the files parity.md and parity.json, which are written again after every run.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ftbench.core.learning import Learning
 from ftbench.report.render import formats
 from ftbench.report.render.document import Table
 from ftbench.store import rundir
-from ftbench.sweep.gradients import Agreement, agreement
+from ftbench.sweep.gradients import agreement
 from ftbench.sweep.output.table import Tables
-from ftbench.sweep.plan.parity import Contender, Judgement, ParityPlan, caught
+from ftbench.sweep.plan.parity import Contender, ParityPlan, caught
 
-HEADINGS = ["recipe", "verdict", "Δ loss", "Δ held-out loss", "learned", "Δ gradient norm", "tolerance", "why"]
+FIGURES = {"Δ loss": "change", "Δ held-out loss": "held_out_change", "learned": "learned",
+           "Δ gradient norm": "grad_norm_change", "tolerance": "tolerance"}  # fmt: skip
+HEADINGS = ["recipe", "verdict", *FIGURES, "why"]
 GRADIENTS = ["recipe", "module", "cosine", "lowest", "of layer", "norm ratio"]
 NOTE = (
     "Δ: of the mean loss a label token over the same samples, the seed that differs most; learned: the least share of "
     "its loss that the reference learned beyond chance. A reference that learned no more than the tolerance, or than "
     "its seeds differ by, cannot tell."
 )
+GRADIENT_NOTE = "lowest: the layer whose gradient agrees least; norm ratio: the recipe's over the reference's"
 
 
 class ParityTables(Tables):
@@ -40,129 +41,86 @@ class ParityTables(Tables):
         rundir.write_json(self.folder / "parity.json", self.document())
 
     def markdown(self) -> str:
+        title = f"# {self.folder.name}: what each recipe learns, against {self.plan.reference.name}\n"
         tables = [f"## {heading.capitalize()}\n\n{formats.markdown(table)}" for heading, table in self._tables()]
-        return "\n".join([f"# {self._title()}\n", *tables, self._sentence()]) + "\n"
+        return "\n".join([title, *tables, self._sentence()]) + "\n"
 
     def terminal(self) -> str:
         tables = [f"{heading.upper()}\n{formats.terminal(table)}" for heading, table in self._tables()]
         return "\n".join([*tables, formats.folded(self._sentence())]) + "\n"
 
-    def _title(self) -> str:
-        return f"{self.folder.name}: what each recipe learns, against {self.plan.reference.name}"
+    def document(self) -> dict[str, Any]:
+        """Return all of it, for programs; what is unknown is None."""
+        plan, spread = self.plan, self.plan.spread()
+        return {
+            "folder": str(self.folder), "against": plan.reference.name, "seeds": plan.count,
+            "steps": plan.reference.spec.train.max_steps, "passed": plan.passed(), "left": plan.left(),
+            "spread": dataclasses.asdict(spread) if spread else None,
+            "recipes": [judgement.record() for judgement in plan.judgements()],
+            "controls": [judgement.record() | {"caught": caught(judgement)} for judgement in plan.controls()],
+            "gradients": {recipe.name: self._agreement(recipe) for recipe in self._comparable()},
+            "runs": self.records(),
+        }  # fmt: skip
 
-    def _tables(self) -> list[tuple[str, Table]]:
-        band = self.plan.band()
+    def _tables(self) -> Iterator[tuple[str, Table]]:
         notes = [NOTE]
-        if band:
-            notes.append(
-                f"seeds of the reference differ by {_percent(band.train)} in training and by {_percent(band.held_out)} "
-                "on what was held out"
-            )
-        rows = [_row(found, found.verdict) for found in self.plan.judgements()]
+        if spread := self.plan.spread():
+            shares = f"{_percent(spread.train)} in training and by {_percent(spread.held_out)} on what was held out"
+            notes.append(f"seeds of the reference differ by {shares}")
+        yield "recipes", _table([judgement.record() for judgement in self.plan.judgements()], notes)
+        controls = [(judgement.record(), caught(judgement)) for judgement in self.plan.controls()]
         words = {True: "caught", False: "NOT CAUGHT"}
-        controls = [
-            _row(found, words[caught(found)] if found.seeds else found.verdict) for found in self.plan.controls()
-        ]
-        tables = [("recipes", _table(rows, notes)), ("controls", _table(controls, []))]
-        if gradients := self._gradients():
-            tables.append(("gradients of the first steps", gradients))
-        return tables
+        yield "controls", _table([row | {"verdict": words[ok]} if row["seeds"] else row for row, ok in controls], [])
+        if agreements := {recipe.name: self._agreement(recipe) for recipe in self._comparable()}:
+            rows = [[name, *_cells(row)] for name, found in agreements.items() for row in found["modules"]]
+            reasons = [f"{name}: not compared, {a['reason']}" for name, a in agreements.items() if a["reason"]]
+            yield "gradients of the first steps", Table({}, GRADIENTS, rows, [GRADIENT_NOTE, *reasons], ("module",))
 
-    def _gradients(self) -> Table | None:
-        rows, notes = (
-            [],
-            ["lowest: the layer whose gradient agrees least; norm ratio: the recipe's over the reference's"],
-        )
-        for recipe in self._agreeable():
-            agreements, reason = self._agreement(recipe)
-            rows += [[recipe.name, *_cells(row)] for row in agreements]
-            notes += [f"{recipe.name}: not compared, {reason}"] if reason else []
-        return Table({}, GRADIENTS, rows, notes, ("recipe", "module")) if rows or len(notes) > 1 else None
+    def _comparable(self) -> list[Contender]:
+        """Return the recipes whose first run, with the gradients, has ended well, where the reference's has."""
+        able = [self.plan.reference, *(recipe for recipe in self.plan.recipes if not recipe.refused)]
+        ended = [recipe for recipe in able if self.plan.standings[self.plan.job(recipe, 0)].state == "ok"]
+        return ended[1:] if ended[:1] == able[:1] and self.plan.gradients else []
 
-    def _agreeable(self) -> list[Contender]:
-        """Return the recipes whose first run, and the reference's, have ended well."""
-
-        def ok(recipe: Contender) -> bool:
-            return self.plan.standings[self.plan.job(recipe, 0)].state == "ok"
-
-        runnable = [recipe for recipe in self.plan.recipes if not recipe.refused]
-        return [recipe for recipe in runnable if self.plan.gradients and ok(recipe) and ok(self.plan.reference)]
-
-    def _agreement(self, recipe: Contender) -> tuple[list[Agreement], str]:
+    def _agreement(self, recipe: Contender) -> dict[str, Any]:
         if not self.plan.same_steps(recipe):
-            return [], "its steps hold other samples"
-        return agreement(self.plan.job(self.plan.reference, 0).run, self.plan.job(recipe, 0).run)
+            return {"modules": [], "reason": "its steps hold other samples"}
+        rows, reason = agreement(*(self.plan.job(each, 0).run for each in (self.plan.reference, recipe)))
+        return {"modules": [dataclasses.asdict(row) for row in rows], "reason": reason or None}
 
     def _sentence(self) -> str:
         if left := self.plan.left():
             return f"{left} runs are still to come."
-        missed = [found.name.replace("_", " ") for found in self.plan.controls() if not caught(found)]
+        missed = [control for control in self.plan.controls() if not caught(control)]
+        if failed := [control.reason for control in missed if not control.seeds]:
+            return f"Without its controls the check proves nothing: {failed[0]}."
         if missed:
+            names = ", ".join(control.name.replace("_", " ") for control in missed)
             return (
-                f"The check could not have failed: {', '.join(missed)} passed it. Give it data that can be learned "
+                f"The check could not have failed: {names} passed it. Give it data that can be learned "
                 "(dataset.structure: markov, or your own with a model that has learned something) or more steps."
             )
         return "Every control was caught: a recipe that does not learn what the reference learns would have been too."
 
-    def document(self) -> dict[str, Any]:
-        """Return all of it, for programs; what is unknown is None."""
-        plan, band = self.plan, self.plan.band()
-        return {
-            "folder": str(self.folder), "against": plan.reference.name, "seeds": plan.count,
-            "steps": plan.reference.spec.train.max_steps, "passed": plan.passed(),
-            "left": plan.left(),
-            "band": dataclasses.asdict(band) if band else None,
-            "recipes": [_record(found) for found in plan.judgements()],
-            "controls": [_record(found) | {"caught": caught(found)} for found in plan.controls()],
-            "gradients": {recipe.name: self._gradient_record(recipe) for recipe in self._agreeable()},
-            "runs": self.records(),
-        }  # fmt: skip
 
-    def _gradient_record(self, recipe: Contender) -> dict[str, Any]:
-        rows, reason = self._agreement(recipe)
-        return {"modules": [dataclasses.asdict(row) for row in rows], "reason": reason or None}
+def _table(records: Sequence[Mapping[str, Any]], notes: list[str]) -> Table:
+    """Return a row a record, without the columns that no row fills."""
+    headings = [
+        name for name in HEADINGS if name not in FIGURES or any(row[FIGURES[name]] is not None for row in records)
+    ]
+    rows = [
+        {"recipe": row["name"].replace("_", " "), "verdict": row["verdict"], "why": row["reason"] or ""}
+        | {name: _percent(row[key], "+" * name.startswith("Δ")) for name, key in FIGURES.items()}
+        for row in records
+    ]
+    return Table({}, headings, [[row[name] for name in headings] for row in rows], notes, ("recipe", "verdict", "why"))
 
 
-def _table(rows: Sequence[list[str]], notes: Sequence[str]) -> Table:
-    filled = [i for i, heading in enumerate(HEADINGS) if heading in HEADINGS[:2] or any(row[i] for row in rows)]
-    return Table({}, [HEADINGS[i] for i in filled], [[row[i] for i in filled] for row in rows], [*notes],
-                 ("recipe", "verdict", "why"))  # fmt: skip
-
-
-def _row(found: Judgement, verdict: str) -> list[str]:
-    norms = [seed.grad_norm for seed in found.seeds if seed.grad_norm is not None]
-    return [
-        found.name.replace("_", " "), verdict, _percent(found.worst, "+"), _percent(found.worst_held_out, "+"),
-        _percent(found.learned), _percent(max(norms, key=abs, default=None), "+"), _percent(found.tolerance),
-        found.reason,
-    ]  # fmt: skip
-
-
-def _cells(row: Agreement) -> list[str]:
-    layer = "" if row.layer is None else str(row.layer)
-    return [row.module, f"{row.cosine:.4f}", f"{row.lowest:.4f}", layer, f"{row.norm_ratio:.3f}"]
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    layer = "" if row["layer"] is None else str(row["layer"])
+    return [row["module"], f"{row['cosine']:.4f}", f"{row['lowest']:.4f}", layer, f"{row['norm_ratio']:.3f}"]
 
 
 def _percent(share: float | None, sign: str = "") -> str:
-    """Return a share with two digits that tell; NaN and infinity as they are."""
-    if share is None:
-        return ""
-    return f"{share * 100:{sign}.0f} %" if 0.1 <= abs(share) < math.inf else f"{share * 100:{sign}.2g} %"
-
-
-def _record(found: Judgement) -> dict[str, Any]:
-    return {
-        "name": found.name, "verdict": found.verdict, "reason": found.reason or None, "tolerance": found.tolerance,
-        "change": _finite(found.worst), "held_out_change": _finite(found.worst_held_out), "learned": found.learned,
-        "seeds": [_seed(seed) for seed in found.seeds], "held_out_changes": [_finite(x) for x in found.held_out],
-    }  # fmt: skip
-
-
-def _seed(seed: Learning) -> dict[str, Any]:
-    return {
-        key: _finite(value) if isinstance(value, float) else value for key, value in dataclasses.asdict(seed).items()
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    """Return a share with two digits that tell."""
+    return "" if share is None else f"{share * 100:{sign}.{'0f' if abs(share) >= 0.1 else '2g'}} %"

@@ -3,9 +3,10 @@ what the runs say together. What a run says is read from its directory alone."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ftbench.core.learning import (
@@ -56,19 +57,21 @@ class Judgement:
     seeds: Sequence[Learning] = ()
     held_out: Sequence[float] = ()
 
-    @property
-    def worst(self) -> float | None:
-        """The largest difference of a seed's mean loss, with its sign."""
-        return max((seed.change for seed in self.seeds if seed.change is not None), key=abs, default=None)
-
-    @property
-    def worst_held_out(self) -> float | None:
-        return max(self.held_out, key=abs, default=None)
-
-    @property
-    def learned(self) -> float | None:
-        """The least that the reference has learned with a seed."""
-        return min((seed.learned for seed in self.seeds if seed.learned is not None), default=None)
+    def record(self) -> dict[str, Any]:
+        """Return all of it as plain values, with the figures of the seed that differs most (`learned`: of the one with
+        which the reference learned least); what is unknown, or no number, is None."""
+        known = {name: [x for seed in self.seeds if (x := _finite(getattr(seed, name))) is not None]
+                 for name in ("change", "learned", "grad_norm")}  # fmt: skip
+        held_out = list(map(_finite, self.held_out))
+        return {
+            "name": self.name, "verdict": self.verdict, "reason": self.reason or None, "tolerance": self.tolerance,
+            "change": max(known["change"], key=abs, default=None),
+            "held_out_change": max((x for x in held_out if x is not None), key=abs, default=None),
+            "learned": min(known["learned"], default=None),
+            "grad_norm_change": max(known["grad_norm"], key=abs, default=None),
+            "seeds": [{key: _finite(value) for key, value in asdict(seed).items()} for seed in self.seeds],
+            "held_out_changes": held_out,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +103,10 @@ class ParityPlan(Grid):
         self.reference, self.recipes, self.count = reference, recipes, seeds
         self.options, self.gradients = options, gradients
         self._read: dict[Job, _Losses] = {}
-        seeded = [
-            self.job(recipe, seed) for seed in range(seeds) for recipe in (reference, *recipes) if not recipe.refused
-        ]
+        able = [recipe for recipe in (reference, *recipes) if not recipe.refused]
+        first, *others = ([self.job(recipe, seed) for recipe in able] for seed in range(seeds))
         controls = [self.control(name) for name in CONTROLS]
-        at = 1 + sum(not recipe.refused for recipe in recipes)
-        super().__init__([*seeded[:at], *controls, *seeded[at:]], {}, options)
+        super().__init__([*first, *controls, *itertools.chain(*others)], {}, options)
 
     def job(self, recipe: Contender, seed: int) -> Job:
         """Return the run of a recipe with the seed of this number, from 0."""
@@ -123,11 +124,11 @@ class ParityPlan(Grid):
 
     # --- what the runs say -------------------------------------------------------------------------------------------
 
-    def band(self) -> SeedSpread | None:
+    def spread(self) -> SeedSpread | None:
         """Return how far the reference's seeds lie apart; None before all have ended well."""
         runs = [self._losses(self.job(self.reference, seed)) for seed in range(self.count)]
-        means = [mean_loss(run.steps) or math.nan if run else math.nan for run in runs]
-        held_out = [run.held_out or math.nan if run else math.nan for run in runs]
+        means = [mean_loss(run.steps) or math.nan for run in runs]
+        held_out = [run.held_out or math.nan for run in runs]
         if not all(map(math.isfinite, (*means, *held_out))):
             return None
         return SeedSpread(max(means) / min(means) - 1, max(held_out) / min(held_out) - 1)
@@ -139,27 +140,25 @@ class ParityPlan(Grid):
     def controls(self) -> list[Judgement]:
         """Return what each control has come to, by the widest tolerance of the recipes: FOLLOWS and CANNOT_TELL mean
         that the check would have passed a run that learned nothing."""
-        share = max([found.tolerance for found in self.judgements() if found.tolerance], default=ROUNDING)
+        share = max([each.tolerance for each in self.judgements() if each.tolerance], default=ROUNDING)
         return [self._judged(name, [self.control(name)], share) for name in CONTROLS]
 
     def passed(self) -> bool:
         """Return whether every recipe follows, and every control was caught."""
-        return all(found.verdict == FOLLOWS for found in self.judgements()) and all(map(caught, self.controls()))
+        return all(each.verdict == FOLLOWS for each in self.judgements()) and all(map(caught, self.controls()))
 
     def same_steps(self, recipe: Contender) -> bool:
         """Return whether step i of a recipe's first run held the samples of step i of the reference's."""
-        runs = [self._losses(self.job(each, 0)) for each in (self.reference, recipe)]
-        return runs[0] is not None and runs[1] is not None and _same_steps(runs[0], runs[1])
+        return _same_steps(*(self._losses(self.job(each, 0)) for each in (self.reference, recipe)))
 
     def _judged_recipe(self, recipe: Contender) -> Judgement:
         if recipe.refused:
             return Judgement(recipe.name, FAILED, recipe.refused)
         jobs = [self.job(recipe, seed) for seed in range(self.count)]
-        pair = [self.job(self.reference, 0), jobs[0]]
-        share = tolerance(*(spec_facts(each.run) for each in pair)).share if all(map(self._losses, pair)) else None
+        share = tolerance(*(spec_facts(each.run) for each in (self.job(self.reference, 0), jobs[0]))).share
         return self._judged(recipe.name, jobs, share)
 
-    def _judged(self, name: str, jobs: Sequence[Job], share: float | None) -> Judgement:
+    def _judged(self, name: str, jobs: Sequence[Job], share: float) -> Judgement:
         references = [self.job(self.reference, seed) for seed in range(len(jobs))]
         for each in (*jobs, *references):
             standing = self.standings[each]
@@ -167,26 +166,19 @@ class ParityPlan(Grid):
                 return Judgement(name, PENDING)
             if standing.state != "ok":
                 return Judgement(name, FAILED, f"{each.what}: {standing.reason or standing.state}")
-        band = self.band()
-        if share is None or band is None:
+        spread = self.spread()
+        if spread is None:
             return Judgement(name, CANNOT_TELL, "the reference has no finite loss with every seed", share)
-        pairs = [(self._read[reference], self._read[each]) for reference, each in zip(references, jobs, strict=True)]
+        pairs = [(self._losses(a), self._losses(b)) for a, b in zip(references, jobs, strict=True)]
         seeds = [learning_verdict(a.steps, b.steps, share, paired=_same_steps(a, b)) for a, b in pairs]
         held_out = [b.held_out / a.held_out - 1 for a, b in pairs if a.held_out and b.held_out is not None]
-        return Judgement(name, *_together(seeds, held_out, share, band), share, seeds, held_out)
+        return Judgement(name, *_together(seeds, held_out, share, spread), share, seeds, held_out)
 
-    def _losses(self, each: Job) -> _Losses | None:
-        """Return what a run that ended well says; None of any other."""
-        if each not in self.standings or self.standings[each].state != "ok":
-            return None
-        if each not in self._read:
-            self._read[each] = _read(each.run)
-        return self._read[each]
-
-    def ended(self, job: Job) -> None:
-        super().ended(job)
-        self._read.pop(job, None)
-        self._losses(job)
+    def _losses(self, each: Job) -> _Losses:
+        """Return what a run that ended well says; nothing of any other."""
+        if self.standings[each].state != "ok":
+            return _Losses()
+        return self._read.setdefault(each, self._read.get(each) or _read(each.run))
 
 
 def caught(control: Judgement) -> bool:
@@ -194,7 +186,9 @@ def caught(control: Judgement) -> bool:
     return control.verdict in (DIFFERS, NOT_FINITE)
 
 
-def _together(seeds: Sequence[Learning], held_out: Sequence[float], share: float, band: SeedSpread) -> tuple[str, str]:
+def _together(
+    seeds: Sequence[Learning], held_out: Sequence[float], share: float, spread: SeedSpread
+) -> tuple[str, str]:
     """Return the verdict over all seeds, and why: the worst that a seed gives, the held-out loss by the same share. A
     difference that seeds of the reference have among themselves proves nothing, and neither does a reference that has
     learned less than that."""
@@ -205,14 +199,14 @@ def _together(seeds: Sequence[Learning], held_out: Sequence[float], share: float
     outside += [f"its held-out loss differs by {x * 100:+.2g} %" for x in held_out if abs(x) > share]
     if outside:
         trained = max((abs(seed.change or 0.0) for seed in seeds), default=0.0)
-        if trained <= band.train and max(map(abs, held_out), default=0.0) <= band.held_out:
-            return CANNOT_TELL, f"{outside[0]}; seeds of the reference differ by {band.train * 100:.2g} % themselves"
+        if trained <= spread.train and max(map(abs, held_out), default=0.0) <= spread.held_out:
+            return CANNOT_TELL, f"{outside[0]}; seeds of the reference differ by {spread.train * 100:.2g} % themselves"
         return DIFFERS, outside[0]
     unknown = [seed.reason for seed in seeds if seed.verdict == CANNOT_TELL]
     if not unknown and not held_out:
         unknown = ["nothing was held out"]
-    if not unknown and min(seed.learned or 0.0 for seed in seeds) <= band.train:
-        unknown = [f"the reference learned no more than its seeds differ by ({band.train * 100:.2g} %)"]
+    if not unknown and min(seed.learned or 0.0 for seed in seeds) <= spread.train:
+        unknown = [f"the reference learned no more than its seeds differ by ({spread.train * 100:.2g} %)"]
     return (CANNOT_TELL, unknown[0]) if unknown else (FOLLOWS, "")
 
 
@@ -238,3 +232,7 @@ def _same_steps(reference: _Losses, candidate: _Losses) -> bool:
     """Return whether step i of both trained on the same samples."""
     samples = [[step.samples for step in side.steps] for side in (reference, candidate)]
     return reference.order is not None and reference.order == candidate.order and samples[0] == samples[1]
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
