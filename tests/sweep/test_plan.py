@@ -42,7 +42,8 @@ def jobs(tmp_path, options):
 
     def read(text="", *axes):
         (tmp_path / "spec.yaml").write_text(f"model: {json.dumps(MODEL)}\n{text}", "utf-8")
-        return jobs_of(cells(tmp_path / "spec.yaml", (), axes), lambda one: resolve(one, None), options)
+        grid = cells(tmp_path / "spec.yaml", (), axes)
+        return jobs_of([replace(cell, spec=cell.spec and resolve(cell.spec, None)) for cell in grid], options)
 
     return read
 

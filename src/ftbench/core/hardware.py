@@ -64,9 +64,10 @@ def _highest(published: float | list[float] | None) -> float | None:
 _LESSER = re.compile(r"\bMIG\b|\bLaptop\b|\d D\b")
 
 
+@cache  # a sweep asks for each of its cells
 def find_gpu(driver_name: str) -> Gpu | None:
-    """The table's row for a name as the driver reports it ("NVIDIA H200"), or None. Names are compared word by word:
-    an L40 is no L4 and a GH200 no H200."""
+    """Return the table's row for a name as the driver reports it ("NVIDIA H200"), or None. Names are compared word by
+    word: an L40 is no L4 and a GH200 no H200."""
     if _LESSER.search(driver_name):
         return None
     return next((gpu for gpu in gpus() if any(_names(part, driver_name) for part in gpu.match)), None)

@@ -58,7 +58,7 @@ def _ends(file: Path, size: int, modified: int) -> str:
 
 def fingerprint(spec: Experiment, gpu: str | None = None) -> str:
     """Return twelve hex digits of the SHA-256 of what changes the result: the spec and the name of the GPU."""
-    return identities(spec, gpu)[0]
+    return _digest([_relevant(spec), gpu])
 
 
 def family(spec: Experiment, gpu: str | None = None) -> str:

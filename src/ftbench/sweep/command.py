@@ -112,7 +112,9 @@ class _Planner:
     """The cells of a sweep on the machine that is described → a plan."""
 
     def __init__(self, request: SweepRequest, grid: Sequence[Cell], described: dict[str, Any], folder: Path) -> None:
-        self.request, self.grid, self.described = request, grid, described
+        self.request, self.described = request, described
+        capability = runner.capability(described)
+        self.grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]
         self.device = first_gpu(described) or None
         self.options = Options(
             folder, runner.gpu_name(described), tuple(request.sets), request.retry_failed, request.force
@@ -120,9 +122,6 @@ class _Planner:
 
     def plan(self) -> Plan:
         return self._search() if self.request.until_oom else self._grid()
-
-    def _resolve(self, spec: Experiment) -> Experiment:
-        return resolve(spec, runner.capability(self.described))
 
     def _refused(self, spec: Experiment) -> str | None:
         """Return why a spec cannot work on this machine. Raise what `runner.check` raises."""
@@ -141,7 +140,7 @@ class _Planner:
             if cell.spec is not None:
                 ignored = _BATCH if self.request.until_oom else ()
                 values = {key: value for key, value in cell.values.items() if key not in ignored}
-                others = first.setdefault(name(self._resolve(cell.spec), self.options.gpu), values)
+                others = first.setdefault(name(cell.spec, self.options.gpu), values)
                 differing = [key for key, value in values.items() if value != others[key]]
                 count += differing not in ([], ["measure.repeats"])
                 keys |= dict.fromkeys(differing)
@@ -149,7 +148,7 @@ class _Planner:
             yield f"{count} of {len(self.grid)} cells are the run of another but for {', '.join(keys)}: they run once"
 
     def _grid(self) -> Grid:
-        jobs = jobs_of(self.grid, self._resolve, self.options)
+        jobs = jobs_of(self.grid, self.options)
         if self.request.time_budget is not None:
             jobs = budget.coarse_to_fine(jobs)
         reasons = {job: reason for job in jobs if (reason := self._refused(job.spec)) is not None}
@@ -161,7 +160,7 @@ class _Planner:
         families: dict[str, Family] = {}
         for cell in self.grid:
             if cell.spec is not None:
-                spec = self._resolve(cell.spec)
+                spec = cell.spec
                 values = {key: value for key, value in cell.values.items() if key not in _BATCH}
                 sets = (*self.request.sets, *replace(cell, values=values).sets)
                 families.setdefault(identity.family(spec), Family(spec, sets, values, self._refused(spec)))

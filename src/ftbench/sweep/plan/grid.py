@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from ftbench.spec.experiment import Experiment
 from ftbench.spec.sweep import Cell
 from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, read_standing
 from ftbench.sweep.plan.base import Options, Plan
@@ -74,13 +73,13 @@ class Grid(Plan):
                 self.standings[each] = Standing("skipped", f"oom at batch {limit}")
 
 
-def jobs_of(cells: Iterable[Cell], resolve: Callable[[Experiment], Experiment], options: Options) -> list[Job]:
-    """Return the jobs of a grid: every cell once before any cell twice. Cells that turn out to be the same spec are
-    one."""
+def jobs_of(cells: Iterable[Cell], options: Options) -> list[Job]:
+    """Return the jobs of a grid of resolved specs: every cell once before any cell twice. Cells that turn out to be the
+    same spec are one."""
     jobs: dict[Path, Job] = {}
-    resolved = [(cell, resolve(cell.spec)) for cell in cells if cell.spec is not None]
-    for repeat in range(1, max((spec.measure.repeats for _, spec in resolved), default=1) + 1):
-        for cell, spec in resolved:
+    specs = [(cell, cell.spec) for cell in cells if cell.spec is not None]
+    for repeat in range(1, max((spec.measure.repeats for _, spec in specs), default=1) + 1):
+        for cell, spec in specs:
             if repeat <= spec.measure.repeats:
                 each = job(spec, (*options.sets, *cell.sets), cell.values, repeat, options.folder, options.gpu)
                 jobs.setdefault(each.run.path, each)
