@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from ftbench.estimate.time import accuracy, speeds
-from ftbench.estimate.time.accuracy import Row
+from ftbench.estimate.time.accuracy import LeftOut
 from ftbench.estimate.time.observations import Observation
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.speeds import Ideal, Term, step
@@ -105,7 +105,7 @@ def coefficient_table(terms: Mapping[str, Term]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def facts(rows: Sequence[Row], terms: Mapping[str, Term]) -> str:
+def facts(rows: Sequence[LeftOut], terms: Mapping[str, Term]) -> str:
     """Return facts/durations.yaml: the coefficients with the runs that they come from."""
     mean, worst = accuracy.errors_of(rows)
     document = {

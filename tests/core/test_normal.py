@@ -45,9 +45,9 @@ def test_lengths_are_log_normal_draws_of_numpy_with_the_mean_asked_for(seed, cou
 
 def test_an_estimate_begins_without_numpy_and_pandas():
     code = (
-        "import sys; from pathlib import Path; from ftbench.estimate.command import Request, estimate\n"
+        "import sys; from pathlib import Path; from ftbench.estimate.command import EstimateRequest, estimate\n"
         f"root = Path({str(ROOT)!r})\n"
-        "estimate(Request(root / 'configs/qwen3-8b-lora.yaml', gpu='H200', store=root / 'results'))\n"
+        "estimate(EstimateRequest(root / 'configs/qwen3-8b-lora.yaml', gpu='H200', store=root / 'results'))\n"
         "assert not {'numpy', 'pandas'} & set(sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -29,7 +29,7 @@ from ftbench.estimate.time.duration import (
     epochs_samples,
     estimate_duration,
 )
-from ftbench.estimate.time.history import is_older, known_runs
+from ftbench.estimate.time.history import is_older, timed_runs
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import micro_step
 from ftbench.estimate.workload.lengths import batches_of, lengths_of, per_step
@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import duration_study as study
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
-RUNS = known_runs([RESULTS])
+RUNS = timed_runs([RESULTS])
 H200 = find_gpu("NVIDIA H200")
 assert H200 is not None
 
@@ -392,7 +392,7 @@ def changed(tmp_path, **files):
         for section, keys in change.items():
             values[section] = {**values.get(section, {}), **keys}
         (copy / f"{name}.json").write_text(json.dumps(values), "utf-8")
-    return known_runs([tmp_path / "runs"])
+    return timed_runs([tmp_path / "runs"])
 
 
 def test_what_a_run_waited_for_is_no_part_of_the_next_ones_start(tmp_path):

@@ -15,7 +15,7 @@ from ftbench.core.architectures import architectures
 from ftbench.core.hardware import find_gpu, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate import preflight
-from ftbench.estimate.command import Request, estimate
+from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.capacity import capacity
 from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
 from ftbench.estimate.workload import batches
@@ -174,13 +174,13 @@ def test_what_no_run_has_measured_has_the_widest_band() -> None:
 
 def test_an_unknown_model_says_how_to_give_its_shape(tmp_path: Path, file: Path) -> None:
     with pytest.raises(SpecError, match="--config"):
-        estimate(Request(file, ["model.id=someone/new", "model.weights=pretrained"], memory_gb=80))
+        estimate(EstimateRequest(file, ["model.id=someone/new", "model.weights=pretrained"], memory_gb=80))
     config = tmp_path / "config.json"
     config.write_text(json.dumps(architectures()["Qwen/Qwen3-4B"]))
     sets = ["model.id=someone/new", "model.weights=pretrained"]
-    given = estimate(Request(file, sets, memory_gb=80, config=config))
-    local = estimate(Request(file, [*sets, f"model.path={tmp_path}"], memory_gb=80))
-    known = estimate(Request(file, ["model.id=Qwen/Qwen3-4B"], memory_gb=80))
+    given = estimate(EstimateRequest(file, sets, memory_gb=80, config=config))
+    local = estimate(EstimateRequest(file, [*sets, f"model.path={tmp_path}"], memory_gb=80))
+    known = estimate(EstimateRequest(file, ["model.id=Qwen/Qwen3-4B"], memory_gb=80))
     document = [json.loads(answer.document)["gpus"] for answer in (given, local, known)]
     assert document[0] == document[1] == document[2]
 
@@ -197,7 +197,7 @@ def test_an_unknown_model_says_how_to_give_its_shape(tmp_path: Path, file: Path)
 )  # fmt: skip
 def test_nonsense_is_a_sentence(file: Path, change: dict[str, object], sentence: str) -> None:
     with pytest.raises(SpecError, match=sentence):
-        estimate(Request(file, **change))  # type: ignore[arg-type]
+        estimate(EstimateRequest(file, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": 3}', '{"model_type": "qwen3"}'])
@@ -205,18 +205,20 @@ def test_a_config_that_is_none_is_a_sentence(tmp_path: Path, file: Path, text: s
     config = tmp_path / "config.json"
     config.write_text(text)
     with pytest.raises(SpecError):
-        estimate(Request(file, memory_gb=80, config=config))
+        estimate(EstimateRequest(file, memory_gb=80, config=config))
 
 
 def test_check_says_it_by_its_exit_code(file: Path) -> None:
-    codes = [estimate(Request(file, [f"train.batch_size={batch}"], gpu="H200 SXM")).code for batch in (7, 8, 16)]
+    codes = [
+        estimate(EstimateRequest(file, [f"train.batch_size={batch}"], gpu="H200 SXM")).code for batch in (7, 8, 16)
+    ]
     assert codes == [0, 1, 2]
-    assert estimate(Request(file, ["train.batch_size=15"], gpu="all")).code == 0  # some card holds it
+    assert estimate(EstimateRequest(file, ["train.batch_size=15"], gpu="all")).code == 0  # some card holds it
 
 
 def test_a_gpu_is_found_by_what_people_call_it(file: Path) -> None:
     for name in ("H200 SXM", "NVIDIA H200", "h200 sxm", "NVIDIA H100 80GB HBM3", "L4"):
-        assert estimate(Request(file, gpu=name)).document
+        assert estimate(EstimateRequest(file, gpu=name)).document
 
 
 def test_the_run_that_will_not_fit_is_told_before_it_starts() -> None:
@@ -242,20 +244,20 @@ def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
                                   ["optimizations.attention=cudnn"], ["launch.mock=ok"], ["model.dtype=float32"],
                                   ["method.name=qlora", "optimizations.liger=on"]])  # fmt: skip
 def test_whatever_a_spec_may_say_has_an_estimate_for_every_gpu(file: Path, sets: list[str]) -> None:
-    assert "samples/h" in estimate(Request(file, sets, gpu="H200 SXM")).text
-    assert len(json.loads(estimate(Request(file, sets, gpu="all")).document)["gpus"]) == len(gpus())
+    assert "samples/h" in estimate(EstimateRequest(file, sets, gpu="H200 SXM")).text
+    assert len(json.loads(estimate(EstimateRequest(file, sets, gpu="all")).document)["gpus"]) == len(gpus())
 
 
 def test_an_estimate_of_all_gpus_is_little_work(file: Path) -> None:
-    estimate(Request(file, gpu="L4"))  # facts are read once
+    estimate(EstimateRequest(file, gpu="L4"))  # facts are read once
     assert calls_of(lambda: estimate_memory(spec(), H200)) < 50_000
-    assert calls_of(lambda: estimate(Request(file, gpu="all"))) < 500_000
+    assert calls_of(lambda: estimate(EstimateRequest(file, gpu="all"))) < 500_000
 
 
 def test_the_command_loads_no_heavy_module(file: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom ftbench.estimate.command import Request, estimate\n"
-        f"print(estimate(Request(Path({str(file)!r}), gpu='L4')).text)\n"
+        "import sys\nfrom pathlib import Path\nfrom ftbench.estimate.command import EstimateRequest, estimate\n"
+        f"print(estimate(EstimateRequest(Path({str(file)!r}), gpu='L4')).text)\n"
         "heavy = {'torch', 'pandas', 'transformers'} & set(sys.modules)\nassert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -290,7 +292,7 @@ def test_what_fits_fits_what_a_process_can_have(high: float, verdict: str) -> No
 
 
 def test_a_card_says_both_counts_and_the_margin(file: Path) -> None:
-    text = estimate(Request(file, ["model.id=Qwen/Qwen3-0.6B"], gpu="RTX 4090")).text
+    text = estimate(EstimateRequest(file, ["model.id=Qwen/Qwen3-0.6B"], gpu="RTX 4090")).text
     assert "24.0 GiB as its driver counts (NVML), 23.6 for a process, less 0.500 for a display" in text
-    (row,) = json.loads(estimate(Request(file, gpu="RTX 4090")).document)["gpus"]
+    (row,) = json.loads(estimate(EstimateRequest(file, gpu="RTX 4090")).document)["gpus"]
     assert (row["usable"], row["margin"]) == (23.61, 0.5)

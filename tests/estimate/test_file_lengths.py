@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftbench.core.hardware import find_gpu
-from ftbench.estimate.command import Request, estimate
+from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.workload.lengths import lengths_of
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
@@ -35,7 +35,7 @@ def times(path: Path, tmp_path: Path) -> dict[str, Any]:
     spec = tmp_path / "spec.yaml"
     spec.write_text(json.dumps({"model": "Qwen/Qwen3-8B", "dataset": {"name": "file", "path": str(path)},
                                 "train": {"precision": "bf16"}}))  # fmt: skip
-    answer = estimate(Request(spec, gpu="H200", store=tmp_path / "none"))
+    answer = estimate(EstimateRequest(spec, gpu="H200", store=tmp_path / "none"))
     return json.loads(answer.document)["gpus"][0]["time"]
 
 

@@ -16,7 +16,7 @@ from ftbench.core.hardware import capability_of, gpus
 from ftbench.estimate.memory.estimate import largest_batch
 from ftbench.estimate.memory.memory_cache import Room
 from ftbench.estimate.recommend import candidates
-from ftbench.estimate.recommend.ranking import Found, Wanted, recommend
+from ftbench.estimate.recommend.ranking import Goal, Recommendation, recommend
 from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.run_index import Store
@@ -34,10 +34,10 @@ GPUS = {gpu.name: gpu for gpu in gpus()}
 STORE = Store.read(ROOT / "results" / "h200")
 
 
-def ask(*names: str, spec: dict | None = None, samples: float = 1e6, **limits: object) -> Found:
+def ask(*names: str, spec: dict | None = None, samples: float = 1e6, **limits: object) -> Recommendation:
     chosen = tuple(GPUS[name] for name in names or ("H200 SXM",))
     experiment = Experiment.model_validate({**SPEC, **(spec or {})})
-    return recommend(Wanted(experiment, chosen, samples, store=STORE, **limits))  # type: ignore[arg-type]
+    return recommend(Goal(experiment, chosen, samples, store=STORE, **limits))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -219,8 +219,8 @@ def test_the_largest_batch_is_that_of_the_memory_estimate():
 
 
 def test_weighing_every_way_is_little_work():
-    wanted = Wanted(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, store=Store.read(ROOT / "results"))
-    assert calls_of(lambda: recommend(wanted)) < 2_000_000
+    goal = Goal(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, store=Store.read(ROOT / "results"))
+    assert calls_of(lambda: recommend(goal)) < 2_000_000
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -45,7 +45,9 @@ def estimate(
         return
     if spec is None:
         raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
-    request = command.Request(spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store)
+    request = command.EstimateRequest(
+        spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store
+    )
     if simulate:
         from ftbench.estimate import simulation
 

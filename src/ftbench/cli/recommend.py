@@ -35,7 +35,7 @@ def recommend(
     from ftbench.estimate.recommend import command
     from ftbench.estimate.recommend import text as view
 
-    answer = command.run(command.Request(
+    answer = command.run(command.RecommendRequest(
         spec, sets or [], gpu, samples, deadline, max_cost, prices, objective, method, effective_batch, store, output,
         config,
     ))  # fmt: skip

@@ -35,26 +35,26 @@ class MatmulShape:
 
 
 def linear_per_token(shape: MatmulShape) -> int:
-    """FLOPs a token needs in the layers' products with weights: forward 2 N, gradient of the input 2 N, gradient of
-    the weights 2 N for those that are trained; adapters are trained, so 6 of each."""
+    """Return the FLOPs a token needs in the layers' products with weights: forward 2 N, gradient of the input 2 N,
+    gradient of the weights 2 N for those that are trained; adapters are trained, so 6 of each."""
     return 4 * shape.base + 2 * shape.base_trained + 6 * shape.adapters
 
 
 def head_per_token(shape: MatmulShape) -> int:
-    """FLOPs that the logits of one token need, forward and backward."""
+    """Return the FLOPs that the logits of one token need, forward and backward."""
     return 4 * shape.head + 2 * shape.head_trained
 
 
 def linear_recompute_per_token(shape: MatmulShape) -> int:
-    """What full gradient checkpointing adds: one more forward pass of the layers."""
+    """Return what full gradient checkpointing adds: one more forward pass of the layers."""
     return 2 * shape.base + 2 * shape.adapters
 
 
 def attention_per_token(shape: MatmulShape, length: float, passes: int = 3) -> float:
-    """FLOPs a token needs in attention products in a causal sequence of `length` tokens.
+    """Return the FLOPs a token needs in attention products in a causal sequence of `length` tokens.
 
-    Scores and values each take 2 * width * context FLOPs forward and twice that backward (`passes` = 3; 1 for a
-    forward alone); the mean context of a causal sequence is length / 2, or less under a sliding window.
+    Scores and values each take 2 * width * context FLOPs forward and twice that backward (`passes` = 3; 1 for a forward
+    alone); the mean context of a causal sequence is length / 2, or less under a sliding window.
     """
     kinds = Counter(zip(shape.attention_width, shape.windows, strict=True))
     return sum(layers * passes * 4 * width * _mean_context(length, window) for (width, window), layers in kinds.items())
@@ -67,17 +67,17 @@ def _mean_context(length: float, window: int | None) -> float:
 
 
 def model_flops(shape: MatmulShape, tokens: float, labels: float, length: float) -> float:
-    """FLOPs the model's mathematics needs for `tokens` tokens, of which `labels` carry loss, in sequences of `length`
-    tokens (the token-weighted mean)."""
+    """Return the FLOPs the model's mathematics needs for `tokens` tokens, of which `labels` carry loss, in sequences of
+    `length` tokens (the token-weighted mean)."""
     return tokens * (linear_per_token(shape) + attention_per_token(shape, length)) + labels * head_per_token(shape)
 
 
 def hardware_flops(
     shape: MatmulShape, positions: float, head_positions: float, length: float, recompute: float, head_recompute: bool
 ) -> float:
-    """FLOPs computed for `positions` positions, padding included, and logits of `head_positions` of them; with what
-    gradient checkpointing (in `recompute`, a share of the layers) and a loss over chunks (`head_recompute`) compute a
-    second time. Attention is counted as causal here too, also where a kernel computes the whole square."""
+    """Return the FLOPs computed for `positions` positions, padding included, and logits of `head_positions` of them;
+    with what gradient checkpointing (in `recompute`, a share of the layers) and a loss over chunks (`head_recompute`)
+    compute a second time. Attention is counted as causal here too, also where a kernel computes the whole square."""
     layers = linear_per_token(shape) + attention_per_token(shape, length)
     layers += recompute * (linear_recompute_per_token(shape) + attention_per_token(shape, length, passes=1))
     head = head_per_token(shape) + (2 * shape.head if head_recompute else 0)

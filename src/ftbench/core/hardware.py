@@ -29,13 +29,14 @@ class Gpu:
     gemm_bf16: float | None = None
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Dense tensor peak for `bf16`, `fp16` (the same units and rate on these GPUs) or `fp8`; None for others."""
+        """Return dense tensor peak for `bf16`, `fp16` (the same units and rate on these GPUs) or `fp8`; None for
+        others."""
         return {"bf16": self.bf16, "fp16": self.bf16, "fp8": self.fp8}.get(precision)
 
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """All rows, in the order in which names are tried: most specific first."""
+    """Return all rows, in the order in which names are tried: most specific first."""
     return tuple(_gpu(row) for row in read_facts("gpus.yaml"))
 
 
@@ -104,5 +105,5 @@ _ROCM = {"cdna3": (9, 4), "cdna4": (9, 5)}
 
 
 def capability_of(gpu: Gpu) -> tuple[int, int] | None:
-    """The compute capability that torch reports on such a GPU."""
+    """Return the compute capability that torch reports on such a GPU."""
     return gpu.compute_capability or _ROCM.get(gpu.arch)

@@ -34,7 +34,8 @@ def describe(lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def histogram(lengths: Sequence[int], bins: int = HISTOGRAM_BINS) -> dict[str, list[int]]:
-    """Counts in `bins` bins of equal whole width from 0 past the maximum; bin i holds edges[i] <= n < edges[i+1]."""
+    """Return counts in `bins` bins of equal whole width from 0 past the maximum; bin i holds edges[i] <= n <
+    edges[i+1]."""
     width = max(1, -(-(max(lengths) + 1) // bins))
     counts = [0] * bins
     for n in lengths:
@@ -43,7 +44,7 @@ def histogram(lengths: Sequence[int], bins: int = HISTOGRAM_BINS) -> dict[str, l
 
 
 def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
-    """Real tokens over computed positions when consecutive samples form batches padded to their longest."""
+    """Return real tokens over computed positions when consecutive samples form batches padded to their longest."""
     computed = sum(
         max(batch) * len(batch)
         for start in range(0, len(lengths), batch_size)
@@ -53,8 +54,8 @@ def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
 
 
 def packing_efficiency(lengths: Sequence[int], max_length: int) -> float:
-    """Real tokens over computed positions if whole samples were packed into rows of `max_length`, longest first into
-    the row with the most room (worst-fit decreasing; a bound that a real packer reaches or beats)."""
+    """Return real tokens over computed positions if whole samples were packed into rows of `max_length`, longest first
+    into the row with the most room (worst-fit decreasing; a bound that a real packer reaches or beats)."""
     rows: list[int] = []  # negative room left of each row: heapq is a min-heap
     for n in sorted(lengths, reverse=True):
         if rows and -rows[0] >= n:

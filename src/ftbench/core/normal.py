@@ -33,14 +33,14 @@ def _seed_words(seed: int) -> list[int]:
         value = value * constant & _WORD
         return value ^ value >> 16
 
-    pool = [scrambled(seed >> 32 * place & _WORD) for place in range(4)]
+    pool = [scrambled(seed >> 32 * at & _WORD) for at in range(4)]
     for source in range(4):
         for target in range(4):
             if source != target:
                 mixed = 0xCA01F9DD * pool[target] - 0x4973F715 * scrambled(pool[source]) & _WORD
                 pool[target] = mixed ^ mixed >> 16
     constant, multiplier = 0x8B51F9DD, 0x58F38DED
-    return [scrambled(pool[place % 4]) for place in range(8)]
+    return [scrambled(pool[at % 4]) for at in range(8)]
 
 
 def _uniform_bits(seed: int) -> Iterator[int]:

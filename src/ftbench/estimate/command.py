@@ -26,7 +26,7 @@ from ftbench.store import machine
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EstimateRequest:
     """The command line. `gpu` is a name of the table, as the driver says it, or all; `memory_gb` is in GiB."""
 
     spec: Path
@@ -51,7 +51,7 @@ class Answer:
     code: int
 
 
-def estimate(request: Request) -> Answer:
+def estimate(request: EstimateRequest) -> Answer:
     """Raise SpecError for what is wrong or cannot be known, with a way to say it."""
     store = Store.read(request.store)
     spec = store.counted(load(request.spec, request.sets))
@@ -81,7 +81,7 @@ def estimate(request: Request) -> Answer:
 
 
 def _nearest(
-    spec: Experiment, gpu: Gpu, request: Request, config: dict[str, Any] | None
+    spec: Experiment, gpu: Gpu, request: EstimateRequest, config: dict[str, Any] | None
 ) -> tuple[str, dict[str, Any] | None]:
     """Return the nearest way that fits as a sentence with its command, and for --json."""
     from ftbench.estimate.recommend.nearest import nearest_fit  # most estimates fit
@@ -95,7 +95,7 @@ def _nearest(
     return f"The nearest that fits takes {needed}:\n  {command}", record
 
 
-def _count(request: Request) -> int:
+def _count(request: EstimateRequest) -> int:
     if request.gpus < 1:
         raise SpecError(f"--gpus {request.gpus}: there must be 1 or more")
     if request.gpus > 1 and request.strategy in (None, "none"):
@@ -103,17 +103,17 @@ def _count(request: Request) -> int:
     return request.gpus
 
 
-def _strategy(request: Request) -> str:
-    asked = request.strategy or "none"
-    if asked not in STRATEGIES:
-        raise SpecError(f"--strategy {asked}: is none of {', '.join(STRATEGIES)}")
-    if asked != "none" and request.gpus == 1:
-        raise SpecError(f"--strategy {asked}: says how several GPUs share the work: add --gpus 2, or leave it out")
-    return asked
+def _strategy(request: EstimateRequest) -> str:
+    strategy = request.strategy or "none"
+    if strategy not in STRATEGIES:
+        raise SpecError(f"--strategy {strategy}: is none of {', '.join(STRATEGIES)}")
+    if strategy != "none" and request.gpus == 1:
+        raise SpecError(f"--strategy {strategy}: says how several GPUs share the work: add --gpus 2, or leave it out")
+    return strategy
 
 
-def gpus_of(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
-    """The GPUs asked about, with their memory where a driver says it; with none named, this machine's."""
+def gpus_of(request: EstimateRequest) -> list[tuple[str, Gpu | float, float | None]]:
+    """Return the GPUs asked about, with their memory where a driver says it; with none named, this machine's."""
     if request.memory_gb is not None:
         if request.gpu is not None:
             raise SpecError("--memory-gb and --gpu both say how much memory there is: give one")
@@ -122,22 +122,23 @@ def gpus_of(request: Request) -> list[tuple[str, Gpu | float, float | None]]:
         return [(f"a GPU of {request.memory_gb:g} GiB", request.memory_gb, None)]
     if request.gpu is not None:
         return [(gpu.name, gpu, None) for gpu in listed(request.gpu)]
-    here = machine.gpu()
-    if here is None or not here.get("memory_gb"):
+    described = machine.gpu()
+    if described is None or not described.get("memory_gb"):
         raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
-    return [(here["name"], limited_gpu(here) or here["memory_gb"], here["memory_gb"])]
+    return [(described["name"], limited_gpu(described) or described["memory_gb"], described["memory_gb"])]
 
 
 def listed(text: str) -> list[Gpu]:
-    """The GPUs of `--gpu NAME[,NAME]` or `--gpu all`, each once. Raises SpecError for a name of none or of several."""
-    asked = [part.strip() for part in text.split(",") if part.strip()]
-    if not asked:
+    """Return the GPUs of `--gpu NAME[,NAME]` or `--gpu all`, each once. Raise SpecError for a name of none or of
+    several."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
         raise SpecError("--gpu: name GPUs of `ftbench list gpus`, separated by commas, or all")
-    return [*dict.fromkeys(gpu for part in asked for gpu in (gpus() if part == "all" else [named(part)]))]
+    return [*dict.fromkeys(gpu for part in names for gpu in (gpus() if part == "all" else [named(part)]))]
 
 
 def named(name: str) -> Gpu:
-    """A GPU of the table by its name there, by the driver's, or by words of it that no other has."""
+    """Return a GPU of the table by its name there, by the driver's, or by words of it that no other has."""
     plain = name.casefold()
     if (exact := next((gpu for gpu in gpus() if plain == gpu.name.casefold()), None)) is not None:
         return exact
@@ -156,7 +157,7 @@ def named(name: str) -> Gpu:
 
 
 def calibrate(store: Path) -> str:
-    """Refits the constants to a store of runs, keeps them for this user, and says how wrong they are about runs that
+    """Refit the constants to a store of runs, keep them for this user, and say how wrong they are about runs that
     they were not fitted to."""
     from ftbench.estimate.memory import calibrate as fitting
     from ftbench.estimate.memory import constants, measured
@@ -178,8 +179,8 @@ def calibrate(store: Path) -> str:
 
 
 def _calibrated_times(store: Path) -> str:
-    """How far the time estimate is off on each run, without the runs of its step. Nothing is kept: `estimate` reads the
-    runs themselves (--store)."""
+    """Return how far the time estimate is off on each run, without the runs of its step. Nothing is kept: `estimate`
+    reads the runs themselves (--store)."""
     from ftbench.estimate.time import accuracy
 
     return accuracy.text(accuracy.left_out(Store.read(store))).rstrip()

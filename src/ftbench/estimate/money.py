@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftbench.core import units
-from ftbench.spec.cost import bills
+from ftbench.spec.cost import hourly_costs
 from ftbench.spec.prices import Price
 
 
@@ -22,8 +22,8 @@ class Amount:
 
 
 def amount(price: Price, seconds: float, watts: float) -> Amount | None:
-    """The rent where the GPU can be rented, else its share of the purchase with electricity."""
-    for bill in bills(price, None, None, watts, seconds / 3600):
-        if bill.per_night is not None:
-            return Amount(bill.per_night, bill.currency, bill.way)
+    """Return the rent where the GPU can be rented, else its share of the purchase with electricity."""
+    for cost in hourly_costs(price, None, None, watts, seconds / 3600):
+        if cost.per_night is not None:
+            return Amount(cost.per_night, cost.currency, cost.way)
     return None

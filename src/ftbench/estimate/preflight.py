@@ -31,7 +31,7 @@ def announce(
 
 
 def on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> MemoryEstimate | None:
-    """The estimate for the GPU of a machine.json; None without one, for a mock, and for a model that no formula
+    """Return the estimate for the GPU of a machine.json; None without one, for a mock, and for a model that no formula
     knows."""
     if gpu is None or not gpu.get("memory_gb") or spec.launch.mock != "off":
         return None
@@ -42,15 +42,16 @@ def on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> MemoryEstimate |
 
 
 def largest_on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> int | None:
-    """The largest batch that is estimated to fit the GPU of a machine.json; None where none is, or nothing is known."""
+    """Return the largest batch that is estimated to fit the GPU of a machine.json; None where none is, or nothing is
+    known."""
     if gpu is None or on_machine(spec, gpu) is None:
         return None
     return largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
 
 
 def first_trial(spec: Experiment, gpu: dict[str, Any] | None, most: int) -> int | None:
-    """The batch at which a search for the largest one is expected to end, at most `most`: its trials have the longest
-    samples first, and synthetic data as many samples as it takes."""
+    """Return the batch at which a search for the largest one is expected to end, at most `most`: its trials have the
+    longest samples first, and synthetic data as many samples as it takes."""
     if gpu is None or on_machine(spec, gpu) is None:
         return None
     changed: dict[str, Any] = {"longest_first": True}
@@ -61,15 +62,15 @@ def first_trial(spec: Experiment, gpu: dict[str, Any] | None, most: int) -> int 
 
 
 def warning(spec: Experiment, gpu: dict[str, Any] | None) -> str | None:
-    """A sentence where a run will not fit the GPU of a machine.json."""
-    found = on_machine(spec, gpu)
-    if found is None or found.verdict != "does not fit":
+    """Return a sentence where a run will not fit the GPU of a machine.json."""
+    memory = on_machine(spec, gpu)
+    if memory is None or memory.verdict != "does not fit":
         return None
     largest = largest_on_machine(spec, gpu)
     way_out = f"train.batch_size={largest} would fit" if largest else "`ftbench estimate` shows what takes it"
     return (
-        f"this will run out of memory: it needs about {gibibytes(found.device.expected)} GiB (at least "
-        f"{gibibytes(found.device.low)}) and the GPU has {gibibytes(found.total)}; {way_out}"
+        f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "
+        f"{gibibytes(memory.device.low)}) and the GPU has {gibibytes(memory.total)}; {way_out}"
     )
 
 
@@ -78,14 +79,14 @@ def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> s
     (scaled from 3 runs …)`; None where nothing is known."""
     spec = store.counted(spec)
     memory, time = on_machine(spec, gpu), time_on_machine(spec, gpu, store)
-    told = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
+    parts = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
     if time is not None:
         samples = epochs_samples(spec, time.samples)
         lasts = time.step_s if samples is None else time.seconds_for(samples)
         band = f"{seconds(lasts.low)} to {seconds(lasts.high)}"
         each = " a step" if samples is None else ""
-        told.append(f"about {seconds(lasts.expected)}{each} ({band}; {time.confidence})")
-    return f"expected: {', '.join(told)}" if told else None
+        parts.append(f"about {seconds(lasts.expected)}{each} ({band}; {time.confidence})")
+    return f"expected: {', '.join(parts)}" if parts else None
 
 
 def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> DurationEstimate | None:

@@ -139,7 +139,7 @@ def read(document: dict[str, Any]) -> Simulation:
 # --- ftbench estimate --simulate --------------------------------------------------------------------------------------
 
 
-def answer(request: command.Request) -> command.Answer:
+def answer(request: command.EstimateRequest) -> command.Answer:
     """The simulation of a spec on one GPU as text, document and exit code. Raises SpecError for what a simulation does
     not take, and what `simulate` raises."""
     given = {

@@ -9,7 +9,7 @@ from ftbench.spec.prices import Owned, Price
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class HourlyCost:
     """An hour of a GPU in one way of having it, with what follows from how fast it trains. Amounts in `currency`;
     None is not known. `why` says what the hour lacks."""
 
@@ -24,13 +24,15 @@ class Bill:
     why: str = ""
 
 
-def bills(price: Price, samples: float | None, tokens: float | None, watts: float | None, hours: float) -> list[Bill]:
-    """What training at this speed (samples and real tokens a second) and power (W, of the GPU) costs in each way that
-    has a price; `hours` is a night."""
+def hourly_costs(
+    price: Price, samples: float | None, tokens: float | None, watts: float | None, hours: float
+) -> list[HourlyCost]:
+    """Return what training at this speed (samples and real tokens a second) and power (W, of the GPU) costs in each way
+    that has a price; `hours` is a night."""
     ways = [("rent", price.rent, price.rent.per_hour if price.rent else None, ""),
             ("owned", price.owned, *(_owned(price.owned, watts) if price.owned else (None, "")))]  # fmt: skip
     return [
-        Bill(
+        HourlyCost(
             way, terms.currency, hour,
             None if hour is None else cost.per_1k_samples(hour, samples),
             None if hour is None else cost.per_1m_tokens(hour, tokens),

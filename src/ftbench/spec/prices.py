@@ -76,15 +76,15 @@ class Prices:
     by_gpu: dict[str, Price]
 
     def of(self, gpu: str | None) -> Price | None:
-        """The price of a GPU by the name that its driver reports."""
+        """Return the price of a GPU by the name that its driver reports."""
         return None if gpu is None else self.by_gpu.get(canonical_name(gpu))
 
 
 def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
-    """The prices in a YAML file. `used` are the GPUs of the runs; a name that is neither among them nor in the GPU
-    table is a mistake. Raises SpecError with one `file:line: key: sentence` for each mistake."""
+    """Return the prices in a YAML file. `used` are the GPUs of the runs; a name that is neither among them nor in the
+    GPU table is a mistake. Raise SpecError with one `file:line: key: sentence` for each mistake."""
     problems: list[str] = []
-    found: dict[str, Price] = {}
+    by_gpu: dict[str, Price] = {}
     names: dict[str, str] = {}
     allowed = {*(gpu.name for gpu in gpus()), *used}
     for name, values in read_yaml(
@@ -98,12 +98,12 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
             problems.append(_at(path, [name], f"is no GPU of these runs and none that ftbench knows{hint}"))
         names[gpu] = name
         try:
-            found[gpu] = Price.model_validate(values)
+            by_gpu[gpu] = Price.model_validate(values)
         except ValidationError as error:
             problems += [_sentence(path, name, problem) for problem in error.errors(include_url=False)]
     if problems:
         raise SpecError(*problems)
-    return Prices(path, found)
+    return Prices(path, by_gpu)
 
 
 def _at(path: Path, key: Sequence[str], sentence: str) -> str:

@@ -61,11 +61,11 @@ class Way:
     _sized: dict[tuple[int, int, int], Experiment] = field(default_factory=dict, compare=False, repr=False)
 
     def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
-        """The spec with this batch, resolved for a GPU: the same object for GPUs of one kind."""
+        """Return the spec with this batch, resolved for a GPU: the same object for GPUs of one kind."""
         if capability not in self._resolved:
-            found = resolve(self.spec, capability)
-            alike = (other for other in self._resolved.values() if other == found)
-            self._resolved[capability] = next(alike, found)
+            chosen = resolve(self.spec, capability)
+            alike = (other for other in self._resolved.values() if other == chosen)
+            self._resolved[capability] = next(alike, chosen)
         resolved = self._resolved[capability]
         key = (batch, accumulation, id(resolved))
         if key not in self._sized:
@@ -79,7 +79,7 @@ def own_kind(spec: Experiment) -> tuple[str, ...]:
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
-    """The spec as it is, if its method is among them, then the shipped recipes and every combination; each once.
+    """Return the spec as it is, if its method is among them, then the shipped recipes and every combination; each once.
     `equal_lengths` says that no batch has padding."""
     seen = set()
     own = [spec] if spec.method.name in methods else []
@@ -91,21 +91,21 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
 
 
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
-    """The shipped recipes laid over the spec: their method with the options that it shares with the spec's own, their
-    optimizations and optimizer. The precision stays; rows that need no packing are not packed."""
+    """Return the shipped recipes laid over the spec: their method with the options that it shares with the spec's own,
+    their optimizations and optimizer. The precision stays; rows that need no packing are not packed."""
     unpacked = {"packing": False, "attention": "auto"}
-    for found in _shipped():
-        asked = found.get("method", {})
-        name = asked.get("name", spec.method.name)
+    for shipped in _shipped():
+        method = shipped.get("method", {})
+        name = method.get("name", spec.method.name)
         if name not in methods or name == "unsloth":
             continue
         chosen = next(_variants(spec, name))
-        train = {key: value for key, value in found.get("train", {}).items() if key == "optimizer"}
-        on = found["optimizations"]
+        train = {key: value for key, value in shipped.get("train", {}).items() if key == "optimizer"}
+        on = shipped["optimizations"]
         on = {**on, **unpacked} if equal_lengths and on["packing"] else on
         yield spec.model_copy(
             update={
-                "method": type(chosen).model_validate({**chosen.model_dump(), **asked}),
+                "method": type(chosen).model_validate({**chosen.model_dump(), **method}),
                 "optimizations": Optimizations.model_validate(on),
                 "train": spec.train.model_copy(update=train),
             }
@@ -128,7 +128,8 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
 
 
 def _variants(spec: Experiment, name: str) -> Iterator[Any]:
-    """The method with the options of the spec's own; unsloth in 16 and 4 bits, with and without its checkpointing."""
+    """Return the method with the options of the spec's own; unsloth in 16 and 4 bits, with and without its
+    checkpointing."""
     own = spec.method.model_dump() if spec.method.name == name else spec.method.model_dump(include=_SHARED)
     if name == "full":
         own = {}

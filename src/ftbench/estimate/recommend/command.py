@@ -1,4 +1,4 @@
-"""`ftbench recommend`: the command line → what is wanted; every mistake a sentence."""
+"""`ftbench recommend`: the command line → a goal; every mistake a sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
 from ftbench.estimate.command import listed
-from ftbench.estimate.recommend.ranking import OBJECTIVES, Found, Objective, Wanted, recommend
+from ftbench.estimate.recommend.ranking import OBJECTIVES, Goal, Objective, Recommendation, recommend
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.text import MOST_SAMPLES
@@ -30,7 +30,7 @@ ANY = "any"  # of --effective-batch: whatever is best
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RecommendRequest:
     """What was asked for on the command line, as it was typed."""
 
     spec: Path
@@ -48,70 +48,70 @@ class Request:
     config: Path | None = None
 
 
-def run(request: Request) -> Found:
-    """Raises SpecError for each mistake."""
+def run(request: RecommendRequest) -> Recommendation:
+    """Raise SpecError for each mistake."""
     spec = load(request.spec, request.sets)
     prices = load_prices(request.prices) if request.prices is not None else None
-    asked = _gpus(request.gpu)
-    problems = [*_limits(request), *_prices(request, asked, prices), *_output(request)]
+    gpus = _gpus(request.gpu)
+    problems = [*_limits(request), *_prices(request, gpus, prices), *_output(request)]
     if problems:
         raise SpecError(*problems)
     deadline = parse_seconds(request.deadline) if request.deadline is not None else None
     store = Store.read(request.store)
     spec = store.counted(spec)
-    return recommend(Wanted(
-        spec, asked, _samples(request, spec, store), deadline, request.max_cost, prices,
+    return recommend(Goal(
+        spec, gpus, _samples(request, spec, store), deadline, request.max_cost, prices,
         cast(Objective, request.objective), _methods(request), _effective(request, spec, store), store,
         None if request.config is None else read_config(request.config),
     ))  # fmt: skip
 
 
 def _gpus(text: str | None) -> tuple[Gpu, ...]:
-    """Those named, all of the table, or this machine's. Raises SpecError for one that is not in the table."""
+    """Return the GPUs named, all of the table, or this machine's. Raise SpecError for one that is not in the table."""
     if text is None:
-        here = machine.gpu()
-        found = limited_gpu(here)
-        if found is None:
+        described = machine.gpu()
+        gpu = limited_gpu(described)
+        if gpu is None:
             raise SpecError("this machine has no GPU of the table: name some with --gpu (`ftbench list gpus`), or all")
-        return (found,)
+        return (gpu,)
     return tuple(listed(text))
 
 
-def _output(request: Request) -> list[str]:
-    """The spec that is asked about stays as it is."""
+def _output(request: RecommendRequest) -> list[str]:
+    """Return why the output cannot be written: the spec that is asked about stays as it is."""
     if request.output is not None and request.output.exists() and request.output.samefile(request.spec):
         return [f"-o {request.output}: is the spec itself; write to another file"]
     return []
 
 
-def _limits(request: Request) -> list[str]:
-    found = []
+def _limits(request: RecommendRequest) -> list[str]:
+    problems = []
     if request.objective not in OBJECTIVES:
-        found.append(_unknown("--objective", request.objective, OBJECTIVES, "objective"))
+        problems.append(_unknown("--objective", request.objective, OBJECTIVES, "objective"))
     if request.deadline is not None and parse_seconds(request.deadline) is None:
-        found.append(f"--deadline {request.deadline}: write it as 8h, 90m or 1h30m")
+        problems.append(f"--deadline {request.deadline}: write it as 8h, 90m or 1h30m")
     if request.samples is not None and not 1 <= request.samples <= MOST_SAMPLES:
-        found.append(f"--samples {request.samples}: how many samples to train on, from 1 to 10^15")
+        problems.append(f"--samples {request.samples}: how many samples to train on, from 1 to 10^15")
     if request.max_cost is not None and not (0 < request.max_cost < math.inf):
-        found.append(f"--max-cost {request.max_cost:g}: an amount of money above 0, in the currency of --prices")
-    asked = request.effective_batch
-    if asked not in (None, ANY) and not (asked.isdecimal() and 1 <= int(asked) <= MOST_BATCH):
-        found.append(f"--effective-batch {asked}: samples a step, from 1 to {MOST_BATCH:,}, or {ANY}")
-    return found
+        problems.append(f"--max-cost {request.max_cost:g}: an amount of money above 0, in the currency of --prices")
+    batch = request.effective_batch
+    if batch not in (None, ANY) and not (batch.isdecimal() and 1 <= int(batch) <= MOST_BATCH):
+        problems.append(f"--effective-batch {batch}: samples a step, from 1 to {MOST_BATCH:,}, or {ANY}")
+    return problems
 
 
-def _prices(request: Request, asked: Sequence[Gpu], prices: Prices | None) -> list[str]:
-    """Whether money can be compared where it has to be."""
+def _prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | None) -> list[str]:
+    """Return whether money can be compared where it has to be."""
     why = [f"--max-cost {request.max_cost:g}"] if request.max_cost is not None else []
     why += ["--objective cost"] if request.objective == "cost" else []
     if not why:
         return []
     if prices is None:
         return [f"{' and '.join(why)}: needs --prices FILE with what an hour of the GPU costs"]
-    lacking = [gpu.name for gpu in asked if prices.of(gpu.name) is None]
+    lacking = [gpu.name for gpu in gpus if prices.of(gpu.name) is None]
     if lacking:
         return [f"{prices.path} has no price for {', '.join(lacking)}: add one, or leave them out of --gpu"]
-    terms = [prices.by_gpu[gpu.name] for gpu in asked]
+    terms = [prices.by_gpu[gpu.name] for gpu in gpus]
     ways = [price.rent or price.owned for price in terms]
     currencies = sorted({way.currency for way in ways if way is not None})
     if len(currencies) > 1:
@@ -119,7 +119,7 @@ def _prices(request: Request, asked: Sequence[Gpu], prices: Prices | None) -> li
     return []
 
 
-def _methods(request: Request) -> tuple[str, ...]:
+def _methods(request: RecommendRequest) -> tuple[str, ...]:
     if request.method is None:
         return ()
     names = tuple(dict.fromkeys(name.strip() for name in request.method.split(",") if name.strip()))
@@ -137,7 +137,7 @@ def _unknown(option: str, word: str, words: Sequence[str] | dict[str, type], kin
     raise AssertionError(word)
 
 
-def _effective(request: Request, spec: Experiment, store: Store) -> int | None:
+def _effective(request: RecommendRequest, spec: Experiment, store: Store) -> int | None:
     """Return the samples a step that are held: the spec's own unless others are asked for, None for any."""
     if request.effective_batch == ANY:
         return None
@@ -148,7 +148,7 @@ def _a_step(spec: Experiment, store: Store) -> float:
     return per_step(spec, batches_of(spec, store.lengths(spec)), "samples")
 
 
-def _samples(request: Request, spec: Experiment, store: Store) -> float:
+def _samples(request: RecommendRequest, spec: Experiment, store: Store) -> float:
     samples = request.samples or epochs_samples(spec, _a_step(spec, store))
     if samples is None:
         raise SpecError(f"--samples: say how many to train on; how many {spec.dataset.name} has is not known")

@@ -29,9 +29,9 @@ class Fit:
     sets: tuple[str, ...]
     memory: MemoryEstimate
 
-    def command(self, path: Path, asked: Sequence[str] = ()) -> str:
-        """Return the command to type; `asked` are the `--set` values that were there before."""
-        return shlex.join(["ftbench", "run", str(path), *(f"--set={value}" for value in (*asked, *self.sets))])
+    def command(self, path: Path, before: Sequence[str] = ()) -> str:
+        """Return the command to type; `before` are the `--set` values that were there before."""
+        return shlex.join(["ftbench", "run", str(path), *(f"--set={value}" for value in (*before, *self.sets))])
 
 
 def nearest_fit(spec: Experiment, gpu: Gpu, config: dict[str, Any] | None = None) -> Fit | None:

@@ -31,7 +31,7 @@ _FEW_GPUS = 3  # of more only the two most promising batches of each way are wei
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Goal:
     """What is asked for. `samples` to train on, `deadline_s` and `max_cost` (in the currency of the prices) where there
     is a limit; `effective_batch` samples a step, held by accumulation; None where any will do."""
 
@@ -71,12 +71,12 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Recommendation:
     """`options` meet every limit by what is expected, best first; what may miss the deadline comes last. Where none
     does, `closest` fits a GPU and misses a limit by the least, and `missed` says which, or what comes closest to
     fitting. `ruled_out` counts ways by the reason, of `weighed`."""
 
-    wanted: Wanted
+    goal: Goal
     options: tuple[Option, ...]
     closest: Option | None
     missed: str
@@ -84,28 +84,28 @@ class Found:
     weighed: int
 
 
-def recommend(wanted: Wanted) -> Found:
-    """Raises SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
-    methods = wanted.methods or candidates.own_kind(wanted.spec)
-    equal = len(set(wanted.store.lengths(wanted.spec).values)) == 1
-    room, reasons, fitting, weighed = Room(wanted.config), Counter[str](), list[Option](), 0
-    for way in candidates.ways(wanted.spec, methods, equal):
-        for gpu in wanted.gpus:
+def recommend(goal: Goal) -> Recommendation:
+    """Raise SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
+    methods = goal.methods or candidates.own_kind(goal.spec)
+    equal = len(set(goal.store.lengths(goal.spec).values)) == 1
+    room, reasons, fitting, weighed = Room(goal.config), Counter[str](), list[Option](), 0
+    for way in candidates.ways(goal.spec, methods, equal):
+        for gpu in goal.gpus:
             weighed += 1
-            found = _refused(way, gpu, wanted) or _best_batch(way, gpu, wanted, room)
-            if isinstance(found, str):
-                reasons[found] += 1
+            outcome = _refused(way, gpu, goal) or _best_batch(way, gpu, goal, room)
+            if isinstance(outcome, str):
+                reasons[outcome] += 1
             else:
-                fitting.append(found)
-    reasons.update(limit[0] for option in fitting if (limit := _missed(option, wanted)))
-    kept = sorted((option for option in fitting if not _missed(option, wanted)), key=lambda each: _rank(each, wanted))
-    closest, missed = _closest(fitting, wanted) if fitting and not kept else (None, "")
+                fitting.append(outcome)
+    reasons.update(limit[0] for option in fitting if (limit := _missed(option, goal)))
+    kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: _rank(each, goal))
+    closest, missed = _closest(fitting, goal) if fitting and not kept else (None, "")
     if not fitting:
-        missed = _least(wanted, methods, room)
-    return Found(wanted, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
+        missed = _least(goal, methods, room)
+    return Recommendation(goal, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
 
 
-def _refused(way: Way, gpu: Gpu, wanted: Wanted) -> str | None:
+def _refused(way: Way, gpu: Gpu, goal: Goal) -> str | None:
     if way.problems:
         return f"cannot work: {way.problems[0]}"
     if problems := refusals_on(way.spec, capability_of(gpu)):
@@ -113,97 +113,97 @@ def _refused(way: Way, gpu: Gpu, wanted: Wanted) -> str | None:
     return None
 
 
-def _best_batch(way: Way, gpu: Gpu, wanted: Wanted, room: Room) -> Option | str:
-    """The best batch of a way by the objective, of those that fit; the reason where none does."""
+def _best_batch(way: Way, gpu: Gpu, goal: Goal, room: Room) -> Option | str:
+    """Return the best batch of a way by the objective, of those that fit; the reason where none does."""
     capability = capability_of(gpu)
-    effective = _rows_a_step(way.sized(1, 1, capability), wanted)
+    effective = _rows_a_step(way.sized(1, 1, capability), goal)
     if effective == 0:
         return "packing counts rows, and no number of them holds as many samples as a step has (--effective-batch)"
-    one = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
-    largest = room.largest_batch(one, gpu)
+    smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
+    largest = room.largest_batch(smallest, gpu)
     if largest is None:
-        uncertain = room.estimate(one, gpu).verdict == "uncertain"
+        uncertain = room.estimate(smallest, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {gpu.name}"
-    most = max(1, min(largest, math.ceil(wanted.samples)))  # the first step is a whole batch
+    most = max(1, min(largest, math.ceil(goal.samples)))  # the first step is a whole batch
     pairs = candidates.batches(most, effective)
-    if len(wanted.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller one needs less memory
-        pairs = pairs[-2:] if wanted.objective == "memory" else pairs[:2]
-    found = [_option(way.sized(*pair, capability), gpu, wanted, room) for pair in pairs]
-    within = [option for option in found if not _missed(option, wanted)]
-    best = min(within or found, key=lambda option: _rank(option, wanted))
+    if len(goal.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller smallest needs less memory
+        pairs = pairs[-2:] if goal.objective == "memory" else pairs[:2]
+    options = [_option(way.sized(*pair, capability), gpu, goal, room) for pair in pairs]
+    within = [option for option in options if not _missed(option, goal)]
+    best = min(within or options, key=lambda option: _rank(option, goal))
     train = best.spec.train
-    asked = candidates.with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps)
-    return replace(best, spec=asked)
+    as_asked = candidates.with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps)
+    return replace(best, spec=as_asked)
 
 
-def _rows_a_step(one: Experiment, wanted: Wanted) -> int | None:
+def _rows_a_step(smallest: Experiment, goal: Goal) -> int | None:
     """Return how many rows of a batch make a step of the effective batch, which is None where any may be: of packed
     rows as many as hold about that many samples (within PACKED), 0 where no number of rows does."""
-    if wanted.effective_batch is None or not one.optimizations.packing:
-        return wanted.effective_batch
-    samples = per_step(one, batches_of(one, wanted.store.lengths(one)), "samples")
-    rows = round(wanted.effective_batch / samples)
-    return rows if abs(rows * samples / wanted.effective_batch - 1) <= PACKED else 0
+    if goal.effective_batch is None or not smallest.optimizations.packing:
+        return goal.effective_batch
+    samples = per_step(smallest, batches_of(smallest, goal.store.lengths(smallest)), "samples")
+    rows = round(goal.effective_batch / samples)
+    return rows if abs(rows * samples / goal.effective_batch - 1) <= PACKED else 0
 
 
-def _option(spec: Experiment, gpu: Gpu, wanted: Wanted, room: Room) -> Option:
-    duration = estimate_duration(spec, gpu, wanted.store, config=wanted.config)
-    seconds = duration.seconds_for(wanted.samples)
-    price = wanted.prices.of(gpu.name) if wanted.prices else None
+def _option(spec: Experiment, gpu: Gpu, goal: Goal, room: Room) -> Option:
+    duration = estimate_duration(spec, gpu, goal.store, config=goal.config)
+    seconds = duration.seconds_for(goal.samples)
+    price = goal.prices.of(gpu.name) if goal.prices else None
     return Option(
-        spec, gpu, duration, room.estimate(spec, gpu), seconds, duration.joules_for(wanted.samples),
+        spec, gpu, duration, room.estimate(spec, gpu), seconds, duration.joules_for(goal.samples),
         amount(price, seconds.expected, duration.watts.expected) if price else None,
     )  # fmt: skip
 
 
-def may_miss(option: Option, wanted: Wanted) -> bool:
-    """Whether the slow end of an option's time lies beyond the deadline."""
-    return wanted.deadline_s is not None and option.seconds.high > wanted.deadline_s
+def may_miss(option: Option, goal: Goal) -> bool:
+    """Return whether the slow end of an option's time lies beyond the deadline."""
+    return goal.deadline_s is not None and option.seconds.high > goal.deadline_s
 
 
-def _rank(option: Option, wanted: Wanted) -> tuple[bool, float, float]:
-    """What the options are sorted by: first those that keep the deadline also at the slow end of their time."""
+def _rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
+    """Return what the options are sorted by: first those that keep the deadline also at the slow end of their time."""
     cost = math.inf if option.cost is None else option.cost.value
     first = {
         "speed": option.seconds.expected, "cost": cost, "energy": option.joules.expected,
         "memory": option.memory.device.expected,
-    }[wanted.objective]  # fmt: skip
-    return may_miss(option, wanted), first, option.seconds.expected
+    }[goal.objective]  # fmt: skip
+    return may_miss(option, goal), first, option.seconds.expected
 
 
-def _missed(option: Option, wanted: Wanted) -> tuple[str, float] | None:
-    """The limit that an option misses by the most, and by which factor."""
-    found = []
-    if wanted.deadline_s is not None and option.seconds.expected > wanted.deadline_s:
-        found.append(("later than the deadline", option.seconds.expected / wanted.deadline_s))
-    if wanted.max_cost is not None and option.cost is not None and option.cost.value > wanted.max_cost:
-        found.append(("dearer than --max-cost", option.cost.value / wanted.max_cost))
-    return max(found, key=lambda pair: pair[1], default=None)
+def _missed(option: Option, goal: Goal) -> tuple[str, float] | None:
+    """Return the limit that an option misses by the most, and by which factor."""
+    misses = []
+    if goal.deadline_s is not None and option.seconds.expected > goal.deadline_s:
+        misses.append(("later than the deadline", option.seconds.expected / goal.deadline_s))
+    if goal.max_cost is not None and option.cost is not None and option.cost.value > goal.max_cost:
+        misses.append(("dearer than --max-cost", option.cost.value / goal.max_cost))
+    return max(misses, key=lambda pair: pair[1], default=None)
 
 
-def _closest(fitting: Sequence[Option], wanted: Wanted) -> tuple[Option | None, str]:
-    """The option that misses its limit by the least, and the limit in words."""
-    misses = [(missed, option) for option in fitting if (missed := _missed(option, wanted))]
+def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]:
+    """Return the option that misses its limit by the least, and the limit in words."""
+    misses = [(missed, option) for option in fitting if (missed := _missed(option, goal))]
     (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
     if limit.startswith("later"):
-        took = f"{units.seconds(option.seconds.expected)} of {units.seconds(wanted.deadline_s)}"
+        took = f"{units.seconds(option.seconds.expected)} of {units.seconds(goal.deadline_s)}"
     else:
         assert option.cost is not None
-        took = f"{option.cost} of {units.money(wanted.max_cost, option.cost.currency)}"
+        took = f"{option.cost} of {units.money(goal.max_cost, option.cost.currency)}"
     return option, f"{limit}: {took}, {factor:,.2f} times"
 
 
-def _least(wanted: Wanted, methods: Sequence[str], room: Room) -> str:
-    """What comes closest to fitting a GPU, in words; nothing where every way was refused for another reason."""
-    found = [
+def _least(goal: Goal, methods: Sequence[str], room: Room) -> str:
+    """Return what comes closest to fitting a GPU, in words; nothing where every way was refused for another reason."""
+    estimates = [
         (memory.device.high - memory.total, way.spec, gpu, memory)
-        for way in candidates.ways(wanted.spec, methods, True) if not way.problems
-        for gpu in wanted.gpus if not refusals_on(way.spec, capability_of(gpu))
+        for way in candidates.ways(goal.spec, methods, True) if not way.problems
+        for gpu in goal.gpus if not refusals_on(way.spec, capability_of(gpu))
         for memory in [room.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
     ]  # fmt: skip
-    if not found:
+    if not estimates:
         return ""
-    _, spec, gpu, memory = min(found, key=lambda each: each[0])
+    _, spec, gpu, memory = min(estimates, key=lambda each: each[0])
     on = ", ".join(optimizations_on(spec.optimizations.model_dump())) or "no optimization"
     return (
         f"{spec.method.name} with {on} on {gpu.name}: to be sure of batch 1 it needs "
@@ -211,12 +211,12 @@ def _least(wanted: Wanted, methods: Sequence[str], room: Room) -> str:
     )
 
 
-def as_runnable(option: Option, wanted: Wanted) -> Experiment:
-    """The spec that trains on as many samples as were asked for, runnable as it is."""
+def as_runnable(option: Option, goal: Goal) -> Experiment:
+    """Return the spec that trains on as many samples as were asked for, runnable as it is."""
     spec = option.spec
-    name = f"{wanted.spec.name[:75]}-best"
-    steps = max(1, math.ceil(wanted.samples / option.duration.samples))
+    name = f"{goal.spec.name[:75]}-best"
+    steps = max(1, math.ceil(goal.samples / option.duration.samples))
     data = spec.dataset
-    if spec.train.max_steps is None and data.samples is not None and wanted.samples == data.samples * spec.train.epochs:
+    if spec.train.max_steps is None and data.samples is not None and goal.samples == data.samples * spec.train.epochs:
         return spec.model_copy(update={"name": name})
     return spec.model_copy(update={"name": name, "train": spec.train.model_copy(update={"max_steps": steps})})

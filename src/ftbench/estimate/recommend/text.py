@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ftbench.core import units
-from ftbench.estimate.recommend.ranking import Found, Option, Wanted, as_runnable, may_miss
+from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations import Optimizations
 from ftbench.store.summary import optimizations_on
@@ -21,30 +21,30 @@ _HEADINGS = (
 _RIGHT = {"#", "batch", "accum", "time", "slow end", "free GiB", "cost", "kWh"}
 
 
-def as_text(found: Found) -> str:
-    """The table, what was ruled out, and the best spec."""
-    wanted = found.wanted
-    limits = [f"{units.count(wanted.samples)} samples"]
-    limits += [f"deadline {units.seconds(wanted.deadline_s)}"] if wanted.deadline_s else []
-    limits += [f"at most {wanted.max_cost:g}"] if wanted.max_cost is not None else []
-    limits += [f"{wanted.effective_batch:,} samples a step"] if wanted.effective_batch else []
-    lines = [" · ".join([wanted.spec.model.id, *limits, f"best by {wanted.objective}"]), ""]
-    if found.options:
-        lines += [*_table(found.options[:SHOWN], wanted), "", *_remarks(found)]
+def as_text(answer: Recommendation) -> str:
+    """Return the table, what was ruled out, and the best spec."""
+    goal = answer.goal
+    limits = [f"{units.count(goal.samples)} samples"]
+    limits += [f"deadline {units.seconds(goal.deadline_s)}"] if goal.deadline_s else []
+    limits += [f"at most {goal.max_cost:g}"] if goal.max_cost is not None else []
+    limits += [f"{goal.effective_batch:,} samples a step"] if goal.effective_batch else []
+    lines = [" · ".join([goal.spec.model.id, *limits, f"best by {goal.objective}"]), ""]
+    if answer.options:
+        lines += [*_table(answer.options[:SHOWN], goal), "", *_remarks(answer)]
     else:
-        lines += _nothing(found)
-    if found.ruled_out:
-        lines += ["", f"ruled out, of {units.count(found.weighed)} ways:"]
-        lines += [f"{count:>6}  {reason}" for reason, count in list(found.ruled_out.items())[:SHOWN]]
-        left = sum(list(found.ruled_out.values())[SHOWN:])
+        lines += _nothing(answer)
+    if answer.ruled_out:
+        lines += ["", f"ruled out, of {units.count(answer.weighed)} ways:"]
+        lines += [f"{count:>6}  {reason}" for reason, count in list(answer.ruled_out.items())[:SHOWN]]
+        left = sum(list(answer.ruled_out.values())[SHOWN:])
         lines += [f"{left:>6}  for other reasons (--json names them)"] if left else []
-    if found.options:
-        lines += ["", "the best as a spec (-o FILE writes it):", as_yaml(found).rstrip()]
+    if answer.options:
+        lines += ["", "the best as a spec (-o FILE writes it):", as_yaml(answer).rstrip()]
     return "\n".join(lines) + "\n"
 
 
-def _table(options: Sequence[Option], wanted: Wanted) -> list[str]:
-    rows = [list(_HEADINGS), *(_row(place, option, wanted) for place, option in enumerate(options, 1))]
+def _table(options: Sequence[Option], goal: Goal) -> list[str]:
+    rows = [list(_HEADINGS), *(_row(rank, option, goal) for rank, option in enumerate(options, 1))]
     kept = [i for i in range(len(_HEADINGS)) if any(row[i] for row in rows[1:])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
     return [
@@ -53,23 +53,23 @@ def _table(options: Sequence[Option], wanted: Wanted) -> list[str]:
     ]
 
 
-def _row(place: int, option: Option, wanted: Wanted) -> list[str]:
+def _row(rank: int, option: Option, goal: Goal) -> list[str]:
     train = option.spec.train
     return [
-        str(place), method_words(option.spec), switches(option.spec), str(train.batch_size),
+        str(rank), method_words(option.spec), switches(option.spec), str(train.batch_size),
         str(train.gradient_accumulation_steps), option.gpu.name, units.seconds(option.seconds.expected),
-        units.seconds(option.seconds.high), _keeps(option, wanted), units.gibibytes(option.headroom),
+        units.seconds(option.seconds.high), _keeps(option, goal), units.gibibytes(option.headroom),
         "" if option.cost is None else f"{option.cost} ({option.cost.way})", f"{option.kwh:.3g}",
         option.duration.basis,
     ]  # fmt: skip
 
 
-def _keeps(option: Option, wanted: Wanted) -> str:
-    if wanted.deadline_s is None:
+def _keeps(option: Option, goal: Goal) -> str:
+    if goal.deadline_s is None:
         return ""
-    if option.seconds.expected > wanted.deadline_s:
+    if option.seconds.expected > goal.deadline_s:
         return "misses"
-    return "may miss" if may_miss(option, wanted) else "keeps"
+    return "may miss" if may_miss(option, goal) else "keeps"
 
 
 def method_words(spec: Experiment) -> str:
@@ -81,92 +81,93 @@ def method_words(spec: Experiment) -> str:
 
 
 def switches(spec: Experiment) -> str:
-    """The optimizations that are on, short; `none` without any."""
+    """Return the optimizations that are on, short; `none` without any."""
     on = optimizations_on(spec.optimizations.model_dump())
     on += ["fused AdamW"] if spec.train.optimizer == "adamw_torch_fused" else []
     return ", ".join(on).replace("gradient_checkpointing", "checkpointing").replace("_", " ") or "none"
 
 
-def _remarks(found: Found) -> list[str]:
-    """What the reader of the table must know; once each."""
-    best = found.options[0]
+def _remarks(answer: Recommendation) -> list[str]:
+    """Return what the reader of the table must know; once each."""
+    best = answer.options[0]
     lines = [f"time: {best.duration.confidence} (the best)", f"lengths: {best.duration.lengths}"]
-    own = found.wanted.spec.dataset.samples
-    if own is not None and found.wanted.samples > own:
-        lines.append(f"passes over the {units.count(own)} samples of the data set: {found.wanted.samples / own:,.1f}")
+    own = answer.goal.spec.dataset.samples
+    if own is not None and answer.goal.samples > own:
+        lines.append(f"passes over the {units.count(own)} samples of the data set: {answer.goal.samples / own:,.1f}")
     if best.duration.upper_bound:
         lines.append("so times are upper bounds: run a few steps on this data once, and ask again")
-    if count := sum(may_miss(option, found.wanted) for option in found.options):
-        which = "each of them" if count == len(found.options) else f"{units.count(count)} of them, ranked last,"
+    if count := sum(may_miss(option, answer.goal) for option in answer.options):
+        which = "each of them" if count == len(answer.options) else f"{units.count(count)} of them, ranked last,"
         lines.append(
-            f"{units.count(len(found.options))} ways keep the deadline as expected; {which} may miss it at the slow end"
+            f"{units.count(len(answer.options))} ways keep the deadline as expected; {which} may miss it at the "
+            "slow end"
         )
-    if any(option.spec.optimizations.fp8 != "off" for option in found.options[:SHOWN]):
+    if any(option.spec.optimizations.fp8 != "off" for option in answer.options[:SHOWN]):
         lines.append(FP8)
-    if len({option.spec.method.quantised for option in found.options[:SHOWN]}) > 1:
+    if len({option.spec.method.quantised for option in answer.options[:SHOWN]}) > 1:
         lines.append("4-bit base weights are not the 16-bit ones: compare the loss before the night")
-    if found.wanted.effective_batch:
+    if answer.goal.effective_batch:
         lines.append("samples a step are held; with --effective-batch any a step may be larger, and learn otherwise")
     else:
         lines.append("samples a step differ between rows, and so what is learned: --effective-batch N holds them")
     return lines
 
 
-def _nothing(found: Found) -> list[str]:
-    if found.closest is None:
-        closest = [f"closest to it is {found.missed}"] if found.missed else []
-        return [f"no way to train it fits the memory of {_gpus(found)}", *closest]
-    return [f"nothing meets these limits. The closest is {found.missed}:", "", *_table([found.closest], found.wanted)]
+def _nothing(answer: Recommendation) -> list[str]:
+    if answer.closest is None:
+        closest = [f"closest to it is {answer.missed}"] if answer.missed else []
+        return [f"no way to train it fits the memory of {_gpus(answer)}", *closest]
+    return [f"nothing meets these limits. The closest is {answer.missed}:", "", *_table([answer.closest], answer.goal)]
 
 
-def _gpus(found: Found) -> str:
-    names = [gpu.name for gpu in found.wanted.gpus]
+def _gpus(answer: Recommendation) -> str:
+    names = [gpu.name for gpu in answer.goal.gpus]
     return ", ".join(names) if len(names) <= 3 else f"{len(names)} GPUs"
 
 
-def as_yaml(found: Found) -> str:
-    """The best option's spec, with what is expected of it in its head."""
-    best = found.options[0]
-    spec = as_runnable(best, found.wanted)
+def as_yaml(answer: Recommendation) -> str:
+    """Return the best option's spec, with what is expected of it in its head."""
+    best = answer.options[0]
+    spec = as_runnable(best, answer.goal)
     head = [
-        f"# Recommended by ftbench for {units.count(found.wanted.samples)} samples on {best.gpu.name}, best by "
-        f"{found.wanted.objective}.",
+        f"# Recommended by ftbench for {units.count(answer.goal.samples)} samples on {best.gpu.name}, best by "
+        f"{answer.goal.objective}.",
         f"# Expected: {units.seconds(best.seconds.expected)} ({best.duration.confidence}),",
         f"# {units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB.",
     ]
-    if may_miss(best, found.wanted):
+    if may_miss(best, answer.goal):
         head.append(f"# May miss the deadline: {units.seconds(best.seconds.high)} at the slow end of the band.")
     return "\n".join(head) + "\n" + yaml.safe_dump(spec_values(spec), sort_keys=False, allow_unicode=True)
 
 
 def spec_values(spec: Experiment) -> dict[str, Any]:
-    """What a spec file has to say: all that is not as it is by default, and the name of the method."""
+    """Return what a spec file has to say: all that is not as it is by default, and the name of the method."""
     values: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
     values["method"] = {"name": spec.method.name, **values.get("method", {})}
     return {key: value for key, value in values.items() if value != {}}
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(answer: Recommendation) -> dict[str, Any]:
     """One document: options best first, what was ruled out, and the best spec."""
-    wanted = found.wanted
+    goal = answer.goal
     return {
-        "model": wanted.spec.model.id, "samples": wanted.samples, "deadline_s": wanted.deadline_s,
-        "max_cost": wanted.max_cost, "objective": wanted.objective,
-        "options": [_record(option, wanted) for option in found.options],
-        "closest": None if found.closest is None else _record(found.closest, wanted),
-        "missed": found.missed or None, "ruled_out": found.ruled_out, "weighed": found.weighed,
-        "spec": spec_values(as_runnable(found.options[0], wanted)) if found.options else None,
+        "model": goal.spec.model.id, "samples": goal.samples, "deadline_s": goal.deadline_s,
+        "max_cost": goal.max_cost, "objective": goal.objective,
+        "options": [_record(option, goal) for option in answer.options],
+        "closest": None if answer.closest is None else _record(answer.closest, goal),
+        "missed": answer.missed or None, "ruled_out": answer.ruled_out, "weighed": answer.weighed,
+        "spec": spec_values(as_runnable(answer.options[0], goal)) if answer.options else None,
     }  # fmt: skip
 
 
-def _record(option: Option, wanted: Wanted) -> dict[str, Any]:
+def _record(option: Option, goal: Goal) -> dict[str, Any]:
     train, seconds, memory = option.spec.train, option.seconds, option.memory
     return {
         "gpu": option.gpu.name, "method": option.spec.method.model_dump(mode="json"),
         "optimizations": _on(option.spec.optimizations), "optimizer": train.optimizer,
         "batch_size": train.batch_size, "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "seconds": _band(seconds), "samples_per_hour": option.duration.samples_per_hour,
-        "may_miss_deadline": None if wanted.deadline_s is None else may_miss(option, wanted),
+        "may_miss_deadline": None if goal.deadline_s is None else may_miss(option, goal),
         "memory_gb": _band(memory.device), "total_gb": memory.total, "headroom_gb": option.headroom,
         "cost": None if option.cost is None else option.cost.value,
         "currency": None if option.cost is None else option.cost.currency,

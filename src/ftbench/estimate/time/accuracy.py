@@ -10,18 +10,18 @@ from ftbench.core import units
 from ftbench.core.hardware import Gpu, gpus
 from ftbench.estimate.time import speeds
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.time.history import Known
+from ftbench.estimate.time.history import TimedRun
 from ftbench.estimate.time.observations import Observation
 from ftbench.estimate.time.run_index import Store
 from ftbench.store.summary import optimizations_on
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LeftOut:
     """A run: seconds of its mean step, and what was estimated from the other runs alone (`left_out`), from the
     coefficients of the other runs without any run near it (`bare`)."""
 
-    run: Known
+    run: TimedRun
     left_out: float
     low: float
     high: float
@@ -45,7 +45,7 @@ def left_out(
     store: Store,
     kin: Callable[[Observation], Any] = lambda each: each.key,
     coefficients_of: Callable[[Sequence[Observation]], Mapping[str, float]] = lambda _: speeds.values(speeds.shipped()),
-) -> list[Row]:
+) -> list[LeftOut]:
     """Return a row for each run whose model and GPU are known; runs that are `kin`, by default those of the same step,
     are left out together. `coefficients_of` the others are the shipped ones unless they are fitted again."""
     seen = observations(store)
@@ -63,15 +63,15 @@ def observations(store: Store) -> list[Observation]:
     return [each for gpu in gpus() for each in store.observations(gpu)]
 
 
-def _row(run: Known, rest: Store, coefficients: dict[str, float]) -> Row:
+def _row(run: TimedRun, rest: Store, coefficients: dict[str, float]) -> LeftOut:
     gpu: Gpu = next(gpu for gpu in gpus() if gpu.name == run.gpu)
     alone = estimate_duration(run.spec, gpu, rest, coefficients=coefficients)
     bare = estimate_duration(run.spec, gpu, Store(rest.path), coefficients=coefficients)
     step = alone.step_s
-    return Row(run, step.expected, step.low, step.high, bare.step_s.expected, alone.basis)
+    return LeftOut(run, step.expected, step.low, step.high, bare.step_s.expected, alone.basis)
 
 
-def text(rows: Sequence[Row]) -> str:
+def text(rows: Sequence[LeftOut]) -> str:
     """Return the rows as a table in Markdown, and their errors in sentences."""
     lines = ["| run | with | measured step | estimated | error | in its band | without any run | basis |"]
     lines += ["|---|---|--:|--:|--:|---|--:|---|"]
@@ -84,7 +84,7 @@ def text(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", *_summary(rows)]) + "\n"
 
 
-def _summary(rows: Sequence[Row]) -> list[str]:
+def _summary(rows: Sequence[LeftOut]) -> list[str]:
     if not rows:
         return ["no run whose model and GPU are known"]
     (mean, worst), (bare_mean, bare_worst) = errors_of(rows), errors_of(rows, "bare_error")
@@ -96,13 +96,13 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def errors_of(rows: Sequence[Row], name: str = "error") -> tuple[float, float]:
+def errors_of(rows: Sequence[LeftOut], name: str = "error") -> tuple[float, float]:
     """Return the mean and the worst relative error of the step time; runs of one step count as one."""
     errors = _by_step(rows, name)
     return _mean(errors), max(errors)
 
 
-def _by_step(rows: Sequence[Row], name: str) -> list[float]:
+def _by_step(rows: Sequence[LeftOut], name: str) -> list[float]:
     by_step: dict[Any, list[float]] = {}
     for row in rows:
         by_step.setdefault((row.run.gpu, *row.run.key), []).append(abs(getattr(row, name)))

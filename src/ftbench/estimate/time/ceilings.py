@@ -90,7 +90,7 @@ def _watts_a_tflops(gpu: Gpu) -> float:
 
 @lru_cache(maxsize=256)
 def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilings:
-    """The ceilings of a GPU that a spec asks for. Raises SpecError where they are not known."""
+    """Return the ceilings of a GPU that a spec asks for. Raise SpecError where they are not known."""
     limits = ceilings(gpu, precision, store)
     if limits.products is None:
         raise SpecError(
@@ -103,5 +103,5 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
 
 
 def _probed(store: Path, gpu: Gpu) -> dict[str, Any]:
-    """What probes say of a GPU, under all the names that the table takes for one."""
+    """Return what probes say of a GPU, under all the names that the table takes for one."""
     return probes.of(store, *(name for name in probes.gpus(store) if canonical_name(name) == gpu.name))

@@ -12,7 +12,7 @@ from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import Band
 from ftbench.estimate.time import power, speeds
 from ftbench.estimate.time.ceilings import Ceilings, limits_of
-from ftbench.estimate.time.history import Known
+from ftbench.estimate.time.history import TimedRun
 from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.lengths import batches_of, per_step
@@ -97,26 +97,26 @@ def estimate_duration(
     shape, work = store.work(spec, batches, config)
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)
     learned = coefficients or speeds.values(speeds.shipped())
-    found = speeds.step(speeds.ideal(work, limits), learned)
+    modelled = speeds.step(speeds.ideal(work, limits), learned)
     samples, positions, real = (per_step(spec, batches, name) for name in ("samples", "positions", "real"))
     same = store.same(spec, gpu)
     unlike = shape.model.has_experts and not same  # of a mixture of experts runs of other steps tell little
-    near = None if same or unlike else correction(spec, found, store.neighbours(gpu, learned))
-    seconds, basis, confidence = _judged(gpu, same, near, real, found.seconds, limits, unlike)
+    near = None if same or unlike else correction(spec, modelled, store.neighbours(gpu, learned))
+    seconds, basis, confidence = _judged(gpu, same, near, real, modelled.seconds, limits, unlike)
     if left_out := store.contended[gpu.name]:
         confidence += f"; {_counted(left_out)} beside other work on the machine left out"
     spread = SPREAD[basis]
     if basis != MEASURED:
-        spread *= (HOST_SPREAD if found.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
-    watts, source = power.watts(spec, gpu, same, store.on(gpu), found)
+        spread *= (HOST_SPREAD if modelled.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
+    watts, source = power.watts(spec, gpu, same, store.on(gpu), modelled)
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
-        _start(spec, shape, same), watts, source, "host" if found.host_bound else "GPU", basis, confidence,
-        lengths.source, lengths.upper_bound, dict(found.parts),
+        _start(spec, shape, same), watts, source, "host" if modelled.host_bound else "GPU", basis, confidence,
+        lengths.source, lengths.upper_bound, dict(modelled.parts),
     )  # fmt: skip
 
 
-def _judged(gpu: Gpu, same: Sequence[Known], near: Correction | None, tokens: float, modelled: float,
+def _judged(gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens: float, modelled: float,
             limits: Ceilings, unlike: bool) -> tuple[float, str, str]:  # fmt: skip
     """Seconds, basis, and confidence in words."""
     if same:
@@ -144,7 +144,7 @@ def _counted(runs: int) -> str:
 _IMPORT_S, _LOAD_BYTES_S, _FIRST_S, _FIRST_COMPILED_S = 10.0, 1.5e9, 3.0, 12.0
 
 
-def _start(spec: Experiment, shape: TrainableShape, same: Sequence[Known]) -> float:
+def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) -> float:
     measured = [run.start_s for run in same if run.start_s is not None]
     if measured:
         return statistics.median(measured)
@@ -153,8 +153,8 @@ def _start(spec: Experiment, shape: TrainableShape, same: Sequence[Known]) -> fl
 
 
 def epochs_samples(spec: Experiment, a_step: float) -> float | None:
-    """The samples that a spec trains on, of which an optimizer step has `a_step` (in packed rows more than the batch
-    size says); None where the size of its data set is not known."""
+    """Return the samples that a spec trains on, of which an optimizer step has `a_step` (in packed rows more than the
+    batch size says); None where the size of its data set is not known."""
     if spec.train.max_steps is not None:
         return spec.train.max_steps * a_step
     return None if spec.dataset.samples is None else spec.dataset.samples * spec.train.epochs

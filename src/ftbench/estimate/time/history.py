@@ -27,7 +27,7 @@ MOST_RUNS = 500  # reading them takes a second at the most
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class TimedRun:
     """A run that ended well. `gpu` is the table's name; `step_s` the mean of the steady steps, and `samples` and real
     `tokens` how many a step had; `start_s` the seconds before the first steady step, `watts` the mean power,
     `described` the data set. Beside a `contended` run others used the machine: its speed is no measurement."""
@@ -84,17 +84,17 @@ def _switches(optimizations: Optimizations) -> frozenset[tuple[str, Any]]:
 _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_step", "warmup", "start_and_exit")
 
 
-def known_runs(paths: Iterable[Path]) -> list[Known]:
+def timed_runs(paths: Iterable[Path]) -> list[TimedRun]:
     """Of the newest MOST_RUNS runs at or below `paths`, those on a GPU that say how long their steps take; a run that
     lies there twice counts once."""
     runs = [run for path in paths for run in rundir.find_runs(path)]
     if len(runs) > MOST_RUNS:
         runs = sorted(runs, key=_changed)[-MOST_RUNS:]
-    found: dict[str, Known] = {}
+    by_id: dict[str, TimedRun] = {}
     for run in runs:
-        if (known := known_run(run)) is not None:
-            found.setdefault(known.run_id, known)
-    return list(found.values())
+        if (timed := timed_run(run)) is not None:
+            by_id.setdefault(timed.run_id, timed)
+    return list(by_id.values())
 
 
 def _changed(run: RunDir) -> float:
@@ -104,26 +104,26 @@ def _changed(run: RunDir) -> float:
         return 0.0
 
 
-def known_run(run: RunDir) -> Known | None:
+def timed_run(run: RunDir) -> TimedRun | None:
     """None for a run that tells nothing of its step: it failed, was too short, had no GPU, was a mock, or its files are
     not what they should be."""
     try:
-        return _told(run)
+        return _timed_run(run)
     except (AttributeError, KeyError, TypeError, ValueError):  # somebody else's file: a list for a section, a text
         return None
 
 
-def is_told(summary: dict[str, Any]) -> bool:
-    """Whether a run says how long its steps take: by enough of them, or by fewer that agree."""
+def says_step_time(summary: dict[str, Any]) -> bool:
+    """Return whether a run says how long its steps take: by enough of them, or by fewer that agree."""
     steady = (summary.get("steps") or {}).get("steady") or 0
     spread = (summary.get("step_time_s") or {}).get("cv")
     return steady >= MINIMUM_STEADY or (steady > 1 and spread is not None and spread <= AGREE)
 
 
-def _told(run: RunDir) -> Known | None:
+def _timed_run(run: RunDir) -> TimedRun | None:
     summary = rundir.read_json(run.summary)
     step = (summary.get("step_time_s") or {}).get("mean") or 0.0
-    if summary.get("state") != "ok" or not summary.get("gpu") or not 0 < step < math.inf or not is_told(summary):
+    if summary.get("state") != "ok" or not summary.get("gpu") or not 0 < step < math.inf or not says_step_time(summary):
         return None
     spec = _spec(rundir.read_json(run.spec_json))
     if spec is None or spec.launch.mock != "off" or spec.measure.share_gpu:
@@ -132,7 +132,7 @@ def _told(run: RunDir) -> Known | None:
         return None
     phases = summary.get("phases_s") or {}
     start = sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None
-    return Known(
+    return TimedRun(
         f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), step,
         summary["samples_per_s"] * step,
         start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {},
@@ -156,7 +156,7 @@ def is_older(run: RunDir) -> bool:
 
 
 def _spec(values: dict[str, Any]) -> Experiment | None:
-    """The spec of a spec.json; None where it is no spec of this version (a later key), or of an imported log."""
+    """Return the spec of a spec.json; None where it is no spec of this version (a later key), or of an imported log."""
     if "imported" in values:
         return None
     try:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ftbench.estimate.time.history import Known, Settings, settings_of
+from ftbench.estimate.time.history import Settings, TimedRun, settings_of
 from ftbench.estimate.time.observations import Observation
 from ftbench.estimate.time.speeds import Step, step
 from ftbench.spec.experiment import Experiment
@@ -34,7 +34,7 @@ class Neighbour:
     """A run with the model's step for it, how far the model was off (log of measured over modelled), and its share of
     the runs of the same step."""
 
-    run: Known
+    run: TimedRun
     modelled: Step
     miss: float
     share: float
@@ -42,11 +42,11 @@ class Neighbour:
 
 def neighbours(seen: Sequence[Observation], coefficients: Mapping[str, float]) -> list[Neighbour]:
     times = Counter(each.key for each in seen)
-    found = []
+    result = []
     for each in seen:
         modelled = step(each.ideal, coefficients)
-        found.append(Neighbour(each.run, modelled, math.log(each.run.step_s / modelled.seconds), 1 / times[each.key]))
-    return found
+        result.append(Neighbour(each.run, modelled, math.log(each.run.step_s / modelled.seconds), 1 / times[each.key]))
+    return result
 
 
 def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) -> Correction | None:
@@ -67,7 +67,7 @@ def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) ->
     return Correction(math.exp(total / weights), near, alike) if near else None
 
 
-def _apart(one: Settings, other: Settings) -> float:
-    if one == other:
+def _apart(own: Settings, other: Settings) -> float:
+    if own == other:
         return 0.0
-    return _SWITCH * len(one.switches ^ other.switches) + _METHOD * (one.method != other.method)
+    return _SWITCH * len(own.switches ^ other.switches) + _METHOD * (own.method != other.method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ftbench.estimate.time.history import Known
+from ftbench.estimate.time.history import TimedRun
 from ftbench.estimate.time.speeds import Ideal
 
 
@@ -13,7 +13,7 @@ from ftbench.estimate.time.speeds import Ideal
 class Observation:
     """A run's mean step with its work; runs of one `key` took the same step and count as one."""
 
-    run: Known
+    run: TimedRun
     ideal: Ideal
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ftbench.core.hardware import Gpu
 from ftbench.estimate.memory.estimate import Band
-from ftbench.estimate.time.history import Known, settings_of
+from ftbench.estimate.time.history import TimedRun, settings_of
 from ftbench.estimate.time.speeds import Step
 from ftbench.spec.experiment import Experiment
 
@@ -18,9 +18,11 @@ _SPREAD = 1.3
 _MEASURED_SPREAD, _SCALED_SPREAD = 1.05, 1.2
 
 
-def watts(spec: Experiment, gpu: Gpu, same: Sequence[Known], runs: Sequence[Known], step: Step) -> tuple[Band, str]:
-    """Mean watts of the steady steps with their source; no more than the board may draw. `runs` are those on such a
-    GPU."""
+def watts(
+    spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], runs: Sequence[TimedRun], step: Step
+) -> tuple[Band, str]:
+    """Return the mean watts of the steady steps with their source; no more than the board may draw. `runs` are those on
+    such a GPU."""
     if measured := [run.watts for run in same if run.watts]:
         return _band(statistics.median(measured), _MEASURED_SPREAD, gpu), "measured"
     own = settings_of(spec) if runs else None

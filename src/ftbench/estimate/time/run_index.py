@@ -1,4 +1,4 @@
-"""A results store as the time estimate asks it: runs by what they did, kept from one question to the next."""
+"""A results store as the time estimate needs it: runs by what they did, kept from one question to the next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ftbench.core.hardware import Gpu
 from ftbench.errors import SpecError
 from ftbench.estimate.time.ceilings import limits_of
-from ftbench.estimate.time.history import Known, StepKey, known_runs, step_key
+from ftbench.estimate.time.history import StepKey, TimedRun, step_key, timed_runs
 from ftbench.estimate.time.neighbor_correction import Neighbour, neighbours
 from ftbench.estimate.time.observations import Observation
 from ftbench.estimate.time.speeds import Ideal, ideal
@@ -27,11 +27,11 @@ class Store:
     """The runs that a folder holds, without those that were `contended` (how many, by GPU), and the probes below it
     (`path`)."""
 
-    def __init__(self, path: Path | None = None, runs: Sequence[Known] = ()) -> None:
+    def __init__(self, path: Path | None = None, runs: Sequence[TimedRun] = ()) -> None:
         self.path, self.runs = path, [run for run in runs if not run.contended]
         self.contended = Counter(run.gpu for run in runs if run.contended)
-        self._same: dict[Any, list[Known]] = {}
-        self._on: dict[str, list[Known]] = {}
+        self._same: dict[Any, list[TimedRun]] = {}
+        self._on: dict[str, list[TimedRun]] = {}
         for run in self.runs:
             self._on.setdefault(run.gpu, []).append(run)
             self._same.setdefault((run.gpu, *run.key), []).append(run)
@@ -44,25 +44,25 @@ class Store:
 
     @classmethod
     def read(cls, path: Path) -> Store:
-        """A folder that is not there is an empty store. Raises SpecError for a file."""
+        """Return the store in a folder, empty where there is none. Raise SpecError for a file."""
         if path.exists() and not path.is_dir():
             raise SpecError(f"--store {path}: is no folder of runs")
-        return cls(path, known_runs([path]) if path.is_dir() else ())
+        return cls(path, timed_runs([path]) if path.is_dir() else ())
 
     def without(self, key: StepKey) -> Store:
-        """The same store as if no run had taken this step."""
+        """Return the same store as if no run had taken this step."""
         other = copy.copy(self)
         other._left_out = key
         return other
 
-    def same(self, spec: Experiment, gpu: Gpu) -> list[Known]:
+    def same(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
         """Runs that took the very step which `spec` (resolved) asks for, on such a GPU."""
         if gpu.name not in self._on:
             return []
         key = step_key(spec)
         return [] if key == self._left_out else self._same.get((gpu.name, *key), [])
 
-    def on(self, gpu: Gpu) -> list[Known]:
+    def on(self, gpu: Gpu) -> list[TimedRun]:
         """Runs on such a GPU."""
         return self._on.get(gpu.name, [])
 
@@ -87,7 +87,7 @@ class Store:
     def work(
         self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None
     ) -> tuple[TrainableShape, StepWork]:
-        """The model with its method on it, and what a step asks for: the same on every GPU."""
+        """Return the model with its method on it, and what a step asks for: the same on every GPU."""
         key = (id(config), *step_key(spec))
         if key not in self._work:
             shape = self._shape(spec, config)
@@ -110,12 +110,12 @@ class Store:
                     self._seen[gpu.name].append(Observation(run, self._ideal(run, gpu)))
         return self._seen[gpu.name]
 
-    def _ideal(self, run: Known, gpu: Gpu) -> Ideal:
+    def _ideal(self, run: TimedRun, gpu: Gpu) -> Ideal:
         limits = limits_of(gpu, run.spec.train.precision, run.spec.optimizations.fp8 != "off", self.path)
         return ideal(step_work(run.spec, self._shape(run.spec, None), [run.batch]), limits)
 
     def neighbours(self, gpu: Gpu, coefficients: Mapping[str, float]) -> list[Neighbour]:
-        """The same with what the model says of them."""
+        """Return the observations with what the coefficients say of them."""
         key = (gpu.name, *coefficients.values())
         if key not in self._near:
             self._near[key] = neighbours(self.observations(gpu), coefficients)

@@ -54,7 +54,7 @@ class Step:
 
 @cache
 def shipped() -> dict[str, Term]:
-    """The coefficients that come with ftbench."""
+    """Return the coefficients that come with ftbench."""
     return {name: Term(**values) for name, values in document()["coefficients"].items()}
 
 
@@ -70,34 +70,34 @@ def values(terms: Mapping[str, Term]) -> dict[str, float]:
 
 
 def ideal(work: StepWork, limits: Ceilings) -> Ideal:
-    """Every term at its ceiling."""
+    """Return every term at its ceiling."""
     groups = tuple((weight, _seconds(each, limits), each.operations * HOST_OPERATION_S) for weight, each in work.groups)
     return Ideal(groups, work.passes, _seconds(work.update, limits))
 
 
 def _seconds(work: Work, limits: Ceilings) -> dict[str, float]:
-    found = {name: amount / limits.memory for name, amount in work.bytes.items()}
-    found |= {name: amount / limits.link for name, amount in work.link.items()}
+    seconds = {name: amount / limits.memory for name, amount in work.bytes.items()}
+    seconds |= {name: amount / limits.link for name, amount in work.link.items()}
     for name, amount in work.flops.items():
         rate = limits.products_fp8 if name == "products.fp8" else limits.products
         assert rate is not None
-        found[name] = amount / rate
-    return found
+        seconds[name] = amount / rate
+    return seconds
 
 
-def step(found: Ideal, coefficients: Mapping[str, float]) -> Step:
-    """A micro-batch takes as long as the slower of device and host; the update follows."""
+def step(ideal_step: Ideal, coefficients: Mapping[str, float]) -> Step:
+    """Return how long a step takes: of each micro-batch the slower of device and host, and the update."""
     parts: dict[str, float] = defaultdict(float)
     device = host = seconds = 0.0
-    for weight, terms, operations in found.groups:
+    for weight, terms, operations in ideal_step.groups:
         alone = 0.0
         for name, value in terms.items():
-            spent = coefficients[name] * value * weight * found.passes
+            spent = coefficients[name] * value * weight * ideal_step.passes
             parts[name] += spent
             alone += spent
-        started = coefficients["host"] * operations * weight * found.passes
+        started = coefficients["host"] * operations * weight * ideal_step.passes
         device, host, seconds = device + alone, host + started, seconds + max(alone, started)
-    for name, value in found.update.items():
+    for name, value in ideal_step.update.items():
         spent = coefficients[name] * value
         parts[name] += spent
         device, seconds = device + spent, seconds + spent

@@ -66,7 +66,7 @@ def kind_of(spec: Experiment) -> str:
 
 
 def recomputed(spec: Experiment) -> float:
-    """The share of the layers whose forward pass is done twice."""
+    """Return the share of the layers whose forward pass is done twice."""
     own = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
     if spec.optimizations.gradient_checkpointing == "selective":
         return 0.5
@@ -90,7 +90,7 @@ def micro_step(spec: Experiment, shape: TrainableShape, batch: Batch) -> Work:
 
 
 def _linked(spec: Experiment, shape: TrainableShape, batch: Batch) -> dict[str, float]:
-    """Bytes to the host and back."""
+    """Return bytes to the host and back."""
     if spec.optimizations.activation_offload:
         return {"offload": 2 * _kept(shape) * batch.positions}
     if spec.optimizations.gradient_checkpointing == "offload":
@@ -100,8 +100,8 @@ def _linked(spec: Experiment, shape: TrainableShape, batch: Batch) -> dict[str, 
 
 
 def _products(spec: Experiment, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
-    """FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and Liger's
-    take the gradient in the forward pass; the others make the logits again."""
+    """Return FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and
+    Liger's take the gradient in the forward pass; the others make the logits again."""
     matmul, n = shape.matmul, batch.positions
     layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
     once = spec.optimizations.liger or spec.optimizations.chunked_loss
@@ -112,7 +112,7 @@ def _products(spec: Experiment, shape: TrainableShape, batch: Batch, again: floa
 
 
 def _moved(spec: Experiment, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
-    """Bytes read and written, by term."""
+    """Return bytes read and written, by term."""
     n, kind, compiled = batch.positions, kind_of(spec), bool(spec.optimizations.compile)
     moved: dict[str, float] = defaultdict(float)
     base, adapters = _elementwise(shape, again)
@@ -152,7 +152,7 @@ def _whole_square(shape: TrainableShape, batch: Batch, again: float) -> float:
 
 
 def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
-    """Bytes a position in all layers: the base model's and the adapters', backward included."""
+    """Return bytes a position in all layers: the base model's and the adapters', backward included."""
     hidden = shape.model.hidden * len(shape.model.layers)
     base = _HIDDEN * hidden + _HEADS * shape.query_key + _INNER * shape.inner
     adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
@@ -166,7 +166,7 @@ def _loss(spec: Experiment, kind: str) -> str:
 
 
 def _kept(shape: TrainableShape) -> float:
-    """Bytes a position that the backward pass needs, in all layers: norms and products keep their inputs."""
+    """Return bytes a position that the backward pass needs, in all layers: norms and products keep their inputs."""
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
@@ -179,7 +179,7 @@ def _operations(spec: Experiment, shape: TrainableShape, batch: Batch, again: fl
 
 
 def update(spec: Experiment, shape: TrainableShape) -> Work:
-    """Clipping and the optimizer's update, once a step."""
+    """Return the work of clipping and of the optimizer's update, once a step."""
     full = spec.method.name == "full"
     weight = _DTYPE_BYTES[spec.model.dtype] if full else 4  # adapters are trained in float32
     moment = _MOMENT_BYTES.get(spec.train.optimizer, 0.0)
@@ -199,6 +199,6 @@ class StepWork:
 
 
 def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
-    """Raises nothing: a spec whose products have no known rate is for `ceilings.py` to refuse."""
+    """Return the work of an optimizer step; a spec whose products have no known rate is for `ceilings.py` to refuse."""
     groups = tuple((batch.weight, micro_step(spec, shape, batch)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))

@@ -13,7 +13,7 @@ from ftbench.core.hardware import canonical_name
 from ftbench.report.data.collect import Record, known
 from ftbench.report.data.groups import ENERGY, HEADINGS, SAMPLES, TOKENS, Cell, gpu_of, shown, who
 from ftbench.report.render.document import Section, Table
-from ftbench.spec.cost import Bill, bills, running
+from ftbench.spec.cost import HourlyCost, hourly_costs, running
 from ftbench.spec.prices import Owned, Price, Prices, Rent
 
 NIGHT_H = 8.0
@@ -61,8 +61,8 @@ def _costs(record: Record, prices: Prices | None, hours: float) -> Record:
     price = prices.of(gpu_of(record)) if prices else None
     if price is None or record["state"] != "ok":
         return found
-    for bill in bills(price, samples, tokens, watts, hours):
-        found |= {f"cost.{bill.way}.{name}": value for name, value in _amounts(bill).items()}
+    for hourly in hourly_costs(price, samples, tokens, watts, hours):
+        found |= {f"cost.{hourly.way}.{name}": value for name, value in _amounts(hourly).items()}
     return found | {"cost.break_even_hours": break_even(price, watts)[0]}
 
 
@@ -70,9 +70,9 @@ def _known(record: Record, name: str) -> float | None:
     return next(iter(known([record], name)), None)
 
 
-def _amounts(bill: Bill) -> dict[str, Any]:
+def _amounts(cost: HourlyCost) -> dict[str, Any]:
     names = ("currency", "per_hour", "per_1k_samples", "per_1m_real_tokens", "per_night", "date", "source")
-    return {name: getattr(bill, name) for name in names}
+    return {name: getattr(cost, name) for name in names}
 
 
 # --- the sections ----------------------------------------------------------------------------------------------------
@@ -123,10 +123,10 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
         return
     watts = _watts(cell.figure(ENERGY), cell.figure(SAMPLES), cell.figure(WATTS))
     even, text = break_even(price, watts)
-    for bill in bills(price, cell.figure(SAMPLES), cell.figure(TOKENS), watts, hours):
-        owned = bill.way == "owned"
-        yield who(cell) | {"way": bill.way} | _amounts(bill) | {
-            "why": bill.why, "break_even_hours": even if owned else None, "buying_pays_after": text if owned else "",
+    for hourly in hourly_costs(price, cell.figure(SAMPLES), cell.figure(TOKENS), watts, hours):
+        owned = hourly.way == "owned"
+        yield who(cell) | {"way": hourly.way} | _amounts(hourly) | {
+            "why": hourly.why, "break_even_hours": even if owned else None, "buying_pays_after": text if owned else "",
         }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from ftbench.core.hardware import gpus
 from ftbench.errors import FtbenchError
 from ftbench.estimate.memory import calibrate, constants, measured
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
-from ftbench.estimate.time.history import Known, known_run
+from ftbench.estimate.time.history import TimedRun, timed_run
 from ftbench.estimate.time.run_index import Store
 from ftbench.report.data.facts import CPU
 from ftbench.report.data.groups import HEADINGS, Run, cells_of, shown, who
@@ -97,7 +97,7 @@ def time(runs: Sequence[Run]) -> Section | None:
     """Return each run's step as `ftbench estimate` predicts it from the other runs given, without those of the same
     step; None where no run on a GPU of the table has enough steps to tell."""
     stored = [
-        (cell, known) for cell in cells_of(runs) for run in cell.runs if (known := known_run(run.dir)) is not None
+        (cell, known) for cell in cells_of(runs) for run in cell.runs if (known := timed_run(run.dir)) is not None
     ]
     store = Store(runs=[known for _, known in stored])
     records = []
@@ -122,7 +122,7 @@ def time(runs: Sequence[Run]) -> Section | None:
     return Section("estimated_times", "Time: estimated and measured", table, words, records)
 
 
-def _step(known: Known, store: Store) -> DurationEstimate | None:
+def _step(known: TimedRun, store: Store) -> DurationEstimate | None:
     gpu = next((gpu for gpu in gpus() if gpu.name == known.gpu), None)
     try:
         return estimate_duration(known.spec, gpu, store.without(known.key)) if gpu else None
