@@ -113,12 +113,12 @@ def ratio_of_runs(baseline: Sequence[float], candidate: Sequence[float], *, comp
 
 
 def _two_sided(comparisons: int) -> float:
-    """The probability below the upper end of an interval, one of so many that are to hold at once."""
+    """Return the probability below the upper end of an interval, one of so many that are to hold at once."""
     return 1 - (1 - CONFIDENCE) / comparisons / 2
 
 
 def _standard_error(sides: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Of the difference of two means, with Welch's degrees of freedom."""
+    """Return the standard error of the difference of two means, with Welch's degrees of freedom."""
     repeated = [side for side in sides if len(side) > 1]
     variances = [statistics.variance(side) if len(side) > 1 else statistics.variance(repeated[0]) for side in sides]
     parts = [variance / len(side) for variance, side in zip(variances, sides, strict=True)]
@@ -195,8 +195,8 @@ class BreakEven:
 
 
 def break_even(baseline: Pace, candidate: Pace) -> BreakEven:
-    """Where the times of both for the same samples cross: start + samples / rate on either side. A crossing within the
-    candidate's first step is none that a run can show: nothing is trained before a step ends."""
+    """Return where the times of both for the same samples cross: start + samples / rate on either side. A crossing
+    within the candidate's first step is none that a run can show: nothing is trained before a step ends."""
     later = candidate.start_s - baseline.start_s
     gain = 1 / baseline.samples_per_s - 1 / candidate.samples_per_s
     if later <= 0 <= gain:

@@ -152,8 +152,8 @@ def _common_steps(reference: Sequence[TrainedStep], candidate: Sequence[TrainedS
 
 
 def _common_samples(reference: Sequence[TrainedStep], candidate: Sequence[TrainedStep]) -> _Sides:
-    """The whole steps of both, from the first, over as many samples as both have seen; nothing where a step does not
-    know its samples, its label tokens or its loss."""
+    """Return the whole steps of both, from the first, over as many samples as both have seen; nothing where a step does
+    not know its samples, its label tokens or its loss."""
     windows = reference, candidate
     if any(None in (step.samples, step.labels, step.loss) for side in windows for step in side):
         return [], []
@@ -168,7 +168,7 @@ def _samples(steps: Sequence[TrainedStep]) -> float:
 
 
 def _whole_steps(steps: Sequence[TrainedStep], limit: float) -> Sequence[TrainedStep]:
-    """The steps, from the first, that have together seen at most `limit` samples."""
+    """Return the steps, from the first, that have together seen at most `limit` samples."""
     seen = 0.0
     for count, step in enumerate(steps):
         seen += step.samples or 0.0
@@ -178,7 +178,7 @@ def _whole_steps(steps: Sequence[TrainedStep], limit: float) -> Sequence[Trained
 
 
 def _shares(reference: Sequence[TrainedStep], candidate: Sequence[TrainedStep]) -> dict[int, float]:
-    """Step → the share by which its losses differ."""
+    """Return step → the share by which its losses differ."""
     return {
         before.step: abs(after.loss / before.loss - 1)
         for before, after in zip(reference, candidate, strict=True)

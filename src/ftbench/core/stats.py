@@ -32,12 +32,12 @@ class StepTime:
 
 
 def total(values: Iterable[float | int | None]) -> float:
-    """The sum of what is known."""
+    """Return the sum of what is known."""
     return sum(value for value in values if value is not None)
 
 
 def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) -> int:
-    """How many steps at the start are not steady yet.
+    """Return how many steps at the start are not steady yet.
 
     The last half of the run says what a steady step takes: its median m, its spread s (from the median absolute
     deviation) and its 90th percentile p. Warm-up are the first step; every further step from the start that takes
@@ -62,7 +62,7 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) 
 
 
 def step_time(times: Sequence[float]) -> StepTime | None:
-    """Location and spread of the steady steps; None for an empty window."""
+    """Return the location and spread of the steady steps; None for an empty window."""
     if not times:
         return None
     mean = statistics.fmean(times)
@@ -77,7 +77,7 @@ def step_time(times: Sequence[float]) -> StepTime | None:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0 ≤ q ≤ 1) by linear interpolation between order statistics."""
+    """Return the q-quantile (0 ≤ q ≤ 1) by linear interpolation between order statistics."""
     ordered = sorted(values)
     place = q * (len(ordered) - 1)
     low = math.floor(place)
@@ -86,7 +86,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """A confidence interval of the median that assumes nothing about the distribution.
+    """Return a confidence interval of the median that assumes nothing about the distribution.
 
     From the binomial distribution of the number of values below the median (Conover, Practical Nonparametric
     Statistics, ch. 3): the k-th smallest and k-th largest value, with the largest k that still covers `confidence`.
@@ -107,7 +107,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 def drift(times: Sequence[float]) -> float | None:
-    """Median of the last third of the window against the first third, as a share (+0.05 is 5 % slower at the end)."""
+    """Return the median of the last third of the window against the first third, as a share (+0.05 is 5 % slower at the
+    end)."""
     third = len(times) // 3
     if third < 5:
         return None
@@ -125,7 +126,7 @@ def median_error(values: Sequence[float]) -> float | None:
 
 
 def _coverage(n: int) -> float:
-    """What the order-statistic interval of the median of n values really covers: at least `CONFIDENCE`."""
+    """Return what the order-statistic interval of the median of n values really covers: at least `CONFIDENCE`."""
     if n > 1000:  # by the normal approximation of `median_interval`
         return CONFIDENCE
     tail, k = 0.0, 0
@@ -152,7 +153,7 @@ def _t_below(t: float, freedom: float) -> float:
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """Regularised, by the continued fraction of Press et al., Numerical Recipes, 6.4."""
+    """Return the regularised function, by the continued fraction of Press et al., Numerical Recipes, 6.4."""
     if x <= 0 or x >= 1:
         return min(max(x, 0.0), 1.0)
     if x > (a + 1) / (a + b + 2):

@@ -7,12 +7,12 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d
 
 
 def gib(count: float | None) -> float | None:
-    """Bytes → GiB."""
+    """Turn bytes into GiB."""
     return None if count is None else count / GIB
 
 
 def seconds(value: float | None) -> str:
-    """A duration in the unit a person would choose: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`."""
+    """Return a duration in the unit a person would choose: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`."""
     if value is None:
         return ""
     if value < 0.0995:
@@ -29,40 +29,42 @@ def seconds(value: float | None) -> str:
 
 
 def parse_seconds(text: str) -> float | None:
-    """`8h`, `90m`, `1h30m`, `45s` → seconds; None for anything else, and for no time at all."""
+    """Turn `8h`, `90m`, `1h30m` or `45s` into seconds; None for anything else, and for no time at all."""
     match = _DURATION.fullmatch(text.replace(" ", "").lower())
     total = sum(float(n) * unit for n, unit in zip(match.groups(), (3600, 60, 1), strict=True) if n) if match else 0.0
     return total if 0 < total < float("inf") else None
 
 
 def gibibytes(value: float | None) -> str:
-    """GiB with three significant digits: `0.123`, `7.60`, `77.3`."""
+    """Return GiB with three significant digits: `0.123`, `7.60`, `77.3`."""
     if value is None:
         return ""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def count(value: float | None) -> str:
-    """A whole number with thousands separators."""
+    """Return a whole number with thousands separators."""
     return "" if value is None else f"{round(value):,}"
 
 
 def rate(value: float | None) -> str:
-    """Something per second or per hour: whole numbers from ten up, three digits below."""
+    """Return a rate per second or per hour: whole numbers from ten up, three digits below."""
     if value is None:
         return ""
     return f"{round(value):,}" if value >= 10 else f"{value:.3g}"
 
 
 def tflops(value: float | None) -> str:
-    """A product rate in TFLOP/s with three significant digits, thousands as they are: `0.437`, `67.1`, `1,420`."""
+    """Return a product rate in TFLOP/s with three significant digits, thousands as they are: `0.437`, `67.1`,
+    `1,420`."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def money(value: float | None, currency: str) -> str:
-    """An amount with three significant digits, whole from a thousand up: `0.0412 USD`, `3.59 USD`, `1,600,000 JPY`."""
+    """Return an amount with three significant digits, whole from a thousand up: `0.0412 USD`, `3.59 USD`, `1,600,000
+    JPY`."""
     if value is None:
         return ""
     if value >= 999.5:
@@ -71,12 +73,12 @@ def money(value: float | None, currency: str) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share of one: `42.3 %`."""
+    """Return a share of one: `42.3 %`."""
     return "" if value is None else f"{value * 100:.1f} %"
 
 
 def parameters(value: int | None) -> str:
-    """A parameter count: `8.19 B`, `21.8 M`."""
+    """Return a parameter count: `8.19 B`, `21.8 M`."""
     if value is None:
         return ""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):

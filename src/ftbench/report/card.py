@@ -10,7 +10,7 @@ from ftbench.store.rundir import RunDir
 
 
 def card(summary: RunSummary, run: RunDir) -> str:
-    """What was trained, what it cost, and what makes the figures weak."""
+    """Return what was trained, what it cost, and what makes the figures weak."""
     lines = [f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")]
     lines += [f"  {label:<11} {text}" for label, text in _lines(summary) if text]
     lines += [f"  warning     {warning}" for warning in summary.warnings]
@@ -62,7 +62,7 @@ def _model(summary: RunSummary) -> str:
 
 
 def _bound(bound: dict[str, Any]) -> str:
-    """`compute-bound, power-capped: the GPU worked 99 % of the time; …`; nothing where there is no verdict."""
+    """Return `compute-bound, power-capped: the GPU worked 99 % of the time; …`; nothing where there is no verdict."""
     if not bound.get("verdict"):
         return ""
     return f"{', '.join([bound['verdict'], *bound['also']])}: {bound['why']}"

@@ -18,7 +18,7 @@ from ftbench.spec.recipes import recipes
 
 
 def catalogue(what: str) -> str:
-    """Aligned lines of name and meaning. Raises SpecError for an unknown list."""
+    """Return aligned lines of name and meaning. Raises SpecError for an unknown list."""
     try:
         known(what, LISTS, "list")
     except ValueError as error:

@@ -39,7 +39,7 @@ class Gate:
 
 
 def limit_of(text: str) -> float:
-    """`5%`, `5 %` or `0.05` → 0.05. Raises SpecError for anything else."""
+    """Turn `5%`, `5 %` or `0.05` into 0.05. Raises SpecError for anything else."""
     number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     try:
         limit = float(number) / (100 if percent else 1)
@@ -89,7 +89,7 @@ def _regressed(pair: Pair, limit: float) -> list[str]:
 
 
 def sections(result: Gate) -> list[Section]:
-    """A row for each pair, those that regressed first, and the cells without a partner."""
+    """Return a row for each pair, those that regressed first, and the cells without a partner."""
     rows = sorted(result.rows, key=lambda row: not row.regressed)
     headings = ["model", "GPU", "cell", "speed", "memory", "loss", "verdict"]
     lines = [

@@ -112,8 +112,8 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
 
 
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
-    """Whether a difference is one of the recipe. A library that only one machine has was needed by neither run; and a
-    run that ended early never wrote down what it would have trained on, or with."""
+    """Return whether a difference is one of the recipe. A library that only one machine has was needed by neither run;
+    and a run that ended early never wrote down what it would have trained on, or with."""
     if fact.key.startswith("versions."):
         return None not in (fact.baseline, fact.candidate)
     late = fact.key == "dataset.order_hash" or fact.key.startswith("applied.")
@@ -141,7 +141,7 @@ def steps_of(run: Run) -> steps_csv.Steps:
 
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
-    """The ratio of a figure; of one run a side the steps are all there is to tell the noise from."""
+    """Return the ratio of a figure; of one run a side the steps are all there is to tell the noise from."""
     sides = baseline.values(name), cell.values(name)
     ratio = core.ratio_of_runs(*sides, comparisons=noise.comparisons)
     if ratio is None or len(baseline.ok) > 1 or len(cell.ok) > 1:
@@ -163,7 +163,7 @@ def _per_step(steps: steps_csv.Steps, name: str) -> dict[int, float]:
 
 
 def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
-    """Cold against cold and warm against warm; what was compiled against what was not."""
+    """Return the ratios of cold against cold and warm against warm; what was compiled against what was not."""
     before, after = baseline.first_steps(), cell.first_steps()
     ratios = {state: core.ratio_of_runs(before.get(state) or before.get("none") or [], values)
               for state, values in after.items()}  # fmt: skip
@@ -176,13 +176,14 @@ def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
 
 
 def _went_wrong(cell: Cell) -> Learning | None:
-    """The verdict on a cell all of whose runs failed, one of them for a loss or a gradient that is no number."""
+    """Return the verdict on a cell all of whose runs failed, one of them for a loss or a gradient that is no number."""
     broken = [str(run.record["reason"]) for run in cell.runs if run.record["state"] == STATE_NOT_FINITE]
     return Learning(NOT_FINITE, broken[0]) if broken and not cell.ok else None
 
 
 def _learning(baseline: Cell, cell: Cell) -> Learning:
-    """Whether both learn the same: the first run of each that ended well, and that no run of the cell went wrong."""
+    """Judge whether both learn the same: the first run of each that ended well, and that no run of the cell went
+    wrong."""
     first, second = baseline.ok[0], cell.ok[0]
     for run in cell.runs:
         broken = run.record["reason"] if run.record["state"] == STATE_NOT_FINITE else None

@@ -87,7 +87,7 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
 
 
 def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, Cell]]:
-    """The keys that vary among cells of a baseline, and the first cell by its values of these."""
+    """Return the keys that vary among cells of a baseline, and the first cell by its values of these."""
     specs = [dict(cell.runs[0].spec) for cell in group]
     varying = [
         key for key in dict.fromkeys(key for spec in specs for key in spec)

@@ -55,8 +55,8 @@ NOTE = (
 
 
 def table(comparison: Comparison) -> Table:
-    """A row for each cell, the baseline's before those held against it. What all cells share stands in the title;
-    what keeps a pair from being the same recipe stands in the numbered notes."""
+    """Return a row for each cell, the baseline's before those held against it. What all cells share stands in the
+    title; what keeps a pair from being the same recipe stands in the numbered notes."""
     keys = _columns(comparison)
     same = [key for key in _CONTEXT if key not in (*keys, comparison.axis) and not _varies(comparison, key)]
     shared = {_name(key): _fact(key, comparison.cells[0]) for key in same}
@@ -90,7 +90,7 @@ _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZAT
 
 
 def _columns(comparison: Comparison) -> list[str]:
-    """The facts beside the axis that vary between cells and so need a column."""
+    """Return the facts beside the axis that vary between cells and so need a column."""
     first = [cell.runs[0] for cell in comparison.cells]
     labels = {
         "model": [cell.facts.get("model.id", "") for cell in comparison.cells],
@@ -109,9 +109,10 @@ def _varies(comparison: Comparison, key: str) -> bool:
 
 
 def _of_axis(comparison: Comparison, key: str) -> bool:
-    """A key that is one value throughout each value of the axis says nothing that the axis does not, if it belongs to
-    the same section (the options of a method, beside the method)."""
-    if key.partition(".")[0] != comparison.axis.partition(".")[0]:
+    """Return whether a key says nothing that the axis does not: it is one value throughout each value of the axis, and
+    it belongs to the same section (the options of a method, beside the method)."""
+    section, own = key.partition(".")[0], comparison.axis.partition(".")[0]
+    if section != ("method" if own == RECIPE else own):
         return False
     texts: dict[str, set[str | None]] = {}
     for cell in comparison.cells:
@@ -131,7 +132,7 @@ def _fact(key: str, cell: Cell) -> str:
 
 
 def _ordered(comparison: Comparison) -> Iterator[Cell]:
-    """Each baseline with those held against it, by the order of the axis; those without a partner at the end."""
+    """Yield each baseline with those held against it, by the order of the axis; those without a partner at the end."""
     rank = {place: i for i, place in enumerate(in_order(comparison.axis, map(comparison.value, comparison.cells)))}
     held: dict[int, list[Pair]] = {}
     for pair in comparison.pairs:
@@ -151,7 +152,7 @@ def _runs(cell: Cell) -> str:
 
 
 def _lists(comparison: Comparison) -> dict[str, int]:
-    """What differs, in words → the number of its note."""
+    """Return what differs, in words → the number of its note."""
     numbers: dict[str, int] = {}
     for pair in comparison.pairs:
         if words := differences_text(pair):
@@ -169,7 +170,7 @@ def _recipe(pair: Pair | None, lists: Mapping[str, int]) -> str:
 
 
 def _changed(name: str, text: Callable[[float | None], str], ratio: str) -> Callable[[Cell, Pair | None], str]:
-    """A figure and its change: `15.8 (-79.6 %)`."""
+    """Return a figure and its change: `15.8 (-79.6 %)`."""
 
     def both(cell: Cell, pair: Pair | None) -> str:
         value, changed = text(cell.figure(name)), getattr(pair, ratio) if pair else None
@@ -224,7 +225,7 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Mapping[str, in
 
 
 def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """One flat record a cell, in the order of the table; what is unknown is None."""
+    """Return one flat record a cell, in the order of the table; what is unknown is None."""
     pairs = {id(pair.cell): pair for pair in comparison.pairs}
     keys = _columns(comparison)
     return [
@@ -263,6 +264,6 @@ def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequenc
 
 
 def section(comparison: Comparison) -> Section:
-    """The comparison as a part of a report."""
+    """Return the comparison as a part of a report."""
     title = f"Compared by {_TITLES.get(comparison.axis) or _name(comparison.axis)}"
     return Section("comparison", title, table(comparison), (), records(comparison))

@@ -16,7 +16,7 @@ _KEYS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the t
 
 
 def change(ratio: Ratio | None) -> str:
-    """`+12.3 % [+11.0, +13.6]`, `likely +12.3 % [+11.0, +13.6]` of one run a side, `≈ +0.4 % [-1.0, +1.9]`,
+    """Return `+12.3 % [+11.0, +13.6]`, `likely +12.3 % [+11.0, +13.6]` of one run a side, `≈ +0.4 % [-1.0, +1.9]`,
     `+12.3 % ?`; `+322.0 %, uncertain by a factor of 40` where the ends of the interval would say nothing."""
     if ratio is None:
         return ""
@@ -30,7 +30,7 @@ def change(ratio: Ratio | None) -> str:
 
 
 def change_in_words(ratio: Ratio | None) -> str:
-    """`likely +12.3 % (95 %: +11.0 to +13.6)`, for a sentence."""
+    """Return `likely +12.3 % (95 %: +11.0 to +13.6)`, for a sentence."""
     if ratio is None:
         return "by an unknown share"
     value = f"{(ratio.value - 1) * 100:+.1f} %"
@@ -43,15 +43,15 @@ def change_in_words(ratio: Ratio | None) -> str:
 
 
 def break_even_text(when: BreakEven | None) -> str:
-    """`after step 40`, `at once`, `never`."""
+    """Return `after step 40`, `at once`, `never`."""
     if when is None:
         return ""
     return when.when if when.steps is None else f"{when.when} step {round(when.steps):,}"
 
 
 def learning_text(learning: Learning | None) -> str:
-    """`follows (+0.005 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `cannot tell (+0.1 %)`, `NOT FINITE`:
-    the verdict with the difference of the mean losses over the same samples."""
+    """Return `follows (+0.005 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `cannot tell (+0.1 %)`, `NOT
+    FINITE`: the verdict with the difference of the mean losses over the same samples."""
     if learning is None:
         return ""
     verdict = learning.verdict.upper() if learning.failed else learning.verdict
@@ -62,12 +62,12 @@ def learning_text(learning: Learning | None) -> str:
 
 
 def grad_norm_text(learning: Learning | None) -> str:
-    """`-1.0 %`: the difference of the gradient norms."""
+    """Return `-1.0 %`: the difference of the gradient norms."""
     return "" if learning is None or learning.grad_norm is None else f"{learning.grad_norm * 100:+.2g} %"
 
 
 def differences_text(pair: Pair) -> str:
-    """All that keeps a pair from being the same recipe, or why there is none."""
+    """Return all that keeps a pair from being the same recipe, or why there is none."""
     if pair.baseline is None:
         return pair.reason
     words = []
@@ -81,12 +81,12 @@ def differences_text(pair: Pair) -> str:
 
 
 def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
-    """`1.52 s`, `9.4 s warm (+518.4 %)`, `41.0 s cold, 9.4 s warm`: one figure for each state of the compiler's
+    """Return `1.52 s`, `9.4 s warm (+518.4 %)`, `41.0 s cold, 9.4 s warm`: one figure for each state of the compiler's
     cache."""
     parts = []
     for state, values in sorted(cell.first_steps().items()):
         ratio = pair.first_step.get(state) if pair else None
-        changed = f" ({change(ratio).removesuffix(' ?')})" if ratio else ""
+        changed = f" ({(ratio.value - 1) * 100:+.1f} %)" if ratio else ""
         seconds = units.seconds(sum(values) / len(values))
         parts.append(seconds + ("" if state == "none" else f" {state}") + changed)
     return ", ".join(parts)
@@ -96,7 +96,7 @@ def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
 
 
 def flat_ratio(name: str, ratio: Ratio | None) -> dict[str, Any]:
-    """A ratio as fields of a flat record; None is unknown."""
+    """Return a ratio as fields of a flat record; None is unknown."""
     return {
         f"{name}_ratio": ratio.value if ratio else None,
         f"{name}_low": ratio.low if ratio else None,
@@ -107,7 +107,7 @@ def flat_ratio(name: str, ratio: Ratio | None) -> dict[str, Any]:
 
 
 def flat_learning(learning: Learning | None) -> dict[str, Any]:
-    """A verdict on learning as fields of a flat record; None is unknown."""
+    """Return a verdict on learning as fields of a flat record; None is unknown."""
     return {
         "learning": learning.verdict if learning else None,
         "learning_reason": learning.reason or None if learning else None,
@@ -121,7 +121,7 @@ def flat_learning(learning: Learning | None) -> dict[str, Any]:
 
 
 def first_step_of(cell: Cell, states: Sequence[str] = ("none", "warm", "partly warm", "cold")) -> Mapping[str, Any]:
-    """The first steps of a cell as fields of a flat record, one for each state of the compiler's cache."""
+    """Return the first steps of a cell as fields of a flat record, one for each state of the compiler's cache."""
     seconds = {state: sum(values) / len(values) for state, values in cell.first_steps().items()}
     return {"first_step_s" if state == "none" else f"first_step_s_{state.replace(' ', '_')}": seconds.get(state)
             for state in states}  # fmt: skip

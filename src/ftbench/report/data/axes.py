@@ -49,7 +49,7 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
-    """unsloth, in how many bits, and whether with its own checkpointing."""
+    """Return unsloth with the bits of its weights, and whether with its own checkpointing."""
     held_in = {"4-bit": "method.load_in_4bit", "8-bit": "method.load_in_fp8"}
     bits = next((name for name, key in held_in.items() if facts.get(key) == "on"), "16-bit")
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")

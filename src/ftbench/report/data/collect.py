@@ -24,7 +24,7 @@ _PER_SAMPLE = "energy.joules_per_1k_samples"
 def collect(paths: Sequence[Path]) -> list[Record]:
     """Return the runs at or below `paths`, each with the fields of its summary, nested ones dotted
     (`memory_gb.host_peak`), and its `path`. Raises SpecError for a path that does not exist or holds no run."""
-    found = records(summary_of(run) | {"path": str(run.path)} for run in _runs(paths))
+    collected = records(summary_of(run) | {"path": str(run.path)} for run in _runs(paths))
     rank = {name: place for place, name in enumerate(METHODS)}
 
     def order(record: Record) -> tuple[Any, ...]:
@@ -32,7 +32,7 @@ def collect(paths: Sequence[Path]) -> list[Record]:
         model, gpu, method = str(record["model"]), record["gpu"], rank.get(record["method"], len(rank))
         return record["name"], model, gpu is not None, str(gpu), method, batch, record["run_id"]
 
-    return sorted(found, key=order)
+    return sorted(collected, key=order)
 
 
 def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
@@ -53,8 +53,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Record:
 
 
 def _on_one_basis(record: Record) -> Record:
-    """Samples a second from real tokens a second and the mean length of the data, like every speed: those counted in a
-    short window are those that happened to be long or short. As counted where either is not known."""
+    """Set samples a second from real tokens a second and the mean length of the data, like every speed: those counted
+    in a short window are those that happened to be long or short. As counted where either is not known."""
     counted, tokens = record.get("samples_per_s"), record.get("tokens_per_s.real")
     length = record.get("dataset.tokens.mean")
     if not (counted and tokens and length):
@@ -67,7 +67,7 @@ def _on_one_basis(record: Record) -> Record:
 
 
 def _judged(record: Record) -> Record:
-    """A run whose loss or gradient became NaN or infinite has failed, however it ended."""
+    """Call a run failed whose loss or gradient became NaN or infinite, however it ended."""
     if record["state"] != "ok":
         return record
     broken = [text for text in record["warnings"] if text.startswith(_NO_NUMBER)]
@@ -78,23 +78,24 @@ def _judged(record: Record) -> Record:
 
 
 def _runs(paths: Sequence[Path]) -> list[RunDir]:
-    found: dict[Path, RunDir] = {}
+    directories: dict[Path, RunDir] = {}
     for path in paths:
         if not path.exists():
             raise SpecError(f"{path}: no such file or directory")
         runs = find_runs(_unpacked(path) if path.is_file() else path)
         if not runs:
             raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
-        found |= {run.path.resolve(): run for run in runs}
-    times_named = Counter(run.run_id for run in found.values())
+        directories |= {run.path.resolve(): run for run in runs}
+    times_named = Counter(run.run_id for run in directories.values())
     distinct: dict[Any, RunDir] = {}
-    for run in found.values():  # to read every run's steps would take longer than the report
+    for run in directories.values():  # to read every run's steps would take longer than the report
         distinct.setdefault(_content(run) if times_named[run.run_id] > 1 else run.run_id, run)
     return list(distinct.values())
 
 
 def _content(run: RunDir) -> Any:
-    """What makes a copy of a run the same run: given twice, in a folder and in a bundle, it is no second repeat."""
+    """Return what makes a copy of a run the same run: given twice, in a folder and in a bundle, it is no second
+    repeat."""
     try:
         steps = hashlib.sha256(run.steps.read_bytes()).digest()
     except OSError:
@@ -108,12 +109,12 @@ def _unpacked(path: Path) -> Path:
     return unpack.opened(path)
 
 
-def named_paths(found: Sequence[Record]) -> list[Record]:
+def named_paths(runs: Sequence[Record]) -> list[Record]:
     """Return the records with the paths that people know: a run out of a bundle lies in a copy that is gone soon."""
     unpack = sys.modules.get("ftbench.store.bundle.unpack")
     if unpack is None:  # no bundle was opened
-        return list(found)
-    return [record | {"path": unpack.shown(str(record["path"]))} if "path" in record else record for record in found]
+        return list(runs)
+    return [record | {"path": unpack.shown(str(record["path"]))} if "path" in record else record for record in runs]
 
 
 def summary_of(run: RunDir, state: str | None = None) -> dict[str, Any]:
@@ -126,18 +127,18 @@ def summary_of(run: RunDir, state: str | None = None) -> dict[str, Any]:
     return as_dict(summarise(run))
 
 
-def known(found: Iterable[Record], name: str) -> list[float]:
+def known(runs: Iterable[Record], name: str) -> list[float]:
     """Return the numbers that records have under `name`; a missing or empty one is left out."""
-    values = (record.get(name) for record in found)
+    values = (record.get(name) for record in runs)
     return [float(value) for value in values if isinstance(value, (int, float)) and value == value]
 
 
-def data_labels(found: Sequence[Record]) -> list[str]:
+def data_labels(runs: Sequence[Record]) -> list[str]:
     """Return the data set of each record and, where known, the mean length of its samples in tokens: `alpaca ~110`. A
     run that ended before it knew the length has that of the others with the same data set, if they agree."""
     lengths: dict[Any, set[str]] = {}
     texts = []
-    for record in found:
+    for record in runs:
         name, mean = record.get("dataset.name"), record.get("dataset.tokens.mean")
         text = f"{name} ~{mean:.0f}" if isinstance(name, str) and isinstance(mean, (int, float)) else ""
         texts.append((name if isinstance(name, str) else "unknown", text))

@@ -37,8 +37,8 @@ def curves_of(paths: Sequence[Path | None], points: int) -> dict[int, dict[str, 
     enabled = gc.isenabled()
     gc.disable()
     try:
-        found = ((place, curves(path, points)) for place, path in enumerate(paths) if path is not None)
-        return {place: curve for place, curve in found if curve}
+        packed = ((index, curves(path, points)) for index, path in enumerate(paths) if path is not None)
+        return {index: curve for index, curve in packed if curve}
     finally:
         if enabled:
             gc.enable()
@@ -54,15 +54,18 @@ def curves(path: Path, points: int) -> dict[str, Any]:
     if not steps:
         return {}
     wide, share = max(steps) > 0xFFFF, columns["progress_ratio"][-1]
-    found: dict[str, Any] = {
+    packed: dict[str, Any] = {
         "steps": len(steps), "planned": round(steps[-1] / share) if share and share > 0 else None, "wide": wide,
     }  # fmt: skip
     for name, column in SERIES.items():
         values = [math.nan if value is None else value for value in columns[column]]
         if any(map(math.isfinite, values)):
             kept = downsample(values, points)
-            found[name] = [_pack("I" if wide else "H", [steps[i] for i in kept]), _pack("f", [values[i] for i in kept])]
-    return found
+            packed[name] = [
+                _pack("I" if wide else "H", [steps[i] for i in kept]),
+                _pack("f", [values[i] for i in kept]),
+            ]
+    return packed
 
 
 def _pack(kind: str, values: Sequence[float]) -> str:

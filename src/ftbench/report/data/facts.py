@@ -40,7 +40,7 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
 
 @lru_cache(maxsize=8192)
 def _facts_of(text: str) -> Mapping[str, str]:
-    """Repeats share a spec, and a report asks for each several times."""
+    """Return the facts of a spec.json's text: repeats share one, and a report asks for each several times."""
     try:
         written = json.loads(text)
     except ValueError:
@@ -90,8 +90,8 @@ def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
+    part = values.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -129,7 +129,7 @@ def as_fact(key: str, value: Any) -> str:
 
 @cache
 def _defaults(method: str) -> dict[str, str]:
-    """Today's defaults of every key, as text."""
+    """Return today's defaults of every key, as text."""
     sections = {name: field.annotation for name, field in Experiment.model_fields.items() if name != "method"}
     parts = sections | {"method": METHODS.get(method)}
     return {
@@ -141,5 +141,5 @@ def _defaults(method: str) -> dict[str, str]:
 
 
 def _within(key: str, written: Mapping[str, Any]) -> bool:
-    """Whether the run's spec has this section at all: of a spec that is not there nothing is filled in."""
+    """Return whether the run's spec has this section at all: of a spec that is not there nothing is filled in."""
     return isinstance(written.get(key.partition(".")[0]), dict)

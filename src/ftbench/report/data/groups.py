@@ -109,11 +109,11 @@ class Cell:
 
     def first_steps(self) -> dict[str, list[float]]:
         """Return the seconds of the first steps by the state of the compiler's cache: no mean is over both."""
-        found: dict[str, list[float]] = {}
+        seconds_by_state: dict[str, list[float]] = {}
         for run in self.ok:
             for seconds in known([run.record], FIRST):
-                found.setdefault(run.cache, []).append(seconds)
-        return found
+                seconds_by_state.setdefault(run.cache, []).append(seconds)
+        return seconds_by_state
 
     def pace(self) -> Pace | None:
         """Return how the cell goes, the mean of its runs, of those with a cold cache where there are any; None where
@@ -202,7 +202,7 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
 
 
 def _way(facts: Mapping[str, str]) -> str:
-    """The shipped recipe, or the method with what is on."""
+    """Return the shipped recipe, or the method with what is on."""
     recipe, method = value_at(RECIPE, facts) or "", facts.get("method.name", "unknown method")
     if method == "unsloth" or (recipe in recipe_keys() and recipe not in PLAIN):
         return recipe
@@ -211,7 +211,7 @@ def _way(facts: Mapping[str, str]) -> str:
 
 
 def _told_apart(cells: Sequence[Cell], axis: str) -> list[Cell]:
-    """Cells of one workload, machine and name get behind it the fewest facts that they differ in."""
+    """Put behind the name of cells of one workload, machine and name the fewest facts that they differ in."""
     alike: dict[Any, list[Cell]] = {}
     for cell in cells:
         alike.setdefault((cell.workload, cell.facts["gpu"], cell.name), []).append(cell)
@@ -222,7 +222,7 @@ def _told_apart(cells: Sequence[Cell], axis: str) -> list[Cell]:
 
 
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
-    """A text for each cell that no other has: facts of the spec, or else the first run."""
+    """Return a text for each cell that no other has: facts of the spec, or else the first run."""
     keys = [axis] if axis else []
     keys += dict.fromkeys(key for cell in group for key in cell.runs[0].spec)
     chosen: list[str] = []
@@ -268,7 +268,7 @@ HEADINGS = ("model", "GPU", "data", "trained by", "batch")
 
 def first_of(cell: Cell, read: Callable[[Run], Any]) -> Any:
     """Return what the first of a cell's runs that has something has."""
-    return next((found for run in (*cell.ok, *cell.runs) if (found := read(run))), None)
+    return next((content for run in (*cell.ok, *cell.runs) if (content := read(run))), None)
 
 
 def who(cell: Cell) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def plotly_script() -> str:
 
 
 def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """What the script needs: figures as numbers, texts once."""
+    """Return what the script needs: figures as numbers, texts once."""
     known: dict[str, int] = {}
     texts: list[details.Pairs] = []
 
@@ -114,5 +114,5 @@ def _document(title: str, body: list[Markup | None], data: dict[str, Any], plotl
 
 
 def _script_safe(text: str) -> str:
-    """A script that cannot end its element early, with the line ends that a browser hashes."""
+    """Return a script that cannot end its element early, with the line ends that a browser hashes."""
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")

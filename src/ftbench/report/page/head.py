@@ -86,7 +86,7 @@ def _fastest_card(cells: Sequence[Cell]) -> Markup:
 
 
 def _runner_up(ranked: Sequence[Cell], cells: Sequence[Cell]) -> str:
-    """What speaks against taking the fastest at its word: how far the next one is behind."""
+    """Return what speaks against taking the fastest at its word: how far the next one is behind."""
     if len(ranked) == 1:
         return "Nothing else was measured." if len(cells) > 1 else "The only one."
     best, second = ranked[:2]
@@ -131,7 +131,7 @@ def _in_words(state: str) -> str:
 
 
 def _where(cell: Cell, cells: Sequence[Cell]) -> str:
-    """The cell's name, with its GPU where these differ."""
+    """Return the cell's name, with its GPU where these differ."""
     several = len({other.facts["gpu"] for other in cells}) > 1
     return secretless(cell.name + (f", on {cell.facts['gpu']}" if several else ""))
 

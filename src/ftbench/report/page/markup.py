@@ -20,8 +20,8 @@ Content = str | Markup | None | Iterable["Content"]
 
 
 def element(tag: str, /, *content: Content, **attributes: str | float | bool | None) -> Markup:
-    """`<tag …>content</tag>`. Plain text and attribute values are escaped; `class_` is class, `data_x` is data-x;
-    an attribute that is None or False is left out, one that is True stands alone."""
+    """Return `<tag …>content</tag>`. Plain text and attribute values are escaped; `class_` is class, `data_x` is
+    data-x; an attribute that is None or False is left out, one that is True stands alone."""
     opening = tag + "".join(_attribute(key, value) for key, value in attributes.items())
     return Markup(f"<{opening}>" if tag in _VOID else f"<{opening}>{join(*content)}</{tag}>")
 
@@ -34,7 +34,7 @@ def _attribute(key: str, value: str | float | bool | None) -> str:
 
 
 def join(*content: Content) -> Markup:
-    """Content one after the other; None is nothing."""
+    """Return the content one after the other; None is nothing."""
     parts: list[str] = []
     for part in content:
         if isinstance(part, Markup):
@@ -47,7 +47,7 @@ def join(*content: Content) -> Markup:
 
 
 def data_block(name: str, data: Any) -> Markup:
-    """A JSON document that no browser runs, with nothing in it that could end the element."""
+    """Return a JSON document that no browser runs, with nothing in it that could end the element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in ("<", ">", "&", "\u2028", "\u2029"):
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -27,7 +27,7 @@ def section(name: str, heading: str, *content: Content) -> Markup:
 
 
 def runs(view: View) -> Markup:
-    """The sortable, filterable table: a row a run, with a button that opens its details."""
+    """Return the sortable, filterable table: a row a run, with a button that opens its details."""
     states = list(dict.fromkeys(row.state for row in view.rows))
     tools = element(
         "div",
@@ -75,7 +75,7 @@ def _row(view: View, number: int, row: Row) -> Markup:
 
 
 def badge(state: str, text: str) -> Markup:
-    """A state in words; the colour only repeats it."""
+    """Return a state in words; the colour only repeats it."""
     kind = "good" if state == "ok" else "bad" if state in ("oom", "error", "timeout") else "weak"
     return element("span", text, class_=f"badge {kind}")
 
@@ -100,7 +100,7 @@ def frontier(view: View) -> Markup | None:
 
 
 def _grid(place: tuple[str, str], cells: Sequence[Cell]) -> Markup:
-    """A row for each way of training, with a place for each batch: one spec each."""
+    """Return a row for each way of training, with a place for each batch: one spec each."""
     lines: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         lines.setdefault(cell.way, {})[cell.batch] = cell
@@ -144,7 +144,7 @@ def _where_it_failed(record: Record) -> str:
 
 
 def speed(view: View) -> Markup | None:
-    """Boxes for the bars and for speed against memory; left out where no run has a speed."""
+    """Return boxes for the bars and for speed against memory; left out where no run has a speed."""
     if not any("samples" in row.values for row in view.rows):
         return None
     workloads = view.workloads  # the first is shown first: that of most runs
@@ -174,7 +174,7 @@ def speed(view: View) -> Markup | None:
 
 
 def curves(view: View, points: int | None) -> Markup:
-    """The box for the curves, and what may be drawn in it."""
+    """Return the box for the curves, and what may be drawn in it."""
     tools = element(
         "div",
         _select("curve", "Curve", [
@@ -216,7 +216,7 @@ def _box(name: str, label: str) -> Markup:
 
 
 def notes(view: View) -> Markup | None:
-    """Warnings and reasons, each once with the runs that it is about."""
+    """Return warnings and reasons, each once with the runs that it is about."""
     if not view.notes:
         return None
     listed = element("ul", [element("li", note) for note in view.notes])
@@ -224,8 +224,8 @@ def notes(view: View) -> Markup | None:
 
 
 def answer(part: Section, whole: bool = False) -> Markup | None:
-    """Any other part of the report: its words and its table with the notes; a long table is folded away, unless it is
-    to be shown whole."""
+    """Return any other part of the report: its words and its table with the notes; a long table is folded away, unless
+    it is to be shown whole."""
     words = [element("p", secretless(text)) for text in part.paragraphs]
     shown = table(part.title, part.table) if part.table and part.table.rows else None
     if not words and not shown:
@@ -238,7 +238,7 @@ def answer(part: Section, whole: bool = False) -> Markup | None:
 
 
 def table(title: str, raw: Table) -> Markup:
-    """A comparison with its context as caption, and its notes below."""
+    """Return a comparison with its context as caption, and its notes below."""
     shown = clean(raw)
     left = [heading in (*TEXT_HEADINGS, *shown.text) for heading in shown.headings]
     head = element("tr", [

@@ -158,8 +158,8 @@ def _order(record: Mapping[str, Any], heading: str, text: str) -> float | None:
 
 
 def _labels(cells: Sequence[Cell], records: Sequence[Record]) -> list[str]:
-    """What names a run among the others: its cell's name, with its workload and GPU where these vary, and its run id
-    where the cell has several runs."""
+    """Return what names a run among the others: its cell's name, with its workload and GPU where these vary, and its
+    run id where the cell has several runs."""
     places = {(*cell.workload[::2], cell.facts["gpu"]) for cell in cells}
     varying = [i for i in range(3) if len({place[i] for place in places}) > 1]
     texts = []

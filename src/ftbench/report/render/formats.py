@@ -130,7 +130,7 @@ def _latex(report: Report) -> str:
 
 
 def _csv(report: Report) -> str:
-    """A CSV holds one table: the runs, or else the first section that has records, in full."""
+    """Return the one table that a CSV holds: the runs, or else the first section that has records, in full."""
     if report.runs:
         return csv_text(report.records)
     return csv_text(next((section.records for section in report.sections if section.records), ()))
@@ -157,7 +157,7 @@ def _harmless(value: Any) -> Any:
 
 
 def _json(report: Report) -> str:
-    """`{schema, runs, <section>: {title, records, text, notes}}`; unknown is null, and a record is a line."""
+    """Return `{schema, runs, <section>: {title, records, text, notes}}`; unknown is null, and a record is a line."""
     parts = [f'"schema": {SCHEMA}']
     if report.runs:
         parts.append(f'"runs": {_lines(named_paths(report.records))}')

@@ -24,8 +24,8 @@ _JAPANESE = r"% Japanese: compile with LuaLaTeX and \usepackage{luatexja-fontspe
 
 
 def latex(table: Table, text_headings: Sequence[str], footnote: str = "") -> str:
-    """A table, or a longtable where it would not fit on a page, with the shared context as caption and the footnote
-    and notes below."""
+    """Return a table, or a longtable where it would not fit on a page, with the shared context as caption and the
+    footnote and notes below."""
     long = len(table.rows) > _LONG
     columns = "".join("l" if heading in text_headings else "r" for heading in table.headings)
     context = ", ".join(f"{key} {value}" for key, value in table.context.items())
@@ -50,8 +50,8 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that LaTeX sets as it reads, on one line: `50 %_#` becomes `50 \\%\\_\\#`. Control characters and those that
-    turn the direction of writing are left out."""
+    """Return text that LaTeX sets as it reads, on one line: `50 %_#` becomes `50 \\%\\_\\#`. Control characters and
+    those that turn the direction of writing are left out."""
     one_line = " ".join(str(text).split())
     visible = "".join(c for c in one_line if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn"))
     return _ACTIVE.sub(lambda match: _ESCAPES[match[0]], visible)

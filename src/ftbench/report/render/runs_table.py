@@ -84,13 +84,14 @@ def _context(record: Record, label: str) -> dict[str, str]:
 
 
 def _figure(record: Mapping[str, Any], column: Column) -> str:
-    """A figure's text; a run that did not end well has none to compare."""
+    """Return a figure's text; a run that did not end well has none to compare."""
     value = record.get(column.source)
     return "" if record["state"] != "ok" or value is None else column.text(value)
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
-    """The warnings of all runs, each once with the runs it is about, and the reasons that a row has no room for."""
+    """Return the warnings of all runs, each once with the runs it is about, and the reasons that a row has no room
+    for."""
     about: dict[str, list[str]] = {}
     for record in records:
         for warning in filter(None, [long_reason(record), *record["warnings"]]):

@@ -97,7 +97,7 @@ def memory(cells: Sequence[Cell]) -> Section | None:
 
 
 def _over_progress(run: Run) -> dict[str, float | None] | None:
-    """Memory and time of a run over its progress; None for one without a step that knows its progress."""
+    """Return memory and time of a run over its progress; None for one without a step that knows its progress."""
     columns = read_columns(run.dir.steps, _COLUMNS)
     rows = [row for row in zip(*columns.values(), strict=True) if row[0] is not None and row[0] == row[0]]
     if not rows:

@@ -21,13 +21,13 @@ WATTS, IDLE, PER_TOKEN = "energy.mean_watts", "energy.idle_watts", "energy.joule
 
 
 def _watts(joules: float | None, samples: float | None, sampled: float | None) -> float | None:
-    """Mean power of training: the counter's joules per 1,000 samples times samples a second. The driver's own reading
-    lags by a second or more, which short runs show; it stands in where there is no counter."""
+    """Return the mean power of training: the counter's joules per 1,000 samples times samples a second. The driver's
+    own reading lags by a second or more, which short runs show; it stands in where there is no counter."""
     return joules / 1000 * samples if joules and samples else sampled
 
 
 def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
-    """Hours of use after which buying has cost as much as renting, and words where there are none."""
+    """Return the hours of use after which buying has cost as much as renting, and words where there are none."""
     rent, owned = price.rent, price.owned
     if rent is None or owned is None:
         return None, ""
@@ -50,20 +50,20 @@ def with_costs(records: Sequence[Record], prices: Prices | None, hours: float) -
     """Return the records with joules per million real tokens and, where there are prices, the fields `cost.rent.*`,
     `cost.owned.*` and `cost.break_even_hours`. Runs that did not end well have none."""
     costs = [_costs(record, prices, hours) for record in records]
-    empty = dict.fromkeys(name for found in costs for name in found)
-    return [record | empty | found for record, found in zip(records, costs, strict=True)]
+    empty = dict.fromkeys(name for amounts in costs for name in amounts)
+    return [record | empty | amounts for record, amounts in zip(records, costs, strict=True)]
 
 
 def _costs(record: Record, prices: Prices | None, hours: float) -> Record:
     joules, samples, tokens, sampled = (_known(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
     watts = _watts(joules, samples, sampled)
-    found: Record = {PER_TOKEN: cost.joules_per_1m_tokens(joules, samples, tokens)}
+    amounts: Record = {PER_TOKEN: cost.joules_per_1m_tokens(joules, samples, tokens)}
     price = prices.of(gpu_of(record)) if prices else None
     if price is None or record["state"] != "ok":
-        return found
+        return amounts
     for hourly in hourly_costs(price, samples, tokens, watts, hours):
-        found |= {f"cost.{hourly.way}.{name}": value for name, value in _amounts(hourly).items()}
-    return found | {"cost.break_even_hours": break_even(price, watts)[0]}
+        amounts |= {f"cost.{hourly.way}.{name}": value for name, value in _amounts(hourly).items()}
+    return amounts | {"cost.break_even_hours": break_even(price, watts)[0]}
 
 
 def _known(record: Record, name: str) -> float | None:
@@ -131,8 +131,8 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
 
 
 def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The cheapest recipe of each model and data set, held against the dearest; within one currency, and what is rented
-    against what is rented: an owned card's recipe against a rented one's would be a sentence about two things."""
+    """Yield the cheapest recipe of each model and data set, held against the dearest; within one currency and one way
+    of having the card: an owned card's recipe against a rented one's would be a sentence about two things."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for record in records:
         if record["per_1k_samples"] is not None:

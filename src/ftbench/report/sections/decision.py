@@ -57,7 +57,7 @@ def _sentences(group: Sequence[Cell], noise: Noise) -> Iterator[str]:
 
 
 def _best_of_each_way(measured: Sequence[Cell]) -> list[Cell]:
-    """The fastest cell of each way of training, fastest first."""
+    """Return the fastest cell of each way of training, fastest first."""
     best: dict[str, Cell] = {}
     for cell in sorted(measured, key=_rate, reverse=True):
         best.setdefault(cell.way, cell)
@@ -92,7 +92,7 @@ def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[str]:
 
 
 def _limits(group: Sequence[Cell]) -> Iterator[str]:
-    """The largest batch that fits and the first above it that does not, for each way of training."""
+    """Yield the largest batch that fits and the first above it that does not, for each way of training."""
     ways: dict[str, list[Cell]] = {}
     for cell in group:
         if (cell.facts.get("train.batch_size") or "").isdigit():
@@ -123,7 +123,8 @@ def _many_steps(first: Cell, second: Cell, pair: Pair) -> str:
 
 
 def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[str]:
-    """The fastest against the one that starts with the least delay, where the noise lets their speeds be told apart."""
+    """Yield the fastest against the one that starts with the least delay, where the noise lets their speeds be told
+    apart."""
     paces = [(cell, pace) for cell in best if (pace := cell.pace()) is not None]
     if not paces or paces[0][0] is not best[0]:
         return
@@ -151,7 +152,7 @@ def _other_learning(best: Sequence[Cell], noise: Noise) -> Iterator[str]:
 
 
 def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[str]:
-    """For each further GPU that ran the recipe of another: the fastest recipe that both ran."""
+    """Yield, for each further GPU that ran the recipe of another, a sentence on the fastest recipe that both ran."""
     recipes: dict[tuple[tuple[str, str], ...], list[Cell]] = {}
     for cell in cells:
         if cell.measured and cell.figure(SAMPLES) and cell.runs[0].spec:
@@ -170,7 +171,7 @@ def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[str]:
 
 
 def _pair(cell: Cell, baseline: Cell, noise: Noise) -> Pair:
-    """Two recipes whose names tell the method, the optimizations and the batch: these are what is compared."""
+    """Return two recipes whose names tell the method, the optimizations and the batch: these are what is compared."""
     pair = pair_of("method.name", cell, baseline, noise=noise)
     other = [fact for fact in pair.differences if not fact.key.startswith(_NAMED)]
     if cell.batch != baseline.batch:
@@ -179,6 +180,6 @@ def _pair(cell: Cell, baseline: Cell, noise: Noise) -> Pair:
 
 
 def _also(pair: Pair) -> str:
-    """What else differs, beside what the names of the two say."""
+    """Return what else differs, beside what the names of the two say."""
     words = differences_text(pair).removeprefix("differs: ")
     return f" (also differs: {words})" if words else ""

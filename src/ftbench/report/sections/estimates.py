@@ -47,7 +47,7 @@ def memory(runs: Sequence[Run]) -> Section | None:
 
 
 def _without_gpu(runs: Sequence[Run]) -> list[str]:
-    """A sentence on the runs that have no row for want of a GPU."""
+    """Return a sentence on the runs that have no row for want of a GPU."""
     count = sum(len(cell.runs) for cell in cells_of(runs) if cell.facts["gpu"] == CPU)
     if not count:
         return []
@@ -64,7 +64,7 @@ def _record(row: calibrate.Row) -> dict[str, Any]:
 
 
 def _ended(run: measured.Measured) -> dict[str, Any]:
-    """A run that ran out of memory: its peaks say only what it had when it ended."""
+    """Return a run that ran out of memory: its peaks say only what it had when it ended."""
     estimate = run.estimate(constants.constants())
     fields: dict[str, Any] = {"verdict": estimate.verdict, "state": "oom"}
     for tier in measured.TIERS:

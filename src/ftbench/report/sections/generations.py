@@ -26,8 +26,8 @@ def generations(cells: Sequence[Cell]) -> Section | None:
 
 
 def _samples(run: Run) -> list[dict[str, str]]:
-    found = read_document(run.dir.samples)
-    listed = found.get("prompts", found.get("samples")) if isinstance(found, dict) else found
+    document = read_document(run.dir.samples)
+    listed = document.get("prompts", document.get("samples")) if isinstance(document, dict) else document
     entries = listed if isinstance(listed, list) else []
     names = ("prompt", "before", "after")
     return [
@@ -37,7 +37,7 @@ def _samples(run: Run) -> list[dict[str, str]]:
 
 
 def read_document(path: Path) -> Any:
-    """What a JSON file holds; None where it cannot be read."""
+    """Return what a JSON file holds; None where it cannot be read."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):

@@ -26,8 +26,8 @@ _NOTE = (
 
 
 def groups(cells: Sequence[Cell]) -> Section | None:
-    """Milliseconds a step by kernel group, a row a profile, with a picture of one step each."""
-    records = [who(cell) | found for cell in cells if (found := first_of(cell, _groups)) is not None]
+    """Return milliseconds a step by kernel group, a row a profile, with a picture of one step each."""
+    records = [who(cell) | part for cell in cells if (part := first_of(cell, _groups)) is not None]
     if not records:
         return None
     present = [group for group in GROUPS if any(record["groups_ms"].get(group) for record in records)]
@@ -37,7 +37,7 @@ def groups(cells: Sequence[Cell]) -> Section | None:
         for r in records
     ]  # fmt: skip
     headings = [*HEADINGS, "step, profiled", "step", "busy", "idle", *present]
-    pictures = [found for cell in cells if (found := first_of(cell, _picture)) is not None]
+    pictures = [svg for cell in cells if (svg := first_of(cell, _picture)) is not None]
     words = ("Milliseconds a step. " + _NOTE,)
     title = "Where the time of a step goes"
     return Section("kernel_groups", title, Table({}, headings, rows, [], HEADINGS), words, records, pictures)
@@ -72,8 +72,9 @@ def _picture(run: Run) -> str | None:
 
 
 def memory(cells: Sequence[Cell]) -> Section | None:
-    """GiB at the highest moment of a step by what they are for, a row a profile, with a picture of the step each."""
-    records = [who(cell) | found for cell in cells if (found := first_of(cell, _memory)) is not None]
+    """Return GiB at the highest moment of a step by what they are for, a row a profile, with a picture of the step
+    each."""
+    records = [who(cell) | part for cell in cells if (part := first_of(cell, _memory)) is not None]
     if not records:
         return None
     present = [kind for kind in CATEGORIES if any(record["peak"].get(kind) for record in records)]
@@ -83,7 +84,7 @@ def memory(cells: Sequence[Cell]) -> Section | None:
         for r in records
     ]  # fmt: skip
     headings = [*HEADINGS, "GiB", "in", *present]
-    pictures = [found for cell in cells if (found := first_of(cell, _held)) is not None]
+    pictures = [svg for cell in cells if (svg := first_of(cell, _held)) is not None]
     words = ("GiB of tensors at the highest moment of one step. Activations are kept for the backward pass.",)
     table = Table({}, headings, rows, [], (*HEADINGS, "in"))
     return Section("memory_by_category", "What memory is for", table, words, records, pictures)
@@ -111,8 +112,8 @@ _TIMES = (("time_ms", 1.0), ("time_us", 1e-3), ("time_s", 1e3))
 
 
 def kernels(cells: Sequence[Cell]) -> Section | None:
-    """The kernels that take most of the time, from profile/*.json: `kernels`, a list of `{name, time_ms (or _us, _s),
-    calls, group}`; files of another form are left out."""
+    """Return the kernels that take most of the time, from profile/*.json: `kernels`, a list of `{name, time_ms (or _us,
+    _s), calls, group}`; files of another form are left out."""
     records = [who(cell) | kernel for cell in cells for kernel in (first_of(cell, _kernels) or [])]
     if not records:
         return None
@@ -128,21 +129,21 @@ def kernels(cells: Sequence[Cell]) -> Section | None:
 
 
 def _kernels(run: Run) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for path in sorted(run.dir.profile.glob("*.json")):
         document = read_document(path)
         listed = document.get("kernels") if isinstance(document, dict) else None
-        found = [
+        entries = [
             {"kernel": entry["name"], "group": entry["group"] if isinstance(entry.get("group"), str) else None,
              "time_ms": time, "calls": entry.get("calls")}
             for entry in (listed if isinstance(listed, list) else [])
             if isinstance(entry, dict) and isinstance(entry.get("name"), str) and (time := _time_ms(entry)) is not None
         ]  # fmt: skip
-        if found:
+        if entries:
             break
-    total = sum(kernel["time_ms"] for kernel in found)
-    found.sort(key=lambda kernel: -kernel["time_ms"])
-    return [kernel | {"share": kernel["time_ms"] / total if total else None} for kernel in found[:_MOST_KERNELS]]
+    total = sum(kernel["time_ms"] for kernel in entries)
+    entries.sort(key=lambda kernel: -kernel["time_ms"])
+    return [kernel | {"share": kernel["time_ms"] / total if total else None} for kernel in entries[:_MOST_KERNELS]]
 
 
 def _time_ms(entry: dict[str, Any]) -> float | None:

@@ -108,7 +108,7 @@ def _same(key: str, published: Any, measured: str) -> bool:
 
 
 def _plain(model: str) -> str:
-    """`meta-llama/Llama-3.1-8B-Instruct` → `llama318binstruct`: names differ in their punctuation."""
+    """Return `meta-llama/Llama-3.1-8B-Instruct` → `llama318binstruct`: names differ in their punctuation."""
     return re.sub(r"[^a-z0-9]", "", model.rsplit("/", 1)[-1].lower())
 
 
