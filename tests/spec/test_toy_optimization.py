@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,10 @@ def _environment(copy):
 
 def test_the_toy_is_listed(ftbench):
     assert "play with the model" in ftbench("list", "optimizations").stdout
+
+
+def test_the_toy_is_examined_by_the_doctor(ftbench):
+    assert re.search(r"\btoy +works\b", ftbench("doctor").stdout)
 
 
 @pytest.mark.slow
