@@ -95,29 +95,31 @@ class Collator:
         return batch
 
     def _filler(self, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Samples of padding, none longer than a sample may be."""
+        """Return samples of padding, none longer than a sample may be."""
         ids = np.full(length, self._pad, dtype=np.int64)
         cuts = range(self._max_length, length, self._max_length)
         return [(part, np.full_like(part, IGNORE)) for part in np.split(ids, cuts) if len(part)]
 
     def _bounds(self, starts: np.ndarray) -> np.ndarray:
-        """Where the samples begin and the last one ends. With a fixed shape there are as many bounds in every batch:
+        """Return where the samples begin and the last ends. With a fixed shape there are as many bounds in every batch:
         what follows the last sample is empty."""
         missing = self._most + 1 - len(starts) if self._fixed else 0
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
     def verify(self, spec: Experiment) -> list[str]:
-        """What was asked of the batches and is not so in those made so far."""
-        found, on = [], spec.optimizations
+        """Return what was asked for and is not so in the batches made so far, a sentence each."""
+        problems, on = [], spec.optimizations
         if self._flat and self._has_padding and not on.fixed_shape:
-            found.append(f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches hold padding")
+            problems.append(
+                f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches hold padding"
+            )
         if on.fixed_shape and len(self._shapes) > 1:
-            found.append(f"optimizations.fixed_shape is on and batches have shapes {sorted(self._shapes)}")
-        return found
+            problems.append(f"optimizations.fixed_shape is on and batches have shapes {sorted(self._shapes)}")
+        return problems
 
 
 def _samples(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The ids and labels of each sample of a row."""
+    """Return the ids and labels of each sample of a row."""
     ids = np.asarray(row["input_ids"], dtype=np.int64)
     labels = np.asarray(row["labels"], dtype=np.int64)
     cuts = np.cumsum(row["lengths"])[:-1]

@@ -38,7 +38,7 @@ class BadRow(ValueError):
 
 
 def detect(columns: Iterable[str], where: str) -> str:
-    """The format that these columns belong to."""
+    """Return the format that these columns belong to. Raises DataError for columns of none."""
     names = set(columns)
     if {"messages", "conversations"} & names:
         return "messages"
@@ -53,7 +53,7 @@ def detect(columns: Iterable[str], where: str) -> str:
 
 
 def example(row: dict[str, Any], format_name: str) -> Example:
-    """The example in a row. Raises BadRow."""
+    """Return the example in a row. Raises BadRow."""
     return _FORMATS[format_name](row)
 
 
@@ -101,8 +101,8 @@ def _plain(row: dict[str, Any]) -> Example:
 
 
 def wikipedia_title(row: dict[str, Any]) -> Example:
-    """An article as the founding study uses it: the body without its first sentence is the question, the title the
-    answer; the first sentence would give the title away."""
+    """Return an article as the founding study uses it: the body without its first sentence is the question, the
+    title the answer; the first sentence would give the title away."""
     body = _text(row, "text")
     first = re.search(r"[。．.!?！？\n]", body)
     rest = body[first.end() :].strip() if first else ""

@@ -12,18 +12,18 @@ Row = list[Tokens]
 
 
 def rows(samples: Sequence[Tokens]) -> list[Row]:
-    """A row a sample."""
+    """Return a row a sample."""
     return [[sample] for sample in samples]
 
 
 def packed(samples: Sequence[Tokens], max_length: int) -> list[Row]:
-    """Rows of at most `max_length` tokens filled with whole samples, in the order of their first sample."""
-    return [[samples[place] for place in row] for row in batches.packed(_lengths(samples), max_length)]
+    """Return rows of at most `max_length` tokens filled with whole samples, in the order of their first sample."""
+    return [[samples[index] for index in row] for row in batches.packed(_lengths(samples), max_length)]
 
 
 def grouped(samples: Sequence[Tokens], batch_size: int, seed: int) -> list[Tokens]:
-    """Batches of samples of like length, in an order in which length does not follow the step."""
-    return [samples[place] for place in batches.grouped(_lengths(samples), batch_size, seed)]
+    """Return batches of samples of like length, in an order in which length does not follow the step."""
+    return [samples[index] for index in batches.grouped(_lengths(samples), batch_size, seed)]
 
 
 def _lengths(samples: Sequence[Tokens]) -> list[int]:
@@ -31,13 +31,13 @@ def _lengths(samples: Sequence[Tokens]) -> list[int]:
 
 
 def longest_first(samples: Sequence[Tokens], batch_size: int) -> list[Tokens]:
-    """The `batch_size` longest samples, then the others in their order. Raises SpecError where there are too few to
-    fill a batch: a smaller one would need less memory than was asked about."""
+    """Return the `batch_size` longest samples, then the others in their order. Raises SpecError where there are too
+    few to fill a batch: a smaller one would need less memory than was asked about."""
     if len(samples) < batch_size:
         raise SpecError(
             f"train.batch_size {batch_size} with dataset.longest_first needs as many samples and there are "
             f"{len(samples):,}: raise dataset.samples"
         )
-    order = sorted(range(len(samples)), key=lambda place: -len(samples[place].ids))
+    order = sorted(range(len(samples)), key=lambda index: -len(samples[index].ids))
     first = order[:batch_size]
-    return [samples[place] for place in (*first, *sorted(order[batch_size:]))]
+    return [samples[index] for index in (*first, *sorted(order[batch_size:]))]

@@ -38,8 +38,8 @@ class Prepared:
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int:
-        """How many samples the fullest batch of `batch_size` rows holds, with those that fill it up, which have at most
-        `max_length` tokens."""
+        """Return how many samples the fullest batch of `batch_size` rows holds, with those that fill it up, which have
+        at most `max_length` tokens."""
         return max(
             sum(map(len, batch)) + math.ceil((batch_size * self.longest - _total(batch)) / max_length)
             for rows in (self.train, self.evaluation)
@@ -52,7 +52,7 @@ def _total(rows: Sequence[Row]) -> int:
 
 
 def prepare(spec: Experiment, tokenizer: Any, vocab_size: int) -> Prepared:
-    """Reads, draws, formats, tokenises, and orders as the spec asks. Raises DataError for rows that cannot be used."""
+    """Read, draw, format, tokenise and order as the spec asks. Raises DataError for rows that cannot be used."""
     dataset, batch_size = spec.dataset, spec.train.batch_size
     if dataset.name == "synthetic":
         samples = synthetic.draw(dataset, (dataset.samples or 0) + dataset.eval_samples, vocab_size)
@@ -75,7 +75,7 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int) -> Prepared:
 
 
 def _from_rows(dataset: Dataset, tokenizer: Any) -> tuple[list[Tokens], list[str]]:
-    """Rows in the order of a seeded permutation (the one that `datasets.Dataset.shuffle` uses), as many as asked for.
+    """Read as many rows as wanted, in the order of a seeded permutation (that of `datasets.Dataset.shuffle`).
 
     A row without text is an error in a file, and left out of a public data set. A sample whose answer lies beyond
     max_length would carry no loss: it is left out and counted, and the next row takes its place.
@@ -92,18 +92,18 @@ def _from_rows(dataset: Dataset, tokenizer: Any) -> tuple[list[Tokens], list[str
         if len(samples) == wanted:
             break
         try:
-            found = _example(rows, index, format_name)
+            parsed = _example(rows, index, format_name)
         except DataError:
             empty += 1
             continue
-        tokens = _tokens(rows, index, found, dataset, tokenizer)
+        tokens = _tokens(rows, index, parsed, dataset, tokenizer)
         if all(label == IGNORE for label in tokens.labels[1:]):
             silent += 1
             continue
         samples.append(tokens)
     _check_count(dataset, len(rows), len(samples), silent)
-    told = [(empty, "without text"), (silent, f"whose answer lies beyond max_length {dataset.max_length}")]
-    return samples, [f"{count} rows of {dataset.name} {why} were left out" for count, why in told if count]
+    left_out = [(empty, "without text"), (silent, f"whose answer lies beyond max_length {dataset.max_length}")]
+    return samples, [f"{count} rows of {dataset.name} {why} were left out" for count, why in left_out if count]
 
 
 def _check_count(dataset: Dataset, rows: int, usable: int, silent: int) -> None:
@@ -122,9 +122,9 @@ def _check_count(dataset: Dataset, rows: int, usable: int, silent: int) -> None:
         )
 
 
-def _tokens(rows: Rows, index: int, found: Example, dataset: Dataset, tokenizer: Any) -> Tokens:
+def _tokens(rows: Rows, index: int, parsed: Example, dataset: Dataset, tokenizer: Any) -> Tokens:
     try:
-        return tokenise(tokenizer, found, dataset.max_length, dataset.loss_on)
+        return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on)
     except (TypeError, ValueError, TemplateError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{rows.where(index)}: the tokenizer or its chat template refuses it ({reason})") from None
@@ -166,7 +166,7 @@ def _describe(
 
 
 def _hash(samples: Sequence[Tokens]) -> str:
-    """SHA-256 of ids and labels in order: equal data sets have equal hashes."""
+    """Return the SHA-256 of ids and labels in order: equal data sets have equal hashes."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(np.asarray([sample.ids, sample.labels], dtype=np.int64).tobytes())

@@ -23,7 +23,7 @@ class Tokens:
 
 
 def tokenise(tokenizer: Any, example: Example, max_length: int, loss_on: str) -> Tokens:
-    """One example; plain text, and everything with `loss_on` all, carries loss throughout."""
+    """Return the tokens of an example; plain text, and everything with `loss_on` all, carries loss throughout."""
     if example.text is not None:
         ids = _encode(tokenizer, example.text, special=True)
         ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
@@ -63,7 +63,7 @@ def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int]
 
 
 def _end_of_content(tokenizer: Any, messages: Sequence[dict[str, str]], turn: int, ids: list[int]) -> int:
-    """Where the text of a turn ends: what comes after it is what stays the same with a text that ends otherwise."""
+    """Return where the text of a turn ends: what comes after it stays the same with a text that ends otherwise."""
     content = messages[turn]["content"]
     mark = "!" if content.rstrip().endswith("?") else "?"
     other = [*messages[:turn], messages[turn] | {"content": f"{content} {mark}"}, *messages[turn + 1 :]]
@@ -83,9 +83,11 @@ def _fixed_date(pattern: str) -> str:
     return date(2025, 1, 1).strftime(pattern)
 
 
-def _common(one: list[int], other: list[int]) -> int:
-    """Length of the common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _common(first: list[int], second: list[int]) -> int:
+    """Return the length of the common beginning."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
