@@ -204,7 +204,7 @@ def test_a_larger_batch_never_needs_less(name: str, rows: int, length: int) -> N
         assert one <= longer
 
 
-def test_the_hump_of_logits_is_one_chunk_and_not_the_whole_batch() -> None:
+def test_logits_are_there_for_one_chunk_and_not_for_the_whole_batch() -> None:
     shape = model("Qwen/Qwen3-8B")
     small, large = BatchShape(1, 1024, 1023), BatchShape(64, 1024, 64 * 1023)
     assert loss.logits(shape, LORA, small) == loss.logits(shape, LORA, large) == 256 * 151936 * 16

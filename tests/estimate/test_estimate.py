@@ -19,6 +19,7 @@ from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.capacity import capacity
 from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
 from ftbench.estimate.workload import batches
+from ftbench.estimate.workload.method import trainable_shape
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, recipe
@@ -296,3 +297,24 @@ def test_a_card_says_both_counts_and_the_margin(file: Path) -> None:
     assert "24.0 GiB as its driver counts (NVML), 23.6 for a process, less 0.500 for a display" in text
     (row,) = json.loads(estimate(EstimateRequest(file, gpu="RTX 4090")).document)["gpus"]
     assert (row["usable"], row["margin"]) == (23.61, 0.5)
+
+
+@pytest.mark.parametrize(("method", "count"), [({"name": "lora"}, 6_684_672), ({"name": "full"}, 30_532_122_624),
+                                               ({"name": "lora", "experts": True}, 321_257_472)])  # fmt: skip
+def test_memory_and_time_train_the_same_parameters_of_a_mixture_of_experts(method: object, count: int) -> None:
+    """Adapters of rank 8: on queries, keys, values and output alone, or on 128 experts of 48 layers too."""
+    one = spec(model={"id": "Qwen/Qwen3-30B-A3B", "weights": "random"}, method=method)
+    shape = trainable_shape(one)
+    weight = 2 if one.method.name == "full" else 4
+    parts = estimate_memory(one, H200).parts | estimate_memory(one, 1000.0).parts
+    assert shape.trained == count
+    assert parts["optimizer state"] == pytest.approx(2 * weight * count / 2**30, rel=1e-6)
+
+
+def test_both_estimates_train_what_a_committed_run_trained() -> None:
+    for directory in Path("results/h200/grid").glob("qwen3-30b-*"):
+        values = json.loads((directory / "spec.json").read_text())
+        run = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
+        live = json.loads((directory / "applied.json").read_text())["parameters"]
+        assert trainable_shape(run).trained == live["trainable"]
+        assert trainable_shape(run).model.total + live["trainable"] == live["total"]

@@ -14,7 +14,7 @@ from counting import calls_of
 from ftbench.core import units
 from ftbench.core.hardware import capability_of, gpus
 from ftbench.estimate.memory.estimate import largest_batch
-from ftbench.estimate.memory.memory_cache import Room
+from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.ranking import Goal, Recommendation, recommend
 from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
@@ -210,12 +210,12 @@ def test_a_budget_rules_out_what_is_dearer():
 
 
 def test_the_largest_batch_is_that_of_the_memory_estimate():
-    spec, room = Experiment.model_validate(SPEC), Room()
+    spec, memory_cache = Experiment.model_validate(SPEC), MemoryCache()
     tried = [way.spec for way in candidates.ways(spec, ("lora", "qlora", "unsloth"), False) if not way.problems][::9]
     for name in ("H200 SXM", "A100 40GB", "RTX 4090"):
         for way in tried:
             one = candidates.with_batch(way, 1, 1)
-            assert room.largest_batch(one, GPUS[name]) == largest_batch(one, GPUS[name])
+            assert memory_cache.largest_batch(one, GPUS[name]) == largest_batch(one, GPUS[name])
 
 
 def test_weighing_every_way_is_little_work():

@@ -68,9 +68,9 @@ class Simulation:
 
 
 def simulate(spec: Experiment, gpu: Gpu, limit_s: float = LIMIT_S) -> Simulation:
-    """Simulates the spec on that GPU. Raises MissingError where torch or the model is missing, or where the GPU's
-    compute capability is unknown; SpecError for what cannot be simulated; FtbenchError where the child fails or takes
-    longer than `limit_s` seconds; KeyboardInterrupt when interrupted."""
+    """Simulate the spec on that GPU. Raises MissingError where torch or the model is missing, or where the GPU's
+    compute capability is unknown; SpecError for what cannot be simulated; FtbenchError where the child fails or
+    takes longer than `limit_s` seconds; KeyboardInterrupt when interrupted."""
     if gpu.compute_capability is None:
         raise MissingError(
             f"--simulate needs the compute capability of {gpu.name}, which facts/gpus.yaml does not say: name another "
@@ -119,7 +119,7 @@ def _run(spec: Experiment, scratch: Path, limit_s: float) -> None:
 
 
 def read(document: dict[str, Any]) -> Simulation:
-    """simulation.json as an object."""
+    """Return simulation.json as an object."""
     peak = document["peak"]
     return Simulation(
         peak_gb=peak["gb"],
@@ -140,8 +140,8 @@ def read(document: dict[str, Any]) -> Simulation:
 
 
 def answer(request: command.EstimateRequest) -> command.Answer:
-    """The simulation of a spec on one GPU as text, document and exit code. Raises SpecError for what a simulation does
-    not take, and what `simulate` raises."""
+    """Return the simulation of a spec on one GPU as text, document and exit code. Raises SpecError for what a
+    simulation does not take, and what `simulate` raises."""
     given = {
         "--memory-gb": request.memory_gb is not None,
         "all but one of --gpu": request.gpu is not None and len(command.listed(request.gpu)) > 1,
@@ -149,10 +149,10 @@ def answer(request: command.EstimateRequest) -> command.Answer:
         "--strategy": request.strategy is not None,
         "--config": request.config is not None,
     }
-    if found := [name for name, is_given in given.items() if is_given]:
+    if refused := [name for name, is_given in given.items() if is_given]:
         raise SpecError(
-            f"--simulate runs one process on one GPU of the table: leave out {', '.join(found)}"
-            + (", and set model.path to the config.json with model.weights=random" if "--config" in found else "")
+            f"--simulate runs one process on one GPU of the table: leave out {', '.join(refused)}"
+            + (", and set model.path to the config.json with model.weights=random" if "--config" in refused else "")
         )
     spec = load(request.spec, request.sets)
     ((name, gpu, total),) = command.gpus_of(request)
@@ -167,34 +167,35 @@ def answer(request: command.EstimateRequest) -> command.Answer:
     return command.Answer(as_text(simulated, spec, name, has, verdict), document, VERDICTS.index(verdict))
 
 
-def verdict_of(found: Simulation, spec: Experiment, gpu: Gpu, has: Capacity) -> Verdict:
+def verdict_of(simulation: Simulation, spec: Experiment, gpu: Gpu, has: Capacity) -> Verdict:
     """Return whether it fits: the tensors as simulated, and beside them what the estimate knows of the allocator's
     pool and the CUDA context. Uncertain for a model that no estimate knows, unless the tensors alone are too many."""
-    if found.peak_gb > has.usable:
+    if simulation.peak_gb > has.usable:
         return "does not fit"
     try:
         estimate = estimate_memory(spec, gpu, total=has.total)
     except FtbenchError:
         return "uncertain"
     beside = estimate.device.expected - estimate.allocated.expected
-    return "fits" if found.peak_gb + 2 * beside <= has.usable - has.margin else "uncertain"
+    return "fits" if simulation.peak_gb + 2 * beside <= has.usable - has.margin else "uncertain"
 
 
-def as_text(found: Simulation, spec: Experiment, gpu: str, has: Capacity, verdict: Verdict) -> str:
-    """The card: the peak, its parts as bars, the highest of each phase, the largest tensors."""
-    batch = found.batch
+def as_text(simulation: Simulation, spec: Experiment, gpu: str, has: Capacity, verdict: Verdict) -> str:
+    """Return the card: the peak, its parts as bars, the highest of each phase, the largest tensors."""
+    batch = simulation.batch
+    phases = " · ".join(f"{name} {gibibytes(size)}" for name, size in simulation.phases_gb.items())
     lines = [
-        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}: simulated in {found.seconds:.0f} s",
+        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}: simulated in {simulation.seconds:.0f} s",
         f"heaviest batch: {batch['rows']} rows, {batch['positions']:,} positions, {batch['label_tokens']:,} labels",
         "",
-        f"allocated at the peak: {gibibytes(found.peak_gb)} GiB, phase {found.phase}",
-        view.bars(found.parts_gb),
+        f"allocated at the peak: {gibibytes(simulation.peak_gb)} GiB, phase {simulation.phase}",
+        view.bars(simulation.parts_gb),
         "",
-        "highest of each phase: " + " · ".join(f"{name} {gibibytes(size)}" for name, size in found.phases_gb.items()),
-        f"between steps: {gibibytes(found.after_step_gb)} GiB",
+        f"highest of each phase: {phases}",
+        f"between steps: {gibibytes(simulation.after_step_gb)} GiB",
         "",
         "largest tensors at the peak:",
-        *(_line(tensors) for tensors in found.tensors[:SHOWN]),
+        *(_line(tensors) for tensors in simulation.tensors[:SHOWN]),
         "",
         f"{gpu} has {has.words}: {verdict}",
     ]

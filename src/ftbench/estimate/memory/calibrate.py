@@ -35,19 +35,19 @@ class Row:
 
 
 def fit(runs: Sequence[Measured], base: Constants | None = None) -> Constants:
-    """Constants for runs that ended well; what they say nothing of keeps the value of `base` (the shipped ones).
-    Medians, so that one odd run does not move them. The slack is taken apart in turn: what the logits leave, then
-    compiled graphs, then batches of many shapes, then the optimizer's step."""
+    """Return constants for runs that ended well; what they say nothing of keeps the value of `base` (the shipped
+    ones). Medians, so that one odd run does not move them. The slack is taken apart in turn: what the logits leave,
+    then compiled graphs, then batches of many shapes, then the optimizer's step."""
     base = base or shipped()
-    found = [run for run in runs if run.fits and run.allocated is not None]
-    if len(found) < FEWEST:
-        raise SpecError(f"runs that say how much memory they took: {len(found)}; calibrating needs {FEWEST} or more")
+    ended = [run for run in runs if run.fits and run.allocated is not None]
+    if len(ended) < FEWEST:
+        raise SpecError(f"runs that say how much memory they took: {len(ended)}; calibrating needs {FEWEST} or more")
     plain = Constants(1.0, *(getattr(base, name) for name in ("context_gib", "logits_share", "compiled_gib",
                                                               "varying_share", "optimizer_share")))  # fmt: skip
-    factors = [run.allocated / run.estimate(plain).allocated.expected for run in found if run.allocated]
-    context = [run.device - run.reserved for run in found if run.device is not None and run.reserved is not None]
+    factors = [run.allocated / run.estimate(plain).allocated.expected for run in ended if run.allocated]
+    context = [run.device - run.reserved for run in ended if run.device is not None and run.reserved is not None]
     held = [(slack_basis_of(run.spec, find_gpu(run.gpu) or run.total, run.batch), run.reserved - run.allocated)
-            for run in found if run.reserved is not None and run.allocated is not None]  # fmt: skip
+            for run in ended if run.reserved is not None and run.allocated is not None]  # fmt: skip
     shares = _slack(held, base)
     return Constants(
         allocated_factor=median(factors),
@@ -56,7 +56,7 @@ def fit(runs: Sequence[Measured], base: Constants | None = None) -> Constants:
         compiled_gib=shares[1],
         varying_share=shares[2],
         optimizer_share=shares[3],
-        runs=tuple(sorted({run.name for run in found})),
+        runs=tuple(sorted({run.name for run in ended})),
     )
 
 
@@ -75,17 +75,17 @@ def _share(pairs: Sequence[tuple[float, float]], otherwise: float) -> float:
 
 
 def rows(runs: Sequence[Measured], known: Constants) -> list[Row]:
-    """Runs that ended well, each with its estimate under these constants."""
+    """Return runs that ended well, each with its estimate under these constants."""
     return [_row(run, run.estimate(known)) for run in runs if run.fits and run.allocated is not None]
 
 
 def left_out(runs: Sequence[Measured]) -> list[Row]:
-    """Each run estimated with constants fitted to the others. Repeats of a run (the same spec on the same GPU) are left
-    out together, since they would tell its answer."""
-    found = [run for run in runs if run.fits and run.allocated is not None]
+    """Return each run estimated with constants fitted to the others. Repeats of a run (the same spec on the same
+    GPU) are left out together, since they would tell its answer."""
+    ended = [run for run in runs if run.fits and run.allocated is not None]
     result = []
-    for run in found:
-        others = [other for other in found if (other.spec, other.gpu) != (run.spec, run.gpu)]
+    for run in ended:
+        others = [other for other in ended if (other.spec, other.gpu) != (run.spec, run.gpu)]
         known = fit(others) if len(others) >= FEWEST else shipped()
         result.append(_row(run, run.estimate(known)))
     return result
@@ -97,14 +97,14 @@ def _row(run: Measured, estimate: MemoryEstimate) -> Row:
 
 
 def is_inside(row: Row, tier: str) -> bool:
-    """Whether what a run measured lies in the band of a tier that it tells of."""
+    """Return whether what a run measured lies in the band of a tier that it tells of."""
     band = getattr(row.estimate, tier)
     return bool(band.low <= getattr(row.run, tier) <= band.high)
 
 
-def error(found: Sequence[Row], tier: str) -> Error | None:
-    """The error of one tier; None where no run has it."""
-    errors = [row.errors[tier] for row in found if tier in row.errors]
+def error(estimated: Sequence[Row], tier: str) -> Error | None:
+    """Return the error of one tier; None where no run has it."""
+    errors = [row.errors[tier] for row in estimated if tier in row.errors]
     if not errors:
         return None
     sizes = [abs(value) for value in errors]
@@ -112,7 +112,7 @@ def error(found: Sequence[Row], tier: str) -> Error | None:
 
 
 def false_fits(runs: Sequence[Measured], known: Constants) -> list[str]:
-    """Runs that ran out of memory and that the estimator says fit their GPU."""
+    """Return runs that ran out of memory and that the estimator says fit their GPU."""
     return [run.name for run in runs if not run.fits and _verdict(run, known) == "fits"]
 
 

@@ -36,7 +36,8 @@ FITTED = tuple(field.name for field in fields(Constants) if field.name != "runs"
 
 
 def user_file() -> Path:
-    """Where `--calibrate` leaves the user's own constants: in ftbench's cache, so that they go with the machine."""
+    """Return where `--calibrate` leaves the user's own constants: in ftbench's cache, so that they go with the
+    machine."""
     return machine.cache_dir() / NAME
 
 
@@ -47,7 +48,8 @@ def shipped() -> Constants:
 
 @cache
 def constants() -> Constants:
-    """The user's own where there are such, else the shipped ones. Raises DataError for a file that cannot be read."""
+    """Return the user's own where there are such, else the shipped ones. Raises DataError for a file that cannot be
+    read."""
     path = user_file()
     try:
         text = path.read_text("utf-8")
@@ -68,10 +70,10 @@ def _read(values: Any, where: str) -> Constants:
     return Constants(**{name: float(values[name]) for name in FITTED}, runs=tuple(values.get("runs", ())))
 
 
-def write(found: Constants) -> Path:
-    """Leaves the constants in the user's file."""
+def write(values: Constants) -> Path:
+    """Write the constants in the user's file."""
     path = user_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    rundir.write_json(path, {"schema": SCHEMA, **asdict(found)})
+    rundir.write_json(path, {"schema": SCHEMA, **asdict(values)})
     constants.cache_clear()
     return path

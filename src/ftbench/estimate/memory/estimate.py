@@ -78,24 +78,24 @@ def estimate_memory(
     batch: batches.Largest | None = None,
     known: Constants | None = None,
 ) -> MemoryEstimate:
-    """The memory of one GPU, the table's or one of so many GiB. `total` is what its driver says, GiB, where it was
-    asked; `config` the model's config.json where facts do not know it; `batch` the realised largest batch. Raises
-    SpecError for a model whose shape is not known and for a strategy that does not exist."""
+    """Return the memory of one GPU, the table's or one of so many GiB. `total` is what its driver says, GiB, where
+    it was asked; `config` the model's config.json where facts do not know it; `batch` the realised largest batch.
+    Raises SpecError for a model whose shape is not known and for a strategy that does not exist."""
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
     model = shape_of(spec.model, config)
-    found = batch or batches.largest(spec)
+    largest = batch or batches.largest(spec)
     fitted = known or constants()
-    recipe = recipe_of(spec, model, found.padded, found.whole)
-    expected = _plan(spec, model, recipe, found.expected, capability, gpus, strategy)
+    recipe = recipe_of(spec, model, largest.padded, largest.whole)
+    expected = _plan(spec, model, recipe, largest.expected, capability, gpus, strategy)
     try:
         named = phases(expected)
         most = named
-        if found.most != found.expected:
-            most = phases(_plan(spec, model, recipe, found.most, capability, gpus, strategy))
+        if largest.most != largest.expected:
+            most = phases(_plan(spec, model, recipe, largest.most, capability, gpus, strategy))
     except ValueError as error:
         raise SpecError(str(error)) from None
-    return _estimate(expected, named, most, capacity(gpu, total), fitted, found, _varies(spec, found))
+    return _estimate(expected, named, most, capacity(gpu, total), fitted, largest, _varies(spec, largest))
 
 
 def _plan(
@@ -113,10 +113,10 @@ def _plan(
     return Plan(model, recipe, batch, accumulates, gpus, strategy, workspace)
 
 
-def _varies(spec: Experiment, found: batches.Largest) -> bool:
+def _varies(spec: Experiment, largest: batches.Largest) -> bool:
     """Whether batches differ in shape, so that the pool holds blocks of many sizes."""
-    steady = found.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
-    return found.padded and not steady
+    steady = largest.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
+    return largest.padded and not steady
 
 
 def _estimate(
@@ -125,15 +125,15 @@ def _estimate(
     most: dict[str, dict[str, float]],
     has: Capacity,
     known: Constants,
-    found: batches.Largest,
+    largest: batches.Largest,
     varies: bool,
 ) -> MemoryEstimate:
     phase, size = peak(named)
     parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
     at_peak = size * known.allocated_factor / GIB
-    largest = peak(most)[1] * known.allocated_factor / GIB
+    highest = peak(most)[1] * known.allocated_factor / GIB
     spread = SHARDED_SPREAD if plan.gpus > 1 else UNSEEN_SPREAD if _unseen(plan) else ALLOCATED_SPREAD
-    allocated = Band(at_peak * (1 - spread), at_peak, largest * (1 + spread))
+    allocated = Band(at_peak * (1 - spread), at_peak, highest * (1 + spread))
     basis = slack_basis(plan, named, varies)
     held = slack(basis, known)
     beyond = max(2 * held, _not_reused(named, phase, basis, varies), 0.02 * at_peak, SEGMENTS)
@@ -154,8 +154,8 @@ def _estimate(
         verdict=verdict_of(device, has),
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
-        batch=(found.expected.rows, found.expected.length),
-        basis=found.basis,
+        batch=(largest.expected.rows, largest.expected.length),
+        basis=largest.basis,
     )
 
 
@@ -164,12 +164,12 @@ def _not_reused(named: dict[str, dict[str, float]], phase: str, basis: SlackBasi
     activations; what only the loss takes, where the peak comes elsewhere; the whole of the optimizer's temporary
     tensors, where the backward pass leaves little more room than they need."""
     acts = sum(named["loss"][name] for name in ("activations", "checkpoints"))
-    found = (
+    blocks = (
         VARYING_MOST * acts if varies else 0.0,
         named["loss"]["logits"] if phase != "loss" else 0.0,
         named["optimizer step"]["one step"] if basis.optimizer else 0.0,
     )
-    return max(found) / GIB
+    return max(blocks) / GIB
 
 
 def verdict_of(device: Band, has: Capacity) -> Verdict:
@@ -197,47 +197,48 @@ class SlackBasis:
 
 
 def slack_basis(plan: Plan, named: dict[str, dict[str, float]], varies: bool) -> SlackBasis:
-    """The blocks that the pool cannot use twice. Those of our loss over chunks are all of one size and are used again;
-    so is what the optimizer's step leaves in the pool, as far as it needs less than the backward pass does."""
+    """Return the blocks that the pool cannot use twice. Those of our loss over chunks are all of one size and are
+    used again; so is what the optimizer's step leaves in the pool, as far as it needs less than the backward pass
+    does."""
     logits = 0.0 if plan.recipe.loss == "chunked" else loss.logits(plan.model, plan.recipe, plan.batch)
-    hump = logits + loss.head_cast(plan.model, plan.recipe)
+    transient = logits + loss.head_cast(plan.model, plan.recipe)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)
     step = named["optimizer step"]["one step"]
     ahead = max(0.0, sum(named["loss"].values()) - sum(named["optimizer step"].values()))
     alone = max(0.0, 1 - ahead / (2 * step)) if plan.recipe.full and step else 0.0
-    return SlackBasis(hump / GIB, float(plan.recipe.compiled), acts / GIB if varies else 0.0, step * alone / GIB)
+    return SlackBasis(transient / GIB, float(plan.recipe.compiled), acts / GIB if varies else 0.0, step * alone / GIB)
 
 
 def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: batches.Largest | None) -> SlackBasis:
-    """The basis of a run's slack, for fitting."""
+    """Return the basis of a run's slack, for fitting."""
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
-    found = batch or batches.largest(spec)
+    largest = batch or batches.largest(spec)
     model = shape_of(spec.model)
-    recipe = recipe_of(spec, model, found.padded, found.whole)
-    plan = _plan(spec, model, recipe, found.expected, capability, 1, "none")
-    return slack_basis(plan, phases(plan), _varies(spec, found))
+    recipe = recipe_of(spec, model, largest.padded, largest.whole)
+    plan = _plan(spec, model, recipe, largest.expected, capability, 1, "none")
+    return slack_basis(plan, phases(plan), _varies(spec, largest))
 
 
 def slack(basis: SlackBasis, known: Constants) -> float:
-    """GiB that the allocator's pool holds beyond the tensors at their peak."""
+    """Return the GiB that the allocator's pool holds beyond the tensors at their peak."""
     shares = (known.logits_share, known.compiled_gib, known.varying_share, known.optimizer_share)
     amounts = (basis.logits, basis.compiled, basis.varying, basis.optimizer)
     return sum(share * amount for share, amount in zip(shares, amounts, strict=True))
 
 
 def largest_batch(spec: Experiment, gpu: Gpu | float, **options: Any) -> int | None:
-    """The largest train.batch_size whose verdict is `fits`, at most the samples that there are; None where not even one
-    does. `options` are those of `estimate_memory`."""
-    return _largest(spec, lambda one: estimate_memory(one, gpu, **options).verdict == "fits")
+    """Return the largest train.batch_size whose verdict is `fits`, at most the samples that there are; None where
+    not even one does. `options` are those of `estimate_memory`."""
+    return _largest(spec, lambda trial: estimate_memory(trial, gpu, **options).verdict == "fits")
 
 
 def likely_largest_batch(spec: Experiment, gpu: Gpu | float, **options: Any) -> int | None:
-    """The largest train.batch_size that is expected to fit, with no margin: where a search may start."""
+    """Return the largest train.batch_size that is expected to fit, with no margin: where a search may start."""
 
-    def fits(one: Experiment) -> bool:
-        found = estimate_memory(one, gpu, **options)
-        return found.device.expected - RESERVE <= found.usable
+    def fits(trial: Experiment) -> bool:
+        estimate = estimate_memory(trial, gpu, **options)
+        return estimate.device.expected - RESERVE <= estimate.usable
 
     return _largest(spec, fits)
 

@@ -1,4 +1,4 @@
-"""From the last hidden state to the loss: what is saved, and the hump of the logits. Bytes for the whole batch.
+"""From the last hidden state to the loss: what is saved, and what logits need for a moment. Bytes of the whole batch.
 
 Notation: T positions, h hidden, V words, n bytes of a normed hidden state.
 """
@@ -14,28 +14,30 @@ UNSLOTH_ROWS = 1024  # whose logits unsloth's fused loss holds, fitted: unsloth 
 
 
 def tail(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
-    """What is saved after the last layer: the final norm's input in float32 (and normed, where trained), and the hidden
-    states of the label positions, gathered. Liger and unsloth save the norm's input as it is, and the gradient of the
-    hidden states that their fused loss makes in the forward pass."""
+    """Return what is saved after the last layer: the final norm's input in float32 (and normed, where trained), and
+    the hidden states of the label positions, gathered. Liger and unsloth save the norm's input as it is, and the
+    gradient of the hidden states that their fused loss makes in the forward pass."""
     normed = recipe.stream
     norm = recipe.stream if recipe.liger or recipe.unsloth else FLOAT + (recipe.stream if recipe.full else 0)
     return float((norm + normed) * model.hidden * batch.tokens)
 
 
-def final_norm_hump(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
-    """The final norm's backward: five float32 copies of the hidden states, less the gathered ones that are freed."""
+def final_norm_peak(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+    """Return what the final norm's backward pass needs: five float32 copies of the hidden states, less the gathered
+    ones that are freed."""
     if recipe.liger or recipe.unsloth:
         return 0.0
     return float((5 * FLOAT - recipe.stream) * model.hidden * batch.tokens)
 
 
 def head_cast(model: ModelShape, recipe: Recipe) -> float:
-    """A frozen float32 head is cast to the type of the product for each use (autocast caches only what is trained)."""
+    """Return the copy of a frozen float32 head: it is cast to the type of the product for each use (autocast caches
+    only what is trained)."""
     return model.vocab * model.hidden * recipe.compute if recipe.upcast > recipe.compute and recipe.autocast else 0.0
 
 
 def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
-    """The hump of the logits.
+    """Return the transient peak of the logits.
 
     trl: for a chunk, of 256 positions where there are so many, logits, log-probabilities, probabilities and their
     product, 16 V bytes a token. Ours: logits and their gradient, and in eager mode log-probabilities and probabilities
@@ -55,14 +57,15 @@ def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
 
 
 def plain_logits(model: ModelShape, batch: BatchShape) -> float:
-    """Logits of every position at once, as transformers' own loss has them: 16-bit, float32, and the gradient of both
-    (3.5 to 4 x 4 bytes a position and word, as fitcheck-llm measured)."""
+    """Return the logits of every position at once, as transformers' own loss has them: 16-bit, float32, and the
+    gradient of both (3.5 to 4 x 4 bytes a position and word, as fitcheck-llm measured)."""
     return float(batch.tokens * model.vocab * (2 + 4 + 4 + 4))
 
 
 def head_gradient(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
-    """A trained head: of trl's loss the gradients of two chunks and their sum are alive together (autograd adds them
-    up); of ours the sum and what a chunk adds, then the sum and what the backward pass makes of it."""
+    """Return what a trained head takes for its gradient: of trl's loss the gradients of two chunks and their sum are
+    alive together (autograd adds them up); of ours the sum and what a chunk adds, then the sum and what the backward
+    pass makes of it."""
     if not recipe.full:
         return 0.0
     copies = 2 if recipe.loss == "chunked" else 3 if recipe.loss == "trl" and batch.labels > TRL_CHUNK else 1
@@ -70,22 +73,22 @@ def head_gradient(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float
 
 
 def tied_gradients(model: ModelShape, recipe: Recipe) -> float:
-    """Where embedding and head are one, the last thing of the backward pass: beside the gradient that is kept, those of
-    its two uses as they are added up."""
+    """Return, where embedding and head are one, the last thing of the backward pass: beside the gradient that is
+    kept, those of its two uses as they are added up."""
     return 2.0 * model.vocab * model.hidden * recipe.weight if recipe.full and model.tied else 0.0
 
 
-def loss_hump(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
-    """The most that the loss needs at once beyond what is saved: logits with the head's cast, or the head's gradients,
-    and one gradient or copy of the hidden states. Ours casts the head for a product, and computes probabilities when
-    that copy is gone; it adds up the head's gradient beside the logits."""
+def transient_peak(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+    """Return the most that the loss needs at once beyond what is saved: logits with the head's cast, or the head's
+    gradients, and one gradient or copy of the hidden states. Ours casts the head for a product, and computes
+    probabilities when that copy is gone; it adds up the head's gradient beside the logits."""
     hidden = recipe.stream * model.hidden * batch.tokens
-    found, cast, head = (
+    chunk, cast, head = (
         logits(model, recipe, batch),
         head_cast(model, recipe),
         head_gradient(model, recipe, batch),
     )
     if recipe.loss != "chunked":
-        return max(found + cast, head) + hidden
+        return max(chunk + cast, head) + hidden
     product = 2 * recipe.compute * min(recipe.chunk, batch.labels) * model.vocab
-    return max(found + head / 2, product + max(cast, head)) + hidden
+    return max(chunk + head / 2, product + max(cast, head)) + hidden

@@ -44,21 +44,22 @@ class Measured:
 
 
 def read(paths: Iterable[Path]) -> list[Measured]:
-    """The runs at or below some folders that say something of memory: on a GPU, no mock; in the order of their paths.
-    Raises SpecError for a folder that is not there or holds no such run."""
+    """Return the runs at or below some folders that say something of memory: on a GPU, no mock; in the order of
+    their paths. Raises SpecError for a folder that is not there or holds no such run."""
     paths = list(paths)
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
         raise SpecError(f"{', '.join(missing)}: no such folder")
     directories = {run.path for path in paths for run in find_runs(path)}
-    found = [run for path in sorted(directories) if (run := measured(RunDir(path))) is not None]
-    if not found:
+    runs = [run for path in sorted(directories) if (run := measured(RunDir(path))) is not None]
+    if not runs:
         raise SpecError(f"{', '.join(map(str, paths))}: holds no run on a GPU that says how much memory it took")
-    return found
+    return runs
 
 
 def measured(run: RunDir) -> Measured | None:
-    """One run; None where it says nothing of memory, or of that of other code than today's (`history.is_older`)."""
+    """Return one run; None where it says nothing of memory, or of that of other code than today's
+    (`history.is_older`)."""
     try:
         spec = spec_of(run)
         summary, described = rundir.read_json(run.summary), rundir.read_json(run.machine)
@@ -85,14 +86,14 @@ def measured(run: RunDir) -> Measured | None:
 
 
 def spec_of(run: RunDir) -> Experiment:
-    """The resolved spec of a run."""
+    """Return the resolved spec of a run."""
     values = rundir.read_json(run.spec_json)
     return Experiment.model_validate({key: value for key, value in values.items() if key not in ("schema", "set")})
 
 
 def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
-    """The largest batch that a run really had, from its steps: positions computed in one forward pass. None where the
-    steps do not say."""
+    """Return the largest batch that a run really had, from its steps: positions computed in one forward pass. None
+    where the steps do not say."""
     rows = [row for row in read_steps(run.steps)[0] if row.padded_tokens and row.longest_sequence]
     if not rows:
         return None
@@ -111,7 +112,7 @@ def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
 
 
 def facts(run: Measured) -> dict[str, Any]:
-    """What tells one run from another in a table."""
+    """Return what tells one run from another in a table."""
     on = run.spec.optimizations.model_dump(mode="json")
     named = [
         name if value is True else f"{name} {value}"
@@ -128,12 +129,13 @@ def facts(run: Measured) -> dict[str, Any]:
 
 
 def held_out(run: Measured) -> bool:
-    """Whether a run is never fitted to."""
+    """Return whether a run is never fitted to."""
     return is_held_out(run.spec, run.gpu)
 
 
 def is_held_out(spec: Experiment, gpu: str | None) -> bool:
-    """A third of all experiments, by their hash, which nobody chooses; those with the same step are on one side."""
+    """Return whether a spec belongs to the third of all experiments that is held out, by their hash, which nobody
+    chooses; those with the same step are on one side."""
     keep = {"batch_size", "gradient_accumulation_steps", "optimizer", "precision"}
     alike = spec.model_copy(update={
         "train": Train.model_validate(spec.train.model_dump(include=keep)),
@@ -144,5 +146,5 @@ def is_held_out(spec: Experiment, gpu: str | None) -> bool:
 
 
 def once(runs: Iterable[Measured]) -> list[Measured]:
-    """The first run of each experiment on each GPU: repeats of a run are no further rows."""
+    """Return the first run of each experiment on each GPU: repeats of a run are no further rows."""
     return list({identity.fingerprint(run.spec, run.gpu): run for run in reversed(list(runs))}.values())[::-1]

@@ -12,7 +12,7 @@ from ftbench.estimate.memory.estimate import MODERN, MOST_BATCH, MemoryEstimate,
 from ftbench.spec.experiment import Experiment, resolve
 
 
-class Room:
+class MemoryCache:
     """`config` is the model's config.json where facts do not know it."""
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
@@ -20,7 +20,7 @@ class Room:
         self._known: dict[Any, dict[int, MemoryEstimate]] = {}
 
     def estimate(self, spec: Experiment, gpu: Gpu) -> MemoryEstimate:
-        """As `estimate_memory` says it."""
+        """Return what `estimate_memory` says."""
         return self._of(self._curve(spec, gpu), spec, gpu, spec.train.batch_size)
 
     def _curve(self, spec: Experiment, gpu: Gpu) -> dict[int, MemoryEstimate]:
@@ -33,13 +33,13 @@ class Room:
     def _of(self, curve: dict[int, MemoryEstimate], spec: Experiment, gpu: Gpu, size: int) -> MemoryEstimate:
         if size not in curve:
             train = spec.train.model_copy(update={"batch_size": size})
-            asked = resolve(spec.model_copy(update={"train": train}), capability_of(gpu))
-            curve[size] = estimate_memory(asked, gpu, config=self._config)
+            resolved = resolve(spec.model_copy(update={"train": train}), capability_of(gpu))
+            curve[size] = estimate_memory(resolved, gpu, config=self._config)
         has, verdict = capacity(gpu), verdict_of(curve[size].device, capacity(gpu))
         return replace(curve[size], total=has.total, usable=has.usable, margin=has.margin, verdict=verdict)
 
     def largest_batch(self, spec: Experiment, gpu: Gpu) -> int | None:
-        """As `largest_batch` finds it, in fewer steps: memory is nearly a straight line over the batch size."""
+        """Return what `largest_batch` finds, in fewer steps: memory is nearly a straight line over the batch size."""
         has, most = capacity(gpu), min(MOST_BATCH, spec.dataset.samples or MOST_BATCH)
         total = has.usable - has.margin + RESERVE
         curve = self._curve(spec, gpu)
@@ -49,7 +49,7 @@ class Room:
 
         if high(1) > total:
             return None
-        known = {size: found.device.high for size, found in curve.items() if size <= most}
+        known = {size: estimate.device.high for size, estimate in curve.items() if size <= most}
         fits = max(size for size, needed in known.items() if needed <= total)
         fails = min((size for size, needed in known.items() if needed > total), default=most + 1)
         while fails - fits > 1:

@@ -123,7 +123,7 @@ def phases(plan: Plan) -> dict[str, Parts]:
     top = loss.head_gradient(model, recipe, batch) / (2 if recipe.loss == "chunked" else 3)
     held = {"activations": acts.there, "checkpoints": acts.marks, "cast weights": cast}
     tail = loss.tail(model, recipe, batch)
-    final = max(loss.loss_hump(model, recipe, batch), loss.final_norm_hump(model, recipe, batch))
+    final = max(loss.transient_peak(model, recipe, batch), loss.final_norm_peak(model, recipe, batch))
     first = {"activations": acts.first, "checkpoints": acts.first_mark, "cast weights": cast}
     grown = {} if plan.accumulates else {"gradients": grads * _grown(model, recipe)}
     twice = loss.tied_gradients(model, recipe) * part.gradients

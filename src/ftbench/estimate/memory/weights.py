@@ -16,13 +16,14 @@ BLOCK_8BIT = 256  # elements that share a scale in an 8-bit state (bitsandbytes,
 
 
 def plain(count: float, width: float) -> float:
-    """`count` parameters of `width` bytes."""
+    """Return the bytes of `count` parameters of `width` bytes."""
     return count * width
 
 
 def four_bit(count: float, double_quant: bool) -> float:
-    """4-bit weights with their block constants: n/2, plus n/64 constants of 4 bytes, or, quantised once more, of 1 byte
-    and 4 bytes for every 256 of them (Dettmers et al. 2023; 0.5 and 0.127 bits a parameter)."""
+    """Return the bytes of 4-bit weights with their block constants: n/2, plus n/64 constants of 4 bytes, or,
+    quantised once more, of 1 byte and 4 bytes for every 256 of them (Dettmers et al. 2023; 0.5 and 0.127 bits a
+    parameter)."""
     constants = count / BLOCK
     return count / 2 + (constants * (1 + 4 / OUTER) if double_quant else constants * 4)
 
@@ -81,8 +82,8 @@ def augmented(model: ModelShape, recipe: Recipe) -> float:
 
 
 def loading(model: ModelShape, recipe: Recipe) -> float:
-    """The most that loading takes: the weights, or for 4 bits the quantised ones, the rest still in 16 bits, one matrix
-    before it is quantised, and then, while peft casts it, embedding or head in both types."""
+    """Return the most that loading takes: the weights, or for 4 bits the quantised ones, the rest still in 16 bits,
+    one matrix before it is quantised, and then, while peft casts it, embedding or head in both types."""
     resident = weights(model, recipe)
     if not recipe.quantised or recipe.mxfp4:
         return resident
@@ -90,25 +91,26 @@ def loading(model: ModelShape, recipe: Recipe) -> float:
 
 
 def adapters(model: ModelShape, recipe: Recipe) -> float:
-    """peft keeps adapters of a 16-bit model in float32; trl casts those of a quantised one to bfloat16."""
+    """Return the bytes of the adapters: peft keeps those of a 16-bit model in float32; trl casts those of a
+    quantised one to bfloat16."""
     return plain(adapter_parameters(model, recipe.targets, recipe.rank), recipe.adapter)
 
 
 def trained(model: ModelShape, recipe: Recipe) -> tuple[float, int]:
-    """How many parameters are trained, and the bytes of each."""
+    """Return how many parameters are trained, and the bytes of each."""
     if recipe.full:
         return model.total, recipe.weight
     return adapter_parameters(model, recipe.targets, recipe.rank), recipe.adapter
 
 
 def gradients(count: float, width: float) -> float:
-    """A gradient has the type of its parameter (torch.autograd)."""
+    """Return the bytes of the gradients: each has the type of its parameter (torch.autograd)."""
     return count * width
 
 
 def kept_by(model: ModelShape, recipe: Recipe) -> tuple[str, float, float, float]:
-    """The arguments of `optimizer_state`. Matrices of fewer than 100,000 elements are not paged (bitsandbytes,
-    Optimizer8bit.get_state_buffer), which is every adapter of a small rank."""
+    """Return the arguments of `optimizer_state`. Matrices of fewer than 100,000 elements are not paged
+    (bitsandbytes, Optimizer8bit.get_state_buffer), which is every adapter of a small rank."""
     count, width = trained(model, recipe)
     sides = [side for layer, _ in model.kinds for linear in layer.linears for side in (linear.inputs, linear.outputs)]
     name, widest = recipe.optimizer, recipe.rank * max(sides)
@@ -118,7 +120,7 @@ def kept_by(model: ModelShape, recipe: Recipe) -> tuple[str, float, float, float
 
 
 def optimizer_state(name: str, count: float, width: float, embedding: float = 0) -> float:
-    """What the optimizer keeps for `count` parameters of `width` bytes, `embedding` of them in an embedding.
+    """Return what the optimizer keeps for `count` parameters of `width` bytes, `embedding` of them in an embedding.
 
     adamw_torch and its fused form keep two moments in the parameter's type (torch.optim.AdamW, zeros_like);
     bitsandbytes keeps two of 1 byte and a 4-byte scale for every 256 (Dettmers et al. 2022), but those of an embedding
@@ -133,11 +135,11 @@ def optimizer_state(name: str, count: float, width: float, embedding: float = 0)
 
 
 def paged_state(name: str, count: float, width: float, embedding: float = 0) -> float:
-    """What a paged optimizer keeps outside torch's allocator, on the device as long as there is room."""
+    """Return what a paged optimizer keeps outside torch's allocator, on the device as long as there is room."""
     return 8 * embedding + 2 * (count - embedding) if name.startswith("paged") else 0.0
 
 
 def optimizer_step(name: str, count: float, width: float) -> float:
-    """What the step itself takes: AdamW without `fused` works on all parameters at once (foreach) and needs one tensor
-    of their size for the denominator (torch.optim.adamw, _multi_tensor_adamw); the others work in place."""
+    """Return what the step itself takes: AdamW without `fused` works on all parameters at once (foreach) and needs
+    one tensor of their size for the denominator (torch.optim.adamw, _multi_tensor_adamw); the others work in place."""
     return count * width if name == "adamw_torch" else 0

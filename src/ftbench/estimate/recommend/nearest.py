@@ -12,7 +12,7 @@ from typing import Any
 
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import MemoryEstimate
-from ftbench.estimate.memory.memory_cache import Room
+from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend.candidates import Way, own_kind, ways
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import refusals_on
@@ -36,22 +36,22 @@ class Fit:
 
 def nearest_fit(spec: Experiment, gpu: Gpu, config: dict[str, Any] | None = None) -> Fit | None:
     """Return what fits with the fewest changes; None where nothing does."""
-    room = Room(config)
-    fits = (_fit(way, spec, gpu, room) for way in ways(spec, own_kind(spec), True) if not way.problems)
+    memory_cache = MemoryCache(config)
+    fits = (_fit(way, spec, gpu, memory_cache) for way in ways(spec, own_kind(spec), True) if not way.problems)
     return min((fit for fit in fits if fit is not None), key=lambda fit: _distance(spec, fit), default=None)
 
 
-def _fit(way: Way, spec: Experiment, gpu: Gpu, room: Room) -> Fit | None:
+def _fit(way: Way, spec: Experiment, gpu: Gpu, memory_cache: MemoryCache) -> Fit | None:
     capability = capability_of(gpu)
     if refusals_on(way.spec, capability):
         return None
     batch, passes = spec.train.batch_size, spec.train.gradient_accumulation_steps
-    largest = room.largest_batch(way.sized(1, 2 if batch * passes > 1 else 1, capability), gpu)
+    largest = memory_cache.largest_batch(way.sized(1, 2 if batch * passes > 1 else 1, capability), gpu)
     if largest is None:
         return None
     size = next(size for size in range(min(largest, batch), 0, -1) if batch * passes % size == 0)
     sized = way.sized(size, batch * passes // size, capability)
-    memory = room.estimate(sized, gpu)
+    memory = memory_cache.estimate(sized, gpu)
     if memory.verdict != "fits":
         return None
     train = way.spec.train.model_copy(

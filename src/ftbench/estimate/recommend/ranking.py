@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
-from ftbench.estimate.memory.memory_cache import Room
+from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.money import Amount, amount
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.candidates import Way
@@ -88,11 +88,11 @@ def recommend(goal: Goal) -> Recommendation:
     """Raise SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
     methods = goal.methods or candidates.own_kind(goal.spec)
     equal = len(set(goal.store.lengths(goal.spec).values)) == 1
-    room, reasons, fitting, weighed = Room(goal.config), Counter[str](), list[Option](), 0
+    memory_cache, reasons, fitting, weighed = MemoryCache(goal.config), Counter[str](), list[Option](), 0
     for way in candidates.ways(goal.spec, methods, equal):
         for gpu in goal.gpus:
             weighed += 1
-            outcome = _refused(way, gpu, goal) or _best_batch(way, gpu, goal, room)
+            outcome = _refused(way, gpu, goal) or _best_batch(way, gpu, goal, memory_cache)
             if isinstance(outcome, str):
                 reasons[outcome] += 1
             else:
@@ -101,7 +101,7 @@ def recommend(goal: Goal) -> Recommendation:
     kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: _rank(each, goal))
     closest, missed = _closest(fitting, goal) if fitting and not kept else (None, "")
     if not fitting:
-        missed = _least(goal, methods, room)
+        missed = _least(goal, methods, memory_cache)
     return Recommendation(goal, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
 
 
@@ -113,22 +113,22 @@ def _refused(way: Way, gpu: Gpu, goal: Goal) -> str | None:
     return None
 
 
-def _best_batch(way: Way, gpu: Gpu, goal: Goal, room: Room) -> Option | str:
+def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option | str:
     """Return the best batch of a way by the objective, of those that fit; the reason where none does."""
     capability = capability_of(gpu)
     effective = _rows_a_step(way.sized(1, 1, capability), goal)
     if effective == 0:
         return "packing counts rows, and no number of them holds as many samples as a step has (--effective-batch)"
     smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
-    largest = room.largest_batch(smallest, gpu)
+    largest = memory_cache.largest_batch(smallest, gpu)
     if largest is None:
-        uncertain = room.estimate(smallest, gpu).verdict == "uncertain"
+        uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {gpu.name}"
     most = max(1, min(largest, math.ceil(goal.samples)))  # the first step is a whole batch
     pairs = candidates.batches(most, effective)
     if len(goal.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller smallest needs less memory
         pairs = pairs[-2:] if goal.objective == "memory" else pairs[:2]
-    options = [_option(way.sized(*pair, capability), gpu, goal, room) for pair in pairs]
+    options = [_option(way.sized(*pair, capability), gpu, goal, memory_cache) for pair in pairs]
     within = [option for option in options if not _missed(option, goal)]
     best = min(within or options, key=lambda option: _rank(option, goal))
     train = best.spec.train
@@ -146,12 +146,12 @@ def _rows_a_step(smallest: Experiment, goal: Goal) -> int | None:
     return rows if abs(rows * samples / goal.effective_batch - 1) <= PACKED else 0
 
 
-def _option(spec: Experiment, gpu: Gpu, goal: Goal, room: Room) -> Option:
+def _option(spec: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option:
     duration = estimate_duration(spec, gpu, goal.store, config=goal.config)
     seconds = duration.seconds_for(goal.samples)
     price = goal.prices.of(gpu.name) if goal.prices else None
     return Option(
-        spec, gpu, duration, room.estimate(spec, gpu), seconds, duration.joules_for(goal.samples),
+        spec, gpu, duration, memory_cache.estimate(spec, gpu), seconds, duration.joules_for(goal.samples),
         amount(price, seconds.expected, duration.watts.expected) if price else None,
     )  # fmt: skip
 
@@ -193,13 +193,13 @@ def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]
     return option, f"{limit}: {took}, {factor:,.2f} times"
 
 
-def _least(goal: Goal, methods: Sequence[str], room: Room) -> str:
+def _least(goal: Goal, methods: Sequence[str], memory_cache: MemoryCache) -> str:
     """Return what comes closest to fitting a GPU, in words; nothing where every way was refused for another reason."""
     estimates = [
         (memory.device.high - memory.total, way.spec, gpu, memory)
         for way in candidates.ways(goal.spec, methods, True) if not way.problems
         for gpu in goal.gpus if not refusals_on(way.spec, capability_of(gpu))
-        for memory in [room.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
+        for memory in [memory_cache.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
     ]  # fmt: skip
     if not estimates:
         return ""

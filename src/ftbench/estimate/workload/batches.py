@@ -46,7 +46,7 @@ class _Layout:
 
 
 def largest(spec: Experiment) -> Largest:
-    """The batch with the most positions among those that the spec trains on."""
+    """Return the batch with the most positions among those that the spec trains on."""
     on, train = spec.optimizations, spec.train
     steps, passes = train.max_steps, train.gradient_accumulation_steps
     seen = None if steps is None else steps * train.batch_size * passes
@@ -59,26 +59,26 @@ def _largest(dataset: Dataset, layout: _Layout) -> Largest:
     lengths, basis = sample_lengths(dataset)
     flat = layout.flat
     if layout.packing:
-        found = _packed(dataset, layout, lengths)
+        expected = _packed(dataset, layout, lengths)
     elif lengths is None:
-        found = _unknown(dataset, layout)
+        expected = _unknown(dataset, layout)
     else:
         longest = max(lengths)
         in_order = _longest_first(dataset) if layout.ordered else lengths
         tried = (_shape(layout, batch, longest) for batch in _trained(layout, in_order))
-        found = max(tried, key=lambda batch: batch.tokens)
-    most = found
+        expected = max(tried, key=lambda batch: batch.tokens)
+    most = expected
     if lengths is None:
         rows, longest = layout.size, dataset.max_length
         most = BatchShape(1 if flat else rows, rows * longest if flat else longest, rows * (longest - 1))
     even = lengths is not None and min(lengths) == max(lengths)
-    alone = found.rows == 1 and not flat and not layout.fixed
+    alone = expected.rows == 1 and not flat and not layout.fixed
     whole = lengths is not None and min(lengths) == dataset.max_length
-    return Largest(found, most, not (even and not flat) and not alone, whole, basis)
+    return Largest(expected, most, not (even and not flat) and not alone, whole, basis)
 
 
 def sample_lengths(dataset: Dataset) -> tuple[list[int] | None, str]:
-    """The lengths of all samples in tokens where they are known, and in words what is known."""
+    """Return the lengths of all samples in tokens where they are known, and in words what is known."""
     if dataset.name != "synthetic":
         return None, f"no sample is longer than max_length {dataset.max_length:,}"
     count = (dataset.samples or 0) + dataset.eval_samples
@@ -86,8 +86,8 @@ def sample_lengths(dataset: Dataset) -> tuple[list[int] | None, str]:
         return [dataset.length] * min(count, DRAWN), f"every sample has {dataset.length:,} tokens"
     if count > DRAWN:
         return None, f"lengths drawn, at most max_length {dataset.max_length:,}"
-    found = _drawn(dataset, count)
-    return found[: dataset.samples], f"synthetic lengths, the longest {max(found):,}"
+    lengths = _drawn(dataset, count)
+    return lengths[: dataset.samples], f"synthetic lengths, the longest {max(lengths):,}"
 
 
 @lru_cache(maxsize=32)
@@ -140,6 +140,6 @@ def _unknown(dataset: Dataset, layout: _Layout) -> BatchShape:
 
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int:
-    """The median of the longest of `count` log-normal lengths with this mean (before the cut at `longest`)."""
+    """Return the median of the longest of `count` log-normal lengths with this mean (before the cut at `longest`)."""
     quantile = NormalDist().inv_cdf(0.5 ** (1 / max(count, 1)))
     return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))

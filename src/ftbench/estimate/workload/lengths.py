@@ -131,7 +131,7 @@ class _Layout:
 
 
 def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
-    """The micro-batches of a spec in at most CLASSES groups of like size, which differ in weight."""
+    """Return the micro-batches of a spec in at most CLASSES groups of like size, which differ in weight."""
     on = spec.optimizations
     # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
     return _batches(lengths, _Layout(

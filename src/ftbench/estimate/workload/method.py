@@ -89,7 +89,7 @@ class Recipe:
         return self.adapter == self.stream == self.compute
 
     def adapted(self, layer: Layer) -> int:
-        """How many matrices of a layer have adapters."""
+        """Return how many matrices of a layer have adapters."""
         return len(layer.reached(self.targets)) + ("experts" in self.targets and layer.experts is not None)
 
 
@@ -132,12 +132,13 @@ def _adapter(method: Full | Lora | Qlora | Unsloth) -> int:
 
 
 def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
-    """Whether what is not quantised is cast to float32 (worker/methods/qlora.py, `adapt`)."""
+    """Return whether what is not quantised is cast to float32 (worker/methods/qlora.py, `adapt`)."""
     return isinstance(method, Qlora) and method.upcast and not model.has_experts
 
 
 def fused(spec: Experiment) -> Fused:
-    """fused_lora takes adapters into the base product where that is a plain one of the type products are made in."""
+    """Return how fused_lora multiplies: it takes adapters into the base product where that is a plain one of the
+    type products are made in."""
     if not spec.optimizations.fused_lora:
         return "off"
     other = spec.optimizations.fp8 != "off" or (spec.method.quantised and not spec.method.mxfp4)
@@ -163,25 +164,26 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
     if isinstance(spec.method, Unsloth):
         own = spec.method.use_gradient_checkpointing
         return "full" if own == "on" else own
-    asked: bool | Literal["selective", "offload"] = spec.optimizations.gradient_checkpointing
-    if asked == "selective" or asked == "offload":
-        return asked
-    return "full" if asked else "off"
+    checkpointing: bool | Literal["selective", "offload"] = spec.optimizations.gradient_checkpointing
+    if checkpointing == "selective" or checkpointing == "offload":
+        return checkpointing
+    return "full" if checkpointing else "off"
 
 
 def is_eager(spec: Experiment, model: ModelShape) -> bool:
-    """Whether attention writes a weight for each pair of positions: transformers has no sdpa for gpt_oss's sinks."""
-    asked = spec.optimizations.attention
-    return asked == "eager" or (asked == "auto" and any(layer.sinks for layer, _ in model.kinds))
+    """Return whether attention writes a weight for each pair of positions: transformers has no sdpa for gpt_oss's
+    sinks."""
+    attention = spec.optimizations.attention
+    return attention == "eager" or (attention == "auto" and any(layer.sinks for layer, _ in model.kinds))
 
 
 def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Attention:
-    asked = spec.optimizations.attention
+    attention = spec.optimizations.attention
     if is_eager(spec, model):
         return "eager"
-    if asked == "varlen":
-        return "sdpa" if whole else asked  # worker/optimizations/attention.py, `_by_rows`
-    if asked in ("auto", "sdpa", "cudnn"):
+    if attention == "varlen":
+        return "sdpa" if whole else attention  # worker/optimizations/attention.py, `_by_rows`
+    if attention in ("auto", "sdpa", "cudnn"):
         return "masked" if padded and spec.method.name != "unsloth" else "sdpa"
     return "flash"
 

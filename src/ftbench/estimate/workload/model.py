@@ -19,14 +19,14 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
     with a way out."""
     if config is None and not model.path and model.id in architectures():
         return _known(model.id)
-    found = config or (read_config(Path(model.path)) if model.path else None)
-    if found is None:
+    values = config or (read_config(Path(model.path)) if model.path else None)
+    if values is None:
         raise SpecError(
             f"no shape is known for {model.id}: give --config FILE with its config.json, model.path, or one of "
             "`ftbench list models`"
         )
     try:
-        return describe(found)
+        return describe(values)
     except UnknownFamilyError as error:
         path = " with model.path=FILE and model.weights=random instead of --config" if config is not None else ""
         raise SpecError(
