@@ -336,13 +336,19 @@ def test_gradient_norms_overflow_while_fp16_searches_for_its_scale(run):
 
 @pytest.mark.parametrize(
     ("host", "gpu", "contended"),
-    [(0.1, None, False), (0.5, None, True), (None, 0.3, True), (0.1, 0.01, False), (0.5, 0.3, True)],
+    [(0.4, None, False), (0.6, None, True), (None, 0.3, True), (0.1, 0.01, False), (0.6, 0.3, True)],
 )
 def test_a_run_beside_which_others_used_the_machine_is_contended(run, host, gpu, contended):
     columns = {"host_cpu_by_others": [host] * 20, "gpu_by_others": [gpu] * 20}
     found = summarise(run(training(**columns)))
     assert found.contention == pytest.approx({"contended": contended, "host_cpu_by_others": host, "gpu_by_others": gpu})
     assert any(warning.startswith("contended: ") for warning in found.warnings) is contended
+
+
+@pytest.mark.parametrize(("host", "contended"), [(0.2, False), (0.4, True)])
+def test_a_run_on_the_cpu_misses_every_cpu_that_others_use(run, host, contended):
+    found = summarise(run(training(host_cpu_by_others=[host] * 20), machine={"gpus": []}))
+    assert found.contention["contended"] is contended
 
 
 def test_contention_is_weighed_by_time_and_of_the_steady_window_alone(run):

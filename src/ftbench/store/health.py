@@ -8,9 +8,10 @@ from typing import Any
 
 from ftbench.core.rows import StepRow
 
-# Shares of the host's CPUs and of the GPU's time that others may have taken before a run counts as contended. A
-# training loop keeps one or two CPUs busy and the rest are spare; kernels of others delay ours from the first on.
-HOST_SHARE = 0.25
+# Shares of the host's CPUs and of the GPU's time that others may have taken before a run counts as contended. A run on
+# the CPU uses all of its CPUs; one on a GPU keeps one or two busy, which it finds while half of them are free. Kernels
+# of others delay ours from the first on.
+HOST_SHARE, HOST_SHARE_BESIDE_GPU = 0.25, 0.5
 GPU_SHARE = 0.05
 
 
@@ -38,15 +39,19 @@ def learning_warnings(rows: Sequence[StepRow], loss_scaled: bool) -> list[str]:
             for text, steps in broken.items() if steps]  # fmt: skip
 
 
-def contention(steady: Sequence[StepRow]) -> dict[str, Any]:
+def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any], list[str]]:
     """Return what other processes took of the steady window, as shares of its time: `host_cpu_by_others`,
-    `gpu_by_others` (None where it is not known), and whether that is too much (`contended`). Empty where neither is
-    known."""
-    shares = {name: _over_time(steady, name) for name in ("host_cpu_by_others", "gpu_by_others")}
+    `gpu_by_others` (None where it is not known), and whether that is too much (`contended`); and a sentence where it
+    is. Empty where neither is known."""
+    limits = {"host_cpu_by_others": HOST_SHARE_BESIDE_GPU if on_gpu else HOST_SHARE, "gpu_by_others": GPU_SHARE}
+    shares = {name: _over_time(steady, name) for name in limits}
     if all(share is None for share in shares.values()):
-        return {}
-    taken = (shares["host_cpu_by_others"] or 0.0) > HOST_SHARE or (shares["gpu_by_others"] or 0.0) > GPU_SHARE
-    return {"contended": taken, **shares}
+        return {}, []
+    what = {"host_cpu_by_others": "the host's CPUs", "gpu_by_others": "the GPU's time"}
+    taken = [f"{share:.0%} of {what[name]} (more than {limits[name]:.0%})" for name, share in shares.items()
+             if share is not None and share > limits[name]]  # fmt: skip
+    sentence = f"contended: other processes used {' and '.join(taken)}; its speed is no measurement: run it again alone"
+    return {"contended": bool(taken), **shares}, [sentence] if taken else []
 
 
 def _over_time(rows: Sequence[StepRow], name: str) -> float | None:
@@ -54,16 +59,6 @@ def _over_time(rows: Sequence[StepRow], name: str) -> float | None:
     known = [(row.step_time_s or 0.0, value) for row in rows if (value := getattr(row, name)) is not None]
     seconds = sum(time for time, _ in known)
     return sum(time * value for time, value in known) / seconds if seconds else None
-
-
-def contention_warning(contention: dict[str, Any]) -> list[str]:
-    """Return the sentence on a contended run; none for another."""
-    if not contention.get("contended"):
-        return []
-    parts = {"host_cpu_by_others": ("the host's CPUs", HOST_SHARE), "gpu_by_others": ("the GPU's time", GPU_SHARE)}
-    taken = [f"{contention[name]:.0%} of {what} (more than {limit:.0%})" for name, (what, limit) in parts.items()
-             if (contention[name] or 0.0) > limit]  # fmt: skip
-    return [f"contended: other processes used {' and '.join(taken)}; its speed is no measurement: run it again alone"]
 
 
 def first_step_cache(applied: dict[str, Any]) -> str | None:

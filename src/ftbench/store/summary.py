@@ -49,8 +49,8 @@ def summarise(run: RunDir) -> RunSummary:
         _energy(summary, steady, machine)
         summary.drift = run_warnings.drift(steady)
         summary.outliers = run_warnings.outliers(steady)
-        summary.contention = health.contention(steady)
-        summary.warnings += health.contention_warning(summary.contention)
+        summary.contention, sentences = health.contention(steady, on_gpu=summary.gpu is not None)
+        summary.warnings += sentences
     timed = bool(train) or not everything  # an imported log may hold losses and no times
     summary.warnings += run_warnings.warnings(
         everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed
