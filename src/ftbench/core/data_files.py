@@ -29,7 +29,7 @@ class FileRows:
 
 
 def read_file(path: Path) -> FileRows:
-    """Rows of a .json, .jsonl, .csv or .parquet file. Raises DataError that names file and row."""
+    """Return the rows of a .json, .jsonl, .csv or .parquet file. Raise DataError that names file and row."""
     reader, unit = _READERS.get(path.suffix.lower(), (None, ""))
     if reader is None:
         raise DataError(

@@ -67,12 +67,12 @@ _TYPES = {f.name: str(f.type) for f in fields(StepRow)}
 
 
 def header() -> str:
-    """The first line of steps.csv, with its newline."""
+    """Return the first line of steps.csv, with its newline."""
     return ",".join(COLUMNS) + "\n"
 
 
 def to_csv(row: StepRow) -> str:
-    """One line of steps.csv, with its newline; floats keep nine significant digits."""
+    """Return one line of steps.csv, with its newline; floats keep nine significant digits."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerow([_text(getattr(row, name)) for name in COLUMNS])
     return out.getvalue()
@@ -85,8 +85,8 @@ def _text(value: Any) -> Any:
 
 
 def parse(values: dict[str, str]) -> StepRow:
-    """The row of one CSV record. Unknown columns are ignored and missing ones stay empty, so that older and newer
-    files can be read; a value that is not of its column's type raises ValueError."""
+    """Return the row of one CSV record. Unknown columns are ignored and missing ones stay empty, so that older and
+    newer files can be read; a value that is not of its column's type raises ValueError."""
     return StepRow(**{name: _value(name, values[name]) for name in COLUMNS if values.get(name)})
 
 

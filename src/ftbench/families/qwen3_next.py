@@ -32,7 +32,7 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
 
 
 def _full(config: Config) -> Layer:
-    """A layer of softmax attention, whose q_proj makes the gate of its output too."""
+    """Return a layer of softmax attention, whose q_proj makes the gate of its output too."""
     hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
     kv_heads, bias = config.whole("num_key_value_heads", heads), bool(config.get("attention_bias"))
     query, key = heads * width, kv_heads * width
@@ -43,7 +43,7 @@ def _full(config: Config) -> Layer:
 
 
 def _linear(config: Config) -> Layer:
-    """A layer of linear attention."""
+    """Return a layer of linear attention."""
     hidden = config.whole("hidden_size")
     keys, values = config.whole("linear_num_key_heads"), config.whole("linear_num_value_heads")
     key, value = config.whole("linear_key_head_dim"), config.whole("linear_value_head_dim")

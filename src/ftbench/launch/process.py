@@ -111,8 +111,8 @@ def _signal_group(pgid: int, number: int) -> None:
 
 @contextmanager
 def signals() -> Iterator[int]:
-    """Within the block TERM, HUP and INT end nothing, but for those that are ignored anyway (nohup): each puts a byte
-    into the pipe whose reading end is yielded. Only the main thread can; elsewhere nothing arrives."""
+    """Yield the reading end of a pipe: within the block TERM, HUP and INT put a byte into it and end nothing, but for
+    those that are ignored anyway (nohup). Only the main thread can; elsewhere nothing arrives."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     main = threading.current_thread() is threading.main_thread()
     heeded = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]

@@ -38,7 +38,7 @@ class Result:
     exit_code: int
 
     def document(self) -> dict[str, Any]:
-        """What `--json` prints of it."""
+        """Return what `--json` prints of it."""
         return {
             "run_dir": str(self.run.path), "state": self.summary.state, "summary": summary.as_dict(self.summary),
         }  # fmt: skip

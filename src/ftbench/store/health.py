@@ -27,7 +27,7 @@ def learning(rows: Sequence[StepRow], loss_scaled: bool) -> dict[str, Any]:
 
 
 def finite(value: float | None) -> bool:
-    """Whether a figure is a number or not known."""
+    """Return whether a figure is a number or not known."""
     return value is None or math.isfinite(value)
 
 
@@ -55,7 +55,7 @@ def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any],
 
 
 def _over_time(rows: Sequence[StepRow], name: str) -> float | None:
-    """The mean of a column over the time of the steps that have it."""
+    """Return the mean of a column over the time of the steps that have it."""
     known = [(row.step_time_s or 0.0, value) for row in rows if (value := getattr(row, name)) is not None]
     seconds = sum(time for time, _ in known)
     return sum(time * value for time, value in known) / seconds if seconds else None

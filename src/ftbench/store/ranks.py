@@ -52,7 +52,7 @@ def _value(name: str, rows: Sequence[StepRow]) -> Any:
 
 
 def _combine(name: str) -> Callable[[list[Any]], Any]:
-    """How a column of several ranks becomes one: a sum, the lowest, the mean, or the highest."""
+    """Return how a column of several ranks becomes one: a sum, the lowest, the mean, or the highest."""
     if name in _COUNTED_ONCE or name in _ADDED:
         return sum
     if name in _MEAN:

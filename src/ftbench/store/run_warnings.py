@@ -63,7 +63,7 @@ def warnings(
 
 
 def _named(slow: Sequence[dict[str, Any]]) -> str:
-    """`step 17 (2.1 times the median, 1 graphs compiled)`, the three slowest."""
+    """Return `step 17 (2.1 times the median, 1 graphs compiled)`, the three slowest."""
     words = (", ".join([f"{row['times_the_median']:.1f} times the median", *row["with"]]) for row in slow[:3])
     return "; ".join(f"step {row['step']} ({text})" for row, text in zip(slow[:3], words, strict=True))
 

@@ -42,7 +42,7 @@ class RunDir:
         return self.path.name
 
     def rank_steps(self, rank: int) -> Path:
-        """The steps of one rank of several, of which `steps` are those of the run."""
+        """Return the steps of one rank of several, of which `steps` are those of the run."""
         return self.path / f"steps.rank{rank}.csv"
 
     def __getattr__(self, name: str) -> Path:

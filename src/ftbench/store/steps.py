@@ -91,7 +91,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | Non
 
 
 def _checked_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
-    """The same from checked rows, for a file with lines that cannot be read."""
+    """Return the rows, checked one by one, for a file with lines that cannot be read."""
     train = [row for row in read_steps(path)[0] if row.phase in ("train", None) and row.step is not None]
     return {name: [getattr(row, name) for row in train] for name in names if train}
 
@@ -104,7 +104,8 @@ def _numbers(texts: Sequence[str]) -> list[float | None]:
 
 
 def _read(path: Path, offset: int = 0) -> bytes | None:
-    """The file's bytes from `offset` on, none for an absent file; None for what is no plain file or far too large."""
+    """Return the file's bytes from `offset` on, none for an absent file; None for what is no plain file or far too
+    large."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name would wait for a writer
     except OSError:

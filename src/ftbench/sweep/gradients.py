@@ -52,7 +52,7 @@ def _loaded(run: RunDir) -> dict[str, Any]:
 
 
 def _place_of(name: str) -> tuple[str, int | None]:
-    """`…layers.3.self_attn.q_proj.lora_A.default.weight` → `q_proj`, 3; a norm or an embedding has its own name."""
+    """Return `…layers.3.self_attn.q_proj.lora_A.default.weight` → `q_proj`, 3; a norm or embedding has its own name."""
     bare = re.sub(r"(\.base_layer|\.lora_\w+(\.default)?|\.weight|\.bias)+$", "", name)
     layer = re.search(r"\.layers\.(\d+)\.", name)
     return bare.rsplit(".", 1)[-1], int(layer[1]) if layer else None

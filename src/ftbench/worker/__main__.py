@@ -74,7 +74,7 @@ def _import_unsloth() -> None:
 
 
 def _rescue(run: Any, error: BaseException) -> None:
-    """Writes the steps that were finished before an error, and what shows its reason."""
+    """Write the steps that were finished before an error, and what shows its reason."""
     if run is None:
         return
     for save in (run.finish, lambda: run.failed(error)):

@@ -110,7 +110,7 @@ def _config(settings: Generate, ends: list[int], filler: int) -> GenerationConfi
 
 @contextmanager
 def _own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
-    """Sampling starts at `seed`, and what follows goes on as if nothing had been drawn."""
+    """Start sampling at `seed` within the block; what follows goes on as if nothing had been drawn."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -70,7 +70,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
 
 
 def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
-    """The spec's recipe in trl's words; what ftbench does itself (logging, saving, tokenising) is off."""
+    """Return the spec's recipe in trl's words; what ftbench does itself (logging, saving, tokenising) is off."""
     train = spec.train
     return SFTConfig(
         output_dir=str(run.path / "trainer"),
@@ -111,7 +111,7 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
 
 
 def _dataset(rows: list[Row]) -> Dataset:
-    """A row's samples end to end, and how long each is."""
+    """Return a row's samples end to end, and how long each is."""
     columns = {
         "input_ids": [[token for sample in row for token in sample.ids] for row in rows],
         "labels": [[label for sample in row for label in sample.labels] for row in rows],

@@ -19,7 +19,7 @@ from ftbench.store.process_identity import die_with_parent
 
 
 def told() -> dict[str, Any]:
-    """The object described above."""
+    """Return the versions, and what torch says of the GPU."""
     import torch
 
     found: dict[str, Any] = {

@@ -65,7 +65,7 @@ def kept_as(recipe: Recipe, part: Share) -> Recipe:
 
 
 def _has_masters(recipe: Recipe, part: Share) -> bool:
-    """Whether DeepSpeed trains float32 copies of weights of 16 bits."""
+    """Return whether DeepSpeed trains float32 copies of weights of 16 bits."""
     return part.keeper == "deepspeed" and recipe.autocast
 
 

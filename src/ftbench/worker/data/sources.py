@@ -36,7 +36,7 @@ class HubRows:
 
 
 def open_rows(dataset: Dataset) -> Rows:
-    """The rows of a named data set or file. Raises DataError or MissingError with a way out."""
+    """Return the rows of a named data set or file. Raise DataError or MissingError with a way out."""
     if dataset.name == "sample":
         return read_file(Path(str(files("ftbench.facts") / "sample.jsonl")))
     if dataset.path:

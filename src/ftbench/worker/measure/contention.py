@@ -40,7 +40,8 @@ class HostLoad:
         return [Interval(begin, after[0], {"host_cpu_by_others": min(1.0, max(0.0, others / (after[2] - passed)))})]
 
     def _counters(self) -> tuple[float, float, float, float]:
-        """The clock, and the seconds that CPUs were busy, that have passed on them, and that were this process's."""
+        """Return the clock, and the seconds that CPUs were busy, that have passed on them, and that were this
+        process's."""
         busy = passed = 0.0
         with suppress(OSError, ValueError):
             for line in self._stat.read_text().splitlines():

@@ -90,7 +90,7 @@ class BusyMeter:
         self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
 
     def _samples(self) -> list[tuple[int, int]]:
-        """(µs since the epoch, percent) of the samples since the last one seen."""
+        """Return (µs since the epoch, percent) of the samples since the last one seen."""
         kind = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
         _, samples = self._nvml.nvmlDeviceGetSamples(self._handle, kind, self._last)
         return [(s.timeStamp, s.sampleValue.uiVal) for s in samples if s.timeStamp > self._last]

@@ -37,7 +37,7 @@ class Phases:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Be in another phase for the length of a block, then in the phase before it again."""
+        """Enter another phase for the length of a block, then the phase before it again."""
         before = self.current
         self.enter(name)
         try:

@@ -199,7 +199,7 @@ class Recorder:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Columns of the process as it is now."""
+        """Return the columns of the process as it is now."""
         return {"rank": self._rank, "data_rank": self._data_rank, "host_memory_gb": resident_gb(), **self.memory.read()}
 
     def _is_on_device(self, value: Any) -> bool:
@@ -282,7 +282,7 @@ def _numbers(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A column's value as steps.csv holds it: tokens are whole numbers; None stays unknown."""
+    """Return a column's value as steps.csv holds it: tokens are whole numbers; None stays unknown."""
     if value is None:
         return None
     return int(value) if name.endswith("_tokens") or name in ("samples", "longest_sequence") else float(value)

@@ -17,8 +17,8 @@ MOST_TENSORS = 40
 
 
 def account(tracker: Tracker, backbone: str, vocabulary: int) -> dict[str, Any]:
-    """The sections `steps`, `phases` and `peak` of simulation.json; sizes in GiB. `backbone` is the name of the module
-    whose layers make the hidden states: what the forward pass makes outside of it is the loss."""
+    """Return the sections `steps`, `phases` and `peak` of simulation.json; sizes in GiB. `backbone` is the name of the
+    module whose layers make the hidden states: what the forward pass makes outside of it is the loss."""
     storages = _in_place(tracker.storages)
     curve = _curve(storages, tracker.events)
     ends = [*tracker.steps[1:], tracker.events]
@@ -45,13 +45,13 @@ def account(tracker: Tracker, backbone: str, vocabulary: int) -> dict[str, Any]:
 
 
 def rounded(size: int) -> int:
-    """Bytes that the allocator hands out for `size`."""
+    """Return the bytes that the allocator hands out for `size`."""
     return -(-size // BLOCK) * BLOCK
 
 
 def part(storage: Storage, backbone: str, vocabulary: int) -> str:
-    """Which of PARTS a storage belongs to. What the forward pass made and freed itself is temporary; logits are known
-    by their width wherever they are made again."""
+    """Return which of PARTS a storage belongs to. What the forward pass made and freed itself is temporary; logits are
+    known by their width wherever they are made again."""
     if storage.kind:
         return storage.kind
     if storage.phase == "data":
@@ -66,9 +66,9 @@ def part(storage: Storage, backbone: str, vocabulary: int) -> str:
 
 
 def _in_place(storages: Sequence[Storage]) -> list[Storage]:
-    """The engine adds a gradient to one that nobody else holds in place, but not where tensors are of a class of their
-    own, as fake ones are (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). A sum after which one of its
-    terms is freed at once begins with that term's end."""
+    """Return the storages as on a GPU, whose engine adds a gradient in place to one nobody else holds, but not where
+    tensors are of a class of their own, as fake ones are (torch/csrc/autograd/input_buffer.cpp,
+    can_accumulate_inplace). A sum after which one of its terms is freed at once begins with that term's end."""
     freed = {s.freed: s for s in storages if s.freed is not None}
     for storage in storages:
         if storage.in_place:
@@ -80,7 +80,7 @@ def _in_place(storages: Sequence[Storage]) -> list[Storage]:
 
 
 def _curve(storages: Sequence[Storage], events: int) -> list[int]:
-    """Bytes allocated after each event."""
+    """Return the bytes allocated after each event."""
     changes = [0] * events
     for storage in storages:
         changes[storage.born] += rounded(storage.bytes)
@@ -90,7 +90,7 @@ def _curve(storages: Sequence[Storage], events: int) -> list[int]:
 
 
 def _phases(tracker: Tracker, curve: Sequence[int]) -> dict[str, float]:
-    """The highest of each phase over the whole run, in GiB."""
+    """Return the highest of each phase over the whole run, in GiB."""
     peaks: dict[str, float] = {}
     ends = [begin for begin, _ in tracker.phases[1:]] + [tracker.events]
     for (begin, name), end in zip(tracker.phases, ends, strict=True):
@@ -99,7 +99,7 @@ def _phases(tracker: Tracker, curve: Sequence[int]) -> dict[str, float]:
 
 
 def _tensors(alive: Sequence[Storage], backbone: str, vocabulary: int) -> list[dict[str, Any]]:
-    """The largest groups of like tensors; layers are one group each kind of module."""
+    """Return the largest groups of like tensors; layers are one group each kind of module."""
     groups: Counter[tuple[Any, ...]] = Counter()
     counts: Counter[tuple[Any, ...]] = Counter()
     for s in alive:

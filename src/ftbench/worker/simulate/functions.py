@@ -31,8 +31,8 @@ class Functions(TorchFunctionMode):
             self.engine = before
 
     def within_engine(self, run: Any) -> Any:
-        """The engine's own function, with `engine` on and with this mode for the Python that it calls: checkpoints,
-        functions with a backward of their own."""
+        """Return the engine's own function, with `engine` on and with this mode for the Python that it calls:
+        checkpoints, functions with a backward of their own."""
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             before, self.engine = self.engine, True
@@ -69,7 +69,7 @@ def _attention(
 
 
 def _cast(part: Any) -> Any:
-    """Autocast's policy for attention: 32-bit floats in the type of the products."""
+    """Return autocast's policy for attention: 32-bit floats in the type of the products."""
     return part.to(torch.get_autocast_dtype("cuda")) if part is not None and part.dtype == torch.float32 else part
 
 
@@ -79,8 +79,8 @@ def _padded(part: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the kernel takes it (convert_boolean_attn_mask, pad_bias): a number for each place, its rows aligned
-    to 16 elements."""
+    """Return the mask as the kernel takes it (convert_boolean_attn_mask, pad_bias): a number for each place, its rows
+    aligned to 16 elements."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

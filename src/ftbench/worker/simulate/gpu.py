@@ -23,7 +23,7 @@ from ftbench.worker.simulate.tracker import Tracker
 
 @contextmanager
 def simulated(capability: tuple[int, int], memory_bytes: int) -> Iterator[Simulation]:
-    """Within the block torch has one GPU of that compute capability, and every tensor is fake."""
+    """Let torch have one GPU of that compute capability within the block, where every tensor is fake."""
     ensure_guard()
     ensure_kernels()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -42,8 +42,9 @@ def simulated(capability: tuple[int, int], memory_bytes: int) -> Iterator[Simula
 
 @contextmanager
 def whole_kernels() -> Iterator[None]:
-    """Operations that are one kernel on a GPU and that torch takes apart for tensors without memory: the gradient of
-    silu would be eight tensors, and is one (aten/src/ATen/native/native_functions.yaml)."""
+    """Make one kernel of operations within the block that are one on a GPU and that torch takes apart for tensors
+    without memory: the gradient of silu would be eight tensors, and is one
+    (aten/src/ATen/native/native_functions.yaml)."""
     library = torch.library.Library("aten", "IMPL")
     library.m.impl("silu_backward", "CUDA", lambda gradient, given: torch.empty_like(given))
     try:

@@ -18,7 +18,7 @@ _kept: list[object] = []  # what torch holds pointers to
 
 
 def ensure_guard() -> None:
-    """Gives torch the guard that does nothing. A build for the CPU is first given one that counts no devices, which is
+    """Give torch the guard that does nothing. A build for the CPU is first given one that counts no devices, which is
     what torch replaces (c10/core/impl/DeviceGuardImplInterface.cpp, ensureCUDADeviceGuardSet)."""
     if not torch.cuda._is_compiled() and not _kept:
         signature = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -32,8 +32,8 @@ def ensure_guard() -> None:
 
 
 def ensure_kernels() -> None:
-    """Makes the GPU's single kernels known to a build of torch for the CPU. They are never run: fake tensors ask for
-    the shape of their results alone."""
+    """Make the GPU's single kernels known to a build of torch for the CPU. They are never run: fake tensors ask for the
+    shape of their results alone."""
     missing = [
         name for name in _ONE_KERNEL if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
     ]

@@ -79,7 +79,7 @@ class Simulation(TorchDispatchMode):
         return fake
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation whose result's shape depends on values."""
+        """Return an operation whose result's shape depends on values."""
         found = self.values.compute(func, args, kwargs, [])
         if found is None:
             raise Unknown(f"the shape of {func._opname} depends on the model's weights")
@@ -105,7 +105,7 @@ class Simulation(TorchDispatchMode):
 
 
 def _is_no_copy(tensor: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a copy would change neither device nor type: asked for because the engine believed otherwise."""
+    """Return whether a copy would change neither device nor type: asked for because the engine believed otherwise."""
     return (
         isinstance(tensor, FakeTensor)
         and kwargs.get("device") == tensor.fake_device

@@ -14,8 +14,8 @@ from ftbench.worker.simulate.tracker import Tracker
 
 @contextmanager
 def follow_modules(model: Any, tracker: Tracker) -> Iterator[str]:
-    """Within the block `tracker.module` is the name of the innermost module whose forward pass runs. Yields the name
-    of the module that makes the hidden states."""
+    """Keep in `tracker.module` the name of the innermost module whose forward pass runs; yield the name of the module
+    that makes the hidden states."""
     names = {id(module): name for name, module in model.named_modules()}
     base = base_model(model)
     before: list[str] = []

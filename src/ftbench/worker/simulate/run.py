@@ -29,7 +29,7 @@ MICRO_STEPS = 2  # in the first there are no gradients yet, from the second on t
 
 
 def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], memory_bytes: int) -> dict[str, Any]:
-    """simulation.json without its head. Raises SpecError for what cannot be simulated."""
+    """Return simulation.json without its head. Raise SpecError for what cannot be simulated."""
     shape = Shape(spec.model)
     tokenizer, data = prepared(spec, shape)
     batch = heaviest(spec, data)
@@ -50,7 +50,7 @@ def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], m
 
 
 def heaviest(spec: Experiment, data: Prepared) -> list[Row]:
-    """The batch with the most positions among those that the run will see, and of these the most labels."""
+    """Return the batch with the most positions among those that the run will see, and of these the most labels."""
     train, flat = spec.train, spec.optimizations.packing or spec.optimizations.padding_free
     batches = [data.train[at : at + train.batch_size] for at in range(0, len(data.train), train.batch_size)]
     if train.max_steps:
@@ -68,8 +68,8 @@ def _labels(rows: Sequence[Row]) -> int:
 
 
 def shortened(spec: Experiment, data: Prepared, batch: list[Row]) -> tuple[Experiment, Prepared]:
-    """The spec and its data cut to the steps that are simulated, each of that batch. The longest row stays among the
-    rows that are not trained on: `fixed_shape` pads to it."""
+    """Return the spec and its data cut to the steps that are simulated, each of that batch. The longest row stays among
+    the rows that are not trained on: `fixed_shape` pads to it."""
     micro_steps = min(MICRO_STEPS, spec.train.gradient_accumulation_steps)
     cut = {"max_steps": STEPS, "gradient_accumulation_steps": micro_steps, "batch_size": len(batch), "report_to": ()}
     train = spec.train.model_copy(update=cut)
@@ -139,7 +139,8 @@ class Watch(TrainerCallback):
 
 
 def _constants(state: Any) -> list[torch.Tensor]:
-    """What bitsandbytes keeps beside a 4-bit weight: the scales of its blocks, quantised again or not, and tables."""
+    """Return what bitsandbytes keeps beside a 4-bit weight: the scales of its blocks, quantised again or not, and
+    tables."""
     if state is None:
         return []
     own = [value for value in (state.absmax, state.code, state.offset) if torch.is_tensor(value)]

@@ -78,7 +78,7 @@ class Tracker:
         self._record(size, operation, (size,), "uint8").kind = "workspace"
 
     def is_a(self, tensor: torch.Tensor | None, kind: str) -> None:
-        """Says what a live tensor is."""
+        """Say what a live tensor is."""
         if tensor is not None and (found := self._alive.get(tensor.untyped_storage()._cdata)):
             found[0].kind = kind
 
@@ -95,7 +95,7 @@ class Tracker:
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in the arguments or results of an operation, which nest lists at most."""
+    """Yield the tensors in the arguments or results of an operation, which nest lists at most."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):

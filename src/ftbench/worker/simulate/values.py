@@ -44,7 +44,7 @@ class Values:
         # what was written to has changed its values in place
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> Any:
-        """The operation's real result, or None where an input is unknown."""
+        """Return the operation's real result, or None where an input is unknown."""
         inputs = [*tensors(list(args)), *tensors(list(kwargs.values()))]
         if any(self.get(t) is None for t in inputs) or any(t.numel() > MOST for t in (*outputs, *inputs)):
             return None
@@ -59,7 +59,7 @@ class Values:
         return () if found is None else found
 
     def scalar(self, tensor: torch.Tensor) -> Any:
-        """A value that the program asks for. What depends on weights is a number of no matter: 1, or no."""
+        """Return a value that the program asks for. What depends on weights is a number of no matter: 1, or no."""
         known = self.get(tensor)
         if known is not None:
             with unset_fake_temporarily():
@@ -72,7 +72,7 @@ class Values:
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operation writes to."""
+    """Yield the tensors that an operation writes to."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors(args[place] if place < len(args) else kwargs.get(argument.name))

@@ -30,13 +30,13 @@ class Shape:
         self.config = configuration(model) if known else loading.load_config(model, model.path or model.id)
 
     def tokenizer(self) -> Any:
-        """The tokenizer that comes with the model; with random weights, the one that is made for them."""
+        """Return the tokenizer that comes with the model; with random weights, the one that is made for them."""
         if self._model.weights == "random":
             return build_tokenizer(int(self.config.get_text_config().vocab_size))
         return loading.load_tokenizer(self._model, self._model.path or self._model.id)
 
     def load(self, arguments: dict[str, Any]) -> Any:
-        """The model on the device, in the dtype, attention and quantisation that from_pretrained would be given."""
+        """Return the model on the device, in the dtype, attention and quantisation that from_pretrained is given."""
         chosen = {key: arguments[key] for key in ("dtype", "attn_implementation") if key in arguments}
         quantised = arguments.get("quantization_config")
         if quantised is None:
@@ -76,7 +76,8 @@ def _materialise(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _quantised(layer: Any, dtype: torch.dtype) -> nn.Parameter:
-    """A weight as bitsandbytes keeps it. Its own class of parameter cannot be fake; what its layers read of it can."""
+    """Return a weight as bitsandbytes keeps it. Its own class of parameter cannot be fake; what its layers read of it
+    can."""
     from bitsandbytes.functional import quantize_4bit
 
     old = layer.weight
