@@ -48,7 +48,9 @@ class StepRow:
     host_memory_gb: float | None = _column("GiB", "resident set of the process at the end of the step")
     allocator_retries: int | None = _column("", "cache flushes the allocator needed within the step")
     power_w: float | None = _column("W", "mean of the sampled board power within the step")
-    energy_j: float | None = _column("J", "the board's energy counter over the step, interpolated between samples")
+    energy_j: float | None = _column(
+        "J", "the board's energy counter, interpolated: sums count, a short step may be off"
+    )
     sm_clock_mhz: float | None = _column("MHz", "mean of the sampled SM clock")
     temperature_c: float | None = _column("°C", "highest sampled GPU temperature")
     throttle: str | None = _column("", "throttle reasons seen, joined by |; `none` where the driver named none")

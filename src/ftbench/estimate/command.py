@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
+from ftbench.core.table import text_table
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import view
@@ -167,11 +168,12 @@ def calibrate(store: Path) -> str:
     rows = fitting.left_out(runs)
     path = constants.write(fitted)
     lines = [f"fitted to {len(rows)} runs; each estimated by constants fitted to the others:"]
-    lines += [f"{'':<10} {'runs':>5} {'mean':>8} {'worst':>8} {'bias':>8}"]
-    for tier in measured.TIERS:
-        if (error := fitting.error(rows, tier)) is not None:
-            lines.append(f"{tier:<10} {error.count:>5} {error.mean:>8.2%} {error.worst:>8.2%} {error.bias:>+8.2%}")
-    lines += [f"{name:<17} {getattr(fitted, name):.4f}" for name in constants.FITTED]
+    errors = [(tier, fitting.error(rows, tier)) for tier in measured.TIERS]
+    lines.append(text_table(["", ">runs", ">mean", ">worst", ">bias"], [
+        (tier, str(error.count), f"{error.mean:.2%}", f"{error.worst:.2%}", f"{error.bias:+.2%}")
+        for tier, error in errors if error is not None
+    ]))  # fmt: skip
+    lines.append(text_table(["", ""], [(name, f"{getattr(fitted, name):.4f}") for name in constants.FITTED]))
     wrong = fitting.false_fits(runs, fitted)
     lines.append(f"said to fit and did not: {', '.join(wrong) or 'none'}")
     lines.append(f"kept in {path}; remove it to go back to the shipped constants")

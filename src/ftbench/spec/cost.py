@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftbench.core import cost
+from ftbench.core import cost, units
 from ftbench.spec.prices import Owned, Price
 
 
@@ -41,6 +41,26 @@ def hourly_costs(
         )
         for way, terms, hour, why in ways if terms is not None
     ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Money in one currency, and the way of having the GPU that it is for: rent or owned."""
+
+    value: float
+    currency: str
+    way: str
+
+    def __str__(self) -> str:
+        return units.money(self.value, self.currency)
+
+
+def amount(price: Price, seconds: float, watts: float) -> Amount | None:
+    """Return what a training of so many seconds costs: the rent where the GPU can be rented, else its share of the
+    purchase with electricity."""
+    costs = hourly_costs(price, None, None, watts, seconds / 3600)
+    amounts = (Amount(each.per_night, each.currency, each.way) for each in costs if each.per_night is not None)
+    return next(amounts, None)
 
 
 def running(owned: Owned, watts: float | None) -> float | None:

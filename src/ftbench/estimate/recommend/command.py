@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -85,9 +85,7 @@ def _output(request: RecommendRequest) -> list[str]:
 
 
 def _limits(request: RecommendRequest) -> list[str]:
-    problems = []
-    if request.objective not in OBJECTIVES:
-        problems.append(_unknown("--objective", request.objective, OBJECTIVES, "objective"))
+    problems = _unknown("--objective", request.objective, OBJECTIVES, "objective")
     if request.deadline is not None and parse_seconds(request.deadline) is None:
         problems.append(f"--deadline {request.deadline}: write it as 8h, 90m or 1h30m")
     if request.samples is not None and not 1 <= request.samples <= MOST_SAMPLES:
@@ -123,18 +121,19 @@ def _methods(request: RecommendRequest) -> tuple[str, ...]:
     if request.method is None:
         return ()
     names = tuple(dict.fromkeys(name.strip() for name in request.method.split(",") if name.strip()))
-    wrong = [_unknown("--method", name, METHODS, "method") for name in names if name not in METHODS]
+    wrong = [sentence for name in names for sentence in _unknown("--method", name, METHODS, "method")]
     if wrong or not names:
         raise SpecError(*(wrong or [f"--method {request.method!r}: name methods, for example lora,qlora"]))
     return names
 
 
-def _unknown(option: str, word: str, words: Sequence[str] | dict[str, type], kind: str) -> str:
+def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[str]:
+    """Return a sentence with all that is allowed and the nearest, unless the word is one of them."""
     try:
         known(word, words, kind)
     except ValueError as error:
-        return f"{option}: {error}"
-    raise AssertionError(word)
+        return [f"{option}: {error}"]
+    return []
 
 
 def _effective(request: RecommendRequest, spec: Experiment, store: Store) -> int | None:

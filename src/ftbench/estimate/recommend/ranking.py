@@ -12,12 +12,12 @@ from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
-from ftbench.estimate.money import Amount, amount
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.lengths import batches_of, per_step
+from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices
 from ftbench.spec.refusals import refusals_on

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import yaml
 
 from ftbench.core import units
+from ftbench.core.table import text_table
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations import Optimizations
@@ -16,9 +19,9 @@ from ftbench.store.summary import optimizations_on
 SHOWN = 10
 FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a run in bf16 first"
 _HEADINGS = (
-    "#", "method", "with", "batch", "accum", "GPU", "time", "slow end", "deadline", "free GiB", "cost", "kWh", "basis",
+    ">#", "method", "with", ">batch", ">accum", "GPU", ">time", ">slow end", "deadline", ">free GiB", ">cost", ">kWh",
+    "basis",
 )  # fmt: skip
-_RIGHT = {"#", "batch", "accum", "time", "slow end", "free GiB", "cost", "kWh"}
 
 
 def as_text(answer: Recommendation) -> str:
@@ -30,27 +33,25 @@ def as_text(answer: Recommendation) -> str:
     limits += [f"{goal.effective_batch:,} samples a step"] if goal.effective_batch else []
     lines = [" · ".join([goal.spec.model.id, *limits, f"best by {goal.objective}"]), ""]
     if answer.options:
-        lines += [*_table(answer.options[:SHOWN], goal), "", *_remarks(answer)]
+        lines += [_table(answer.options[:SHOWN], goal), "", *_remarks(answer)]
     else:
         lines += _nothing(answer)
     if answer.ruled_out:
         lines += ["", f"ruled out, of {units.count(answer.weighed)} ways:"]
-        lines += [f"{count:>6}  {reason}" for reason, count in list(answer.ruled_out.items())[:SHOWN]]
+        reasons = [(units.count(count), reason) for reason, count in list(answer.ruled_out.items())[:SHOWN]]
         left = sum(list(answer.ruled_out.values())[SHOWN:])
-        lines += [f"{left:>6}  for other reasons (--json names them)"] if left else []
+        reasons += [(units.count(left), "for other reasons (--json names them)")] if left else []
+        lines.append(textwrap.indent(text_table([">", ""], reasons), "  "))
     if answer.options:
         lines += ["", "the best as a spec (-o FILE writes it):", as_yaml(answer).rstrip()]
     return "\n".join(lines) + "\n"
 
 
-def _table(options: Sequence[Option], goal: Goal) -> list[str]:
-    rows = [list(_HEADINGS), *(_row(rank, option, goal) for rank, option in enumerate(options, 1))]
-    kept = [i for i in range(len(_HEADINGS)) if any(row[i] for row in rows[1:])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-    return [
-        "  ".join(row[i].rjust(widths[i]) if _HEADINGS[i] in _RIGHT else row[i].ljust(widths[i]) for i in kept).rstrip()
-        for row in rows
-    ]
+def _table(options: Sequence[Option], goal: Goal) -> str:
+    """Return a line an option; columns that none has a value for are left out."""
+    rows = [_row(rank, option, goal) for rank, option in enumerate(options, 1)]
+    kept = [at for at in range(len(_HEADINGS)) if any(row[at] for row in rows)]
+    return text_table([_HEADINGS[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
 def _row(rank: int, option: Option, goal: Goal) -> list[str]:
@@ -117,7 +118,7 @@ def _nothing(answer: Recommendation) -> list[str]:
     if answer.closest is None:
         closest = [f"closest to it is {answer.missed}"] if answer.missed else []
         return [f"no way to train it fits the memory of {_gpus(answer)}", *closest]
-    return [f"nothing meets these limits. The closest is {answer.missed}:", "", *_table([answer.closest], answer.goal)]
+    return [f"nothing meets these limits. The closest is {answer.missed}:", "", _table([answer.closest], answer.goal)]
 
 
 def _gpus(answer: Recommendation) -> str:
@@ -166,12 +167,12 @@ def _record(option: Option, goal: Goal) -> dict[str, Any]:
         "gpu": option.gpu.name, "method": option.spec.method.model_dump(mode="json"),
         "optimizations": _on(option.spec.optimizations), "optimizer": train.optimizer,
         "batch_size": train.batch_size, "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "seconds": _band(seconds), "samples_per_hour": option.duration.samples_per_hour,
+        "seconds": asdict(seconds), "samples_per_hour": option.duration.samples_per_hour,
         "may_miss_deadline": None if goal.deadline_s is None else may_miss(option, goal),
-        "memory_gb": _band(memory.device), "total_gb": memory.total, "headroom_gb": option.headroom,
+        "memory_gb": asdict(memory.device), "total_gb": memory.total, "headroom_gb": option.headroom,
         "cost": None if option.cost is None else option.cost.value,
         "currency": None if option.cost is None else option.cost.currency,
-        "way": None if option.cost is None else option.cost.way, "joules": _band(option.joules),
+        "way": None if option.cost is None else option.cost.way, "joules": asdict(option.joules),
         "basis": option.duration.basis, "confidence": option.duration.confidence,
         "changes_the_loss": FP8 if option.spec.optimizations.fp8 != "off" else None,
     }  # fmt: skip
@@ -179,7 +180,3 @@ def _record(option: Option, goal: Goal) -> dict[str, Any]:
 
 def _on(optimizations: Optimizations) -> dict[str, Any]:
     return optimizations.model_dump(mode="json", exclude_defaults=True)
-
-
-def _band(band: Any) -> dict[str, float]:
-    return {"low": band.low, "expected": band.expected, "high": band.high}

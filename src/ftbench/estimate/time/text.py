@@ -12,9 +12,9 @@ from ftbench.core.hardware import Gpu
 from ftbench.core.table import text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band
-from ftbench.estimate.money import Amount, amount
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
+from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices
 
