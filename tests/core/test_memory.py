@@ -12,7 +12,8 @@ from ftbench.core.architectures import architectures
 from ftbench.core.workspace import cublas_workspace
 from ftbench.estimate.memory import layer, loss, share, transient, weights
 from ftbench.estimate.memory.phases import Plan, peak, phases, resident
-from ftbench.estimate.workload.method import BatchShape, Recipe, adapter_parameters
+from ftbench.estimate.workload.batches import BatchShape
+from ftbench.estimate.workload.method import Recipe, adapter_parameters
 from ftbench.families import describe
 from ftbench.families.shape import ModelShape
 from ftbench.spec.methods import PROJECTIONS

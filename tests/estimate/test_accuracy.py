@@ -11,6 +11,8 @@ import pytest
 from ftbench.errors import DataError, SpecError
 from ftbench.estimate.command import calibrate as calibrate_command
 from ftbench.estimate.memory import calibrate, constants, measured
+from ftbench.estimate.memory.estimate import MEASURED
+from ftbench.estimate.workload.model import shape_of
 
 RESULTS = Path("results")
 # Mean and worst relative error that hold on the committed runs. The worst reserved memory is that of models so small
@@ -113,3 +115,7 @@ def test_each_run_is_estimated_by_constants_that_never_saw_it(runs: list[measure
         error = calibrate.error(rows, tier)
         assert error is not None
         assert error.mean <= mean
+
+
+def test_families_with_the_narrow_band_are_those_that_runs_measured(runs: list[measured.Measured]) -> None:
+    assert {shape_of(run.spec.model).family for run in runs if run.fits} == MEASURED

@@ -13,7 +13,7 @@ from ftbench.estimate.memory.constants import Constants
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.time.history import is_older
 from ftbench.estimate.workload import batches
-from ftbench.estimate.workload.method import BatchShape
+from ftbench.estimate.workload.batches import BatchShape
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, Measure, Train
 from ftbench.store import rundir

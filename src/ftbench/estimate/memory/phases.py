@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftbench.estimate.memory import layer, loss, share, transient, weights
-from ftbench.estimate.workload.method import BatchShape, Recipe
+from ftbench.estimate.workload.batches import BatchShape
+from ftbench.estimate.workload.method import Recipe
 from ftbench.families.shape import ModelShape
 
 Parts = dict[str, float]

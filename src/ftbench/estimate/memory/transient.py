@@ -4,7 +4,8 @@ are those of `layer.py`."""
 from __future__ import annotations
 
 from ftbench.estimate.memory.layer import CHUNK, FLOAT, expert_copies, inside, kernel, mlp, norms
-from ftbench.estimate.workload.method import BatchShape, Recipe
+from ftbench.estimate.workload.batches import BatchShape
+from ftbench.estimate.workload.method import Recipe
 from ftbench.families.shape import Layer
 
 _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}

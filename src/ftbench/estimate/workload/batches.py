@@ -8,12 +8,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from ftbench.estimate.workload.method import BatchShape
 from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, synthetic_lengths
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
 DRAWN = 20_000  # samples whose lengths are drawn one by one; of more the longest is taken from the distribution
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The largest batch as the model sees it: `rows` of `length` positions, of which `labels` carry loss."""
+
+    rows: int
+    length: int
+    labels: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
 
 
 @dataclass(frozen=True, slots=True)

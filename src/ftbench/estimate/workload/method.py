@@ -23,19 +23,6 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class BatchShape:
-    """The largest batch as the model sees it: `rows` of `length` positions, of which `labels` carry loss."""
-
-    rows: int
-    length: int
-    labels: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-
-@dataclass(frozen=True, slots=True)
 class Recipe:
     """How a model is trained, as far as its memory depends on it. Bytes are those of one element.
 
@@ -288,15 +275,9 @@ def _visited(layer: Layer) -> int:
 def _used(layer: Layer) -> list[tuple[int, int]]:
     """Inputs and outputs of a layer's matrices as one token uses them: gate, up and down of the experts it visits as
     one each."""
-    used = [(linear.inputs, linear.outputs) for linear in layer.linears]
-    return used + _of_experts(layer)
-
-
-def _of_experts(layer: Layer) -> list[tuple[int, int]]:
-    if layer.experts is None:
-        return []
-    inner = layer.experts.inner * layer.experts.active
-    return [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)]
+    inner = layer.experts.inner * layer.experts.active if layer.experts else 0
+    gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
+    return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated
 
 
 def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
