@@ -79,10 +79,10 @@ def step_time(times: Sequence[float]) -> StepTime | None:
 def quantile(values: Sequence[float], q: float) -> float:
     """Return the q-quantile (0 ≤ q ≤ 1) by linear interpolation between order statistics."""
     ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = math.floor(place)
-    high = math.ceil(place)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    rank = q * (len(ordered) - 1)
+    low = math.floor(rank)
+    high = math.ceil(rank)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:

@@ -48,14 +48,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Rendered:
     """The text, and whether something regressed (`--against`)."""
 
     text: str
     regressed: bool = False
 
 
-def report(request: Request) -> Result:
+def report(request: Request) -> Rendered:
     """Read the runs and render what was asked for. Raises SpecError for a mistake in the command."""
     _check(request)
     records = collect(request.paths)
@@ -66,16 +66,16 @@ def report(request: Request) -> Result:
     sections = _sections(request, records, prices)
     shown = repeats.merge_repeats(records) if request.repeats == "merge" else records
     shown, axes = repeats.with_axes(cost.with_costs(shown, prices, request.hours or cost.NIGHT_H))
-    return Result(formats.render(Report(shown, axes, sections, runs=request.compare is None), request.format))
+    return Rendered(formats.render(Report(shown, axes, sections, runs=request.compare is None), request.format))
 
 
-def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Result:
+def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendered:
     from ftbench.report.compare import gate
 
     limit = gate.limit_of("5%" if request.fail_above is None else request.fail_above)
     result = gate.gate(records, collect([earlier]), limit)
     text = formats.render(Report(records, (), gate.sections(result), runs=False), request.format)
-    return Result(text, bool(result.regressed))
+    return Rendered(text, bool(result.regressed))
 
 
 def _sections(request: Request, records: Sequence[Record], prices: Prices | None) -> list[Section]:

@@ -17,7 +17,7 @@ _MOST_CHANGES = 12  # facts named in a note
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GateRow:
     """A cell then (`pair.baseline`) and now (`pair.cell`), and what regressed, as sentences."""
 
     pair: Pair
@@ -28,13 +28,13 @@ class Row:
 class Gate:
     """The verdict: rows with a partner, and the cells that only one side has."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[GateRow, ...]
     only_new: tuple[Cell, ...]
     only_old: tuple[Cell, ...]
     limit: float
 
     @property
-    def regressed(self) -> list[Row]:
+    def regressed(self) -> list[GateRow]:
         return [row for row in self.rows if row.regressed]
 
 
@@ -62,7 +62,7 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
     noise, rows = noise_of([*now.values(), *then.values()]), []
     for key in both:
         pair = pair_of("", now[key], then[key], noise=noise)
-        rows.append(Row(pair, tuple(_regressed(pair, limit))))
+        rows.append(GateRow(pair, tuple(_regressed(pair, limit))))
     return Gate(
         tuple(rows),
         tuple(cell for key, cell in now.items() if key not in then),
@@ -106,7 +106,7 @@ def sections(result: Gate) -> list[Section]:
     return [Section("gate", "Against earlier runs", table, records=[_record(row) for row in rows])]
 
 
-def _fine(row: Row) -> str:
+def _fine(row: GateRow) -> str:
     return "ok" if row.pair.cell.ok else f"as before: {row.pair.cell.state}"
 
 
@@ -124,7 +124,7 @@ def _who(cell: Cell) -> str:
     return f"{cell.runs[0].run_id} ({cell.name} on {cell.facts['gpu']})"
 
 
-def _record(row: Row) -> dict[str, object]:
+def _record(row: GateRow) -> dict[str, object]:
     pair, before = row.pair, row.pair.baseline
     assert before is not None
     figures = {"tokens_per_s": TOKENS, "samples_per_s": SAMPLES, "peak_gb": PEAK}

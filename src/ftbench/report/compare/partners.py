@@ -69,14 +69,14 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
     groups: dict[Any, list[Cell]] = {}
     for cell in baseline:
         groups.setdefault(tuple(cell.facts.get(key) for key in hard), []).append(cell)
-    indexed = {place: _index(axis, group, hard) for place, group in groups.items()}
+    indexed = {workload: _index(axis, group, hard) for workload, group in groups.items()}
 
     def find(cell: Cell) -> tuple[Cell | None, str]:
-        place = tuple(cell.facts.get(key) for key in hard)
-        if place not in indexed:
+        workload = tuple(cell.facts.get(key) for key in hard)
+        if workload not in indexed:
             kept = dict.fromkeys(_NOUNS[key.partition(".")[0]] for key in hard)
             return None, f"no baseline with the same {', '.join(kept)}"
-        varying, table = indexed[place]
+        varying, table = indexed[workload]
         spec = cell.runs[0].spec
         partner = table.get(tuple(spec.get(key) for key in varying))
         if partner is not None:

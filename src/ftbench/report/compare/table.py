@@ -133,7 +133,7 @@ def _fact(key: str, cell: Cell) -> str:
 
 def _ordered(comparison: Comparison) -> Iterator[Cell]:
     """Yield each baseline with those held against it, by the order of the axis; those without a partner at the end."""
-    rank = {place: i for i, place in enumerate(in_order(comparison.axis, map(comparison.value, comparison.cells)))}
+    rank = {value: i for i, value in enumerate(in_order(comparison.axis, map(comparison.value, comparison.cells)))}
     held: dict[int, list[Pair]] = {}
     for pair in comparison.pairs:
         held.setdefault(id(pair.baseline) if pair.baseline else 0, []).append(pair)

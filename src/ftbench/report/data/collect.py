@@ -25,7 +25,7 @@ def collect(paths: Sequence[Path]) -> list[Record]:
     """Return the runs at or below `paths`, each with the fields of its summary, nested ones dotted
     (`memory_gb.host_peak`), and its `path`. Raises SpecError for a path that does not exist or holds no run."""
     collected = records(summary_of(run) | {"path": str(run.path)} for run in _runs(paths))
-    rank = {name: place for place, name in enumerate(METHODS)}
+    rank = {name: number for number, name in enumerate(METHODS)}
 
     def order(record: Record) -> tuple[Any, ...]:
         batch = record["batch_size"] if isinstance(record["batch_size"], (int, float)) else 0

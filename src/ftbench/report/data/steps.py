@@ -53,6 +53,6 @@ def read(run: RunDir, warmup: int) -> Steps:
     columns = read_columns(run.steps, _NAMES)
     rows = zip(*(columns[name] for name in _NAMES), strict=True) if columns else ()
     timed = [row for row in rows if row[0] is not None and row[1] is not None and math.isfinite(row[1])]
-    step, *rest = ([row[place] for row in timed] for place in range(len(_NAMES)))
+    step, *rest = ([row[column] for row in timed] for column in range(len(_NAMES)))
     seconds, tokens, samples, joules, labels, loss, norm = rest
     return Steps([int(number or 0) for number in step], seconds, tokens, samples, joules, labels, loss, norm, warmup)

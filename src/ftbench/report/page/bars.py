@@ -9,7 +9,7 @@ from typing import Any
 
 from ftbench.core.compare import TYPICAL_SPREAD
 from ftbench.core.stats import CONFIDENCE, t_quantile
-from ftbench.report.page.view import Row, View, secretless
+from ftbench.report.page.view import RunRow, View, secretless
 
 Figure = tuple[float, float | None, float | None]
 _NORMAL = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
@@ -17,7 +17,7 @@ _NORMAL = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 def bars(view: View) -> list[dict[str, Any]]:
     """Return each group with runs that ended well: `figures` by name as value, low, high; no interval is None."""
-    cells: dict[int, list[Row]] = {}
+    cells: dict[int, list[RunRow]] = {}
     for row in view.rows:
         if row.values:
             cells.setdefault(id(row.cell), []).append(row)
@@ -31,7 +31,7 @@ def bars(view: View) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _figures(rows: Sequence[Row]) -> dict[str, Figure]:
+def _figures(rows: Sequence[RunRow]) -> dict[str, Figure]:
     names = dict.fromkeys(name for row in rows for name in row.values)
     figures = {}
     for name in names:
@@ -47,7 +47,7 @@ def of_repeats(values: Sequence[float]) -> Figure:
     return mean, max(0.0, mean - half), mean + half
 
 
-def of_one_run(row: Row, name: str, value: float) -> Figure:
+def of_one_run(row: RunRow, name: str, value: float) -> Figure:
     """Return one run's figure with the interval of its median step, widened by what like runs differ by, and of what
     follows from the step time in proportion."""
     if row.interval is None or name not in ("step", "samples", "tokens") or "step" not in row.values:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
-from ftbench.report.page.view import Row, number, secretless
+from ftbench.report.page.view import RunRow, number, secretless
 from ftbench.store.rundir import RunDir, read_json
 
 Pairs = list[tuple[str, str]]
@@ -52,7 +52,7 @@ _TRAIN = (
 _METHOD = ("name", "rank", "alpha", "dropout", "targets", "double_quant", "quant_type", "compute_dtype")
 
 
-def figures(row: Row) -> list[str]:
+def figures(row: RunRow) -> list[str]:
     """Return the texts of FIGURES, in their order; empty where unknown."""
     values = [(number(row.record.get(source)), text) for _, source, text in FIGURES]
     texts = [text(value) if value is not None else "" for value, text in values]
@@ -62,7 +62,7 @@ def figures(row: Row) -> list[str]:
     return texts
 
 
-def facts(row: Row) -> tuple[Pairs, Pairs, Pairs]:
+def facts(row: RunRow) -> tuple[Pairs, Pairs, Pairs]:
     """Return what was asked for, what really ran, and the machine, as labels and texts."""
     path = folder(row)
     if path is None:
@@ -72,7 +72,7 @@ def facts(row: Row) -> tuple[Pairs, Pairs, Pairs]:
     return tuple([(label, secretless(text)) for label, text in pairs] for pairs in lists)  # type: ignore[return-value]
 
 
-def folder(row: Row) -> Path | None:
+def folder(row: RunRow) -> Path | None:
     """Return where the run's files are, if the frame says so."""
     path = row.record.get("path")
     return Path(path) if isinstance(path, str) else None

@@ -9,7 +9,7 @@ from ftbench.report.data.axes import in_order
 from ftbench.report.data.collect import Record
 from ftbench.report.data.groups import PEAK, SAMPLES, Cell
 from ftbench.report.page.markup import Content, Markup, element, join
-from ftbench.report.page.view import Row, View, clean, secretless
+from ftbench.report.page.view import RunRow, View, clean, secretless
 from ftbench.report.render.document import Section, Table
 from ftbench.report.render.runs_table import CONTEXT
 
@@ -59,7 +59,7 @@ def _is_text(view: View, column: int) -> bool:
     return all(row.order[column] is None for row in view.rows)
 
 
-def _row(view: View, number: int, row: Row) -> Markup:
+def _row(view: View, number: int, row: RunRow) -> Markup:
     button = element("button", "show", type="button", class_="open", aria_label=f"Show {row.run_id}")
     cells = [element("td", button)]
     for heading, text, order in zip(view.headings, row.cells, row.order, strict=True):
@@ -90,16 +90,16 @@ def frontier(view: View) -> Markup | None:
     for workload in view.workloads:
         for cell in view.cells_of(workload):
             grids.setdefault((workload, cell.facts["gpu"]), []).append(cell)
-    worth = {place: cells for place, cells in grids.items() if len({cell.batch for cell in cells}) > 1}
+    worth = {workload: cells for workload, cells in grids.items() if len({cell.batch for cell in cells}) > 1}
     if not worth:
         return None
-    shown = [_grid(place, cells) for place, cells in list(worth.items())[:_MOST_GRIDS]]
+    shown = [_grid(workload, cells) for workload, cells in list(worth.items())[:_MOST_GRIDS]]
     more = f"{len(worth) - _MOST_GRIDS} more grids are left out." if len(worth) > _MOST_GRIDS else None
     key = "GiB of tensors at the highest peak of the runs that ended well; below it samples per hour (mean of repeats)."
     return section("frontier", "What fits", *shown, element("p", key, class_="quiet"), more)
 
 
-def _grid(place: tuple[str, str], cells: Sequence[Cell]) -> Markup:
+def _grid(workload: tuple[str, str], cells: Sequence[Cell]) -> Markup:
     """Return a row for each way of training, with a place for each batch: one spec each."""
     lines: dict[str, dict[str, Cell]] = {}
     for cell in cells:
@@ -112,7 +112,7 @@ def _grid(place: tuple[str, str], cells: Sequence[Cell]) -> Markup:
         element("tr", element("th", secretless(way), scope="row"), [_cell(line.get(batch)) for batch in batches])
         for way, line in lines.items()
     ]
-    caption = element("caption", " · ".join([place[0], secretless(place[1])]))
+    caption = element("caption", " · ".join([workload[0], secretless(workload[1])]))
     table = element("table", caption, element("thead", head), element("tbody", rows), class_="grid")
     return element("div", table, class_="scroll", tabindex="0", role="region", aria_label="What fits, scrolls sideways")
 

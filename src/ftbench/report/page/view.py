@@ -31,7 +31,7 @@ _TURNING = dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066,
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RunRow:
     """A run as the page's sections see it. `cell` is the group of repeats that it belongs to, `label` its name among
     all runs; `cells` are the texts of its row, `order` what each sorts by (None: its text), `values` its NUMBERS where
     it ended well and they are known."""
@@ -63,7 +63,7 @@ class Row:
 class View:
     """All runs, with the headings of their cells, what they share, and the notes below."""
 
-    rows: list[Row]
+    rows: list[RunRow]
     headings: list[str]
     context: dict[str, str]
     notes: list[str]
@@ -112,22 +112,22 @@ def clean(table: Table) -> Table:
 
 
 def _state_first(table: Table) -> Table:
-    figures = [place for place, heading in enumerate(table.headings) if heading in _SORTED_BY]
+    figures = [column for column, heading in enumerate(table.headings) if heading in _SORTED_BY]
     if not figures or "state" not in table.headings:
         return table
-    order = [place for place, heading in enumerate(table.headings) if heading != "state"]
+    order = [column for column, heading in enumerate(table.headings) if heading != "state"]
     order.insert(order.index(figures[0]), table.headings.index("state"))
     headings, rows = [table.headings[i] for i in order], [[row[i] for i in order] for row in table.rows]
     return dataclasses.replace(table, headings=headings, rows=rows)
 
 
-def _row(record: Record, cell: Cell, label: str, table: Table, texts: Sequence[str]) -> Row:
+def _row(record: Record, cell: Cell, label: str, table: Table, texts: Sequence[str]) -> RunRow:
     shown = dict(zip(table.headings, texts, strict=True))
     context = {name: table.context.get(heading, shown.get(heading, "")) for name, heading in CONTEXT.items()}
     ok = record["state"] == "ok" and PROFILED not in record["warnings"]
     values = {name: value for name, source in NUMBERS.items() if (value := number(record.get(source))) is not None}
     interval, reason = record.get("step_time_s.ci95"), record.get("reason")
-    return Row(
+    return RunRow(
         cell=cell,
         label=label,
         workload=", ".join(filter(None, (context["model"], f"{context['weights']} weights", context["data"]))),
@@ -161,10 +161,10 @@ def _labels(cells: Sequence[Cell], records: Sequence[Record]) -> list[str]:
     """Return what names a run among the others: its cell's name, with its workload and GPU where these vary, and its
     run id where the cell has several runs."""
     places = {(*cell.workload[::2], cell.facts["gpu"]) for cell in cells}
-    varying = [i for i in range(3) if len({place[i] for place in places}) > 1]
+    varying = [i for i in range(3) if len({labels[i] for labels in places}) > 1]
     texts = []
     for cell, record in zip(cells, records, strict=True):
-        place = (cell.workload[0].rsplit("/", 1)[-1], cell.workload[2], cell.facts["gpu"])
-        text = ", ".join([*(place[i] for i in varying), cell.name])
+        labels = (cell.workload[0].rsplit("/", 1)[-1], cell.workload[2], cell.facts["gpu"])
+        text = ", ".join([*(labels[i] for i in varying), cell.name])
         texts.append(secretless(f"{text} ({record['run_id']})" if len(cell.runs) > 1 else text))
     return texts

@@ -102,7 +102,7 @@ def _over_progress(run: Run) -> dict[str, float | None] | None:
     rows = [row for row in zip(*columns.values(), strict=True) if row[0] is not None and row[0] == row[0]]
     if not rows:
         return None
-    allocated, reserved, peak = ([gib for row in rows if (gib := row[place]) is not None] for place in (2, 3, 4))
+    allocated, reserved, peak = ([gib for row in rows if (gib := row[column]) is not None] for column in (2, 3, 4))
 
     def at(share: float) -> float | None:
         return next((row[1] for row in rows if (row[0] or 0.0) >= share and row[1] is not None), None)

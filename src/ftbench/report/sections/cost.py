@@ -136,8 +136,8 @@ def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for record in records:
         if record["per_1k_samples"] is not None:
-            place = (record["model"], record["data"], record["way"], record["currency"])
-            groups.setdefault(place, []).append(record)
+            basis = (record["model"], record["data"], record["way"], record["currency"])
+            groups.setdefault(basis, []).append(record)
     for (model, data, way, currency), group in groups.items():
         low, high = (pick(group, key=lambda record: record["per_1k_samples"]) for pick in (min, max))
         if low["per_1k_samples"] < high["per_1k_samples"]:

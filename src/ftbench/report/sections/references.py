@@ -62,7 +62,7 @@ def beside(cells: Sequence[Cell]) -> Section:
     keys = list(dict.fromkeys(str(matched.entry["source"]) for matched in matches))
     headings = ["source", "model", "method", "data", "GPU", "batch", *_ROWS]
     rows = [_row(matched, keys) for matched in matches]
-    notes = [f"[{place}] {table.sources[key]}" for place, key in enumerate(keys, start=1)]
+    notes = [f"[{number}] {table.sources[key]}" for number, key in enumerate(keys, start=1)]
     words = (
         f"{LABEL}: these figures are their sources' own, of other code, recipes and ways of counting. They are beside "
         "the run that has most in common with them; no ratio is given, since none would be of the GPUs alone.",
