@@ -13,7 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
-    from ftbench.launch.runner import Result
+    from ftbench.launch.runner import FinishedRun
     from ftbench.store.rundir import RunDir
     from ftbench.sweep.command import Ready
     from ftbench.sweep.output.table import Tables
@@ -69,7 +69,7 @@ def printable(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
-def train(spec: Path, sets: list[str], out: Path) -> Result:
+def train(spec: Path, sets: list[str], out: Path) -> FinishedRun:
     """Train a spec once and show on stderr how it goes."""
     from ftbench.estimate import preflight
     from ftbench.launch import runner

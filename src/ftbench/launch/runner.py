@@ -30,7 +30,7 @@ _LOG_TAIL = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class FinishedRun:
     """A finished run and the exit code its command ends with."""
 
     run: RunDir
@@ -60,7 +60,7 @@ def run(
     on_start: Callable[[RunDir], None] = lambda run: None,
     on_tick: Callable[[Follower], None] = lambda follower: None,
     on_checked: Callable[[Experiment, dict[str, Any]], None] = lambda spec, described: None,
-) -> Result:
+) -> FinishedRun:
     """Train the spec once; `on_checked` hears of the resolved spec and this machine before anything is claimed.
     Raises SpecError or MissingError before anything is loaded; once a directory is claimed, every end is a state in
     it."""
@@ -98,7 +98,7 @@ def carry_out(
     on_tick: Callable[[Follower], None] = lambda follower: None,
     environment: Mapping[str, str] | None = None,
     deadline: float | None = None,
-) -> Result:
+) -> FinishedRun:
     """Train in a claimed directory and leave state.json and summary.json there. A signal (a byte in the pipe
     `signals_pipe`) ends the worker, and so does the sweep's `deadline` (monotonic clock, s); one that comes later does
     not keep the files from being written. `environment` adds variables to this process's. Raises MissingError where the
@@ -174,7 +174,7 @@ def check_disk(out: Path) -> None:
         raise MissingError(f"{existing}: only {free / 2**20:.0f} MiB free; free some, or write elsewhere with --out")
 
 
-def _close(run: RunDir, ended: process.Exit) -> Result:
+def _close(run: RunDir, ended: process.Exit) -> FinishedRun:
     """Write state and summary. Raises MissingError where the disk takes neither."""
     state = _final_state(run, ended)
     try:
@@ -186,7 +186,7 @@ def _close(run: RunDir, ended: process.Exit) -> Result:
     except MissingError as error:
         raise MissingError(f"{error}\nthe steps that were finished are in {run.steps}") from None
     run.reserve.unlink(missing_ok=True)
-    return Result(run, summarised, _exit_code(state))
+    return FinishedRun(run, summarised, _exit_code(state))
 
 
 def _profile(run: RunDir) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ftbench.core.units import GIB, gibibytes, seconds
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
-from ftbench.launch.runner import Order, Result
+from ftbench.launch.runner import FinishedRun, Order
 from ftbench.spec.experiment import Experiment
 from ftbench.store import machine, rundir
 from ftbench.sweep.jobs import Job
@@ -43,7 +43,7 @@ class GpuSlot(Protocol):
 
     name: str
 
-    def run(self, job: Job, source: bytes, control: RunControl) -> Result: ...
+    def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun: ...
 
 
 @dataclass(slots=True)
@@ -56,12 +56,12 @@ class LocalSlot:
     shared: bool = False
     _first_sight_gb: float | None = field(default=None, init=False)
 
-    def run(self, job: Job, source: bytes, control: RunControl) -> Result:
+    def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
         """Wait for the GPU, train, wait for the memory. Raise MissingError for a disk without room."""
         runner.check_disk(job.run.path.parent)
         return self.train(lambda: claim(job), Order(job.spec, source, job.sets), control)
 
-    def train(self, claim_run: Callable[[], rundir.RunDir], order: Order, control: RunControl) -> Result:
+    def train(self, claim_run: Callable[[], rundir.RunDir], order: Order, control: RunControl) -> FinishedRun:
         """Train in the directory that `claim_run` makes once the GPU is free."""
         before = self._when_free(order.spec, control)
         described = before | ({"shared_host": True} if self.shared else {})

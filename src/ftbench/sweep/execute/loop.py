@@ -20,7 +20,7 @@ from typing import Any
 
 from ftbench.errors import INTERRUPTED, FtbenchError
 from ftbench.launch import process, runner
-from ftbench.launch.runner import Result
+from ftbench.launch.runner import FinishedRun
 from ftbench.store import rundir
 from ftbench.sweep.execute.gpu_slots import GpuSlot, RunControl
 from ftbench.sweep.execute.journal import Journal
@@ -141,7 +141,7 @@ class Sitting:
             running.text = text
 
         def work() -> None:
-            result: Result | BaseException
+            result: FinishedRun | BaseException
             try:
                 result = slot.run(job, self.source, RunControl(reader, self.deadline, say, show))
             except BaseException as error:  # noqa: BLE001 - the loop decides what it means
@@ -175,7 +175,7 @@ class Sitting:
             raise result
         self._ended(running.job, result)
 
-    def _ended(self, job: Job, result: Result) -> None:
+    def _ended(self, job: Job, result: FinishedRun) -> None:
         self.plan.ended(job)
         self.tables.forget(job)
         wall = rundir.read_json(job.run.state).get("wall_s")

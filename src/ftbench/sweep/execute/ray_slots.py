@@ -22,7 +22,7 @@ from typing import Any
 
 from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.launch import process, runner
-from ftbench.launch.runner import Order, Result
+from ftbench.launch.runner import FinishedRun, Order
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
@@ -138,7 +138,7 @@ class RaySlot:
     shared: bool
     _lost: set[str] = field(default_factory=set, init=False)
 
-    def run(self, job: Job, source: bytes, control: RunControl) -> Result:
+    def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
         """Train on the node; on another one if that is lost, once. Raise MissingError when no node is left."""
         claimed = claim(job)
         control.show(f"on {self.name}")
@@ -156,7 +156,7 @@ class RaySlot:
                 return _ended(claimed, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
             unpack(packed, claimed)
             ended = summary.summarise(claimed)
-            return Result(claimed, ended, 0 if ended.state == "ok" else FtbenchError.exit_code)
+            return FinishedRun(claimed, ended, 0 if ended.state == "ok" else FtbenchError.exit_code)
         raise AssertionError("unreachable")
 
     def _alive(self) -> str:
@@ -205,9 +205,9 @@ class _Lost(Exception):
     """The worker or its node went away."""
 
 
-def _ended(run: RunDir, state: str, reason: str) -> Result:
+def _ended(run: RunDir, state: str, reason: str) -> FinishedRun:
     rundir.write_json(run.state, {"schema": rundir.SCHEMA, "state": state, "reason": reason, "ended_at": rundir.now()})
-    return Result(run, summary.summarise(run), FtbenchError.exit_code)
+    return FinishedRun(run, summary.summarise(run), FtbenchError.exit_code)
 
 
 def describe(values: dict[str, Any]) -> dict[str, Any]:
