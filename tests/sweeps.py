@@ -15,7 +15,7 @@ import psutil
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-from ftbench.sweep.execute import journal
+from ftbench.sweep.execute.journal import JOURNAL
 from waiting import eventually
 from warm import Warm
 
@@ -49,6 +49,23 @@ def processes_about(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a journal; leave out a line that cannot be read."""
+    try:
+        lines = path.read_text("utf-8", errors="replace").split("\n")
+    except OSError:
+        return []
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            events.append(event)
+    return events
+
+
 class Folder:
     """What sweeps leave in `out`: the runs, the journal and the tables of the one experiment in it."""
 
@@ -70,7 +87,7 @@ class Folder:
         return [RunDir(path) for path in sorted(self.path.glob(".superseded/*"))]
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        found = journal.read(self.path / journal.JOURNAL)
+        found = read_journal(self.path / JOURNAL)
         return [event for event in found if not names or event["event"] in names]
 
     def started(self) -> list[str]:

@@ -10,11 +10,12 @@ import pytest
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.store import process_identity
 from ftbench.sweep.execute import journal
-from ftbench.sweep.execute.journal import LOCK, Journal, holder_of, is_held, locked, read
+from ftbench.sweep.execute.journal import LOCK, Journal, holder_of, is_held, locked
+from sweeps import read_journal
 
 
 def events(path):
-    return [{key: value for key, value in event.items() if key != "at"} for event in read(path)]
+    return [{key: value for key, value in event.items() if key != "at"} for event in read_journal(path)]
 
 
 def write(path, *names, **more):
@@ -29,7 +30,7 @@ def write(path, *names, **more):
 
 def test_events_read_back_as_they_were_written_with_their_time(tmp_path):
     write(tmp_path / "j", "start", what="日本語 \n two lines", wall_s=1.5, reason=None)
-    (event,) = read(tmp_path / "j")
+    (event,) = read_journal(tmp_path / "j")
     assert event.pop("at").endswith("Z")
     assert event == {"event": "start", "what": "日本語 \n two lines", "wall_s": 1.5, "reason": None}
     assert (tmp_path / "j").read_text("utf-8").count("\n") == 1
@@ -38,13 +39,13 @@ def test_events_read_back_as_they_were_written_with_their_time(tmp_path):
 def test_a_second_sitting_adds_to_the_first(tmp_path):
     write(tmp_path / "j", "begin", "end")
     write(tmp_path / "j", "begin")
-    assert [event["event"] for event in read(tmp_path / "j")] == ["begin", "end", "begin"]
+    assert [event["event"] for event in read_journal(tmp_path / "j")] == ["begin", "end", "begin"]
 
 
 def test_an_event_is_on_its_way_to_the_disk_before_the_journal_is_closed(tmp_path):
     written = Journal(tmp_path / "j")
     written.write("begin")
-    assert [event["event"] for event in read(tmp_path / "j")] == ["begin"]
+    assert [event["event"] for event in read_journal(tmp_path / "j")] == ["begin"]
     written.close()
 
 
@@ -68,11 +69,11 @@ def test_a_line_that_is_no_event_is_left_out(tmp_path, garbage):
     with (tmp_path / "j").open("ab") as file:
         file.write(garbage + b"\n")
     write(tmp_path / "j", "end")
-    assert [event["event"] for event in read(tmp_path / "j")] == ["begin", "end"]
+    assert [event["event"] for event in read_journal(tmp_path / "j")] == ["begin", "end"]
 
 
 def test_a_journal_that_is_not_there_has_no_events(tmp_path):
-    assert read(tmp_path / "nowhere") == []
+    assert read_journal(tmp_path / "nowhere") == []
 
 
 def test_a_file_name_that_is_not_utf8_can_be_told(tmp_path):
@@ -103,7 +104,7 @@ def test_a_line_that_a_full_disk_tore_spoils_no_later_one(tmp_path, monkeypatch)
             written.write("lost")
     written.write("end")
     written.close()
-    assert [event["event"] for event in read(tmp_path / "j")] == ["begin", "end"]
+    assert [event["event"] for event in read_journal(tmp_path / "j")] == ["begin", "end"]
 
 
 # --- the lock --------------------------------------------------------------------------------------------------------

@@ -50,23 +50,6 @@ class Journal:
         os.close(self._file)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a journal; leave out a line that cannot be read."""
-    try:
-        lines = path.read_text("utf-8", errors="replace").split("\n")
-    except OSError:
-        return []
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            events.append(event)
-    return events
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder for this process. Raise FtbenchError with the pid of the sweep that has it already."""
