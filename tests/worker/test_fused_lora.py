@@ -13,6 +13,7 @@ from conftest import spec_of
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
+from ftbench.worker.kernels.adapter_products import Augmented, Beside
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, fused_lora
@@ -229,3 +230,24 @@ def test_adapters_beside_8_bit_products_are_pefts():
             )
     for mine, theirs in zip(*found, strict=True):
         assert (mine.float() - theirs.float()).norm() < 0.02 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("form", ["augmented", "beside"])
+def test_what_is_compiled_for_an_evaluation_is_what_runs_without(form, layers):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    adapters = [random(*shape).requires_grad_() for _ in range(layers) for shape in ((4, 32), (16, 4))]
+    scales, x = [2.0] * layers, random(8, 32)
+    if form == "augmented":
+        weight = random(16 * layers + 4 * layers, 32 + 4 * layers)
+        product, given = Augmented, (x, weight, scales, *adapters)
+    else:
+        product, given = Beside, (x, random(4 * layers, 32), random(16 * layers, 4), [16] * layers, scales, *adapters)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled_product = torch.compile(lambda: product.apply(*given), backend="eager", fullgraph=True)()
+        torch.testing.assert_close(compiled_product, product.apply(*given))

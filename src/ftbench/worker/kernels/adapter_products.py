@@ -44,11 +44,13 @@ def fill_columns(wide: torch.Tensor, factor: torch.Tensor, width: int) -> None:
 
 class Augmented(torch.autograd.Function):
     """tokens x in → tokens x (out of all the layers together, and r columns of nothing: room for what the backward pass
-    puts beside the gradient). `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block; `adapters`
-    are A and B of each layer in turn, for their gradients alone. The gradient that comes back is written to."""
+    puts beside the gradient). `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block; behind it
+    come the scales, and A and B of each layer in turn for their gradients alone, as in `Beside`. The gradient that
+    comes back is written to."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: Any, *adapters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *scales_and_adapters: Any) -> torch.Tensor:
+        scales, *adapters = scales_and_adapters
         width = x.shape[1]
         out, rank = weight.shape[0] + width - weight.shape[1], weight.shape[1] - width
         room = x.new_zeros(x.shape[0], rank)
@@ -84,12 +86,17 @@ def _split(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> li
 
 class Beside(torch.autograd.Function):
     """tokens x in → what the adapters of each layer add to its product. `a` is A of all layers, (layers r) x in; `b` is
-    s B of all, out x r, and `sizes` their outs; `adapters` are A and B of each layer in turn, for their gradients."""
+    s B of all, out x r, and `sizes` their outs; then the scales, and A and B of each layer in turn for their gradients.
+
+    The scales go with the adapters because torch.compile, where no gradient is wanted, takes a call with exactly as
+    many arguments as `forward` has parameters for one without a context (torch 2.11 and 2.13, `call_apply`): of one
+    layer those would be as many."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: Any, scales: Any, *adapters: torch.Tensor
+        ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: Any, *scales_and_adapters: Any
     ) -> Any:
+        scales, *adapters = scales_and_adapters
         mid = x @ a.t()
         ctx.save_for_backward(x, mid, a, b, *adapters)
         ctx.sizes, ctx.scales = sizes, scales
