@@ -41,7 +41,7 @@ DENSE = {
     "gemma2": Dense(_TIED | _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
                     norms="both", norm_kind="float", sliding=2),
     "gemma3_text": Dense(_TIED | _GEMMA, norms="both", norm_kind="float", qk_norm="head", sliding=6),
-    "cohere2": Dense(_TIED | {"sliding_window": 4096, "logit_scale": 0.0625}, norms="parallel", norm_kind="centred",
+    "cohere2": Dense(_TIED | {"sliding_window": 4096}, norms="parallel", norm_kind="centred",
                      sliding=4),
     "glm4": Dense(_UNTIED | {"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2}, norms="both",
                   fused_gate=True, part_rotated=True),
@@ -73,7 +73,7 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
     return ModelShape(
         family, hidden, config.whole("vocab_size"), bool(config.get("tie_word_embeddings")),
         tuple(layer(window) for window in config.windows(form.sliding)),
-        softcap=bool(config.get("final_logit_softcapping")), scaled=config.get("logit_scale") not in (None, 1),
+        softcap=bool(config.get("final_logit_softcapping")),
     )  # fmt: skip
 
 

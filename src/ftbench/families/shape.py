@@ -169,7 +169,7 @@ class Layer:
 @dataclass(frozen=True, eq=False)
 class ModelShape:
     """A decoder, equal only to itself: `layers` in order, `vocab` words, embedding and head `tied` or not, `vision`
-    parameters of a vision tower; `softcap` says that logits pass a tanh, `scaled` that they are multiplied."""
+    parameters of a vision tower; `softcap` says that logits pass a tanh."""
 
     family: str
     hidden: int
@@ -178,7 +178,6 @@ class ModelShape:
     layers: tuple[Layer, ...]
     vision: int = 0
     softcap: bool = False
-    scaled: bool = False
 
     @cached_property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:

@@ -41,9 +41,10 @@ def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     """Return the transient peak of the logits.
 
     trl: for a chunk, of 256 positions where there are so many, logits, log-probabilities, probabilities and their
-    product, 16 V bytes a token. Ours: logits and their gradient, and in eager mode log-probabilities and probabilities
-    in float32; of one chunk at a time (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded
-    up to a power of two, logits twice, 16-bit and float32. Plain logits, for comparison: `plain_logits`.
+    product, 16 V bytes a token, and 4 V more where a tanh is saved (softcap). Ours: logits and their gradient, and in
+    eager mode log-probabilities and probabilities in float32; of one chunk at a time
+    (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded up to a power of two, logits twice,
+    16-bit and float32. Plain logits, for comparison: `plain_logits`.
     """
     if recipe.loss == "unsloth":
         return float(min(UNSLOTH_ROWS, batch.tokens) * model.vocab * recipe.compute)
@@ -54,7 +55,7 @@ def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     if recipe.loss == "chunked":
         each = 2 * recipe.compute + (0 if recipe.compiled else 2 * FLOAT)
         return float(min(recipe.chunk, batch.labels) * model.vocab * each)
-    return float(min(TRL_CHUNK, batch.tokens) * model.vocab * 4 * FLOAT)
+    return float(min(TRL_CHUNK, batch.tokens) * model.vocab * (5 if model.softcap else 4) * FLOAT)
 
 
 def plain_logits(model: ModelShape, batch: BatchShape) -> float:
