@@ -8,10 +8,12 @@ import json
 import subprocess
 import sys
 import threading
+import tomllib
 import types
 import urllib.error
 import urllib.request
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -123,14 +125,15 @@ def test_a_checkout_that_was_never_installed_reads_its_own_pyproject(monkeypatch
     def missing(_):
         raise bounds.metadata.PackageNotFoundError
 
-    installed = set(bounds.requirements())
     monkeypatch.setattr(bounds.metadata, "requires", missing)
     found = {need.name: need for need in bounds.requirements()}
     assert found["torch"].extra == "train"
     assert found["torch"].bounds.startswith(">=")
     assert found["typer"].extra is None
     assert "pytest" not in found
-    assert {need.name for need in installed} <= set(found)
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert len([need for need in found.values() if need.extra is None]) == len(project["dependencies"])
+    assert {need.extra for need in found.values()} == {None, *project["optional-dependencies"]} - {"dev"}
 
 
 # --- stack -----------------------------------------------------------------------------------------------------------
