@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ftbench.core.architectures import architectures
 from ftbench.core.workspace import cublas_workspace
 from ftbench.estimate.memory import layer, loss, share, transient, weights
-from ftbench.estimate.memory.phases import Plan, peak, phases, resident
+from ftbench.estimate.memory.phases import MemoryPlan, peak, phases, resident
 from ftbench.estimate.workload.batches import BatchShape
 from ftbench.estimate.workload.method import Recipe, adapter_parameters
 from ftbench.families import describe
@@ -107,7 +107,7 @@ def test_checkpoints_in_host_memory_leave_two_on_the_device() -> None:
 
     def marks(checkpointing: str) -> float:
         recipe = Recipe(adapter=4, rank=8, targets=EVERYWHERE, checkpointing=checkpointing)  # type: ignore[arg-type]
-        return phases(Plan(shape, recipe, batch))["loss"]["checkpoints"]
+        return phases(MemoryPlan(shape, recipe, batch))["loss"]["checkpoints"]
 
     assert marks("offload") * 18 == marks("full")
 
@@ -133,7 +133,7 @@ def test_a_layer_of_lora_saves_what_the_slope_of_the_frontier_says() -> None:
     shape = model("Qwen/Qwen3-8B")
 
     def slope(recipe: Recipe) -> float:
-        two, six = (peak(phases(Plan(shape, recipe, BatchShape(b, 2048, b * 2047))))[1] for b in (2, 6))
+        two, six = (peak(phases(MemoryPlan(shape, recipe, BatchShape(b, 2048, b * 2047))))[1] for b in (2, 6))
         return (six - two) / 4 / GIB
 
     assert slope(LORA) == pytest.approx((123.646 - 46.678) / 5, rel=0.005)
@@ -143,11 +143,11 @@ def test_a_layer_of_lora_saves_what_the_slope_of_the_frontier_says() -> None:
 
 def test_the_optimizer_step_sets_the_peak_of_a_small_batch_in_full_fine_tuning() -> None:
     shape = model("Qwen/Qwen3-8B")
-    small = Plan(shape, Recipe(full=True), BatchShape(1, 2048, 2047))
-    large = Plan(shape, Recipe(full=True), BatchShape(4, 2048, 8188))
+    small = MemoryPlan(shape, Recipe(full=True), BatchShape(1, 2048, 2047))
+    large = MemoryPlan(shape, Recipe(full=True), BatchShape(4, 2048, 8188))
     assert peak(phases(small))[0] == "optimizer step"
     assert peak(phases(large))[0] == "loss"
-    fused = Plan(shape, Recipe(full=True, optimizer="adamw_torch_fused"), BatchShape(1, 2048, 2047))
+    fused = MemoryPlan(shape, Recipe(full=True, optimizer="adamw_torch_fused"), BatchShape(1, 2048, 2047))
     assert peak(phases(fused))[1] < peak(phases(small))[1]
 
 
@@ -187,7 +187,8 @@ def test_every_saving_saves(name: str, rows: int, length: int) -> None:
     shape, batch = model(name), BatchShape(rows, length, rows * (length - 1))
 
     def acts(**options: object) -> float:
-        found = phases(Plan(shape, Recipe(adapter=4, rank=8, targets=frozenset({"q_proj"}), **options), batch))["loss"]  # type: ignore[arg-type]
+        recipe = Recipe(adapter=4, rank=8, targets=frozenset({"q_proj"}), **options)  # type: ignore[arg-type]
+        found = phases(MemoryPlan(shape, recipe, batch))["loss"]
         return found["activations"] + found["checkpoints"]
 
     assert acts(checkpointing="full") < acts(checkpointing="selective") < acts()
@@ -199,7 +200,7 @@ def test_every_saving_saves(name: str, rows: int, length: int) -> None:
 def test_a_larger_batch_never_needs_less(name: str, rows: int, length: int) -> None:
     shape = model(name)
     for recipe in (LORA, QLORA, Recipe(full=True, checkpointing="full"), Recipe(full=True, attention="eager")):
-        one, more, longer = (peak(phases(Plan(shape, recipe, BatchShape(r, n, r * (n - 1)))))[1]
+        one, more, longer = (peak(phases(MemoryPlan(shape, recipe, BatchShape(r, n, r * (n - 1)))))[1]
                              for r, n in ((rows, length), (rows + 1, length), (rows, length + 16)))  # fmt: skip
         assert one <= more
         assert one <= longer
@@ -214,13 +215,15 @@ def test_logits_are_there_for_one_chunk_and_not_for_the_whole_batch() -> None:
 
 def states(strategy: str, gpus: int, **recipe: object) -> dict[str, dict[str, float]]:
     """The phases of Qwen3-8B on one short row, GiB: nearly nothing but weights, gradients and the optimizer's state."""
-    plan = Plan(model("Qwen/Qwen3-8B"), Recipe(full=True, **recipe), BatchShape(1, 8, 7), gpus=gpus, strategy=strategy)  # type: ignore[arg-type]
+    plan = MemoryPlan(
+        model("Qwen/Qwen3-8B"), Recipe(full=True, **recipe), BatchShape(1, 8, 7), gpus=gpus, strategy=strategy
+    )  # type: ignore[arg-type]
     return {name: {part: size / GIB for part, size in parts.items()} for name, parts in phases(plan).items()}
 
 
 def test_shares_of_several_gpus() -> None:
     def held(strategy: str, gpus: int) -> float:
-        plan = Plan(model("Qwen/Qwen3-8B"), Recipe(full=True), BatchShape(1, 8, 7), gpus=gpus, strategy=strategy)
+        plan = MemoryPlan(model("Qwen/Qwen3-8B"), Recipe(full=True), BatchShape(1, 8, 7), gpus=gpus, strategy=strategy)
         return sum(resident(plan).values()) / GIB
 
     assert held("none", 1) == pytest.approx(15.2564 * 3, rel=1e-4)
@@ -280,7 +283,7 @@ def test_a_config_that_cannot_be_is_told_by_its_key(change: dict[str, object], s
 
 def test_a_model_of_a_trillion_parameters_is_computed() -> None:
     config = architectures()["Qwen/Qwen3-8B"] | {"hidden_size": 10**5, "num_hidden_layers": 1000}
-    found = phases(Plan(describe(config), LORA, BatchShape(65536, 10**6, 10**6)))
+    found = phases(MemoryPlan(describe(config), LORA, BatchShape(65536, 10**6, 10**6)))
     assert all(math.isfinite(value) for parts in found.values() for value in parts.values())
 
 

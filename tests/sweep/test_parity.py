@@ -57,7 +57,7 @@ def train_all(plan: ParityPlan, spoil=None) -> ParityPlan:
         with pytest.MonkeyPatch.context() as patch:
             if spoil:
                 spoil(job, patch)
-            training.train(training.Run(job.spec, directory, phases))
+            training.train(training.TrainingRun(job.spec, directory, phases))
         phases.close()
         rundir.write_json(directory.state, rundir.running() | {"state": "ok"})
         plan.ended(job)

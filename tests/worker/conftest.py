@@ -15,7 +15,7 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.worker.measure.phases import Phases
-from ftbench.worker.train import Run, train
+from ftbench.worker.train import TrainingRun, train
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -40,7 +40,7 @@ def train_in(folder: Path, **changes: Any) -> RunDir:
     rundir.write_json(directory.spec_json, spec.model_dump(mode="json"))
     rundir.write_json(directory.state, rundir.running() | {"state": "ok"})
     phases = Phases(directory, "import")
-    train(Run(spec, directory, phases))
+    train(TrainingRun(spec, directory, phases))
     phases.close()
     return directory
 

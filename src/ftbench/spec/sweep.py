@@ -64,7 +64,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GridCell:
     """A point of the grid: its value on each axis, and the spec there; `refused` says why there can be none."""
 
     values: dict[str, Any]
@@ -87,7 +87,7 @@ def as_text(value: Any) -> str:
 
 def cells(
     path: Path, sets: Sequence[str], axes: Sequence[str] = (), on_note: Callable[[str], None] = lambda text: None
-) -> list[Cell]:
+) -> list[GridCell]:
     """Return the cells of a spec file's sweep in the order of its axes, the last one turning fastest; the base alone
     where nothing varies. `axes` are those of the command line (`key=value,value`) and win over the file's. Raise
     SpecError for a mistake in the file, in an axis or in the value of one; a combination that cannot work is a refused
@@ -253,14 +253,14 @@ def _choices(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> Itera
         yield [picked[key] for key in axes]
 
 
-def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice]) -> Cell:
+def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice]) -> GridCell:
     values = _laid_over(base, chosen)
     point = {axis.key: axis.values[index] for axis, index in chosen}
     try:
         spec = validated(values, [*layers, *(axis.layers[index] for axis, index in chosen)])
     except ImpossibleError as error:
-        return Cell(point, None, "; ".join(problem.partition(": ")[2] for problem in error.problems))
-    return Cell(point, spec)
+        return GridCell(point, None, "; ".join(problem.partition(": ")[2] for problem in error.problems))
+    return GridCell(point, spec)
 
 
 def _laid_over(base: dict[str, Any], chosen: Sequence[Choice]) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _laid_over(base: dict[str, Any], chosen: Sequence[Choice]) -> dict[str, Any]
     return base
 
 
-def _matches(cell: Cell, base: dict[str, Any], chosen: Sequence[Choice], pattern: Mapping[str, Any]) -> bool:
+def _matches(cell: GridCell, base: dict[str, Any], chosen: Sequence[Choice], pattern: Mapping[str, Any]) -> bool:
     """Return whether a cell has all the values that a line of `exclude` names."""
     if cell.spec is not None:
         values = cell.spec.model_dump(mode="json")

@@ -14,7 +14,7 @@ from ftbench.launch import runner
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.refusals import refusals, refusals_on
-from ftbench.spec.sweep import Cell, cells
+from ftbench.spec.sweep import GridCell, cells
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep.execute.gpu_slots import GpuSlot, local_slots
 from ftbench.sweep.execute.journal import JOURNAL, Journal, locked
@@ -88,7 +88,7 @@ def prepare(request: SweepRequest, stack: ExitStack) -> Ready:
     )  # fmt: skip
 
 
-def _experiment(grid: Sequence[Cell]) -> tuple[str, Experiment]:
+def _experiment(grid: Sequence[GridCell]) -> tuple[str, Experiment]:
     """Return the folder of all cells and the first spec. Raise SpecError where no cell can work, or some pretend."""
     specs = {runner.experiment(cell.spec): cell.spec for cell in reversed(grid) if cell.spec is not None}
     if not specs:
@@ -111,7 +111,9 @@ def _slots(request: SweepRequest, spec: Experiment, stack: ExitStack) -> tuple[S
 class _Planner:
     """The cells of a sweep on the machine that is described → a plan."""
 
-    def __init__(self, request: SweepRequest, grid: Sequence[Cell], described: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, request: SweepRequest, grid: Sequence[GridCell], described: dict[str, Any], folder: Path
+    ) -> None:
         self.request, self.described = request, described
         capability = runner.capability(described)
         self.grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]

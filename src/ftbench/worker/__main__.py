@@ -33,11 +33,11 @@ def main(path: str) -> int:
         if spec.method.name == "unsloth":  # patches what the others import, and looks at the GPU at once
             _acquire_gpu(spec, directory, phases)
             _import_unsloth()
-        from ftbench.worker.train import Run, train
+        from ftbench.worker.train import TrainingRun, train
 
         _acquire_gpu(spec, directory, phases)
         _write_load(directory, load)
-        run = Run(spec, directory, phases)
+        run = TrainingRun(spec, directory, phases)
         train(run)
         outcome = {"state": "ok"}
     except BaseException as error:  # noqa: BLE001 - whatever ends a run is its outcome

@@ -32,7 +32,7 @@ from ftbench.worker.model import loading
 from ftbench.worker.model.tokenizer import build_tokenizer
 
 
-class Run:
+class TrainingRun:
     """The objects of a run that its end needs to know, whatever ended it."""
 
     def __init__(self, spec: Experiment, directory: RunDir, phases: Phases) -> None:
@@ -77,7 +77,7 @@ class Run:
         self.warn(*problems)
 
 
-def train(run: Run) -> None:
+def train(run: TrainingRun) -> None:
     """Train the spec and leave applied.json and steps.csv. Raises what goes wrong."""
     spec, phases = run.spec, run.phases
     check_device(first_gpu(read_json(run.directory.machine)))
@@ -95,22 +95,13 @@ def train(run: Run) -> None:
     phases.enter("setup")
     run.recorder = _recorder(run.directory, spec)
     loop = assembled(spec, run.directory, model, tokenizer, data)
-    run.reporter = Reporter.of(loop, run.directory, run.recorder)  # before the recorder: what starts up is not timed
-    if spec.measure.control != "off":
-        loop.add_callback(Control(spec))
-    recording = HfRecording(run.recorder, phases, loop.counts).attach(loop)
-    if spec.measure.gradients:
-        loop.add_callback(Gradients(spec.measure.gradients, run.directory, recording))
+    _listen(run, loop, run.recorder)
     facts = applied.of_model(loop.model, spec)
     warnings = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
     run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
     run.require_applied(method.verify(loop.model, spec))
     loop.add_callback(_AfterFirstStep(run, loop))
-    if spec.measure.profile != "off":
-        from ftbench.worker.profile.callback import Profiler
-
-        run.profiler = Profiler(spec, run.directory, loop, run.recorder.clock)
-        loop.add_callback(run.profiler)
+    _profile(run, loop, run.recorder)
 
     answers = Answers(spec, run.directory, tokenizer)
     if spec.measure.generate is not None:
@@ -136,6 +127,26 @@ def train(run: Run) -> None:
     shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
 
 
+def _listen(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> None:
+    """Attach to the trainer what reports, controls, records and compares gradients, in this order."""
+    spec = run.spec
+    run.reporter = Reporter.of(loop, run.directory, recorder)  # before the recorder: what starts up is not timed
+    if spec.measure.control != "off":
+        loop.add_callback(Control(spec))
+    recording = HfRecording(recorder, run.phases, loop.counts).attach(loop)
+    if spec.measure.gradients:
+        loop.add_callback(Gradients(spec.measure.gradients, run.directory, recording))
+
+
+def _profile(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> None:
+    """Attach the profiler where the spec asks for a profile."""
+    if run.spec.measure.profile != "off":
+        from ftbench.worker.profile.callback import Profiler
+
+        run.profiler = Profiler(run.spec, run.directory, loop, recorder.clock)
+        loop.add_callback(run.profiler)
+
+
 def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
     """Return the tokenizer, and the data in the order in which they are trained on."""
     vocabulary = loading.load_config(spec.model, source).get_text_config().vocab_size
@@ -159,7 +170,7 @@ def assembled(spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, d
 class _AfterFirstStep(TrainerCallback):
     """Verifies what was asked for once the first step is done: graphs are compiled, the optimizer has a state."""
 
-    def __init__(self, run: Run, loop: trainer.Trainer) -> None:
+    def __init__(self, run: TrainingRun, loop: trainer.Trainer) -> None:
         self._run, self._loop = run, loop
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

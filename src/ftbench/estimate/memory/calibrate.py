@@ -26,7 +26,7 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RunErrors:
     """A run with its estimate; `errors` are estimated / measured - 1 by tier."""
 
     run: Measured
@@ -74,12 +74,12 @@ def _share(pairs: Sequence[tuple[float, float]], otherwise: float) -> float:
     return sum(ratios) / len(ratios) if len(ratios) >= FEWEST else otherwise
 
 
-def rows(runs: Sequence[Measured], known: Constants) -> list[Row]:
+def rows(runs: Sequence[Measured], known: Constants) -> list[RunErrors]:
     """Return runs that ended well, each with its estimate under these constants."""
     return [_row(run, run.estimate(known)) for run in runs if run.fits and run.allocated is not None]
 
 
-def left_out(runs: Sequence[Measured]) -> list[Row]:
+def left_out(runs: Sequence[Measured]) -> list[RunErrors]:
     """Return each run estimated with constants fitted to the others. Repeats of a run (the same spec on the same
     GPU) are left out together, since they would tell its answer."""
     ended = [run for run in runs if run.fits and run.allocated is not None]
@@ -91,18 +91,18 @@ def left_out(runs: Sequence[Measured]) -> list[Row]:
     return result
 
 
-def _row(run: Measured, estimate: MemoryEstimate) -> Row:
+def _row(run: Measured, estimate: MemoryEstimate) -> RunErrors:
     pairs = {tier: (getattr(run, tier), getattr(estimate, tier).expected) for tier in TIERS}
-    return Row(run, estimate, {tier: said / real - 1 for tier, (real, said) in pairs.items() if real})
+    return RunErrors(run, estimate, {tier: said / real - 1 for tier, (real, said) in pairs.items() if real})
 
 
-def is_inside(row: Row, tier: str) -> bool:
+def is_inside(row: RunErrors, tier: str) -> bool:
     """Return whether what a run measured lies in the band of a tier that it tells of."""
     band = getattr(row.estimate, tier)
     return bool(band.low <= getattr(row.run, tier) <= band.high)
 
 
-def error(estimated: Sequence[Row], tier: str) -> Error | None:
+def error(estimated: Sequence[RunErrors], tier: str) -> Error | None:
     """Return the error of one tier; None where no run has it."""
     errors = [row.errors[tier] for row in estimated if tier in row.errors]
     if not errors:

@@ -13,7 +13,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
 from ftbench.estimate.memory.constants import Constants, constants
-from ftbench.estimate.memory.phases import Plan, peak, phases
+from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
 from ftbench.estimate.memory.weights import kept_by, paged_state
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.batches import BatchShape
@@ -108,11 +108,11 @@ def _plan(
     capability: tuple[int, int],
     gpus: int,
     strategy: str,
-) -> Plan:
+) -> MemoryPlan:
     """cuBLAS keeps a workspace for the forward and one for the backward thread."""
     workspace = 2 * cublas_workspace(capability)
     accumulates = spec.train.gradient_accumulation_steps > 1
-    return Plan(model, recipe, batch, accumulates, gpus, strategy, workspace)
+    return MemoryPlan(model, recipe, batch, accumulates, gpus, strategy, workspace)
 
 
 def _varies(spec: Experiment, largest: batches.Largest) -> bool:
@@ -122,7 +122,7 @@ def _varies(spec: Experiment, largest: batches.Largest) -> bool:
 
 
 def _estimate(
-    plan: Plan,
+    plan: MemoryPlan,
     named: dict[str, dict[str, float]],
     most: dict[str, dict[str, float]],
     has: Capacity,
@@ -182,7 +182,7 @@ def verdict_of(device: Band, has: Capacity) -> Verdict:
     return "does not fit" if device.low > has.usable else "uncertain"
 
 
-def _unseen(plan: Plan) -> bool:
+def _unseen(plan: MemoryPlan) -> bool:
     recipe = plan.recipe
     unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
     return recipe.attention == "flash" or recipe.mxfp4 or unsloths or plan.model.family not in MEASURED
@@ -198,7 +198,7 @@ class SlackBasis:
     optimizer: float
 
 
-def slack_basis(plan: Plan, named: dict[str, dict[str, float]], varies: bool) -> SlackBasis:
+def slack_basis(plan: MemoryPlan, named: dict[str, dict[str, float]], varies: bool) -> SlackBasis:
     """Return the blocks that the pool cannot use twice. Those of our loss over chunks are all of one size and are
     used again; so is what the optimizer's step leaves in the pool, as far as it needs less than the backward pass
     does."""

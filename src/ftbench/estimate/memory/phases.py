@@ -14,7 +14,7 @@ Parts = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """One run on one of `gpus` GPUs. `accumulates` says that gradients wait for further forward passes; `workspace` is
     what libraries keep in torch's allocator, in bytes."""
 
@@ -27,7 +27,7 @@ class Plan:
     workspace: float = 0.0
 
 
-def resident(plan: Plan) -> Parts:
+def resident(plan: MemoryPlan) -> Parts:
     """Return what stays from step to step: weights, adapters, optimizer state, workspaces of libraries."""
     part = share.share(plan.strategy, plan.gpus)
     model, recipe = plan.model, share.kept_as(plan.recipe, part)
@@ -66,7 +66,7 @@ class _Activations:
     ungraded: float
 
 
-def _activations(plan: Plan) -> _Activations:
+def _activations(plan: MemoryPlan) -> _Activations:
     model, recipe, batch = plan.model, plan.recipe, plan.batch
     saved = [layer.saved(each, recipe, batch) for each, _ in model.kinds]
     peaks = [transient.peak(each, recipe, batch, backward=True) for each, _ in model.kinds]
@@ -113,7 +113,7 @@ def _keeps(recipe: Recipe, layers: int) -> list[bool]:
     return [recipe.checkpointing == "off" or recipe.offload] * layers
 
 
-def phases(plan: Plan) -> dict[str, Parts]:
+def phases(plan: MemoryPlan) -> dict[str, Parts]:
     """Return phase → bytes by part. Parts of a phase are alive together."""
     base, acts, part = resident(plan), _activations(plan), share.share(plan.strategy, plan.gpus)
     model, recipe, batch = plan.model, share.kept_as(plan.recipe, part), plan.batch

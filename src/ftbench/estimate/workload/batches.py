@@ -41,7 +41,7 @@ class Largest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _BatchLayout:
     """What a spec says of how samples become batches of `size`. Of data in order of length the longest come first;
     `seen` are the samples that a limit on steps leaves."""
 
@@ -63,11 +63,13 @@ def largest(spec: Experiment) -> Largest:
     steps, passes = train.max_steps, train.gradient_accumulation_steps
     seen = None if steps is None else steps * train.batch_size * passes
     ordered = spec.dataset.longest_first or on.length_grouping
-    return _largest(spec.dataset, _Layout(train.batch_size, seen, on.packing, on.padding_free, on.fixed_shape, ordered))
+    return _largest(
+        spec.dataset, _BatchLayout(train.batch_size, seen, on.packing, on.padding_free, on.fixed_shape, ordered)
+    )
 
 
 @lru_cache(maxsize=1024)
-def _largest(dataset: Dataset, layout: _Layout) -> Largest:
+def _largest(dataset: Dataset, layout: _BatchLayout) -> Largest:
     lengths, basis = sample_lengths(dataset)
     flat = layout.flat
     if layout.packing:
@@ -112,7 +114,7 @@ def _longest_first(dataset: Dataset) -> list[int]:
     return sorted(sample_lengths(dataset)[0] or (), reverse=True)
 
 
-def _trained(layout: _Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
+def _trained(layout: _BatchLayout, lengths: Sequence[int]) -> list[Sequence[int]]:
     """The batches that are trained on, as lengths; of samples ordered by length, the first."""
     if layout.ordered:
         return [lengths[: layout.size]]
@@ -120,14 +122,14 @@ def _trained(layout: _Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
     return [lengths[at : at + layout.size] for at in range(0, seen, layout.size)]
 
 
-def _shape(layout: _Layout, batch: Sequence[int], longest: int) -> BatchShape:
+def _shape(layout: _BatchLayout, batch: Sequence[int], longest: int) -> BatchShape:
     labels = sum(batch) - len(batch)
     if layout.padding_free:
         return BatchShape(1, sum(batch), labels)
     return BatchShape(len(batch), longest if layout.fixed else max(batch), labels)
 
 
-def _packed(dataset: Dataset, layout: _Layout, lengths: Sequence[int] | None) -> BatchShape:
+def _packed(dataset: Dataset, layout: _BatchLayout, lengths: Sequence[int] | None) -> BatchShape:
     """Rows filled to max_length, laid end to end; fewer where the data set is too small to fill them, which a fixed
     shape fills with padding."""
     room = layout.size * dataset.max_length
@@ -136,7 +138,7 @@ def _packed(dataset: Dataset, layout: _Layout, lengths: Sequence[int] | None) ->
     return BatchShape(1, laid, tokens - layout.size)
 
 
-def _unknown(dataset: Dataset, layout: _Layout) -> BatchShape:
+def _unknown(dataset: Dataset, layout: _BatchLayout) -> BatchShape:
     """Real data: the longest sample of a batch is as long as the longest of the data set is expected to be, from the
     mean that facts know of it, else max_length."""
     source, size = DATASETS[dataset.like or dataset.name], layout.size

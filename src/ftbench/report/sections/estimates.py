@@ -24,7 +24,7 @@ def memory(runs: Sequence[Run]) -> Section | None:
     """Return each run's memory as `ftbench estimate` predicts it for the batch that it had, with the constants in use.
     Of runs without a GPU it says that they have no row; None where there are neither."""
     records: list[dict[str, Any]] = []
-    rows: list[calibrate.Row] = []
+    rows: list[calibrate.RunErrors] = []
     stored: list[measured.Measured] = []
     for cell in cells_of(runs):
         for run in cell.runs:
@@ -55,7 +55,7 @@ def _without_gpu(runs: Sequence[Run]) -> list[str]:
     return [f"{ran} no row: memory and time are estimated for GPUs only."]
 
 
-def _record(row: calibrate.Row) -> dict[str, Any]:
+def _record(row: calibrate.RunErrors) -> dict[str, Any]:
     fields: dict[str, Any] = {"verdict": row.estimate.verdict, "state": "ok"}
     for tier in measured.TIERS:
         fields |= {tier: getattr(row.run, tier), f"{tier}_estimated": getattr(row.estimate, tier).expected}
@@ -81,7 +81,7 @@ def _texts(record: dict[str, Any]) -> list[str]:
     return [*shown(record), *real, *texts, record["verdict"]]
 
 
-def _errors(rows: Sequence[calibrate.Row], stored: Sequence[measured.Measured]) -> list[str]:
+def _errors(rows: Sequence[calibrate.RunErrors], stored: Sequence[measured.Measured]) -> list[str]:
     errors = {tier: calibrate.error(rows, tier) for tier in measured.TIERS}
     parts = [
         f"{tier} {error.mean:.1%} in the mean of {error.count} runs, {error.worst:.1%} at worst"

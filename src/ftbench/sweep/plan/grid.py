@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from ftbench.spec.sweep import Cell
+from ftbench.spec.sweep import GridCell
 from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, read_standing
 from ftbench.sweep.plan.base import Options, Plan
 
@@ -73,7 +73,7 @@ class Grid(Plan):
                 self.standings[each] = Standing("skipped", f"oom at batch {limit}")
 
 
-def jobs_of(cells: Iterable[Cell], options: Options) -> list[Job]:
+def jobs_of(cells: Iterable[GridCell], options: Options) -> list[Job]:
     """Return the jobs of a grid of resolved specs: every cell once before any cell twice. Cells that turn out to be the
     same spec are one."""
     jobs: dict[Path, Job] = {}

@@ -17,18 +17,18 @@ from torch.utils import _foreach_utils
 from ftbench.core.workspace import cublas_workspace
 from ftbench.worker.simulate.functions import Functions
 from ftbench.worker.simulate.guard import ensure_guard, ensure_kernels
-from ftbench.worker.simulate.mode import Simulation
+from ftbench.worker.simulate.mode import SimulationMode
 from ftbench.worker.simulate.tracker import Tracker
 
 
 @contextmanager
-def simulated(capability: tuple[int, int], memory_bytes: int) -> Iterator[Simulation]:
+def simulated(capability: tuple[int, int], memory_bytes: int) -> Iterator[SimulationMode]:
     """Let torch have one GPU of that compute capability within the block, where every tensor is fake."""
     ensure_guard()
     ensure_kernels()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     functions = Functions()
-    mode = Simulation(fake, functions, Tracker(), cublas_workspace(capability))
+    mode = SimulationMode(fake, functions, Tracker(), cublas_workspace(capability))
     with ExitStack() as stack:
         stack.enter_context(whole_kernels())
         for target, name, value in _patches(functions, capability, memory_bytes):

@@ -28,7 +28,7 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
 
-class Simulation(TorchDispatchMode):
+class SimulationMode(TorchDispatchMode):
     """Enter it inside its `fake` mode."""
 
     def __init__(self, fake: FakeTensorMode, functions: Functions, tracker: Tracker, workspace: int) -> None:
