@@ -20,11 +20,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LINES_OF_A_MODULE, LINES_OF_A_FUNCTION, MEDIAN_LINES_OF_A_FUNCTION = 300, 50, 8
 PRONOUNS = {"found", "told", "place", "one", "mine", "asked", "here"}
 VERBS = set((Path(__file__).parent / "verbs.txt").read_text().split())
-# What is still to be put right: these lists and numbers only shrink.
-CLASSES_OF_ONE_NAME = {"Cell", "Plan", "Run", "Simulation", "_Layout"}
-LONG_MODULES = {"estimate/workload/method.py"}
-LONG_FUNCTIONS: set[str] = set()
-MAY_BEGIN_WITH_NO_VERB, MAY_BE_PRONOUNS = 477, 269
+# What is still to be put right: this number only shrinks.
+MAY_BE_PRONOUNS = 32
 
 
 @cache
@@ -48,17 +45,17 @@ def test_no_two_classes_have_one_name():
     places = defaultdict(set)
     for where, node in definitions(ast.ClassDef):
         places[node.name].add(where)
-    assert {name for name, files in places.items() if len(files) > 1} <= CLASSES_OF_ONE_NAME
+    assert {name for name, files in places.items() if len(files) > 1} == set()
 
 
 def test_modules_are_short_enough_to_be_read_at_once():
     lengths = {str(path.relative_to(SOURCE)): len(path.read_text("utf-8").splitlines()) for path in FILES}
-    assert {name for name, length in lengths.items() if length > LINES_OF_A_MODULE} <= LONG_MODULES
+    assert {name for name, length in lengths.items() if length > LINES_OF_A_MODULE} == set()
 
 
 def test_functions_fit_a_screen():
     lengths = {where: lines(node) for where, node in definitions(ast.FunctionDef, ast.AsyncFunctionDef)}
-    assert {where for where, length in lengths.items() if length > LINES_OF_A_FUNCTION} <= LONG_FUNCTIONS
+    assert {where for where, length in lengths.items() if length > LINES_OF_A_FUNCTION} == set()
     assert statistics.median(lengths.values()) <= MEDIAN_LINES_OF_A_FUNCTION
 
 
@@ -68,8 +65,10 @@ def test_imports_between_modules_go_in_no_circle():
     assert len(list(TopologicalSorter(imports).static_order())) == len(imports)
 
 
-def is_property(node: ast.FunctionDef) -> bool:
-    return any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list)
+def is_noun(node: ast.FunctionDef) -> bool:
+    return node.name == "__init__" or any(
+        ast.unparse(decorator).endswith("property") for decorator in node.decorator_list
+    )
 
 
 def first_word(node: ast.AST) -> str:
@@ -77,10 +76,10 @@ def first_word(node: ast.AST) -> str:
 
 
 def test_docstrings_of_functions_begin_with_a_verb():
-    """But for properties, which are nouns."""
-    functions = [(where, node) for where, node in definitions(ast.FunctionDef) if not is_property(node)]
+    """But for properties, which are nouns, and `__init__`, which tells of its parameters."""
+    functions = [(where, node) for where, node in definitions(ast.FunctionDef) if not is_noun(node)]
     others = {where: word for where, node in functions if (word := first_word(node)) and word not in VERBS}
-    assert len(others) <= MAY_BEGIN_WITH_NO_VERB, others
+    assert others == {}
 
 
 def test_names_are_nouns_of_the_field():

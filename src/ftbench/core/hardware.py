@@ -96,7 +96,7 @@ def _names(part: str, driver_name: str) -> bool:
 
 
 def supports_fp8(compute_capability: tuple[int, int]) -> bool:
-    """FP8 matrix products exist from Ada (8.9) on: NVIDIA CUDA programming guide, compute capabilities."""
+    """Return whether there are FP8 products: from Ada (8.9) on, NVIDIA CUDA programming guide, compute capabilities."""
     return compute_capability >= (8, 9)
 
 

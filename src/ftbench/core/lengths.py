@@ -12,7 +12,7 @@ HISTOGRAM_BINS = 20
 
 
 def describe(lengths: Sequence[int]) -> dict[str, Any]:
-    """`count, mean, weighted_mean, p50, p90, p99, max, histogram` of lengths in tokens.
+    """Return `count, mean, weighted_mean, p50, p90, p99, max, histogram` of lengths in tokens.
 
     `weighted_mean` is the mean length of the sequence a token stands in (sum of squares over sum): the length that
     the attention term of the FLOP count needs. `histogram` is `{edges, counts}` with equally wide bins from 0 to max.

@@ -158,8 +158,8 @@ def named(name: str) -> Gpu:
 
 
 def calibrate(store: Path) -> str:
-    """Refit the constants to a store of runs, keep them for this user, and say how wrong they are about runs that
-    they were not fitted to."""
+    """Refit the constants to a store of runs, keep them for this user, and say how wrong they are about runs
+    that they were not fitted to."""
     from ftbench.estimate.memory import calibrate as fitting
     from ftbench.estimate.memory import constants, measured
 

@@ -75,8 +75,8 @@ def warning(spec: Experiment, gpu: dict[str, Any] | None) -> str | None:
 
 
 def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> str | None:
-    """One line on what a run will take on the GPU of a machine.json: `expected: 77.9 GiB of 140.4, about 4 min 05 s
-    (scaled from 3 runs …)`; None where nothing is known."""
+    """Return one line on what a run will take on the GPU of a machine.json: `expected: 77.9 GiB of 140.4, about 4 min
+    05 s (scaled from 3 runs …)`; None where nothing is known."""
     spec = store.counted(spec)
     memory, time = on_machine(spec, gpu), time_on_machine(spec, gpu, store)
     parts = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
@@ -90,7 +90,8 @@ def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> s
 
 
 def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> DurationEstimate | None:
-    """None without a GPU of the table, for a mock, and where something that is needed is not known."""
+    """Return the time expected on this machine; None without a GPU of the table, for a mock, and where something that
+    is needed is not known."""
     known = limited_gpu(gpu)
     if known is None or spec.launch.mock != "off":
         return None

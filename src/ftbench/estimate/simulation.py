@@ -91,7 +91,7 @@ def simulate(spec: Experiment, gpu: Gpu, limit_s: float = LIMIT_S) -> Simulation
 
 
 def _run(spec: Experiment, scratch: Path, limit_s: float) -> None:
-    """The child, to its end. Raises what it told, or how it ended."""
+    """Run the child to its end. Raise what it said, or how it ended."""
     log = scratch / "log.txt"
     argv = [sys.executable, "-P", "-m", "ftbench.worker.simulate", str(scratch.resolve())]
     environment = trl.environment(os.environ, spec) | {

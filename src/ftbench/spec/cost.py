@@ -64,7 +64,7 @@ def amount(price: Price, seconds: float, watts: float) -> Amount | None:
 
 
 def running(owned: Owned, watts: float | None) -> float | None:
-    """Electricity for an hour of training; None where it is wanted and the GPU's power is not known."""
+    """Return electricity for an hour of training; None where it is wanted and the GPU's power is not known."""
     if owned.electricity_per_kwh is None:
         return 0.0
     return (

@@ -67,7 +67,7 @@ def _write_load(directory: RunDir, load: HostLoad) -> None:
 
 
 def _import_unsloth() -> None:
-    """unsloth writes the modules it generates into a folder of its own, and would tell its makers."""
+    """Import unsloth, which writes the modules it generates into a folder of its own, and would tell its makers."""
     os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_dir() / "unsloth"))
     import unsloth  # noqa: F401

@@ -149,14 +149,14 @@ def _without_compiled_layers(model: Any, undo: ExitStack) -> None:
 
 
 def _with_its_own_forward(model: Any, undo: ExitStack) -> None:
-    """Without the loss over chunks, whose forward pass hides what the model's takes."""
+    """Leave out the loss over chunks, whose forward pass hides what the model's takes."""
     base = base_model(model)
     if chunked_loss.is_on(base):
         undo.callback(setattr, base, "forward", base.__dict__.pop("forward"))
 
 
 def _with_plain_products(model: Any, undo: ExitStack) -> None:
-    """8-bit products want many rows, and an answer grows by one."""
+    """Use plain products: those in 8 bits want many rows, and an answer grows by one."""
     for module in model.modules():
         if fp8.multiplies_in_8_bits(module):
             module.forward = module.forward_in_16_bits

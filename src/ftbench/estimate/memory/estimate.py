@@ -109,14 +109,14 @@ def _plan(
     gpus: int,
     strategy: str,
 ) -> MemoryPlan:
-    """cuBLAS keeps a workspace for the forward and one for the backward thread."""
+    """Return what cuBLAS keeps: a workspace for the forward and one for the backward thread."""
     workspace = 2 * cublas_workspace(capability)
     accumulates = spec.train.gradient_accumulation_steps > 1
     return MemoryPlan(model, recipe, batch, accumulates, gpus, strategy, workspace)
 
 
 def _varies(spec: Experiment, largest: batches.Largest) -> bool:
-    """Whether batches differ in shape, so that the pool holds blocks of many sizes."""
+    """Return whether batches differ in shape, so that the pool holds blocks of many sizes."""
     steady = largest.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
     return largest.padded and not steady
 
@@ -162,8 +162,8 @@ def _estimate(
 
 
 def _not_reused(named: dict[str, dict[str, float]], phase: str, basis: SlackBasis, varies: bool) -> float:
-    """The most, GiB, that may lie in blocks which the peak in `phase` cannot use: of batches of many shapes half the
-    activations; what only the loss takes, where the peak comes elsewhere; the whole of the optimizer's temporary
+    """Return the most, GiB, that may lie in blocks which the peak in `phase` cannot use: of batches of many shapes half
+    the activations; what only the loss takes, where the peak comes elsewhere; the whole of the optimizer's temporary
     tensors, where the backward pass leaves little more room than they need."""
     acts = sum(named["loss"][name] for name in ("activations", "checkpoints"))
     blocks = (

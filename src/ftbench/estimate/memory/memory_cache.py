@@ -24,7 +24,7 @@ class MemoryCache:
         return self._of(self._curve(spec, gpu), spec, gpu, spec.train.batch_size)
 
     def _curve(self, spec: Experiment, gpu: Gpu) -> dict[int, MemoryEstimate]:
-        """What is known of a spec by its batch size."""
+        """Return what is known of a spec by its batch size."""
         capability = capability_of(gpu)
         train = (spec.train.optimizer, spec.train.precision, spec.train.gradient_accumulation_steps > 1)
         kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
@@ -60,7 +60,8 @@ class MemoryCache:
 
 
 def _between(fits: int, fails: int, known: dict[int, float], total: float) -> int:
-    """The next size to try: where the line through the two nearest sizes meets `total`, else twice or half way."""
+    """Return the next size to try: where the line through the two nearest sizes meets `total`, else twice or half
+    way."""
     other = fails if fails in known else max((size for size in known if size < fits), default=None)
     if other is None:
         return min(2 * fits, fails - 1)

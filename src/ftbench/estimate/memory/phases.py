@@ -98,8 +98,8 @@ def _activations(plan: MemoryPlan) -> _Activations:
 
 
 def _frozen(model: ModelShape, recipe: Recipe) -> int:
-    """How many layers come before the first with adapters: nobody asks for a gradient there, and nothing is saved. With
-    checkpoints the embedding's output asks for one (transformers, enable_input_require_grads)."""
+    """Return how many layers come before the first with adapters: nobody asks for a gradient there, and nothing is
+    saved. With checkpoints the embedding's output asks for one (transformers, enable_input_require_grads)."""
     if recipe.full or recipe.checkpointing != "off":
         return 0
     adapted = (place for place, each in enumerate(model.layers) if recipe.adapted(each))
@@ -107,7 +107,7 @@ def _frozen(model: ModelShape, recipe: Recipe) -> int:
 
 
 def _keeps(recipe: Recipe, layers: int) -> list[bool]:
-    """Whether each layer keeps its activations, or makes them again (selective: every second keeps)."""
+    """Return whether each layer keeps its activations, or makes them again (selective: every second keeps)."""
     if recipe.checkpointing == "selective":
         return [place % 2 == 1 for place in range(layers)]
     return [recipe.checkpointing == "off" or recipe.offload] * layers
@@ -143,8 +143,8 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
 
 
 def _grown(model: ModelShape, recipe: Recipe) -> float:
-    """The part of all gradients that is there as the backward pass enters the first layer: not yet the embedding's, nor
-    those of that layer but for the last matrix of its MLP."""
+    """Return the part of all gradients that is there as the backward pass enters the first layer: not yet the
+    embedding's, nor those of that layer but for the last matrix of its MLP."""
     if not recipe.full:
         return 1.0
     first = sum(model.layers[0].parameters.values())
@@ -152,7 +152,7 @@ def _grown(model: ModelShape, recipe: Recipe) -> float:
 
 
 def _shared_input(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
-    """A float32 stream is what the first norm saves: made again, it is the checkpoint itself."""
+    """Return the float32 stream that the first norm saves: made again, it is the checkpoint itself."""
     return float(recipe.stream * model.hidden * batch.tokens) if recipe.stream == layer.FLOAT else 0.0
 
 

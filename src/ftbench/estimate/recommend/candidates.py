@@ -142,7 +142,7 @@ def _variants(spec: Experiment, name: str) -> Iterator[Any]:
 
 
 def _with_optimizers(spec: Experiment) -> Iterator[Experiment]:
-    """Of full training also with the fused kernel: the same arithmetic in one pass over the state."""
+    """Yield ways of full training also with the fused kernel: the same arithmetic in one pass over the state."""
     yield spec
     if spec.method.name == "full" and spec.train.optimizer == "adamw_torch":
         yield spec.model_copy(update={"train": spec.train.model_copy(update={"optimizer": "adamw_torch_fused"})})
@@ -154,7 +154,8 @@ def with_batch(spec: Experiment, batch: int, accumulation: int) -> Experiment:
 
 
 def batches(largest: int, effective: int | None) -> list[tuple[int, int]]:
-    """Batch sizes with their accumulation, largest first: powers of two and the largest, or divisors of `effective`."""
+    """Return batch sizes with their accumulation, largest first: powers of two and the largest, or divisors of
+    `effective`."""
     if effective is None:
         sizes = {largest, *(2**power for power in range(largest.bit_length()))}
         return [(size, 1) for size in sorted(sizes, reverse=True)]

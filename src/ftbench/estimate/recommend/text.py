@@ -74,7 +74,7 @@ def _keeps(option: Option, goal: Goal) -> str:
 
 
 def method_words(spec: Experiment) -> str:
-    """`unsloth 4-bit`, `lora`."""
+    """Return `unsloth 4-bit`, `lora`."""
     if spec.method.name != "unsloth":
         return spec.method.name
     own = getattr(spec.method, "use_gradient_checkpointing", "off")
@@ -149,7 +149,7 @@ def spec_values(spec: Experiment) -> dict[str, Any]:
 
 
 def as_json(answer: Recommendation) -> dict[str, Any]:
-    """One document: options best first, what was ruled out, and the best spec."""
+    """Return one document: options best first, what was ruled out, and the best spec."""
     goal = answer.goal
     return {
         "model": goal.spec.model.id, "samples": goal.samples, "deadline_s": goal.deadline_s,

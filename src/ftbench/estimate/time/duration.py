@@ -49,12 +49,12 @@ class DurationEstimate:
     parts: dict[str, float] = field(default_factory=dict)
 
     def seconds_for(self, samples: float) -> Band:
-        """Wall seconds for so many samples, the start included."""
+        """Return wall seconds for so many samples, the start included."""
         steps, step = samples / self.samples, self.step_s
         return Band(*(self.start_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def samples_in(self, seconds: float) -> Band:
-        """Samples trained within so many seconds, the start included; low comes from the slow end."""
+        """Return the samples trained within so many seconds, the start included; low comes from the slow end."""
         left, step = self.samples * max(0.0, seconds - self.start_s), self.step_s
         return Band(left / step.high, left / step.expected, left / step.low)
 
@@ -73,7 +73,7 @@ class DurationEstimate:
         return 3600 * self.tokens_per_s / self.mean_tokens
 
     def joules_for(self, samples: float) -> Band:
-        """Of the GPU, for the steps alone."""
+        """Return the joules of the GPU, for the steps alone."""
         steps, step, watts = samples / self.samples, self.step_s, self.watts
         return Band(
             steps * step.low * watts.low, steps * step.expected * watts.expected, steps * step.high * watts.high
@@ -88,8 +88,8 @@ def estimate_duration(
     config: dict[str, Any] | None = None,
     coefficients: dict[str, float] | None = None,
 ) -> DurationEstimate:
-    """`config` is the model's config.json where facts do not know it. Raises
-    SpecError for a model whose shape is not known, and for products in a precision of which no rate is known."""
+    """Return the estimate; `config` is the model's config.json where facts do not know it. Raise SpecError for a model
+    whose shape is not known, and for products in a precision of which no rate is known."""
     store = store or Store()
     spec = resolve(spec, capability_of(gpu))
     lengths = store.lengths(spec)
@@ -118,7 +118,7 @@ def estimate_duration(
 
 def _judged(gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens: float, modelled: float,
             limits: Ceilings, unlike: bool) -> tuple[float, str, str]:  # fmt: skip
-    """Seconds, basis, and confidence in words."""
+    """Return the seconds, basis, and confidence in words."""
     if same:
         seconds = statistics.median(run.step_s / run.tokens for run in same) * tokens
         return seconds, MEASURED, f"measured (same step, same GPU, {_counted(len(same))})"

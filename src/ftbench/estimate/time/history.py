@@ -62,7 +62,7 @@ def settings_of(spec: Experiment) -> Settings:
 
 
 def step_key(spec: Experiment) -> StepKey:
-    """Equal for specs whose steps take the same time on the same GPU."""
+    """Return a key that is equal for specs whose steps take the same time on the same GPU."""
     model, data, train = spec.model, spec.dataset, spec.train
     return (
         (model.id, model.path, model.dtype),
@@ -85,8 +85,8 @@ _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_st
 
 
 def timed_runs(paths: Iterable[Path]) -> list[TimedRun]:
-    """Of the newest MOST_RUNS runs at or below `paths`, those on a GPU that say how long their steps take; a run that
-    lies there twice counts once."""
+    """Return, of the newest MOST_RUNS runs at or below `paths`, those on a GPU that say how long their steps take; a
+    run that lies there twice counts once."""
     runs = [run for path in paths for run in rundir.find_runs(path)]
     if len(runs) > MOST_RUNS:
         runs = sorted(runs, key=_changed)[-MOST_RUNS:]
@@ -105,8 +105,8 @@ def _changed(run: RunDir) -> float:
 
 
 def timed_run(run: RunDir) -> TimedRun | None:
-    """None for a run that tells nothing of its step: it failed, was too short, had no GPU, was a mock, or its files are
-    not what they should be."""
+    """Return what a run says of its step; None where it says nothing: it failed, was too short, had no GPU, was a mock,
+    or its files are not what they should be."""
     try:
         return _timed_run(run)
     except (AttributeError, KeyError, TypeError, ValueError):  # somebody else's file: a list for a section, a text

@@ -50,7 +50,7 @@ def neighbours(seen: Sequence[Observation], coefficients: Mapping[str, float]) -
 
 
 def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) -> Correction | None:
-    """From runs on the same GPU; None where none is near enough."""
+    """Return the correction from runs on the same GPU; None where none is near enough."""
     if not others:
         return None
     total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0

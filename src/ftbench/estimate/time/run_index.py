@@ -56,14 +56,14 @@ class Store:
         return other
 
     def same(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
-        """Runs that took the very step which `spec` (resolved) asks for, on such a GPU."""
+        """Return runs that took the very step which `spec` (resolved) asks for, on such a GPU."""
         if gpu.name not in self._on:
             return []
         key = step_key(spec)
         return [] if key == self._left_out else self._same.get((gpu.name, *key), [])
 
     def on(self, gpu: Gpu) -> list[TimedRun]:
-        """Runs on such a GPU."""
+        """Return the runs on such a GPU."""
         return self._on.get(gpu.name, [])
 
     def lengths(self, spec: Experiment) -> Lengths:

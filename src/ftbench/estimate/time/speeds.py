@@ -60,7 +60,7 @@ def shipped() -> dict[str, Term]:
 
 @cache
 def document() -> dict[str, Any]:
-    """facts/durations.yaml."""
+    """Return facts/durations.yaml."""
     document: dict[str, Any] = read_facts("durations.yaml")
     return document
 

@@ -57,7 +57,7 @@ class Work:
 
 
 def kind_of(spec: Experiment) -> str:
-    """Whose kernels do the elementwise work: eager, compiled, liger or unsloth."""
+    """Return whose kernels do the elementwise work: eager, compiled, liger or unsloth."""
     if spec.method.name == "unsloth":
         return "unsloth"
     if spec.optimizations.compile:
@@ -74,7 +74,7 @@ def recomputed(spec: Experiment) -> float:
 
 
 def micro_step(spec: Experiment, shape: TrainableShape, batch: Batch) -> Work:
-    """One forward and backward pass."""
+    """Return one forward and backward pass."""
     again = recomputed(spec)
     done = _products(spec, shape, batch, again)
     if is_eager(spec, shape.model):  # products like those with weights, of all pairs
@@ -141,7 +141,8 @@ def _moved(spec: Experiment, shape: TrainableShape, batch: Batch, again: float) 
 
 
 def _attention(shape: TrainableShape, batch: Batch, again: float) -> float:
-    """Causal, or the whole square where a mask is given; `4 width` FLOPs a pair forward, twice that backward."""
+    """Return the work of attention, causal, or the whole square where a mask is given; `4 width` FLOPs a pair forward,
+    twice that backward."""
     if batch.masked:
         return _whole_square(shape, batch, again)
     return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)
@@ -160,7 +161,7 @@ def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
 
 
 def _loss(spec: Experiment, kind: str) -> str:
-    """trl's own computes entropy and accuracy too."""
+    """Return the work of the loss; trl's own computes entropy and accuracy too."""
     own = spec.optimizations.chunked_loss or spec.optimizations.liger or kind == "unsloth"
     return "chunked" if own else "trl"
 

@@ -115,7 +115,7 @@ def _longest_first(dataset: Dataset) -> list[int]:
 
 
 def _trained(layout: _BatchLayout, lengths: Sequence[int]) -> list[Sequence[int]]:
-    """The batches that are trained on, as lengths; of samples ordered by length, the first."""
+    """Return the batches that are trained on, as lengths; of samples ordered by length, the first."""
     if layout.ordered:
         return [lengths[: layout.size]]
     seen = len(lengths) if layout.seen is None else min(len(lengths), layout.seen)
@@ -130,8 +130,8 @@ def _shape(layout: _BatchLayout, batch: Sequence[int], longest: int) -> BatchSha
 
 
 def _packed(dataset: Dataset, layout: _BatchLayout, lengths: Sequence[int] | None) -> BatchShape:
-    """Rows filled to max_length, laid end to end; fewer where the data set is too small to fill them, which a fixed
-    shape fills with padding."""
+    """Return the rows filled to max_length, laid end to end; fewer where the data set is too small to fill them, which
+    a fixed shape fills with padding."""
     room = layout.size * dataset.max_length
     tokens = min(room, sum(lengths)) if lengths else room
     laid = layout.size * min(dataset.max_length, tokens) if layout.fixed else tokens
@@ -139,8 +139,8 @@ def _packed(dataset: Dataset, layout: _BatchLayout, lengths: Sequence[int] | Non
 
 
 def _unknown(dataset: Dataset, layout: _BatchLayout) -> BatchShape:
-    """Real data: the longest sample of a batch is as long as the longest of the data set is expected to be, from the
-    mean that facts know of it, else max_length."""
+    """Return the real data: the longest sample of a batch is as long as the longest of the data set is expected to be,
+    from the mean that facts know of it, else max_length."""
     source, size = DATASETS[dataset.like or dataset.name], layout.size
     longest, mean = dataset.max_length, float(dataset.max_length)
     known = source.mean_tokens or dataset.mean_length

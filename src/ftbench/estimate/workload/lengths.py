@@ -98,7 +98,7 @@ def _same_data(wanted: Dataset, other: Dataset) -> bool:
 
 
 def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | None:
-    """Samples drawn evenly from the bins of a run's histogram of lengths before they were cut."""
+    """Return samples drawn evenly from the bins of a run's histogram of lengths before they were cut."""
     told = described.get("tokens_before_truncation") or {}
     histogram, mean = told.get("histogram") or {}, told.get("mean")
     counts, edges = histogram.get("counts"), histogram.get("edges")

@@ -114,7 +114,8 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool, whole: bool) ->
 
 
 def _adapter(method: Full | Lora | Qlora | Unsloth) -> int:
-    """peft keeps adapters in float32; trl casts those of a model quantised by bitsandbytes to bfloat16."""
+    """Return the bits of adapters: peft keeps them in float32; trl casts those of a model quantised by bitsandbytes to
+    bfloat16."""
     return 0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4
 
 
@@ -226,7 +227,7 @@ def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> T
 
 @lru_cache(maxsize=256)
 def _trainable(model: ModelShape, names: frozenset[str], rank: int) -> TrainableShape:
-    """`rank` 0 trains every weight."""
+    """Return what is trained; `rank` 0 trains every weight."""
     full = not rank
     reached = _summed((count, _adapted(layer, names)) for layer, count in model.kinds)
     experts = sum(count * _visited(layer) for layer, count in model.kinds)
@@ -268,13 +269,13 @@ def expert_adapter(layer: Layer) -> int:
 
 
 def _visited(layer: Layer) -> int:
-    """Parameters of the experts' matrices that one token uses."""
+    """Return the parameters of the experts' matrices that one token uses."""
     return layer.expert_matrices * layer.experts.active // layer.experts.count if layer.experts else 0
 
 
 def _used(layer: Layer) -> list[tuple[int, int]]:
-    """Inputs and outputs of a layer's matrices as one token uses them: gate, up and down of the experts it visits as
-    one each."""
+    """Return inputs and outputs of a layer's matrices as one token uses them: gate, up and down of the experts it
+    visits as one each."""
     inner = layer.experts.inner * layer.experts.active if layer.experts else 0
     gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
     return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated
@@ -289,7 +290,7 @@ def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
 
 
 def _summed(layers: Iterable[tuple[int, list[tuple[int, int]]]]) -> Linears:
-    """The matrices of some kinds of layers, of each so many."""
+    """Return the matrices of some kinds of layers, of each so many."""
     total = Linears(0, 0, 0)
     for count, matrices in layers:
         total = Linears(

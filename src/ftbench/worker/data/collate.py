@@ -71,9 +71,9 @@ class Collator:
         return {"input_ids": input_ids, "attention_mask": mask, "labels": targets}
 
     def _laid_out(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-        """One row. Positions begin at 0 in each sample, by which attention knows where it begins; its first token is
-        nobody's to predict. With a fixed shape the rest of the row is samples without labels, in the last batch too,
-        which has fewer samples."""
+        """Return one row. Positions begin at 0 in each sample, by which attention knows where it begins; its first
+        token is nobody's to predict. With a fixed shape the rest of the row is samples without labels, in the last
+        batch too, which has fewer samples."""
         if self._fixed:
             samples = [*samples, *self._filler(self._fixed * self._rows - sum(len(ids) for ids, _ in samples))]
         lengths = [len(ids) for ids, _ in samples]

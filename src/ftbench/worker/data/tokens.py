@@ -42,7 +42,7 @@ def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Each assistant turn carries loss from where the template opens an answer to its closing tokens.
+    """Return ids and labels: an assistant turn carries loss from where the template opens an answer to its last token.
 
     An answer begins where the dialogue before it, opened for an answer, stops being its beginning; it ends before the
     part that stays when the answer is replaced, plus the tokens that close the last answer if they follow here too.
@@ -79,7 +79,8 @@ def _template(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) 
 
 
 def _fixed_date(pattern: str) -> str:
-    """Some templates write today's date into each prompt; runs of two days would train on different tokens."""
+    """Return a fixed date for templates that write today's: runs of two days would train on different tokens
+    otherwise."""
     return date(2025, 1, 1).strftime(pattern)
 
 
@@ -91,7 +92,8 @@ def _common(first: list[int], second: list[int]) -> int:
 
 
 def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """For a tokenizer without a chat template (a base model): turns separated by an empty line, answers ended."""
+    """Return the turns for a tokenizer without a chat template (a base model): separated by an empty line, answers
+    ended."""
     ids: list[int] = []
     labels: list[int] = []
     for turn, message in enumerate(messages):

@@ -250,7 +250,7 @@ class Recorder:
                 self.on_rows(done)
 
     def _host_time(self, step: _Pending) -> float:
-        """When a step ended on the host's clock: the device's own time since training began."""
+        """Return when a step ended on the host's clock: the device's own time since training began."""
         if step.marks is None:
             return self._origin + (step.row.elapsed_time_sec or 0.0)
         return self._origin + self.clock.seconds(self._origin_mark, step.marks[3])

@@ -134,7 +134,7 @@ def logs_of(row: StepRow) -> dict[str, float]:
 
 
 def _finish_wandb() -> None:
-    """Its callback leaves this to an exit hook, which the worker does not wait for."""
+    """End the run of wandb, whose callback leaves this to an exit hook, which the worker does not wait for."""
     import wandb
 
     wandb.finish()

@@ -65,8 +65,8 @@ class SimulationMode(TorchDispatchMode):
         return result
 
     def _device(self, tensor: Any) -> torch.device:
-        """Where a tensor is, asked by torch's C++. The engine of the backward pass would ask a GPU for its streams;
-        what it believes to be of no device it handles as it does the CPU's."""
+        """Return where a tensor is, as torch's C++ asks. The engine of the backward pass would ask a GPU for its
+        streams; what it believes to be of no device it handles as it does the CPU's."""
         place = tensor.fake_device if isinstance(tensor, FakeTensor) else _CPU
         return _META if self.functions.engine and place.type == "cuda" else place
 
@@ -96,8 +96,8 @@ class SimulationMode(TorchDispatchMode):
         return tree_map_only(torch.Tensor, make, found)
 
     def _multiplies(self, args: Any) -> None:
-        """The first product of a thread: forward and backward run in threads of their own, each with a handle of
-        cuBLAS and its workspace."""
+        """Take the workspace of a thread's first product: forward and backward run in threads of their own, each with a
+        handle of cuBLAS and its workspace."""
         backward = self.tracker.phase == "backward"
         if self.workspace and backward not in self._with_workspace and args[-1].device.type == "cuda":
             self._with_workspace.add(backward)

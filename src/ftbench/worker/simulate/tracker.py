@@ -47,7 +47,7 @@ class Tracker:
         return self.phases[-1][1]
 
     def enter(self, phase: str) -> None:
-        """The next event is the first of that phase."""
+        """Make the next event the first of that phase."""
         if phase != self.phase:
             self.phases.append((self.events, phase))
 
@@ -56,7 +56,7 @@ class Tracker:
         self.enter("forward")
 
     def saw(self, tensor: Any, operation: str) -> None:
-        """A tensor that an operation gave back: new, or a view of what is known."""
+        """Note a tensor that an operation gave back: new, or a view of what is known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
@@ -67,14 +67,14 @@ class Tracker:
         self._alive[key] = (record, weakref.ref(storage, partial(self._free, key)))
 
     def sums(self, first: Any, result: torch.Tensor) -> None:
-        """The engine's sum of two gradients. Its first term is written to unless it is a view, as the gradient of a
-        weight is, transposed: then the first sum is made beside it, and those after it in that one's place."""
+        """Note the engine's sum of two gradients. Its first term is written to unless it is a view, as the gradient of
+        a weight is, transposed: then the first sum is made beside it, and those after it in that one's place."""
         in_place = getattr(first, "is_whole", False)
         self.saw(result, ACCUMULATE)
         self._alive[result.untyped_storage()._cdata][0].in_place = in_place
 
     def persistent(self, size: int, operation: str) -> None:
-        """Memory that the libraries under torch take from its allocator and keep."""
+        """Note memory that the libraries under torch take from its allocator and keep."""
         self._record(size, operation, (size,), "uint8").kind = "workspace"
 
     def is_a(self, tensor: torch.Tensor | None, kind: str) -> None:

@@ -29,7 +29,8 @@ class Values:
         return getattr(tensor, "known_values", None)
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """After an operation on fake tensors: its result's values, where they can be known and are whole numbers."""
+        """Keep, after an operation on fake tensors, its result's values, where they can be known and are whole
+        numbers."""
         written = list(_written(func, args, kwargs)) if func._schema.is_mutable else []
         outputs = written or list(tensors(result))
         if not outputs or (outputs[0].is_floating_point() and outputs[0].numel() > 1):

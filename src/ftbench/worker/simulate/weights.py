@@ -59,7 +59,8 @@ class Shape:
 
 
 def _materialise(module: nn.Module, dtype: torch.dtype) -> None:
-    """The module's own tensors on the device; a layer of bitsandbytes quantises its weight with its own function."""
+    """Make the module's own tensors on the device; a layer of bitsandbytes quantises its weight with its own
+    function."""
     from bitsandbytes.nn import Linear4bit
 
     for name, buffer in list(module._buffers.items()):
