@@ -22,7 +22,7 @@ def told() -> dict[str, Any]:
     """Return the versions, and what torch says of the GPU."""
     import torch
 
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "arch_list": torch.cuda.get_arch_list(),
@@ -31,21 +31,21 @@ def told() -> dict[str, Any]:
         "error": None,
     }
     if torch.version.cuda is None:
-        return found
+        return result
     try:
         torch.cuda.init()
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            found["devices"].append({
+            result["devices"].append({
                 "name": properties.name,
                 "capability": [properties.major, properties.minor],
                 "integrated": bool(getattr(properties, "is_integrated", False)),
             })  # fmt: skip
-        found["works"] = False
-        found["works"] = float(torch.ones(2, device="cuda").sum()) == 2
+        result["works"] = False
+        result["works"] = float(torch.ones(2, device="cuda").sum()) == 2
     except Exception as error:  # noqa: BLE001 - whatever torch raises is the answer
-        found["error"] = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return found
+        result["error"] = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return result
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def _local_tokenizer(model: Model) -> Any | None:
         return None
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
     snapshots = cache.expanduser() / f"models--{model.id.replace('/', '--')}" / "snapshots"
-    found = Path(model.path).glob("tokenizer.json") if model.path else snapshots.glob("*/tokenizer.json")
-    path = next(iter(sorted(found)), None)
+    result = Path(model.path).glob("tokenizer.json") if model.path else snapshots.glob("*/tokenizer.json")
+    path = next(iter(sorted(result)), None)
     if path is None:
         return None
     try:

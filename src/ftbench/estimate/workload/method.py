@@ -114,8 +114,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool, whole: bool) ->
 
 
 def _adapter(method: Full | Lora | Qlora | Unsloth) -> int:
-    """Return the bits of adapters: peft keeps them in float32; trl casts those of a model quantised by bitsandbytes to
-    bfloat16."""
+    """Return an adapter parameter's bytes: peft keeps float32, trl makes those of a bitsandbytes model bfloat16."""
     return 0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4
 
 

@@ -72,7 +72,7 @@ class ParityTables(Tables):
         words = {True: "caught", False: "NOT CAUGHT"}
         yield "controls", _table([row | {"verdict": words[ok]} if row["seeds"] else row for row, ok in controls], [])
         if agreements := {recipe.name: self._agreement(recipe) for recipe in self._comparable()}:
-            rows = [[name, *_cells(row)] for name, found in agreements.items() for row in found["modules"]]
+            rows = [[name, *_cells(row)] for name, result in agreements.items() for row in result["modules"]]
             reasons = [f"{name}: not compared, {a['reason']}" for name, a in agreements.items() if a["reason"]]
             yield "gradients of the first steps", Table({}, GRADIENTS, rows, [GRADIENT_NOTE, *reasons], ("module",))
 

@@ -30,7 +30,7 @@ def main(path: Path) -> int:
     request = read_json(path / "request.json")
     spec = Experiment.model_validate(request["spec"])
     try:
-        found = simulate(spec, RunDir(path), tuple(request["capability"]), int(request["memory_bytes"]))
+        result = simulate(spec, RunDir(path), tuple(request["capability"]), int(request["memory_bytes"]))
     except FtbenchError as error:
         write_json(path / "error.json", {"message": str(error), "exit_code": error.exit_code})
         return 1
@@ -50,7 +50,7 @@ def main(path: Path) -> int:
         "transformers": transformers.__version__,
         "seconds": time.monotonic() - begun,
     }
-    write_json(path / "simulation.json", head | found)
+    write_json(path / "simulation.json", head | result)
     return 0
 
 

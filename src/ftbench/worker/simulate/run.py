@@ -45,8 +45,8 @@ def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], m
         watch.model = loop.model
         with follow_modules(loop.model, tracker) as backbone:
             loop.train()
-    found = account(tracker, backbone, int(shape.config.get_text_config().vocab_size))
-    return {"batch": _describe(spec, batch)} | found
+    result = account(tracker, backbone, int(shape.config.get_text_config().vocab_size))
+    return {"batch": _describe(spec, batch)} | result
 
 
 def heaviest(spec: Experiment, data: Prepared) -> list[Row]:

@@ -79,8 +79,8 @@ class Tracker:
 
     def is_a(self, tensor: torch.Tensor | None, kind: str) -> None:
         """Say what a live tensor is."""
-        if tensor is not None and (found := self._alive.get(tensor.untyped_storage()._cdata)):
-            found[0].kind = kind
+        if tensor is not None and (result := self._alive.get(tensor.untyped_storage()._cdata)):
+            result[0].kind = kind
 
     def _record(self, size: int, operation: str, shape: tuple[int, ...], dtype: str) -> Storage:
         record = Storage(size, self.events, self.phase, self.module, operation, shape, dtype)
