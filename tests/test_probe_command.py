@@ -152,6 +152,7 @@ def test_without_torch_it_says_what_to_install(monkeypatch, tmp_path):
     assert not (tmp_path / "probe").exists()
 
 
+@pytest.mark.torch
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "run_child", lambda *_: pytest.fail("was started"))
     (tmp_path / "file").write_text("")

@@ -55,6 +55,7 @@ def test_a_run_warns_once_and_goes_on(
     assert all("out of memory" in text and "22.5" in text for text in heard)
 
 
+@pytest.mark.torch
 def test_a_dry_run_lists_estimated_memory_and_what_does_not_fit(spec: Path, tmp_path: Path) -> None:
     half = ["model.dtype=bfloat16", "train.precision=bf16"]
     asked = command.SweepRequest(spec, half, ["train.batch_size=1,4,16"], tmp_path)

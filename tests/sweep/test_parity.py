@@ -73,6 +73,7 @@ def folder(tmp_path_factory, cache) -> Path:
 CHECKPOINTING = {"optimizations": {"gradient_checkpointing": True}}
 
 
+@pytest.mark.torch
 def test_a_recipe_that_computes_the_same_follows_and_every_control_is_caught(folder):
     plan = train_all(plan_of(folder, recipe(**CHECKPOINTING)))
     (found,) = plan.judgements()
@@ -95,6 +96,7 @@ def test_a_recipe_that_computes_the_same_follows_and_every_control_is_caught(fol
     assert min(row.lowest for row in rows) > 0.9999
 
 
+@pytest.mark.torch
 def test_an_optimization_that_scales_wrongly_does_not_follow_and_its_gradients_show_where(folder):
     from ftbench.worker import optimizations
 
@@ -119,6 +121,7 @@ def test_an_optimization_that_scales_wrongly_does_not_follow_and_its_gradients_s
     assert down.norm_ratio < 0.7
 
 
+@pytest.mark.torch
 def test_on_data_that_nothing_can_learn_it_cannot_tell_and_the_controls_give_it_away(tmp_path, cache):
     random = {"dataset": {"structure": "random"}, "train": {"max_steps": 12}}
     plan = train_all(plan_of(tmp_path, recipe(**CHECKPOINTING, **random), seeds=1, **random))
@@ -210,6 +213,7 @@ def test_seeds_together(case):
     assert _together(case.seeds, case.held_out, 0.01, case.spread)[0] == case.verdict
 
 
+@pytest.mark.torch
 def test_the_command_refuses_what_it_cannot_judge(ftbench, tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text(json.dumps(SPEC | CHECKPOINTING))
@@ -227,6 +231,7 @@ def test_the_command_refuses_what_it_cannot_judge(ftbench, tmp_path):
     assert stdout.count("train.max_steps=9") == 7
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_a_killed_check_keeps_what_has_ended_and_the_same_command_goes_on(tmp_path, cache):
     path = tmp_path / "spec.yaml"
