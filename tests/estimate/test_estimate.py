@@ -17,6 +17,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate import preflight
 from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.capacity import capacity
+from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.method import trainable_shape
@@ -308,7 +309,8 @@ def test_memory_and_time_train_the_same_parameters_of_a_mixture_of_experts(metho
     weight = 2 if one.method.name == "full" else 4
     parts = estimate_memory(one, H200).parts | estimate_memory(one, 1000.0).parts
     assert shape.trained == count
-    assert parts["optimizer state"] == pytest.approx(2 * weight * count / 2**30, rel=1e-6)
+    fitted = constants().allocated_factor
+    assert parts["optimizer state"] == pytest.approx(fitted * 2 * weight * count / 2**30, rel=1e-6)
 
 
 def test_both_estimates_train_what_a_committed_run_trained() -> None:

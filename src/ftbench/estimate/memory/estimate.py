@@ -18,7 +18,7 @@ from ftbench.estimate.memory.weights import kept_by, paged_state
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.batches import BatchShape
 from ftbench.estimate.workload.method import Recipe, recipe_of
-from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.model import check_modelled, shape_of
 from ftbench.families.shape import ModelShape
 from ftbench.spec.experiment import Experiment, resolve
 
@@ -85,6 +85,7 @@ def estimate_memory(
     Raises SpecError for a model whose shape is not known and for a strategy that does not exist."""
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
+    check_modelled(spec)
     model = shape_of(spec.model, config)
     largest = batch or batches.largest(spec)
     fitted = known or constants()
@@ -138,7 +139,8 @@ def _estimate(
     allocated = Band(at_peak * (1 - spread), at_peak, highest * (1 + spread))
     basis = slack_basis(plan, named, varies)
     held = slack(basis, known)
-    beyond = max(2 * held, _not_reused(named, phase, basis, varies), 0.02 * at_peak, SEGMENTS)
+    widest = 3 if basis.compiled else 2  # of compiled layers committed runs' pools held 0.5 to 2.4 GiB more
+    beyond = max(widest * held, _not_reused(named, phase, basis, varies), 0.02 * at_peak, SEGMENTS)
     reserved = Band(allocated.low, at_peak + held, allocated.high + beyond)
     beside = known.context_gib + paged_state(*kept_by(plan.model, plan.recipe)) / GIB
     device = Band(

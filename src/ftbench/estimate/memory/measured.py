@@ -14,6 +14,7 @@ from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.time.history import is_older
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.batches import BatchShape
+from ftbench.estimate.workload.model import check_modelled, shape_of
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, Measure, Train
 from ftbench.store import rundir
@@ -59,9 +60,11 @@ def read(paths: Iterable[Path]) -> list[Measured]:
 
 def measured(run: RunDir) -> Measured | None:
     """Return one run; None where it says nothing of memory, or of that of other code than today's
-    (`history.is_older`)."""
+    (`history.is_older`), where no formula describes its step, or its model's configuration is not on this machine."""
     try:
         spec = spec_of(run)
+        check_modelled(spec)
+        shape_of(spec.model)
         summary, described = rundir.read_json(run.summary), rundir.read_json(run.machine)
     except (FtbenchError, OSError, ValueError):
         return None

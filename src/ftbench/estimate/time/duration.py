@@ -17,6 +17,7 @@ from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.lengths import batches_of, per_step
 from ftbench.estimate.workload.method import TrainableShape
+from ftbench.estimate.workload.model import check_modelled
 from ftbench.spec.experiment import Experiment, resolve
 
 MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data sheet"
@@ -92,6 +93,7 @@ def estimate_duration(
     whose shape is not known, and for products in a precision of which no rate is known."""
     store = store or Store()
     spec = resolve(spec, capability_of(gpu))
+    check_modelled(spec)
     lengths = store.lengths(spec)
     batches = batches_of(spec, lengths)
     shape, work = store.work(spec, batches, config)

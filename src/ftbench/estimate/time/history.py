@@ -13,7 +13,9 @@ from pydantic import ValidationError
 
 from ftbench.core.hardware import canonical_name
 from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.errors import SpecError
 from ftbench.estimate.workload.lengths import Batch, mean_batch
+from ftbench.estimate.workload.model import check_modelled
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
 from ftbench.spec.optimizations import Optimizations, switched_on
@@ -109,7 +111,8 @@ def timed_run(run: RunDir) -> TimedRun | None:
     or its files are not what they should be."""
     try:
         return _timed_run(run)
-    except (AttributeError, KeyError, TypeError, ValueError):  # somebody else's file: a list for a section, a text
+    # What no formula describes; or a file of somebody else: a list for a section, a text.
+    except (SpecError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -128,6 +131,7 @@ def _timed_run(run: RunDir) -> TimedRun | None:
     spec = _spec(rundir.read_json(run.spec_json))
     if spec is None or spec.launch.mock != "off" or spec.measure.share_gpu:
         return None
+    check_modelled(spec)
     if spec.optimizations.chunked_loss and is_older(run):
         return None
     phases = summary.get("phases_s") or {}
