@@ -603,7 +603,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("section", "parts", "arguments", "code", "said"), WRONG, ids=[f"{w[2][:2]}{list(w[0])}" for w in WRONG]
+    ("section", "parts", "arguments", "code", "said"),
+    [pytest.param(*w, marks=[pytest.mark.torch] if w[4] == "needs a GPU" else []) for w in WRONG],
+    ids=[f"{w[2][:2]}{list(w[0])}" for w in WRONG],
 )
 def test_a_mistake_is_told_in_a_sentence_before_anything_is_made(tmp_path, section, parts, arguments, code, said):
     spec = write_sweep(tmp_path, sweep=section, **dict(parts))
