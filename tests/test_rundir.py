@@ -376,3 +376,17 @@ def test_a_claim_on_a_full_disk_is_told(small_disk):
     fill(small_disk)
     with pytest.raises(MissingError, match="no space left on the disk"):
         claim(small_disk, "exp", "slug")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "deep", "device", "folder"])
+def test_a_file_of_a_run_that_is_no_document_is_read_as_empty_and_waits_for_nobody(tmp_path, kind):
+    path = tmp_path / "summary.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "deep":
+        path.write_text("[" * 100_000)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    assert rundir.read_json(path) == {}

@@ -640,3 +640,13 @@ def test_a_machine_without_gpu_has_times_and_no_shares(run):
     found = summarise(run(training(power_w=[None] * 20, energy_j=[None] * 20), machine={"gpu": None}))
     assert (found.gpu, found.mfu, found.energy["idle_watts"]) == (None, None, None)
     assert found.step_time_s["median"] == pytest.approx(1.0, rel=0.05)
+
+
+ODD = [{"start_s": 0.0}, {"name": 3}, {"name": "load"}, {"name": "x", "start_s": "s"}, {"name": "x", "start_s": 1e99}]
+
+
+@pytest.mark.parametrize("phases", [{}, "text", [1], *([phase] for phase in ODD)], ids=str)
+def test_phases_that_no_worker_writes_are_passed_over(tmp_path, phases):
+    run = claim(tmp_path, "exp", "odd")
+    write_json(run.phases, {"schema": 1, "phases": phases})
+    assert summarise(run).memory_gb["peak_phase"] is None

@@ -193,7 +193,7 @@ def read_config(path: Path) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise SpecError(f"{path}: has no model_type, so it is no model's config.json")

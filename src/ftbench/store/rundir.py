@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import signal
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,6 +22,8 @@ from ftbench.errors import MissingError
 from ftbench.store import process_identity
 
 SCHEMA = 1
+MOST_JSON_BYTES = 64 * 2**20
+LARGEST = 1e15  # no second and no GiB of a run is larger
 SUPERSEDED = ".superseded"
 STATES = ("running", "ok", "oom", "timeout", "error", "interrupted")
 # Signals by which somebody else ends a process; a process that crashes gets others.
@@ -144,14 +147,42 @@ def _write_through(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def read_plain_file(path: Path, most: int, offset: int = 0) -> bytes | None:
+    """Return the file's bytes from `offset` on, none for an absent file; None for what is no plain file or larger than
+    `most` bytes: a store is input like any other."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name would wait for a writer
+    except OSError:
+        return b""
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            return None
+        file.seek(offset)
+        return file.read()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in `path`; an absent or unreadable one is empty: a run that was killed early has fewer
-    files."""
+    files. One nested too deeply to be parsed is unreadable."""
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        data = json.loads(read_plain_file(path, MOST_JSON_BYTES) or b"{}")
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def read_phases(run: RunDir) -> list[dict[str, Any]]:
+    """Return the phases of a run that are what a worker writes: a name, and seconds and GiB as finite numbers."""
+    phases = read_json(run.phases).get("phases")
+
+    def is_known(phase: Any) -> bool:
+        if not isinstance(phase, dict) or not isinstance(phase.get("name"), str) or phase.get("start_s") is None:
+            return False
+        numbers = [value for key, value in phase.items() if key != "name" and value is not None]
+        return all(type(number) in (int, float) and abs(number) < LARGEST for number in numbers)
+
+    return [phase for phase in phases if is_known(phase)] if isinstance(phases, list) else []
 
 
 def gpus_of(machine: Mapping[str, Any]) -> list[dict[str, Any]]:

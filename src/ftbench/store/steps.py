@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import csv
 import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ftbench.core import rows
-from ftbench.store.rundir import disk_error
+from ftbench.store.rundir import disk_error, read_plain_file
 
 MAX_BYTES = 256 * 2**20
 
@@ -53,7 +52,7 @@ class StepsTail:
 
     def read(self) -> list[rows.StepRow]:
         """Return the rows that were finished since the last call, without those that cannot be read."""
-        data = _read(self._path, self._offset) or b""
+        data = read_plain_file(self._path, MAX_BYTES, self._offset) or b""
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         text = whole.decode("utf-8", errors="replace")
@@ -65,7 +64,7 @@ class StepsTail:
 def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
     """Return the rows of a steps.csv and what was wrong with it. An absent file has no rows; an unfinished last line
     (a kill, a full disk) is dropped; a line in the middle that cannot be read is left out and named."""
-    if (data := _read(path)) is None:
+    if (data := read_plain_file(path, MAX_BYTES)) is None:
         return [], [f"{path.name}: is no plain file of at most {MAX_BYTES >> 20} MiB and was not read"]
     whole, newline, torn = data.decode("utf-8", errors="replace").rpartition("\n")
     warnings = [f"{path.name}: the last line is not finished and was left out"] if torn else []
@@ -75,7 +74,8 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
     """Return columns of the training rows of a steps.csv, as fast as its size allows; None where a field is empty or
     the column absent. Rows without a step number are left out. Empty for a file without such a row."""
-    lines = (_read(path) or b"").decode("utf-8", errors="replace").replace("\r\n", "\n").split("\n")[:-1]
+    text = (read_plain_file(path, MAX_BYTES) or b"").decode("utf-8", errors="replace")
+    lines = text.replace("\r\n", "\n").split("\n")[:-1]
     header = lines[0].split(",") if lines else []
     records = [line.split(",") for line in lines[1:]]
     if "step" not in header or any('"' in line for line in lines) or any(len(r) != len(header) for r in records):
@@ -101,21 +101,6 @@ def _numbers(texts: Sequence[str]) -> list[float | None]:
         return list(map(float, texts))
     except ValueError:
         return [float(text) if text else None for text in texts]
-
-
-def _read(path: Path, offset: int = 0) -> bytes | None:
-    """Return the file's bytes from `offset` on, none for an absent file; None for what is no plain file or far too
-    large."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name would wait for a writer
-    except OSError:
-        return b""
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-            return None
-        file.seek(offset)
-        return file.read()
 
 
 def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:

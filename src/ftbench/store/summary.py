@@ -14,7 +14,7 @@ from ftbench.core.rows import RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import health, run_warnings
 from ftbench.store.ranks import merge, read_ranks, spread
-from ftbench.store.rundir import RunDir, first_gpu, read_json, read_state
+from ftbench.store.rundir import RunDir, first_gpu, read_json, read_phases, read_state
 from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
@@ -30,7 +30,7 @@ def summarise(run: RunDir) -> RunSummary:
     everything = everything or (merge(ranks) if ranks else [])
     train = [row for row in everything if row.phase == "train" and row.step_time_s is not None]
     warm = _warmup(spec, train)
-    phases = read_json(run.phases).get("phases", [])
+    phases = read_phases(run)
     summary = _described(run, spec, applied, machine, state)
     summary.steps = {"total": len(train), "warmup": warm, "steady": len(train) - warm}
     summary.loss = _losses(everything)

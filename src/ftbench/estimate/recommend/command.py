@@ -24,6 +24,7 @@ from ftbench.spec.methods import METHODS
 from ftbench.spec.prices import Prices, load_prices
 from ftbench.spec.reading import read_config
 from ftbench.store import machine
+from ftbench.store.output import output_file
 
 MOST_BATCH = 65_536
 ANY = "any"  # of --effective-batch: whatever is best
@@ -79,7 +80,10 @@ def _gpus(text: str | None) -> tuple[Gpu, ...]:
 
 def _output(request: RecommendRequest) -> list[str]:
     """Return why the output cannot be written: the spec that is asked about stays as it is."""
-    if request.output is not None and request.output.exists() and request.output.samefile(request.spec):
+    if request.output is None:
+        return []
+    target = output_file(request.output)
+    if target.exists() and target.samefile(request.spec):
         return [f"-o {request.output}: is the spec itself; write to another file"]
     return []
 
