@@ -390,3 +390,4 @@ def test_a_file_of_a_run_that_is_no_document_is_read_as_empty_and_waits_for_nobo
     else:
         path.mkdir()
     assert rundir.read_json(path) == {}
+    assert read_steps(path)[0] == []

@@ -154,10 +154,11 @@ def read_plain_file(path: Path, most: int, offset: int = 0) -> bytes | None:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name would wait for a writer
     except OSError:
         return b""
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+        os.close(handle)
+        return None
     with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-            return None
         file.seek(offset)
         return file.read()
 

@@ -29,8 +29,8 @@ def collect(paths: Sequence[Path]) -> list[Record]:
 
     def order(record: Record) -> tuple[Any, ...]:
         batch = record["batch_size"] if isinstance(record["batch_size"], (int, float)) else 0
-        model, gpu, method = str(record["model"]), record["gpu"], rank.get(record["method"], len(rank))
-        return record["name"], model, gpu is not None, str(gpu), method, batch, record["run_id"]
+        model, gpu, method = str(record["model"]), record["gpu"], rank.get(str(record["method"]), len(rank))
+        return str(record["name"]), model, gpu is not None, str(gpu), method, batch, str(record["run_id"])
 
     return sorted(collected, key=order)
 
