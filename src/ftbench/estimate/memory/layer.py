@@ -82,9 +82,9 @@ def linear_inputs(layer: Layer, recipe: Recipe) -> float:
 
 
 def fused_inputs(layer: Layer, recipe: Recipe) -> float:
-    """Return what fused_lora saves of a group's input (worker/adapter_products.py). `augmented`: a copy, and beside it
-    the product with A. `beside`: the input, cast where it has another type, and the product with A; the attention's
-    output, which is saved already, needs no copy."""
+    """Return what fused_lora saves of a group's input (worker/kernels/adapter_products.py). `augmented`: a copy, and
+    beside it the product with A. `beside`: the input, cast where it has another type, and the product with A; the
+    attention's output, which is saved already, needs no copy."""
     if recipe.fused == "augmented":
         return recipe.compute * sum(group.inputs + group.columns for group in groups(recipe, layer))
     widths = sum(group.inputs for group in groups(recipe, layer) if group.reads != "attention")
@@ -201,7 +201,7 @@ def expert_copies(layer: Layer, recipe: Recipe) -> float:
     if moe is None or "experts" not in recipe.targets:
         return 0.0
     adapters = recipe.compute * recipe.rank * expert_adapter(layer) * moe.count
-    if recipe.mxfp4:  # two thin products beside the frozen one (worker/mxfp4.py)
+    if recipe.mxfp4:  # two thin products beside the frozen one (worker/model/mxfp4.py)
         return adapters
     return recipe.weight * layer.expert_matrices + adapters
 

@@ -88,7 +88,7 @@ def ungraded(layer: Layer, recipe: Recipe) -> float:
 def dequantised(layer: Layer, recipe: Recipe) -> float:
     """Return the bytes of the largest matrix back in 16 bits: bitsandbytes dequantises it for its backward product
     (MatMul4Bit.backward), unsloth into a buffer that it keeps (fast_dequantize); gate and up of all experts in MXFP4
-    (worker/mxfp4.py)."""
+    (worker/model/mxfp4.py)."""
     if recipe.mxfp4 and layer.experts:
         return float(recipe.compute * layer.experts.count * 2 * layer.experts.inner * layer.hidden)
     if not recipe.quantised or recipe.mxfp4:

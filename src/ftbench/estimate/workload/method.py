@@ -32,7 +32,7 @@ class Recipe:
     and `experts` where the fused experts have.
     mxfp4: the experts stay in 4 bits as gpt-oss is published. checkpointing: `offload` and `unsloth` keep layer inputs
     in host memory. chunk: label tokens of a chunk of our loss. fused: how fused_lora multiplies adapters
-    (worker/adapter_products.py).
+    (worker/kernels/adapter_products.py).
     attention: `masked` is sdpa with a mask, made where rows hold padding or several samples.
     """
 

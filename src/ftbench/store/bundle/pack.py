@@ -1,4 +1,4 @@
-"""Runs in one file that can be sent: a tar in zstd with a manifest of SHA-256 hashes (`unbundle.py` reads one).
+"""Runs in one file that can be sent: a tar in zstd with a manifest of SHA-256 hashes (`unpack.py` reads one).
 
 The bytes depend on the runs alone: files in the order of their names, no owners and no dates but those of the runs.
 Zstandard is what Python itself has from 3.14 on (PEP 784); before that comes its backport, with the same interface, so

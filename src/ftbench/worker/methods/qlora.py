@@ -1,4 +1,4 @@
-"""QLoRA: adapters on frozen weights in 4 bits: by bitsandbytes, or as gpt-oss is published (worker/mxfp4.py)."""
+"""QLoRA: adapters on frozen weights in 4 bits: by bitsandbytes, or as gpt-oss is published (worker/model/mxfp4.py)."""
 
 from __future__ import annotations
 
