@@ -29,6 +29,7 @@ from ftbench.worker.measure.recorder import Recorder
 from ftbench.worker.measure.reporter import Reporter
 from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.model import loading
+from ftbench.worker.model.loading_report import require_complete
 from ftbench.worker.model.tokenizer import build_tokenizer
 
 
@@ -90,14 +91,15 @@ def train(run: TrainingRun) -> None:
 
     phases.enter("load")
     _watch_memory(phases)
-    model = method.load(spec, source)
+    with require_complete(spec.model) as weights_left_out:
+        model = method.load(spec, source)
 
     phases.enter("setup")
     run.recorder = _recorder(run.directory, spec)
     loop = assembled(spec, run.directory, model, tokenizer, data)
     _listen(run, loop, run.recorder)
     facts = applied.of_model(loop.model, spec)
-    warnings = [*data.warnings, *applied.warnings(loop.model, spec, facts)]
+    warnings = [*weights_left_out, *data.warnings, *applied.warnings(loop.model, spec, facts)]
     run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
     run.require_applied(method.verify(loop.model, spec))
     loop.add_callback(_AfterFirstStep(run, loop))
