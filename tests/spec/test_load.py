@@ -49,6 +49,15 @@ def problems(files):
 # --- what a spec means -----------------------------------------------------------------------------------------------
 
 
+def test_a_training_is_spoiled_by_parity_alone(problems):
+    text = MODEL + "measure: {control: learning_rate_0}\n"
+    (problem,) = problems(text)
+    assert problem.startswith("spec.yaml:2: measure.control: learning_rate_0 ")
+    assert "ftbench parity" in problem
+    (problem,) = problems(MODEL, "measure.control=random_labels")
+    assert "--set measure.control" in problem
+
+
 def test_a_model_is_all_that_a_spec_needs(files):
     spec = load(files(first="model: Qwen/Qwen3-8B\n") / "first.yaml")
     assert (spec.name, spec.model.id, spec.method.name, spec.dataset.name) == (

@@ -223,7 +223,7 @@ def test_the_command_refuses_what_it_cannot_judge(ftbench, tmp_path):
     assert "fastest" in stderr
     code, _, stderr = ftbench("parity", path, "--set", "measure.control=random_labels", *out)
     assert code == 2
-    assert "parity makes its controls itself" in stderr
+    assert "`ftbench parity` makes its controls itself" in stderr
     code, stdout, _ = ftbench("parity", path, "--dry-run", "--seeds", "2", "--steps", "9", *out)
     assert code == 0
     assert stdout.count("pending") == 7

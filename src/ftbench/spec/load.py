@@ -64,13 +64,20 @@ def validated(values: dict[str, Any], layers: Sequence[SpecLayer]) -> Experiment
     """Return the spec of these keys. Raises SpecError as `load` does, ImpossibleError where no single value is
     wrong."""
     try:
-        return Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
+        spec = Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
     except ValidationError as error:
         together = all(
             problem["type"] == "value_error" and isinstance(problem["input"], dict)
             for problem in error.errors(include_url=False)
         )
         raise (ImpossibleError if together else SpecError)(*_sentences(error, layers)) from None
+    if spec.measure.control != "off":  # or its speed and its recipe could be taken for those of a training
+        origin = _origin(("measure", "control"), layers)
+        raise SpecError(
+            f"{origin}: measure.control: {spec.measure.control} spoils a training, and `ftbench parity` makes its "
+            "controls itself: leave it off"
+        )
+    return spec
 
 
 def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
