@@ -13,6 +13,11 @@ PUBLISHED = {  # the hub's own counts (safetensors metadata)
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "openai/gpt-oss-20b": 20_914_757_184,
+    "llava-hf/llava-v1.6-mistral-7b-hf": 7_566_747_648,
+    "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen/Qwen3-VL-4B-Instruct": 4_437_815_808,
+    "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
 }
 
 
@@ -34,23 +39,15 @@ def test_a_mixture_of_experts_has_no_dense_mlp():
     assert counted["router"] > 0
 
 
-def test_vision_models_stay_out():
-    assert not [name for name in architectures() if "llava" in name.lower() or "-VL" in name]
-
-
 def test_every_shape_is_complete():
-    needed = {
-        "model_type",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "tie_word_embeddings",
-    }
-    assert all(needed <= config.keys() for config in architectures().values())
+    needed = {"model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
+    for config in architectures().values():
+        assert needed <= config.get("text_config", config).keys()
+        assert "model_type" in config
 
 
 COMPARED = [name for name in architectures() if name.startswith("tiny/")] + ["Qwen/Qwen3-32B", "openai/gpt-oss-20b"]
+COMPARED += [name for name in architectures() if "-VL-" in name or "llava" in name]
 KINDS = {
     "embed_tokens": "embedding",
     "lm_head": "head",
@@ -75,15 +72,20 @@ def kind_of(parameter):
 def test_the_count_of_each_kind_is_that_of_the_model_built_by_transformers(name):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    config = dict(architectures()[name])
+    config, shape = dict(architectures()[name]), describe(architectures()[name])
+    kind = transformers.AutoModelForImageTextToText if shape.vision else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-        )
-    counted = dict.fromkeys(describe(architectures()[name]).parameters, 0)
+        model = kind.from_config(transformers.AutoConfig.for_model(config.pop("model_type"), **config))
+    counted = dict.fromkeys(shape.parameters, 0)
+    seeing = {"encoder": 0, "projector": 0}
     for parameter, tensor in model.named_parameters():
-        counted[kind_of(parameter)] += tensor.numel()
-    assert counted == describe(architectures()[name]).parameters
+        if "language_model" in parameter or "vision_config" not in config or "lm_head" in parameter:
+            counted[kind_of(parameter)] += tensor.numel()
+        else:
+            projects = any(part in parameter for part in ("projector", "merger", "image_newline"))
+            seeing["projector" if projects else "encoder"] += tensor.numel()
+    assert counted == shape.parameters
+    assert seeing == {part: getattr(shape.vision, part, 0) for part in seeing}
 
 
 @pytest.mark.parametrize(

@@ -287,15 +287,6 @@ def test_a_model_of_a_trillion_parameters_is_computed() -> None:
     assert all(math.isfinite(value) for parts in found.values() for value in parts.values())
 
 
-def test_a_vision_tower_is_counted() -> None:
-    """CLIP ViT-L/14 at 336 pixels has 303.5 M parameters (facts/architectures.yaml names the shape)."""
-    clip = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 14}
-    text = architectures()["mistralai/Mistral-7B-v0.1"]
-    shape = describe({"model_type": "llava_next", "text_config": text, "vision_config": clip})
-    assert shape.vision == pytest.approx(303.5e6, rel=0.01)
-    assert weights.weights(shape, LORA) == pytest.approx(2 * (7_241_732_096 + 303.5e6), rel=0.001)
-
-
 def test_a_mask_costs_its_square_in_every_layer() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 1024, 4 * 1023)
     first = shape.layers[0]

@@ -28,13 +28,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 @cache
 def architectures() -> dict[str, dict[str, Any]]:
-    """Return model id → configuration with `model_type`. Vision towers are not text models and stay out."""
+    """Return model id → configuration with `model_type`."""
     table: dict[str, dict[str, Any]] = {}
     for file in ("architectures.yaml", "tiny.yaml"):
         for family, models in read_facts(file).items():
-            if family in _FAMILIES:
-                for name, shape in models.items():
-                    config = _FAMILIES[family] | shape
-                    config.pop("parameters", None)
-                    table[name] = {"model_type": family, **config}
+            for name, shape in models.items():
+                config = {"model_type": family, **_FAMILIES.get(family, {}), **shape}
+                config.pop("parameters", None)
+                table[name] = config
     return table

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ftbench.families import deepseek, dense, moe, qwen3_next
+from ftbench.families import deepseek, dense, moe, qwen3_next, vision
 from ftbench.families.config import Config
 from ftbench.families.shape import ModelShape
 
@@ -17,8 +17,6 @@ _DESCRIBED: dict[str, Callable[[str, dict[str, Any]], ModelShape]] = {
     "qwen3_next": qwen3_next.describe,
 }
 FAMILIES = tuple(_DESCRIBED)  # whose layers are known
-# Models of images and text whose text part is one of the families.
-_WITH_VISION = {"llava": "mistral", "llava_next": "mistral", "qwen2_5_vl": "qwen2"}
 _WHOLE_IF_GIVEN = ("head_dim", "num_experts", "num_local_experts", "moe_intermediate_size", "sliding_window")
 
 
@@ -30,7 +28,7 @@ def describe(config: dict[str, Any]) -> ModelShape:
     """Return the shape of the model of a config.json. Raises ValueError with a sentence for one that is not understood:
     a key that is missing, a number that cannot be, or UnknownFamilyError for a family that is not described."""
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
-    family = _WITH_VISION.get(str(config.get("model_type")), text.get("model_type"))
+    family = vision.FAMILIES.get(str(config.get("model_type")), text.get("model_type"))
     if family not in _DESCRIBED:
         raise UnknownFamilyError(f"the layers of model_type {family!r} are not known; known are {', '.join(FAMILIES)}")
     checked = Config(text, {})
@@ -41,17 +39,6 @@ def describe(config: dict[str, Any]) -> ModelShape:
         moe.visited(checked, checked.whole("num_experts"))
     checked.kinds(None)
     shape = _DESCRIBED[family](family, text)
-    vision = config.get("vision_config")
-    return replace(shape, vision=vision_parameters(vision)) if isinstance(vision, dict) else shape
-
-
-def vision_parameters(config: dict[str, Any]) -> int:
-    """Return the parameters of a vision transformer: each layer has 4 h^2 of attention and the MLP's matrices (two in
-    CLIP, three where it is gated, as in Qwen2.5-VL), and the patches are embedded by one matrix (CLIPVisionModel,
-    Qwen2_5_VisionTransformer in transformers)."""
-    checked = Config(config, {"temporal_patch_size": 1})
-    hidden, gated = checked.whole("hidden_size"), "depth" in config
-    depth = checked.whole("depth" if gated else "num_hidden_layers")
-    layer = 4 * hidden * hidden + (3 if gated else 2) * hidden * checked.whole("intermediate_size") + 9 * hidden
-    patches = 3 * checked.whole("patch_size") ** 2 * checked.whole("temporal_patch_size")
-    return depth * layer + patches * hidden
+    if not isinstance(config.get("vision_config"), dict):
+        return shape
+    return replace(shape, vision=vision.describe(str(config.get("model_type")), config))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ftbench.families.vision import VisionShape
+
 MXFP4_BITS = 4 + 8 / 32  # a value of 4 bits, and 8 bits of scale for 32 of them (OCP Microscaling 1.0)
 # plain: the weight multiplies what was normed in the input's type. float: in float32. centred: a LayerNorm in float32,
 # written out, so that its centred input is saved twice.
@@ -168,15 +170,15 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """A decoder, equal only to itself: `layers` in order, `vocab` words, embedding and head `tied` or not, `vision`
-    parameters of a vision tower; `softcap` says that logits pass a tanh."""
+    """A decoder, equal only to itself: `layers` in order, `vocab` words, embedding and head `tied` or not; `vision` is
+    what reads images; `softcap` says that logits pass a tanh."""
 
     family: str
     hidden: int
     vocab: int
     tied: bool
     layers: tuple[Layer, ...]
-    vision: int = 0
+    vision: VisionShape | None = None
     softcap: bool = False
 
     @cached_property
@@ -200,7 +202,7 @@ class ModelShape:
 
     @cached_property
     def total(self) -> int:
-        return sum(self.parameters.values()) + self.vision
+        return sum(self.parameters.values()) + (self.vision.total if self.vision else 0)
 
     @cached_property
     def linear_names(self) -> frozenset[str]:

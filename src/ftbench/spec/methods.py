@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from ftbench.core.architectures import architectures
+from ftbench.families.vision import TRAINED
 from ftbench.spec.base import Float, Int, Part, Switch, Word
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 GPT_OSS = "gpt_oss"  # the family that is published in MXFP4 (docs/gpt-oss.md)
 GRANULE = 8  # columns of a factor of an expert's adapter: grouped products take rows of 16 bytes
+NO_UNSLOTH = "it loads image models by classes of its own, which ftbench does not verify: use lora or qlora"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -61,6 +63,12 @@ def family(model: Model) -> str | None:
     return model_type
 
 
+def reads_images(model: Model) -> bool:
+    """Return whether a model may be trained on images: one of the table is of such a family; of others the worker
+    knows."""
+    return family(model) in (None, *TRAINED)
+
+
 class Full(_Method):
     """Every weight of the model is trained."""
 
@@ -81,6 +89,9 @@ def _targets(value: object) -> object:
     return value
 
 
+Trained = Literal["frozen", "lora", "full"]
+
+
 class _Adapters(_Method):
     rank: Int = Field(8, ge=1, le=4096, description="rank of the adapter matrices")
     alpha: Float = Field(16, gt=0, description="scale of the adapters is alpha / rank")
@@ -91,6 +102,8 @@ class _Adapters(_Method):
         description="names of the linear layers that get adapters, or all-linear; fused experts are none, whatever the "
         "names",
     )
+    vision: Trained = Field("frozen", description="what is trained of an image model's encoder: nothing, adapters, all")
+    projector: Trained = Field("frozen", description="the same of what hands images to the language model")
     experts: Switch = Field(
         False, description="adapters on the fused expert weights of a mixture of experts too (peft target_parameters)"
     )
@@ -99,6 +112,11 @@ class _Adapters(_Method):
         yield from super().refusals(spec)
         if any(target.rsplit(".", 1)[-1] == "lm_head" for target in self.targets):
             yield "method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out"
+        trained = {self.vision, self.projector}
+        if trained != {"frozen"} and not reads_images(spec.model):
+            yield f"method.vision and method.projector: {spec.model.id} reads no images: leave them out"
+        if "full" in trained and spec.measure.save_adapter:
+            yield "measure.save_adapter keeps adapters alone: set method.vision and method.projector to frozen or lora"
         if self.experts and self.dropout:
             yield "method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices"
 
@@ -194,6 +212,8 @@ class Unsloth(_Adapters):
 
     def refusals(self, spec: Experiment) -> Iterator[str]:
         yield from super().refusals(spec)
+        if family(spec.model) in TRAINED:
+            yield f"method unsloth: {NO_UNSLOTH}"
         if self.load_in_fp8 and self.load_in_4bit:
             yield "method.load_in_fp8 and load_in_4bit exclude each other: set one to off"
 

@@ -27,7 +27,17 @@ def check_modelled(spec: Experiment) -> None:
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
     """Return the shape of a spec's model. `config` is taken before model.path, and that before facts. Raises SpecError
-    with a way out."""
+    with a way out, also for a model that reads images: what these take is not known before they run."""
+    shape = _shape_of(model, config)
+    if shape.vision:
+        raise SpecError(
+            f"what {model.id} takes is not known before it runs, since it reads images: train a few steps with --set "
+            "train.max_steps=5"
+        )
+    return shape
+
+
+def _shape_of(model: Model, config: dict[str, Any] | None) -> ModelShape:
     if config is None and not model.path and model.id in architectures():
         return _known(model.id)
     values = config or (read_config(Path(model.path)) if model.path else None)

@@ -13,7 +13,7 @@ from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import optimizations
 from ftbench.worker.methods import lora, unsloth
-from ftbench.worker.model.parts import base_model, decoder_layers
+from ftbench.worker.model.parts import base_model, decoder_layers, part_of
 from ftbench.worker.optimizations import fp8
 
 SCHEMA = 1
@@ -99,14 +99,17 @@ def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
     """Return the parameters per module kind, `total` and `trainable`; quantised weights count what they stand for."""
     kinds = {kind: {"total": 0, "trainable": 0} for kind in KINDS}
     for name, parameter in model.named_parameters():
-        kind = kinds[module_kind(name)]
+        kind = kinds.setdefault(module_kind(name), {"total": 0, "trainable": 0})
         kind["total"] += numel(name, parameter)
         kind["trainable"] += numel(name, parameter) if parameter.requires_grad else 0
     return kinds
 
 
 def module_kind(name: str) -> str:
-    """Return the kind of module that a parameter's dotted name belongs to, adapters with the module they adapt."""
+    """Return the kind of module that a parameter's dotted name belongs to, adapters with the module they adapt: one of
+    KINDS in a language model, else `vision` or `projector`."""
+    if (part := part_of(name)) != "language":
+        return part
     parts = [part for part in name.split(".") if not part.startswith("lora_")]
     if "lm_head" in parts:
         return "head"
@@ -137,23 +140,23 @@ def numel(name: str, parameter: Any) -> int:
 def matmul_shape(model: Any) -> MatmulShape:
     """Return what a token passes through: matrices of the base model and adapters, experts by the share a token
     visits."""
-    config = model.config.get_text_config()
+    config, base = model.config.get_text_config(), base_model(model)
     visited = _visited_share(config)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    base, head, adapters = [0, 0], [0, 0], 0  # all, trained
+    tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    layers, head, adapters = [0, 0], [0, 0], 0  # all, trained
     for name, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
-        if (parameter.ndim < 2 and state is None) or name.endswith("bias"):
-            continue
         kind = module_kind(name)
+        if (parameter.ndim < 2 and state is None) or name.endswith("bias") or kind in ("vision", "projector"):
+            continue
         count = round(numel(name, parameter) * (visited if kind == "experts" else 1))
         if "lora_" in name:
             adapters += count
         elif kind != "embedding" or tied:
-            part = head if kind in ("head", "embedding") else base
+            part = head if kind in ("head", "embedding") else layers
             part[0] += count
             part[1] += count if parameter.requires_grad else 0
-    return MatmulShape(base[0], base[1], head[0], head[1], adapters, *_attention(config))
+    return MatmulShape(layers[0], layers[1], head[0], head[1], adapters, *_attention(config))
 
 
 def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:

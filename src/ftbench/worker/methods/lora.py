@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import transformers_weight_conversion as conversion
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model import loading
+from ftbench.worker.model.parts import part_of
+from ftbench.worker.model.vision import reads_images
 
 
 def load(spec: Experiment, source: loading.Source) -> Any:
@@ -29,9 +32,13 @@ def adapt(model: Any, spec: Experiment) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config)
+        model = get_peft_model(model, config)
     except ValueError as error:
         raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
+    for name, parameter in model.named_parameters():
+        if getattr(method, part_of(name), "") == "full":
+            parameter.requires_grad_(True)
+    return model
 
 
 def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
@@ -43,6 +50,10 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
     they were fused (qwen3_moe, qwen3_next, deepseek_v3, mixtral …), and adapts them whatever else was said; it has no
     name there for a dense layer's or a shared expert's. So these names are left out."""
     method: Any = spec.method
+    if reads_images(model.config):
+        return _targets_by_part(model, method)
+    if {method.vision, method.projector} != {"frozen"}:
+        raise SpecError(f"method.vision and method.projector: {spec.model.id} reads no images: leave them out")
     given = method.targets if isinstance(method.targets, str) else list(method.targets)
     config = LoraConfig(target_modules=given)
     try:
@@ -57,6 +68,21 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
             "or name other layers"
         )
     return sorted(config.target_modules)
+
+
+def _targets_by_part(model: Any, method: Any) -> list[str]:
+    """Return the full names of the linear layers that get adapters in a model with several parts, which share names:
+    in the language model those of the targets, in encoder and projector every one where they are to have some."""
+    names = []
+    for name, module in model.named_modules():
+        part, own = part_of(name), name.rpartition(".")[2]
+        if part == "language":
+            wanted = own in method.targets or (method.targets == "all-linear" and own != "lm_head")
+        else:
+            wanted = getattr(method, part) == "lora"
+        if wanted and isinstance(module, torch.nn.Linear):
+            names.append(name)
+    return names
 
 
 def expert_parameters(model: Any) -> list[str]:
@@ -81,7 +107,11 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     adapters = [name for name in trained if "lora_" in name]
     if not adapters:
         sentences.append(f"method {method.name}: no adapter is trained")
-    others = [name for name in trained if "lora_" not in name and not name.endswith("bias")]
+    whole = [part for part in ("vision", "projector") if getattr(method, part) == "full"]
+    others = [n for n in trained if "lora_" not in n and not n.endswith("bias") and part_of(n) not in whole]
+    for part in ("vision", "projector"):
+        if getattr(method, part) != "frozen" and not any(part_of(name) == part for name in trained):
+            sentences.append(f"method.{part} is {getattr(method, part)} and nothing of it is trained")
     if others:
         sentences.append(f"method {method.name}: {others[0]} and {len(others) - 1} more base weights are trained")
     for name, module in model.named_modules():

@@ -14,17 +14,21 @@ from ftbench.spec.methods import GPT_OSS
 from ftbench.worker.device import device
 from ftbench.worker.methods import lora
 from ftbench.worker.model import loading, mxfp4, random_weights
+from ftbench.worker.model.parts import VISION_MODULES
+from ftbench.worker.model.vision import reads_images
 
 
 def load(spec: Experiment, source: loading.Source) -> Any:
     method: Any = spec.method
     if method.mxfp4:
         return _load_mxfp4(spec, source)
+    config = loading.load_config(spec.model, source)
     quantised = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=method.quant_type,
         bnb_4bit_use_double_quant=method.double_quant,
         bnb_4bit_compute_dtype=getattr(torch, method.compute_dtype),
+        llm_int8_skip_modules=[*VISION_MODULES, "lm_head"] if reads_images(config) else None,
     )
     return loading.load_model(spec, source, quantised)
 

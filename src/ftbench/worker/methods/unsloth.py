@@ -14,9 +14,11 @@ import torch
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import NO_UNSLOTH
 from ftbench.worker.methods import lora
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
+from ftbench.worker.model.vision import reads_images
 
 PACKED = "Mxfp4ExpertParam"  # how unsloth holds the experts of gpt-oss, published in MXFP4
 
@@ -25,6 +27,8 @@ def load(spec: Experiment, source: str) -> Any:
     """Load the model as unsloth loads it, in 4, 8 or 16 bits."""
     from unsloth import FastLanguageModel
 
+    if reads_images(loading.load_config(spec.model, source)):
+        raise SpecError(f"method unsloth: {NO_UNSLOTH}")
     method: Any = spec.method
     model, _ = loading.reach(
         spec.model,

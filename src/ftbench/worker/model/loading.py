@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+from transformers import AutoConfig, AutoTokenizer, Mxfp4Config
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker.device import device
+from ftbench.worker.model import vision
 from ftbench.worker.model.random_weights import is_gpt_oss, materialise
 from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
 
@@ -66,7 +67,11 @@ def read(spec: Experiment, source: Source, **more: Any) -> Any:
         arguments["device_map"] = {"": device()}
     if not isinstance(source, str):
         return reach(spec.model, lambda: source.load(arguments))
-    return reach(spec.model, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments))
+    config = more.get("config") or load_config(spec.model, source)
+    if vision.reads_images(config) and "attn_implementation" in arguments:  # the encoder's attention is not causal
+        arguments["attn_implementation"] = {"text_config": arguments["attn_implementation"]}
+    kind = vision.auto_class(config)
+    return reach(spec.model, lambda: kind.from_pretrained(source, **arguments))
 
 
 def attention_of(spec: Experiment) -> dict[str, str]:

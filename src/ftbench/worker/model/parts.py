@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from ftbench.errors import SpecError
+
+_PROJECTOR = ("multi_modal_projector", "image_newline", "merger", "deepstack_merger_list")
+_ENCODER = ("vision_tower", "visual")
+VISION_MODULES = ("vision_tower", "visual", "multi_modal_projector")  # what lies beside the language model
+Part = Literal["language", "vision", "projector"]
 
 
 def base_model(model: Any) -> Any:
@@ -22,6 +27,12 @@ def decoder(model: Any) -> Any:
             "`layers`): take a model of another family (`ftbench list models`)"
         )
     return inner
+
+
+def part_of(name: str) -> Part:
+    """Return the part of a model that a dotted name of a module or a parameter lies in."""
+    names = set(name.split("."))
+    return "projector" if names & set(_PROJECTOR) else "vision" if names & set(_ENCODER) else "language"
 
 
 def decoder_layers(model: Any) -> list[Any]:

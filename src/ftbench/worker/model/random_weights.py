@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig
 
 from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, SpecError
@@ -29,7 +28,7 @@ from ftbench.spec.experiment import Model
 from ftbench.spec.methods import GPT_OSS
 from ftbench.spec.reading import read_config
 from ftbench.store.machine import cache_dir
-from ftbench.worker.model import mxfp4
+from ftbench.worker.model import mxfp4, vision
 from ftbench.worker.model.tokenizer import save_tokenizer
 
 FORMAT = 1  # part of the cache key: change it when the same spec would give other weights
@@ -105,12 +104,15 @@ def configuration(model: Model) -> Any:
 
 def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> None:
     """Write config.json and the tokenizer."""
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.architectures = [vision.architecture(config)]
     config.dtype = model.dtype
     if layout:
         config.quantization_config = {"quant_method": layout, "modules_to_not_convert": _IN_16_BITS}
+    reads_images = vision.reads_images(config)
+    tokenizer = save_tokenizer(folder, int(config.get_text_config().vocab_size), reads_images)
+    if reads_images:
+        vision.describe(folder, config, tokenizer)
     config.save_pretrained(folder)
-    save_tokenizer(folder, int(config.get_text_config().vocab_size))
 
 
 def fill(module: Any, seed: int, std: float) -> None:
@@ -129,7 +131,7 @@ def deviation(config: Any) -> float:
 
 def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
     with torch.device("meta"), mxfp4.as_experts() if layout else nullcontext():
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
+        skeleton = vision.auto_class(config).from_config(config, dtype=getattr(torch, model.dtype))
     tied = set(getattr(skeleton, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     tensors = {name: t for name, t in skeleton.state_dict().items() if name not in tied}
     sizes = {name: each.nbytes for name, each in tensors.items()}
@@ -181,7 +183,7 @@ def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, s
     pieces: list[tuple[str, torch.Tensor]] = []
     for name, each in like.items():
         out = made[name] = torch.empty(each.shape, dtype=each.dtype)
-        if name.endswith("norm.weight"):
+        if each.ndim == 1 and name.endswith(".weight"):
             out.fill_(1)
         elif name.endswith("bias"):
             out.zero_()

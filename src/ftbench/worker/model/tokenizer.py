@@ -14,15 +14,23 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
 )
 
+IMAGE = "<image>"
+_PARTS = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + IMAGE + "\n{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+)
 
-def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Save the tokenizer beside a model of `vocab_size` in `folder`."""
-    build_tokenizer(vocab_size).save_pretrained(folder)
+
+def save_tokenizer(folder: Path, vocab_size: int, reads_images: bool = False) -> Any:
+    """Save the tokenizer beside a model of `vocab_size` in `folder`, and return it."""
+    tokenizer = build_tokenizer(vocab_size, reads_images)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
-def build_tokenizer(vocab_size: int) -> Any:
+def build_tokenizer(vocab_size: int, reads_images: bool = False) -> Any:
     """Train a byte-level BPE on the sample data set. The same text gives the same tokenizer; ids stay below
-    `vocab_size`."""
+    `vocab_size`. One that `reads_images` knows a token for them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -31,13 +39,14 @@ def build_tokenizer(vocab_size: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=min(vocab_size, MAX_VOCABULARY),
-        special_tokens=list(SPECIAL),
+        special_tokens=[*SPECIAL, *([IMAGE] if reads_images else [])],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(), trainer)
+    template = CHAT_TEMPLATE.replace("{{ message['content'] }}", _PARTS) if reads_images else CHAT_TEMPLATE
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=template
     )
 
 

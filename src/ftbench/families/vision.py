@@ -1,0 +1,141 @@
+"""The parts of a model that read images: encoder and projector, and how many tokens an image becomes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ftbench.families.config import Config
+
+# Models of images and text: the family that their text part is one of.
+FAMILIES = {"llava": "mistral", "llava_next": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+TRAINED = ("llava_next", "qwen2_5_vl", "qwen3_vl")  # on images; of others encoder and projector are counted alone
+# Fewest and most pixels that an image is scaled to (preprocessor_config.json of the published models).
+PIXELS = {"qwen2_5_vl": (56 * 56, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
+MOST_ELONGATED = 200  # width over height, or the other way: Qwen's processors refuse more
+_CLIP_DEFAULTS = {"temporal_patch_size": 1, "image_size": 336}
+_QWEN_DEFAULTS = {"temporal_patch_size": 2, "spatial_merge_size": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """What an image of some size becomes: `tokens` of the language model, and `patches` (class tokens included) that
+    the encoder sees in `tiles`, which do not see each other."""
+
+    tokens: int
+    tiles: int
+    patches: int
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """Encoder and projector in elements. `patch` is the side of a patch in pixels, `merge` the side in patches of what
+    becomes one token. `tile` is the side of a tile in pixels and `pinpoints` the sizes (height, width) that an image
+    is scaled into before it is cut; without tiles an image is scaled to between `pixels[0]` and `pixels[1]` pixels.
+    `windows` are the patches that a patch sees in each layer, None for all of its image."""
+
+    family: str
+    layers: int
+    hidden: int
+    encoder: int
+    projector: int
+    patch: int
+    merge: int
+    tile: int
+    pinpoints: tuple[tuple[int, int], ...]
+    pixels: tuple[int, int]
+    windows: tuple[int | None, ...]
+
+    @property
+    def total(self) -> int:
+        return self.encoder + self.projector
+
+    def size(self, height: int, width: int) -> ImageSize:
+        """Return what an image of this size in pixels becomes. Raises ValueError for one that no processor takes."""
+        if self.tile:
+            return self._tiled(height, width)
+        if max(height, width) > MOST_ELONGATED * min(height, width):
+            raise ValueError(f"{width} x {height} pixels are more elongated than {MOST_ELONGATED} to 1")
+        rows, columns = self.grid(height, width)
+        return ImageSize(rows * columns // self.merge**2, 1, rows * columns)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of patches of an image without tiles: its sides rounded to whole tokens, scaled
+        where that is too many pixels or too few (Qwen2-VL, arXiv 2409.12191, section 2.1)."""
+        unit, (fewest, most) = self.patch * self.merge, self.pixels
+        rows, columns = round(height / unit), round(width / unit)
+        pixels = rows * columns * unit**2
+        if pixels > most or pixels < fewest:
+            scale = math.sqrt((most if pixels > most else fewest) / (height * width)) / unit
+            whole = math.floor if pixels > most else math.ceil
+            rows, columns = (max(1, whole(side * scale)) for side in (height, width))
+        return rows * self.merge, columns * self.merge
+
+    def _tiled(self, height: int, width: int) -> ImageSize:
+        """Return the tokens of the whole image in one tile, and of the tiles: without what only fills them up, and
+        with a token at the end of each row (LLaVA-NeXT, llava-vl.github.io, 2024-01-30)."""
+        side = self.tile // self.patch
+        high, wide = self.pinpoint(height, width)
+        rows, columns = high // self.patch, wide // self.patch
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * columns / width, 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * rows / height, 7))) // 2 * 2
+        tiles = 1 + (high // self.tile) * (wide // self.tile)
+        return ImageSize(side**2 + rows * (columns + 1), tiles, tiles * (side**2 + 1))
+
+    def pinpoint(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size that keeps most of an image's pixels, of several the one that is filled up least."""
+
+        def kept(size: tuple[int, int]) -> tuple[int, int]:
+            scale = min(size[0] / height, size[1] / width)
+            pixels = min(int(height * scale) * int(width * scale), height * width)
+            return pixels, pixels - size[0] * size[1]
+
+        return max(self.pinpoints, key=kept)
+
+
+def describe(family: str, config: dict[str, Any]) -> VisionShape:
+    """Return the parts of a config.json that read images. Raises ValueError for a value that cannot be."""
+    return (_qwen if "depth" in config["vision_config"] else _clip)(family, config)
+
+
+def _clip(family: str, config: dict[str, Any]) -> VisionShape:
+    """A CLIP encoder and a projector of two layers (CLIPVisionModel, LlavaNextMultiModalProjector in transformers)."""
+    vision = Config(config["vision_config"], _CLIP_DEFAULTS)
+    hidden, layers, inner = vision.whole("hidden_size"), vision.layers, vision.whole("intermediate_size")
+    patch, tile = vision.whole("patch_size"), vision.whole("image_size")
+    positions = (tile // patch) ** 2 + 1
+    layer = 4 * hidden * (hidden + 1) + 2 * hidden * inner + inner + hidden + 4 * hidden
+    text = Config(config.get("text_config", config), {}).whole("hidden_size")
+    pinpoints = config.get("image_grid_pinpoints") or [[tile, 2 * tile], [2 * tile, tile], [2 * tile, 2 * tile]]
+    return VisionShape(
+        family, layers, hidden, (3 * patch**2 + 1 + positions + 4) * hidden + layers * layer,
+        text * (hidden + 1) + text * (text + 1) + text, patch, 1, tile,
+        tuple((int(high), int(wide)) for high, wide in pinpoints), (0, 0), (None,) * layers,
+    )  # fmt: skip
+
+
+def _qwen(family: str, config: dict[str, Any]) -> VisionShape:
+    """An encoder of patches in any number and a projector of what is merged into a token; qwen3_vl has one more for
+    each layer that is handed to the decoder (Qwen2_5_VisionTransformer, Qwen3VLVisionModel in transformers)."""
+    vision = Config(config["vision_config"], _QWEN_DEFAULTS)
+    hidden, layers, inner = vision.whole("hidden_size"), vision.whole("depth"), vision.whole("intermediate_size")
+    patch, merge, out = vision.whole("patch_size"), vision.whole("spatial_merge_size"), vision.whole("out_hidden_size")
+    merged, pixels = merge**2 * hidden, 3 * vision.whole("temporal_patch_size") * patch**2
+    attention, projector = 4 * hidden * (hidden + 1), merged * (merged + 1) + merged * out + out
+    windows: list[int | None] = [None] * layers
+    if family == "qwen3_vl":
+        layer = attention + 2 * hidden * inner + inner + hidden + 4 * hidden
+        encoder = (pixels + 1) * hidden + vision.whole("num_position_embeddings") * hidden + layers * layer
+        deep = vision.get("deepstack_visual_indexes") or ()
+        projectors = projector + 2 * hidden + len(deep) * (projector + 2 * merged)
+    else:
+        encoder = pixels * hidden + layers * (attention + 3 * hidden * inner + 2 * inner + hidden + 2 * hidden)
+        projectors, full = projector + hidden, vision.get("fullatt_block_indexes") or ()
+        window = (vision.whole("window_size", 112) // patch) ** 2
+        windows = [None if layer in full else window for layer in range(layers)]
+    return VisionShape(
+        family, layers, hidden, encoder, projectors, patch, merge, 0, (), PIXELS.get(family, (0, 0)), tuple(windows)
+    )

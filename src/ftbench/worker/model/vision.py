@@ -1,0 +1,72 @@
+"""What a model that reads images has beside its language model: its class, its token for an image, its processor."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from ftbench.families.vision import PIXELS, TRAINED
+from ftbench.worker.model.tokenizer import IMAGE
+
+# The module and class that process a family's images: with Pillow alone, or faster where torchvision is.
+_PROCESSORS = {
+    "llava_next": ("llava_next", "LlavaNextImageProcessor"),
+    "qwen2_5_vl": ("qwen2_vl", "Qwen2VLImageProcessor"),
+    "qwen3_vl": ("qwen2_vl", "Qwen2VLImageProcessor"),
+}
+
+
+def reads_images(config: Any) -> bool:
+    """Return whether a model of this configuration is trained on images here."""
+    return config.model_type in TRAINED
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class whose from_pretrained and from_config make a model of this configuration."""
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
+def architecture(config: Any) -> str:
+    """Return the name of the model's class, as a config.json has it."""
+    images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    names = images if reads_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return str(names[config.model_type])
+
+
+def processor_class(model_type: str) -> Any:
+    """Return the class of a family's image processor."""
+    module, name = _PROCESSORS[model_type]
+    if importlib.util.find_spec("torchvision"):
+        return getattr(importlib.import_module(f"transformers.models.{module}.image_processing_{module}"), name)
+    return getattr(importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}"), f"{name}Pil")
+
+
+def describe(folder: Path, config: Any, tokenizer: Any) -> None:
+    """Write the processor of a model with random weights, and set the token of its tokenizer that stands for an
+    image."""
+    config.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
+    vision = config.vision_config
+    if config.model_type in PIXELS:
+        fewest, most = PIXELS[config.model_type]
+        options: dict[str, Any] = {
+            "patch_size": vision.patch_size,
+            "merge_size": vision.spatial_merge_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "size": {"shortest_edge": fewest, "longest_edge": most},
+        }
+    else:
+        side = vision.image_size
+        options = {
+            "image_grid_pinpoints": config.image_grid_pinpoints,
+            "size": {"shortest_edge": side},
+            "crop_size": {"height": side, "width": side},
+        }
+    processor_class(config.model_type)(**options).save_pretrained(folder)
