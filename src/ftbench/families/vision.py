@@ -102,7 +102,7 @@ def describe(family: str, config: dict[str, Any]) -> VisionShape:
 
 
 def _clip(family: str, config: dict[str, Any]) -> VisionShape:
-    """A CLIP encoder and a projector of two layers (CLIPVisionModel, LlavaNextMultiModalProjector in transformers)."""
+    """Describe transformers' CLIPVisionModel and LlavaNextMultiModalProjector of two layers."""
     vision = Config(config["vision_config"], _CLIP_DEFAULTS)
     hidden, layers, inner = vision.whole("hidden_size"), vision.layers, vision.whole("intermediate_size")
     patch, tile = vision.whole("patch_size"), vision.whole("image_size")
@@ -118,8 +118,8 @@ def _clip(family: str, config: dict[str, Any]) -> VisionShape:
 
 
 def _qwen(family: str, config: dict[str, Any]) -> VisionShape:
-    """An encoder of patches in any number and a projector of what is merged into a token; qwen3_vl has one more for
-    each layer that is handed to the decoder (Qwen2_5_VisionTransformer, Qwen3VLVisionModel in transformers)."""
+    """Describe an encoder of patches in any number and a projector of what is merged into a token; qwen3_vl has one
+    more for each layer that the decoder is handed (transformers' Qwen2_5_VisionTransformer, Qwen3VLVisionModel)."""
     vision = Config(config["vision_config"], _QWEN_DEFAULTS)
     hidden, layers, inner = vision.whole("hidden_size"), vision.whole("depth"), vision.whole("intermediate_size")
     patch, merge, out = vision.whole("patch_size"), vision.whole("spatial_merge_size"), vision.whole("out_hidden_size")

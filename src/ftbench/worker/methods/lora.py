@@ -109,9 +109,11 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         sentences.append(f"method {method.name}: no adapter is trained")
     whole = [part for part in ("vision", "projector") if getattr(method, part) == "full"]
     others = [n for n in trained if "lora_" not in n and not n.endswith("bias") and part_of(n) not in whole]
-    for part in ("vision", "projector"):
-        if getattr(method, part) != "frozen" and not any(part_of(name) == part for name in trained):
-            sentences.append(f"method.{part} is {getattr(method, part)} and nothing of it is trained")
+    sentences += [
+        f"method.{part} is {getattr(method, part)} and nothing of it is trained"
+        for part in ("vision", "projector")
+        if getattr(method, part) != "frozen" and not any(part_of(name) == part for name in trained)
+    ]
     if others:
         sentences.append(f"method {method.name}: {others[0]} and {len(others) - 1} more base weights are trained")
     for name, module in model.named_modules():

@@ -14,7 +14,7 @@ from ftbench.spec.methods import GPT_OSS
 from ftbench.worker.device import device
 from ftbench.worker.methods import lora
 from ftbench.worker.model import loading, mxfp4, random_weights
-from ftbench.worker.model.parts import VISION_MODULES
+from ftbench.worker.model.parts import BESIDE_LANGUAGE
 from ftbench.worker.model.vision import reads_images
 
 
@@ -28,7 +28,7 @@ def load(spec: Experiment, source: loading.Source) -> Any:
         bnb_4bit_quant_type=method.quant_type,
         bnb_4bit_use_double_quant=method.double_quant,
         bnb_4bit_compute_dtype=getattr(torch, method.compute_dtype),
-        llm_int8_skip_modules=[*VISION_MODULES, "lm_head"] if reads_images(config) else None,
+        llm_int8_skip_modules=[BESIDE_LANGUAGE, "lm_head"] if reads_images(config) else None,
     )
     return loading.load_model(spec, source, quantised)
 

@@ -8,7 +8,7 @@ from ftbench.errors import SpecError
 
 _PROJECTOR = ("multi_modal_projector", "image_newline", "merger", "deepstack_merger_list")
 _ENCODER = ("vision_tower", "visual")
-VISION_MODULES = ("vision_tower", "visual", "multi_modal_projector")  # what lies beside the language model
+BESIDE_LANGUAGE = r".*\.(vision_tower|visual|multi_modal_projector)\."  # matches modules of the other two parts
 Part = Literal["language", "vision", "projector"]
 
 

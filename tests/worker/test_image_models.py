@@ -1,0 +1,90 @@
+"""Models that read images train by every method, part by part, and what cannot be is a sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from conftest import spec_of
+from ftbench.core.architectures import architectures
+from ftbench.errors import SpecError
+from ftbench.families import describe
+from ftbench.store.rundir import read_json
+from ftbench.worker import methods
+from ftbench.worker.model import loading, random_weights
+
+MODELS = ["tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"]
+TEXT = {"dataset": {"samples": 2}, "train": {"max_steps": 1}}
+
+
+def kinds_of(run):
+    kinds = read_json(run.applied)["parameters"]["by_kind"]
+    parts = {part: kinds.pop(part) for part in ("vision", "projector")}
+    language = {count: sum(kind[count] for kind in kinds.values()) for count in ("total", "trainable")}
+    return parts | {"language": language}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_part_is_trained_as_the_method_says(train_here, model):
+    shape = describe(architectures()[model])
+    totals = {"vision": shape.vision.encoder, "projector": shape.vision.projector, "language": shape.total}
+    totals["language"] -= shape.vision.total
+    frozen = kinds_of(train_here(model={"id": model}, **TEXT))
+    assert frozen["vision"] == {"total": totals["vision"], "trainable": 0}
+    assert frozen["projector"] == {"total": totals["projector"], "trainable": 0}
+    assert frozen["language"]["trainable"] == frozen["language"]["total"] - totals["language"] > 0
+    other = kinds_of(train_here(model={"id": model}, method={"vision": "lora", "projector": "full"}, **TEXT))
+    assert other["vision"]["trainable"] == other["vision"]["total"] - totals["vision"] > 0
+    assert other["projector"] == {"total": totals["projector"], "trainable": totals["projector"]}
+    assert other["language"] == frozen["language"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_weight_is_trained_by_full(train_here, model):
+    kinds = kinds_of(train_here(model={"id": model}, method={"name": "full"}, **TEXT))
+    assert all(kind["trainable"] == kind["total"] > 0 for kind in kinds.values())
+
+
+def test_qlora_leaves_the_encoder_in_16_bits(cache):
+    spec = spec_of(model={"id": "tiny/llava-next"}, method={"name": "qlora"})
+    model = methods.load("qlora").load(spec, loading.source_of(spec.model))
+    quantised = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+    assert len(quantised) == 2 * 7
+    assert all("language_model" in name for name in quantised)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_random_weights_are_loaded_as_they_were_drawn(cache, model):
+    """And a norm scales by 1, by whatever name it has: norm1, layer_norm1, layrnorm, ln_q."""
+    spec = spec_of(model={"id": model})
+    loaded = loading.load_model(spec, loading.source_of(spec.model)).state_dict()
+    again = loading.load_model(spec, loading.source_of(spec.model)).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in loaded.items())
+    for name, value in loaded.items():
+        if value.ndim == 1 and name.endswith(".weight"):
+            assert bool((value == 1).all()), name
+        elif value.ndim > 1:
+            assert 0.005 < float(value.std()) < 0.1, name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_from_a_local_directory_is_loaded_with_its_processor(train_here, model):
+    folder = random_weights.materialise(spec_of(model={"id": model}).model)
+    run = train_here(model={"id": "mine", "path": str(folder), "weights": "pretrained"}, **TEXT)
+    assert read_json(run.applied)["model"]["class"].endswith("ForConditionalGeneration")
+
+
+def test_parts_of_a_model_without_images_cannot_be_trained(train_here, tmp_path):
+    with pytest.raises(ValidationError, match=r"method\.vision.*reads no images"):
+        spec_of(method={"vision": "lora"})
+    folder = random_weights.materialise(spec_of().model)
+    with pytest.raises(SpecError, match=r"method\.vision.*reads no images"):
+        train_here(model={"id": "mine", "path": str(folder)}, method={"projector": "full"}, **TEXT)
+
+
+def test_what_cannot_be_kept_or_loaded_is_refused():
+    with pytest.raises(ValidationError, match="save_adapter keeps adapters alone"):
+        spec_of(model={"id": MODELS[0]}, method={"vision": "full"}, measure={"save_adapter": True})
+    with pytest.raises(ValidationError, match="unsloth: it loads image models"):
+        spec_of(model={"id": MODELS[0]}, method={"name": "unsloth"})
