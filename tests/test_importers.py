@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from ftbench.report.data.collect import collect
 from ftbench.report.data.facts import spec_facts
 from ftbench.report.render.document import Report
 from ftbench.report.render.formats import render
-from ftbench.store import rundir
+from ftbench.store import importers, rundir
 from ftbench.store.bundle import pack
 from ftbench.store.bundle.verify import verify
 from ftbench.store.importers import COLUMNS, About, import_run
@@ -135,7 +136,7 @@ def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path
         ("step,elapsed_time_sec\n", "holds no step"),
         ("step,elapsed_time_sec\n1,1.0\n2,2.0\n1,0.5\n", "goes back from step 2 to 1: one run a file"),
         ("step,elapsed_time_sec\n1,5.0\n2,2.0\n", "goes back"),
-        ("step,elapsed_time_sec\n1,nan\n", "without a step or a time"),
+        ("step,elapsed_time_sec\n1,nan\n", "holds no step (log: line 2 cannot be read and was left out)"),
         ("step,elapsed_time_sec\n,1.0\n", "without a step or a time"),
         ("{", "is not JSON"),
         ('{"a": ' * 5000, "is not JSON"),
@@ -153,6 +154,38 @@ def test_a_file_that_is_no_log_is_told_and_leaves_nothing(tmp_path, text, said):
     assert str(path) in str(refused.value)
     assert said in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("hostile", ["9" * 400, "inf", "nan", "-5", "1e300"])
+@pytest.mark.parametrize("column", range(7))
+def test_a_line_with_a_number_that_no_training_has_is_left_out_and_told(tmp_path, column, hostile):
+    lines = [[str(i), "0.5", str(0.5 * i), str(i / 30), "15", "16", "16"] for i in range(1, 31)]
+    lines[7][column] = hostile
+    path = tmp_path / "log.csv"
+    path.write_text("\n".join(map(",".join, [COLUMNS, *lines])) + "\n")
+    run, found = imported(path, tmp_path / "out")
+    assert found["steps"]["total"] == 29
+    assert "log.csv: line 9 cannot be read and was left out" in found["warnings"]
+    assert rundir.read_documents(run)[1] is None
+
+
+def test_numbers_that_no_training_has_are_not_known_in_a_trainer_state(tmp_path):
+    history = [{"step": i, "loss": 2.0, "grad_norm": math.nan, "epoch": 10**400, "eval_runtime": math.inf}
+               for i in range(1, 6)]  # fmt: skip
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": [*history, {"step": math.inf, "loss": 1.0}], "max_steps": 10**400}))
+    run, found = imported(path, tmp_path / "out")
+    assert found["learning"] == {"state": "not finite", "first_step": 1, "count": 5}
+    rows, _ = read_steps(run.steps)
+    assert [(row.step, row.epoch, row.progress_ratio) for row in rows] == [(i, None, None) for i in range(1, 6)]
+
+
+def test_a_run_is_ok_only_once_it_has_its_summary(tmp_path, monkeypatch):
+    monkeypatch.setattr(importers.summary, "summarise", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
+    (run,) = rundir.find_runs(tmp_path / "out")
+    assert read_json(run.state)["state"] == "running"
 
 
 def test_a_csv_needs_the_batch_size(tmp_path):

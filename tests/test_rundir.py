@@ -8,15 +8,18 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from ftbench.core import rows
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.errors import MissingError
-from ftbench.store import process_identity, rundir
+from ftbench.store import process_identity, rundir, shapes
 from ftbench.store.rundir import RunDir, claim, find_runs, read_json, read_state, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS = [StepRow(step=i, phase="train", step_time_s=0.5, loss=2.0 - i / 10, throttle="none") for i in range(1, 5)]
 
 
@@ -277,13 +280,24 @@ def test_a_run_that_ended_keeps_its_state(run, state):
     assert read_state(run) == {"state": state, "reason": "why"}
 
 
-@pytest.mark.parametrize("content", [None, "", "{", '{"state": "dancing"}', "[]"])
-def test_a_run_without_a_readable_state_is_an_error(run, content):
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "state.json is missing or says no state that a run has"),
+        ("", "state.json: is no JSON (line 1)"),
+        ("{", "state.json: is no JSON (line 1)"),
+        ('{"state": "dancing"}', "state.json is missing or says no state that a run has"),
+        ("[]", "state.json: it is a list, not an object"),
+        ('{"state": "running", "owner": null}', "state.json: owner is null, not an object"),
+        ('{"state": "running", "owner": {"pid": "1"}}', "state.json: owner.pid is text, not a whole number or null"),
+    ],
+)
+def test_a_run_without_a_readable_state_is_an_error(run, content, reason):
     if content is None:
         run.state.unlink()
     else:
         run.state.write_text(content)
-    assert read_state(run) == {"state": "error", "reason": "state.json is missing or cannot be read"}
+    assert read_state(run) == {"state": "error", "reason": reason}
 
 
 def test_a_process_is_named_by_its_start(tmp_path):
@@ -378,16 +392,63 @@ def test_a_claim_on_a_full_disk_is_told(small_disk):
         claim(small_disk, "exp", "slug")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "deep", "device", "folder"])
-def test_a_file_of_a_run_that_is_no_document_is_read_as_empty_and_waits_for_nobody(tmp_path, kind):
+# --- documents of others ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("pipe", "is no plain file of at most 64 MiB"),
+        ("device", "is no plain file of at most 64 MiB"),
+        ("folder", "is no plain file of at most 64 MiB"),
+        (b"[" * 100_000, "is no UTF-8, nested too deeply or has"),
+        (b'{"a":' * 60 + b"1" + b"}" * 60, "a.a.a.a.a.a"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "has a number of thousands of digits"),
+        (b'{"b": {"a": ' + b"9" * 400 + b"}}", "b.a is no number that a run writes"),
+        (b'{"a": [1e999]}', "a.0 is no number that a run writes"),
+        (b'{"a": NaN}', "a is no number that a run writes"),
+        (b'{"a": "\xff"}', "is no UTF-8"),
+        (b'{"warnings": null}', "warnings is null, not a list"),
+        (b'{"steps": {"total": "5"}}', "steps.total is text, not a whole number"),
+        (b'{"batch_size": true}', "batch_size is yes or no, not a whole number"),
+        (b'{"gpu": []}', "gpu is a list, not null or text"),
+        (b'{"outliers": [{"step": 1, "with": [3]}]}', "outliers.0.with.0 is a whole number, not text"),
+    ],
+)
+def test_what_is_no_document_of_a_run_is_empty_with_the_reason_and_waits_for_nobody(tmp_path, content, reason):
     path = tmp_path / "summary.json"
-    if kind == "pipe":
+    if content == "pipe":
         os.mkfifo(path)
-    elif kind == "deep":
-        path.write_text("[" * 100_000)
-    elif kind == "device":
+    elif content == "device":
         path.symlink_to("/dev/zero")
-    else:
+    elif content == "folder":
         path.mkdir()
-    assert rundir.read_json(path) == {}
-    assert read_steps(path)[0] == []
+    else:
+        path.write_bytes(content)
+    document, problem = rundir.read_document(path)
+    assert document == rundir.read_json(path) == {}
+    assert problem.startswith("summary.json: ")
+    assert reason in problem
+
+
+def test_a_key_that_another_version_wrote_is_no_matter(tmp_path):
+    write_json(tmp_path / "summary.json", {"later": {"x": [None, "text"]}, "steps": {"total": 5}})
+    assert rundir.read_document(tmp_path / "summary.json")[1] is None
+
+
+def test_every_field_of_a_summary_has_a_shape():
+    assert shapes.SHAPES["summary.json"].keys() | {"schema"} == rows.FIELDS | rows.LATER
+
+
+@pytest.mark.parametrize("name", sorted(shapes.SHAPES))
+def test_the_documents_of_committed_runs_have_the_shapes(name):
+    problems = [rundir.read_document(path)[1] for path in RESULTS.rglob(name)]
+    assert len(problems) > 100
+    assert not any(problems)
+
+
+def test_a_folder_in_place_of_the_state_is_a_run_that_cannot_be_read(run):
+    run.state.unlink()
+    run.state.mkdir()
+    assert [found.run_id for found in find_runs(run.path.parent)] == [run.run_id]
+    assert read_state(run)["reason"] == "state.json: is no plain file of at most 64 MiB"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ftbench.report.data.collect import collect
+from made_runs import make_run
 
 PACKING = Path(__file__).resolve().parents[2] / "results" / "h200" / "qwen3-8b-packing"
 
@@ -20,3 +24,36 @@ def test_another_run_of_the_same_name_is_one(tmp_path):
     for steps in tmp_path.glob("copy/*/steps.csv"):
         steps.write_text(steps.read_text() + steps.read_text().splitlines()[-1] + "\n")
     assert len(collect([PACKING, tmp_path / "copy"])) == 12
+
+
+def breaks():
+    """Ways in which files of a run are none, and what is said of each."""
+    return {
+        "pipe": (lambda run: (run.steps.unlink(), os.mkfifo(run.steps)), "steps.csv: is no plain file"),
+        "endless": (lambda run: (run.phases.unlink(), run.phases.symlink_to("/dev/zero")), "phases.json: is no plain"),
+        "deep": (lambda run: run.applied.write_text("[" * 100_000), "applied.json: is no UTF-8, nested too deeply"),
+        "type": (lambda run: run.spec_json.write_text('{"train": {"batch_size": [4]}}'), "train.batch_size is a list"),
+        "nan": (lambda run: run.summary.write_text('{"mfu": NaN}'), "summary.json: mfu is no number"),
+        "owner": (lambda run: run.state.write_text('{"state": "running", "owner": null}'), "owner is null"),
+        "torn": (lambda run: run.machine.write_text('{"gpus": ['), "machine.json: is no JSON"),
+    }
+
+
+@pytest.mark.parametrize("format_name", ["table", "md", "csv", "json", "latex", "html"])
+def test_a_run_that_cannot_be_read_keeps_a_row_with_the_reason_and_all_others_are_shown(tmp_path, format_name, ftbench):
+    good = make_run(tmp_path, "good")
+    odd = make_run(tmp_path, os.fsdecode(b"not-utf8-\xff"))
+    for name, (damage, _) in breaks().items():
+        damage(make_run(tmp_path, f"broken-{name}"))
+    code, out, err = ftbench("report", tmp_path, "--format", format_name, "--answers", "--repeats", "each")
+    assert (code, err) == (0, "")
+    rows = {record["run_id"]: record for record in collect([tmp_path])}
+    assert {rows[run.run_id]["state"] for run in (good, odd)} == {"ok"}
+    assert rows[good.run_id]["step_time_s.median"] == pytest.approx(1.0, rel=0.01)
+    for name, (_, reason) in breaks().items():
+        row = rows[f"broken-{name}"]
+        assert row["state"] == "error"
+        assert reason in row["reason"]
+        assert row.get("step_time_s.median") is None
+        assert f"broken-{name}" in out or format_name in ("table", "md", "latex")  # four runs of many are named there
+        assert reason in out or format_name in ("table", "latex", "html")

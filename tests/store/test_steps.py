@@ -79,11 +79,11 @@ def test_a_file_without_steps_has_no_columns(path, content):
 def test_only_plain_files_are_read(path):
     path.unlink()
     os.mkfifo(path)
-    assert read_steps(path) == ([], ["steps.csv: is no plain file of at most 256 MiB and was not read"])
+    assert read_steps(path) == ([], ["steps.csv: is no plain file of at most 256 MiB"])
     assert read_columns(path, ("step",)) == {}
 
 
 def test_a_file_far_too_large_is_not_read(path, monkeypatch):
-    monkeypatch.setattr(steps, "MAX_BYTES", path.stat().st_size - 1)
+    monkeypatch.setattr(steps, "MOST_CSV_BYTES", path.stat().st_size - 1)
     assert read_steps(path)[0] == []
     assert read_columns(path, ("step",)) == {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -64,6 +65,9 @@ class StepRow:
     gpu_by_others: float | None = _column("", "share of the time in which other processes' kernels ran on the GPU")
 
 
+SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # of the seconds, tokens, GiB, joules and learning rates of a run
+FLOAT32 = 3.5e38  # what is larger was infinite where it was computed
+MAY_DIVERGE = ("loss", "grad_norm")  # NaN and infinity are figures here, of a training that went wrong
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(StepRow))
 _TYPES = {f.name: str(f.type) for f in fields(StepRow)}
 
@@ -94,9 +98,23 @@ def parse(values: dict[str, str]) -> StepRow:
 
 def _value(name: str, text: str) -> Any:
     kind = _TYPES[name]
-    if kind.startswith("int"):
-        return int(text)
-    return float(text) if kind.startswith("float") else text
+    if kind.startswith("str"):
+        return text
+    number = int(text) if kind.startswith("int") else float(text)
+    if can_hold(name, number):
+        return number
+    if name in MAY_DIVERGE:
+        return number * math.inf
+    if not 0 <= number <= SMALLEST:
+        raise ValueError(f"{name}: {text[:40]} is no number that a run writes")
+    return number * 0
+
+
+def can_hold(name: str, number: float) -> bool:
+    """Return whether a column can hold a number other than zero as it is. NaN and infinity are figures of a loss."""
+    if name in MAY_DIVERGE:
+        return not FLOAT32 < abs(number) < math.inf
+    return SMALLEST < number < (MOST_STEPS if name == "step" else LARGEST)
 
 
 _LATER = {"later": True}

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.rows import StepRow
+from ftbench.core.rows import LARGEST, StepRow
 from ftbench.errors import SpecError
 from ftbench.spec.base import known
 from ftbench.spec.experiment import experiment_name
@@ -94,13 +94,12 @@ def _check(about: About) -> None:
 
 def _read(file: Path) -> bytes:
     try:
-        if not file.is_file():
-            raise SpecError(f"{file}: " + ("is no file" if file.exists() else "no such file"))
-        if (size := file.stat().st_size) > MAX_BYTES:
-            raise SpecError(f"{file}: {size:,} bytes is no log of a run; at most {MAX_BYTES:,} are read")
-        return file.read_bytes()
+        with rundir.open_plain_file(file, MAX_BYTES) as opened:
+            return opened.read()
     except OSError as error:
         raise SpecError(f"{file}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise SpecError(f"{file}: {error}, so it is no log of a run") from None
 
 
 def _identity(digest: str, about: About) -> str:
@@ -128,8 +127,9 @@ def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog,
     if log.train_s is not None:
         phase = {"name": "train", "start_s": 0.0, "end_s": log.train_s}
         rundir.write_json(run.phases, {"schema": rundir.SCHEMA, "phases": [phase]})
-    rundir.write_json(run.state, {"schema": rundir.SCHEMA, "state": "ok", "imported": origin})
-    rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+    state = {"schema": rundir.SCHEMA, "state": "ok", "imported": origin}
+    rundir.write_json(run.summary, summary.as_dict(summary.summarise(run, state)))
+    rundir.write_json(run.state, state)
 
 
 # --- the founding study's CSV ----------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     rows, notes = read_steps(file)
     rows = [row for row in rows if row.phase in (None, "train")]
     if not rows:
-        raise SpecError(f"{file}: holds no step")
+        raise SpecError(f"{file}: holds no step" + (f" ({notes[0]})" if notes else ""))
     batch = about.batch_size and about.batch_size * about.gradient_accumulation_steps
     samples_of = _samples_of_step(batch, about.samples)
     before = StepRow(step=0, elapsed_time_sec=0.0)
@@ -167,7 +167,7 @@ def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], i
     gets none: its mean would be that of no step."""
     row.phase = "train"
     step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
-    if step is None or elapsed is None or begun is None or not math.isfinite(elapsed):
+    if step is None or elapsed is None or begun is None:
         raise SpecError(f"{file}: a line without a step or a time, after step {last.step}")
     first = int(last.step or 0) + 1
     if step < first or elapsed < begun:
@@ -228,6 +228,9 @@ def _row(entry: dict[str, Any], planned: float | None) -> StepRow | None:
 
 
 def _number(entry: dict[str, Any], key: str) -> float | None:
-    """Return a number of an entry; what is no number (older versions wrote some as text) is not known."""
-    value = entry.get(key)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """Return a number of an entry; what is none that a training has (older versions wrote some as text) is not known.
+    A loss that is NaN or infinite is a figure."""
+    value: Any = entry.get(key)
+    if type(value) in (int, float) and abs(value) < LARGEST:
+        return float(value)
+    return value if type(value) is float and key in ("loss", "eval_loss", "grad_norm") else None

@@ -12,18 +12,18 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from ftbench.errors import MissingError
-from ftbench.store import process_identity
+from ftbench.store import process_identity, shapes
 
 SCHEMA = 1
-MOST_JSON_BYTES = 64 * 2**20
-LARGEST = 1e15  # no second and no GiB of a run is larger
+MOST_JSON_BYTES, MOST_CSV_BYTES = 64 * 2**20, 256 * 2**20
 SUPERSEDED = ".superseded"
 STATES = ("running", "ok", "oom", "timeout", "error", "interrupted")
 # Signals by which somebody else ends a process; a process that crashes gets others.
@@ -147,49 +147,67 @@ def _write_through(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def read_plain_file(path: Path, most: int, offset: int = 0) -> bytes | None:
-    """Return the file's bytes from `offset` on, none for an absent file; None for what is no plain file or larger than
-    `most` bytes: a store is input like any other."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name would wait for a writer
-    except OSError:
-        return b""
+def open_plain_file(path: Path, most: int) -> BufferedReader:
+    """Open a file of a store, which is input like any other. Raises OSError where it cannot be, ValueError for what is
+    no plain file or larger than `most` bytes."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name would wait for a writer
     status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-        os.close(handle)
-        return None
-    with open(handle, "rb") as file:
-        file.seek(offset)
-        return file.read()
+    if stat.S_ISREG(status.st_mode) and status.st_size <= most:
+        return open(handle, "rb")
+    os.close(handle)
+    raise ValueError(f"is no plain file of at most {most >> 20} MiB")
+
+
+def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the object in a JSON file and None; nothing and the reason for what is not the JSON that files of this
+    name hold (`shapes.py`). An absent file is an empty object: a run that was killed early has fewer files."""
+    try:
+        with open_plain_file(path, MOST_JSON_BYTES) as file:
+            data = _parsed(file.read())
+        shapes.check(data, shapes.SHAPES.get(path.name, {}))
+    except FileNotFoundError:
+        return {}, None
+    except OSError as error:
+        return {}, f"{path.name}: cannot be read ({error.strerror})"
+    except ValueError as error:
+        return {}, f"{path.name}: {error}"
+    return data, None
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is no JSON (line {error.lineno})") from None
+    except (ValueError, RecursionError):
+        raise ValueError("is no UTF-8, nested too deeply or has a number of thousands of digits") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in `path`; an absent or unreadable one is empty: a run that was killed early has fewer
-    files. One nested too deeply to be parsed is unreadable."""
+    """Return the object in a JSON file; empty where it is absent or not what `read_document` takes."""
+    return read_document(path)[0]
+
+
+def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Return the documents of a run by their names in `RunDir`, and why the run cannot be read: what is wrong with the
+    first of its files that is not what a run has; None where all are."""
+    documents, problems = {}, []
+    for name in ("state", "spec_json", "machine", "applied", "phases", "summary"):
+        documents[name], problem = read_document(getattr(run, name))
+        problems += [problem] if problem else []
     try:
-        data = json.loads(read_plain_file(path, MOST_JSON_BYTES) or b"{}")
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def read_phases(run: RunDir) -> list[dict[str, Any]]:
-    """Return the phases of a run that are what a worker writes: a name, and seconds and GiB as finite numbers."""
-    phases = read_json(run.phases).get("phases")
-
-    def is_known(phase: Any) -> bool:
-        if not isinstance(phase, dict) or not isinstance(phase.get("name"), str) or phase.get("start_s") is None:
-            return False
-        numbers = [value for key, value in phase.items() if key != "name" and value is not None]
-        return all(type(number) in (int, float) and abs(number) < LARGEST for number in numbers)
-
-    return [phase for phase in phases if is_known(phase)] if isinstance(phases, list) else []
+        open_plain_file(run.steps, MOST_CSV_BYTES).close()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        problems.append(f"{run.steps.name}: {error}")
+    return documents, problems[0] if problems else None
 
 
 def gpus_of(machine: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the GPUs of a machine.json that a run has trained on; of an older file the one that stands there."""
     gpus = machine["gpus"] if "gpus" in machine else [machine.get("gpu")]
-    return [gpu for gpu in gpus or [] if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    return [gpu for gpu in gpus or [] if gpu]
 
 
 def first_gpu(machine: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,14 +236,20 @@ def running() -> dict[str, Any]:
 
 
 def read_state(run: RunDir) -> dict[str, Any]:
-    """Return the state of a run. `running` whose owner is gone (killed, or the machine was restarted) reads as
-    `interrupted`; a directory without a readable state as `error`."""
-    state = read_json(run.state)
-    if state.get("state") not in STATES:
-        return {"state": "error", "reason": "state.json is missing or cannot be read"}
-    if state["state"] == "running" and not process_identity.alive(state.get("owner", {})):
-        return state | {"state": "interrupted", "reason": "ftbench was killed or the machine went down during the run"}
-    return state
+    """Return the state of a run, as `state_of`; with the reason where state.json cannot be read."""
+    state, problem = read_document(run.state)
+    return state_of(state) if problem is None else {"state": "error", "reason": problem}
+
+
+def state_of(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what a state.json says. `running` whose owner is gone (killed, or the machine was restarted) is
+    `interrupted`; what says no state is `error`."""
+    if document.get("state") not in STATES:
+        return {"state": "error", "reason": "state.json is missing or says no state that a run has"}
+    if document["state"] == "running" and not process_identity.alive(document.get("owner", {})):
+        reason = "ftbench was killed or the machine went down during the run"
+        return document | {"state": "interrupted", "reason": reason}
+    return document
 
 
 def now() -> str:
@@ -234,15 +258,15 @@ def now() -> str:
 
 
 def find_runs(path: Path) -> list[RunDir]:
-    """Return all run directories at or below `path`, in name order; a run directory is one that holds a state.json."""
-    if (path / _FILES["state"]).is_file():
-        return [RunDir(path)]
-    return [RunDir(Path(folder)) for folder, folders, files in _walk(path) if _FILES["state"] in files]
+    """Return all run directories at or below `path`, in name order: those that hold a state.json, whatever it is, and
+    folders that cannot be looked into."""
+    closed: list[OSError] = []
+    runs = [folder for folder, is_run in _walk(path, closed.append) if is_run]
+    return [RunDir(Path(folder)) for folder in (*runs, *(e.filename for e in closed if isinstance(e, PermissionError)))]
 
 
-def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    for folder, folders, files in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if _FILES["state"] in files:
-            folders.clear()
-        yield folder, folders, files
+def _walk(path: Path, on_error: Callable[[OSError], None]) -> Iterator[tuple[str, bool]]:
+    for folder, folders, files in os.walk(path, onerror=on_error):
+        is_run = _FILES["state"] in (*files, *folders)
+        folders[:] = [] if is_run else sorted(name for name in folders if not name.startswith("."))
+        yield folder, is_run

@@ -7,14 +7,14 @@ empty field is None, while NaN and infinity are figures (of a training that went
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ftbench.core import rows
-from ftbench.store.rundir import disk_error, read_plain_file
-
-MAX_BYTES = 256 * 2**20
+from ftbench.store.rundir import MOST_CSV_BYTES, disk_error, open_plain_file
 
 
 class StepsWriter:
@@ -52,7 +52,12 @@ class StepsTail:
 
     def read(self) -> list[rows.StepRow]:
         """Return the rows that were finished since the last call, without those that cannot be read."""
-        data = read_plain_file(self._path, MAX_BYTES, self._offset) or b""
+        with suppress(OSError, ValueError), open_plain_file(self._path, MOST_CSV_BYTES) as file:
+            file.seek(self._offset)
+            return self._rows_of(file.read())
+        return []
+
+    def _rows_of(self, data: bytes) -> list[rows.StepRow]:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         text = whole.decode("utf-8", errors="replace")
@@ -64,18 +69,29 @@ class StepsTail:
 def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
     """Return the rows of a steps.csv and what was wrong with it. An absent file has no rows; an unfinished last line
     (a kill, a full disk) is dropped; a line in the middle that cannot be read is left out and named."""
-    if (data := read_plain_file(path, MAX_BYTES)) is None:
-        return [], [f"{path.name}: is no plain file of at most {MAX_BYTES >> 20} MiB and was not read"]
-    whole, newline, torn = data.decode("utf-8", errors="replace").rpartition("\n")
+    text, unread = _text(path)
+    if unread:
+        return [], [unread]
+    whole, newline, torn = text.rpartition("\n")
     warnings = [f"{path.name}: the last line is not finished and was left out"] if torn else []
     return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
+
+
+def _text(path: Path) -> tuple[str, str | None]:
+    """Return what a file holds, nothing where there is none, and why it was not read."""
+    try:
+        with open_plain_file(path, MOST_CSV_BYTES) as file:
+            return file.read().decode("utf-8", errors="replace"), None
+    except FileNotFoundError:
+        return "", None
+    except (OSError, ValueError) as error:
+        return "", f"{path.name}: {error}"
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
     """Return columns of the training rows of a steps.csv, as fast as its size allows; None where a field is empty or
     the column absent. Rows without a step number are left out. Empty for a file without such a row."""
-    text = (read_plain_file(path, MAX_BYTES) or b"").decode("utf-8", errors="replace")
-    lines = text.replace("\r\n", "\n").split("\n")[:-1]
+    lines = _text(path)[0].replace("\r\n", "\n").split("\n")[:-1]
     header = lines[0].split(",") if lines else []
     records = [line.split(",") for line in lines[1:]]
     if "step" not in header or any('"' in line for line in lines) or any(len(r) != len(header) for r in records):
@@ -85,7 +101,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | Non
     fields = dict(zip(header, zip(*records, strict=True), strict=True)) if records else {}
     unknown: list[float | None] = [None] * len(records)
     try:
-        return {name: _numbers(fields[name]) if name in fields else [*unknown] for name in names if records}
+        return {name: _numbers(name, fields[name]) if name in fields else [*unknown] for name in names if records}
     except ValueError:
         return _checked_columns(path, names)
 
@@ -96,11 +112,16 @@ def _checked_columns(path: Path, names: Sequence[str]) -> dict[str, list[float |
     return {name: [getattr(row, name) for row in train] for name in names if train}
 
 
-def _numbers(texts: Sequence[str]) -> list[float | None]:
-    try:
-        return list(map(float, texts))
-    except ValueError:
-        return [float(text) if text else None for text in texts]
+def _numbers(name: str, texts: Sequence[str]) -> list[float | None]:
+    """Return the numbers of a column. Raises ValueError where one of them is none that the column can have."""
+    numbers = [float(text) if text else None for text in texts]
+    known = [number for number in numbers if number]
+    finite = list(filter(math.isfinite, known))
+    if len(finite) < len(known) and name not in rows.MAY_DIVERGE:
+        raise ValueError(name)
+    if finite and not (rows.can_hold(name, min(finite)) and rows.can_hold(name, max(finite))):
+        raise ValueError(name)
+    return numbers
 
 
 def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:

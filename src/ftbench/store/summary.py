@@ -10,28 +10,44 @@ from typing import Any
 
 from ftbench.core import flops, hardware, stats
 from ftbench.core.bottleneck import classify_bottleneck
-from ftbench.core.rows import RunSummary, StepRow
+from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import health, run_warnings
 from ftbench.store.ranks import merge, read_ranks, spread
-from ftbench.store.rundir import RunDir, first_gpu, read_json, read_phases, read_state
+from ftbench.store.rundir import RunDir, first_gpu, read_documents, state_of
 from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
 
 
-def summarise(run: RunDir) -> RunSummary:
-    """Return the summary of a run from its files; what a run that ended early cannot tell stays empty."""
-    spec, applied, machine = read_json(run.spec_json), read_json(run.applied), read_json(run.machine)
-    state = read_state(run)
+def read_summary(run: RunDir, state: str | None = None) -> dict[str, Any]:
+    """Return the summary that the run's own ftbench wrote; computed from its steps where there is none (a killed
+    parent) or where it is of another schema. Of a run whose files cannot be read it says so, and what the others say.
+    `state` is the run's, where it is known."""
+    documents, problem = read_documents(run)
+    if problem:
+        return as_dict(_described(run, documents, {"state": "error", "reason": f"cannot be read: {problem}"}))
+    written = documents["summary"]
+    state = state or state_of(documents["state"])["state"]
+    if written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state:
+        return written
+    return as_dict(summarise(run))
+
+
+def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
+    """Return the summary of a run from its files; what a run that ended early cannot tell stays empty. `state` is what
+    its state.json will say."""
+    documents, _ = read_documents(run)
+    spec, applied, machine = documents["spec_json"], documents["applied"], documents["machine"]
+    state = state or state_of(documents["state"])
     ranks, rank_warnings = read_ranks(run)
     everything, warnings = read_steps(run.steps)
     everything = everything or (merge(ranks) if ranks else [])
     train = [row for row in everything if row.phase == "train" and row.step_time_s is not None]
     warm = _warmup(spec, train)
-    phases = read_phases(run)
-    summary = _described(run, spec, applied, machine, state)
+    phases = documents["phases"].get("phases", [])
+    summary = _described(run, documents, state)
     summary.steps = {"total": len(train), "warmup": warm, "steady": len(train) - warm}
     summary.loss = _losses(everything)
     summary.memory_gb = _memory(everything, train, warm, phases)
@@ -58,10 +74,9 @@ def summarise(run: RunDir) -> RunSummary:
     return summary
 
 
-def _described(
-    run: RunDir, spec: dict[str, Any], applied: dict[str, Any], machine: dict[str, Any], state: dict[str, Any]
-) -> RunSummary:
+def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[str, Any]) -> RunSummary:
     """Return a summary that says which run it is of, without a figure."""
+    spec, applied = documents["spec_json"], documents["applied"]
     train = spec.get("train", {})
     return RunSummary(
         name=spec.get("name", run.path.parent.name),
@@ -71,7 +86,7 @@ def _described(
         method=spec.get("method", {}).get("name", ""),
         model=spec.get("model", {}).get("id", ""),
         weights=spec.get("model", {}).get("weights", ""),
-        gpu=first_gpu(machine).get("name"),
+        gpu=first_gpu(documents["machine"]).get("name"),
         batch_size=train.get("batch_size", 0),
         gradient_accumulation_steps=train.get("gradient_accumulation_steps", 0),
         optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.rows import FIELDS, SCHEMA
 from ftbench.errors import SpecError
 from ftbench.spec.methods import METHODS
-from ftbench.store.rundir import RunDir, find_runs, read_json, read_state
-from ftbench.store.summary import as_dict, summarise
+from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, find_runs, open_plain_file, read_json
+from ftbench.store.summary import read_summary
 
 Record = dict[str, Any]
 NOT_FINITE = "not finite"  # the state of a run that ended, and whose loss or gradient is no number
@@ -24,13 +24,12 @@ _PER_SAMPLE = "energy.joules_per_1k_samples"
 def collect(paths: Sequence[Path]) -> list[Record]:
     """Return the runs at or below `paths`, each with the fields of its summary, nested ones dotted
     (`memory_gb.host_peak`), and its `path`. Raises SpecError for a path that does not exist or holds no run."""
-    collected = records(summary_of(run) | {"path": str(run.path)} for run in _runs(paths))
+    collected = records(read_summary(run) | {"path": str(run.path)} for run in _runs(paths))
     rank = {name: number for number, name in enumerate(METHODS)}
 
     def order(record: Record) -> tuple[Any, ...]:
-        batch = record["batch_size"] if isinstance(record["batch_size"], (int, float)) else 0
-        model, gpu, method = str(record["model"]), record["gpu"], rank.get(str(record["method"]), len(rank))
-        return str(record["name"]), model, gpu is not None, str(gpu), method, batch, str(record["run_id"])
+        gpu, method = record["gpu"] or "", rank.get(record["method"], len(rank))
+        return record["name"], record["model"], gpu, method, record["batch_size"], record["run_id"]
 
     return sorted(collected, key=order)
 
@@ -80,7 +79,7 @@ def _judged(record: Record) -> Record:
 def _runs(paths: Sequence[Path]) -> list[RunDir]:
     directories: dict[Path, RunDir] = {}
     for path in paths:
-        if not path.exists():
+        if not os.path.exists(path):
             raise SpecError(f"{path}: no such file or directory")
         runs = find_runs(_unpacked(path) if path.is_file() else path)
         if not runs:
@@ -97,8 +96,9 @@ def _content(run: RunDir) -> Any:
     """Return what makes a copy of a run the same run: given twice, in a folder and in a bundle, it is no second
     repeat."""
     try:
-        steps = hashlib.sha256(run.steps.read_bytes()).digest()
-    except OSError:
+        with open_plain_file(run.steps, MOST_CSV_BYTES) as file:
+            steps = hashlib.file_digest(file, "sha256").digest()
+    except (OSError, ValueError):
         return run.path.resolve()
     return run.run_id, steps, read_json(run.state).get("ended_at")
 
@@ -115,16 +115,6 @@ def named_paths(runs: Sequence[Record]) -> list[Record]:
     if unpack is None:  # no bundle was opened
         return list(runs)
     return [record | {"path": unpack.shown(str(record["path"]))} if "path" in record else record for record in runs]
-
-
-def summary_of(run: RunDir, state: str | None = None) -> dict[str, Any]:
-    """Return the summary that the run's own ftbench wrote; computed from its steps where there is none (a killed
-    parent) or where it is of another schema. `state` is the run's, where it is known."""
-    written = read_json(run.summary)
-    state = state or read_state(run)["state"]
-    if written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state:
-        return written
-    return as_dict(summarise(run))
 
 
 def known(runs: Iterable[Record], name: str) -> list[float]:

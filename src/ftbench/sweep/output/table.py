@@ -10,11 +10,11 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.rows import RunSummary
-from ftbench.report.data.collect import records, summary_of
+from ftbench.report.data.collect import records
 from ftbench.report.render import formats
 from ftbench.report.render.document import Report, Table
 from ftbench.store import rundir
-from ftbench.store.summary import optimizations_on
+from ftbench.store.summary import optimizations_on, read_summary
 from ftbench.sweep.jobs import Job, Standing, short
 from ftbench.sweep.plan.base import Plan
 from ftbench.sweep.plan.search import Search
@@ -102,7 +102,7 @@ class Tables:
     def _record(self, job: Job, standing: Standing, axes: Sequence[str]) -> dict[str, Any]:
         if job not in self._records:
             skipped = dataclasses.asdict(_skipped(job, standing, self._gpu)) if standing.state == "skipped" else None
-            record = (skipped or summary_of(job.run, standing.state)) | {"path": job.run.run_id}
+            record = (skipped or read_summary(job.run, standing.state)) | {"path": job.run.run_id}
             self._records[job] = record | {key: _text(job, key) for key in axes}
         return self._records[job]
 

@@ -11,11 +11,12 @@ from typing import Any
 from ftbench.core.compare import Ratio
 from ftbench.report.compare.pairs import Noise, Pair, noise_of, pair_of
 from ftbench.report.data.axes import OPTIMIZATIONS
-from ftbench.report.data.collect import records, summary_of
+from ftbench.report.data.collect import records
 from ftbench.report.data.groups import Cell, cells_of, runs_of
 from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN, Changes, Variant
 from ftbench.spec.experiment import Experiment
+from ftbench.store.summary import read_summary
 from ftbench.sweep.jobs import FAILED, Job, Standing, job
 from ftbench.sweep.plan.base import Options
 from ftbench.sweep.plan.grid import Grid
@@ -122,7 +123,7 @@ class AblationPlan(Grid):
             ran = [each for each in jobs if (now := self.standings.get(each)) and now.done and now.state != "skipped"]
             if not ran:
                 return None
-            rows = records(summary_of(each.run) | {"path": str(each.run.path)} for each in ran)
+            rows = records(read_summary(each.run) | {"path": str(each.run.path)} for each in ran)
             (self._cells[name],) = cells_of(runs_of(rows))
         return self._cells[name]
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ftbench.estimate import preflight
-from ftbench.report.data.collect import summary_of
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import first_gpu, read_json
+from ftbench.store.summary import read_summary
 from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, read_standing
 from ftbench.sweep.plan import frontier
 from ftbench.sweep.plan.base import Options, Plan
@@ -190,7 +190,7 @@ def trial_of(job: Job, now: Standing) -> frontier.Trial:
         return frontier.Trial(batch, False, reason=now.reason, oom=read_json(job.run.state).get("oom"))
     if now.state != "ok":
         return frontier.Trial(batch, None, reason=now.reason)
-    summary = summary_of(job.run)
+    summary = read_summary(job.run)
     reserved, device = (summary["memory_gb"].get(name) for name in ("reserved_peak", "device_peak"))
     return frontier.Trial(
         batch,
