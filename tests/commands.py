@@ -16,7 +16,7 @@ import psutil
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-from waiting import eventually
+from waiting import eventually, without_supervisors
 
 TINY = {"id": "tiny/qwen3", "weights": "random"}
 # Small enough for a step to take some 20 ms, and more steps than any test waits for.
@@ -56,11 +56,15 @@ class Left:
         return read_steps(self.run.steps)[0]
 
     def children(self) -> list[psutil.Process]:
-        """Every process whose command line names the run's directory: the training process and what it started."""
+        """Every process whose command line names the run's directory: the training process and its supervisor."""
         if not any(self.out.glob("*/*/state.json")):
             return []
         path = str(self.run.path)
         return [p for p in psutil.process_iter(["cmdline"]) if path in (p.info["cmdline"] or [])]
+
+    def worker(self) -> psutil.Process:
+        """The training process."""
+        return without_supervisors(self.children())[0]
 
     def state(self) -> dict[str, Any]:
         """state.json as it stands in the file."""

@@ -16,7 +16,7 @@ from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 from ftbench.sweep.execute.journal import JOURNAL
-from waiting import eventually
+from waiting import eventually, without_supervisors
 from warm import Warm
 
 MOCK = {
@@ -98,8 +98,12 @@ class Folder:
         return (self.path / "summary.md").read_text()
 
     def children(self) -> list[psutil.Process]:
-        """The processes of the runs that are on."""
+        """The processes of the runs that are on, and their supervisors."""
         return processes_about(self.path.resolve())
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes of the runs that are on."""
+        return without_supervisors(self.children())
 
     def content(self) -> dict[str, tuple[int, bytes, bytes]]:
         """Of each run that ended with a result: its directory's inode, state.json and steps.csv."""

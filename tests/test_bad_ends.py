@@ -101,7 +101,7 @@ def test_a_training_process_that_is_asked_to_end_by_others_was_interrupted(tmp_p
     """A batch system's TERM reaches every process of a job, and the training process may be the first to end."""
     with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
         command.wait_for_phase("import")
-        (child,) = command.children()
+        child = command.worker()
         child.terminate()
         command.finish()
     assert_over(command, 130, "interrupted")
@@ -112,7 +112,7 @@ def test_a_killed_training_process_is_an_error_that_names_the_signal(tmp_path):
     with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
         command.wait_for_steps(20)
         seen = len(command.steps())
-        (child,) = command.children()
+        child = command.worker()
         child.kill()
         command.finish()
     assert_over(command, 1, "error")
@@ -123,7 +123,7 @@ def test_a_killed_training_process_is_an_error_that_names_the_signal(tmp_path):
 def test_kill_9_of_ftbench_itself_leaves_no_process_and_a_run_that_can_be_reported(tmp_path):
     with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
         command.wait_for_steps(20)
-        (child,) = command.children()
+        child = command.worker()
         seen = len(command.steps())
         command.send(signal.SIGKILL)
         child.wait(timeout=90)

@@ -1,5 +1,4 @@
 import os
-import signal
 import subprocess
 import sys
 import types
@@ -9,10 +8,9 @@ import pytest
 from ftbench.launch import mock, runner
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.store import process_identity, rundir
+from ftbench.store import rundir
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.store.steps import read_steps
-from waiting import eventually
 
 LATER = {"timeout_s": 60}  # no test waits for longer
 
@@ -132,23 +130,3 @@ def test_a_mock_imports_nothing_that_trains(pretend):
     code = "import sys, ftbench.launch.mock; print({'torch', 'pandas', 'pydantic'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
-
-
-def test_a_mock_dies_with_the_process_that_started_it(pretend, tmp_path):
-    run = pretend("ok", train={"max_steps": 1}).run
-    run.steps.unlink()
-    spec = read_json(run.spec_json)
-    rundir.write_json(run.spec_json, spec | {"train": spec["train"] | {"max_steps": 100_000}})
-    code = (
-        "import subprocess, sys, time; child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True);"
-        "time.sleep(60)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *mock.command(run)],
-        stdout=subprocess.PIPE,
-        env={key: value for key, value in os.environ.items() if key != process_identity.PARENT},
-    ) as parent:
-        child = int(parent.stdout.readline())
-        eventually(lambda: read_steps(run.steps)[0], "did not begin")
-        parent.send_signal(signal.SIGKILL)
-    eventually(lambda: process_identity.process_start(child) is None, "lives on")

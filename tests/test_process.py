@@ -45,10 +45,24 @@ def gone(pid):
     return process_start(pid) is None
 
 
+def family_in(log):
+    """The processes of FAMILY: child, four of its own, supervisor."""
+    return [int(word) for word in log.splitlines()[0].split() if word.isdecimal()]
+
+
 TIME_UP = process.Stop("timeout", "too long")
 SLEEP = "import time; print('ready'); time.sleep(60)"
 IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-GRANDCHILD = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid); "
+# The child, one of its own, one in a session of its own, and both again as a daemon that nobody waits for.
+FAMILY = """
+import os, subprocess
+family = [os.getpid()]
+for prefix in ([], ['setsid']):
+    family.append(subprocess.Popen([*prefix, 'sleep', '600']).pid)
+    daemon = [*prefix, 'sh', '-c', 'exec sleep 600 >/dev/null & echo $!']
+    family.append(int(subprocess.run(daemon, stdout=subprocess.PIPE, check=True).stdout))
+print(*family, 'and its supervisor', os.getppid())
+"""
 
 
 def test_a_child_that_ends_well_ends_with_nought(run, log):
@@ -84,10 +98,11 @@ def test_the_child_gets_the_environment_it_was_given_and_no_other(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "['A']\n"
 
 
-def test_a_program_that_does_not_exist_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        run_child([str(tmp_path / "nothing")], os.environ, tmp_path / "log.txt", -1)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+def test_a_program_that_does_not_exist_is_named_in_the_log(tmp_path, log):
+    with signals() as asked:
+        ended = run_child([str(tmp_path / "nothing")], os.environ, tmp_path / "log.txt", asked)
+    assert ended.code == 127
+    assert log() == f"{tmp_path}/nothing: No such file or directory\n"
 
 
 def test_the_wall_time_is_that_from_the_child_s_start_to_its_end(run, monkeypatch):
@@ -115,13 +130,13 @@ def test_a_child_that_is_stopped_is_killed_after_the_grace(run):
 
 @pytest.mark.parametrize(
     ("code", "stops"),
-    [(GRANDCHILD, False), (GRANDCHILD + SLEEP, True), (IGNORE_TERM + GRANDCHILD + SLEEP, True)],
+    [(FAMILY, False), (FAMILY + SLEEP, True), (IGNORE_TERM + FAMILY + SLEEP, True)],
     ids=["child ended", "timeout", "killed"],
 )
-def test_grandchildren_end_with_the_child(run, log, code, stops):
+def test_the_family_is_gone_when_the_child_has_ended(run, log, code, stops):
     run(code, stops=stops)
-    grandchild = int(log().split()[0])
-    eventually(lambda: gone(grandchild))
+    assert len(family_in(log())) == 6
+    assert all(map(gone, family_in(log())))
 
 
 def test_the_tick_is_called_while_the_child_runs(run, tmp_path, monkeypatch):
@@ -156,7 +171,7 @@ from pathlib import Path
 from ftbench.launch import process
 process.GRACE_S, process.TICK_S = {grace}, 0.02
 {before}
-child = "import os, subprocess; print(os.getpid(), subprocess.Popen(['sleep', '60']).pid); {child}"
+child = {child!r}
 with process.signals() as asked:
     ended = process.run_child([sys.executable, "-S", "-u", "-c", child], os.environ, Path(sys.argv[1]), asked)
 print(ended.code, ended.stop and ended.stop.state)
@@ -164,17 +179,17 @@ print(ended.code, ended.stop and ended.stop.state)
 
 
 class Parent:
-    """A process of its own that runs a child with a grandchild."""
+    """A process of its own that runs a child with a family."""
 
     def __init__(self, log, child, before="", grace=0.5):
         self.log, self.starts = log, {}
-        script = PARENT.format(child=child, before=before, grace=grace)
+        script = PARENT.format(child=FAMILY + child, before=before, grace=grace)
         self.process = subprocess.Popen([sys.executable, "-c", script, log], stdout=subprocess.PIPE, text=True)
 
     def family(self):
-        """The ids of child and grandchild, once they run."""
+        """The ids of child, grandchildren and supervisor, once they run."""
         eventually(lambda: self.log.exists() and "\n" in self.log.read_text())
-        pids = [int(word) for word in self.log.read_text().splitlines()[0].split()]
+        pids = family_in(self.log.read_text())
         self.starts |= {pid: process_start(pid) for pid in pids}
         return pids
 
@@ -201,12 +216,39 @@ def parent(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_parent_ends_the_whole_group(parent, number):
+def test_a_signal_to_the_parent_ends_the_whole_family(parent, number):
     one = parent()
     family = one.family()
     one.process.send_signal(number)
     assert one.end() == "-15 interrupted"
+    assert all(map(gone, family))
+
+
+def test_a_parent_that_is_killed_leaves_nothing_of_the_family(parent):
+    one = parent(child=IGNORE_TERM + SLEEP)
+    family = one.family()
+    one.process.kill()
+    one.end()
     eventually(lambda: all(map(gone, family)))
+
+
+@pytest.mark.parametrize(("member", "code"), [(0, "-9 None"), (1, "0 None"), (5, "-9 None")],
+                         ids=["child", "grandchild", "supervisor"])  # fmt: skip
+def test_whichever_of_the_family_is_killed_nothing_outlives_the_child(parent, member, code):
+    one = parent(child="import time; time.sleep(1)" if member == 1 else SLEEP)
+    family = one.family()
+    os.kill(family[member], signal.SIGKILL)
+    assert one.end() == code
+    assert all(map(gone, family))
+
+
+def test_a_supervisor_that_is_stopped_keeps_nothing_alive(parent):
+    one = parent(child=IGNORE_TERM + SLEEP)
+    family = one.family()
+    os.kill(family[5], signal.SIGSTOP)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.end() == "-9 interrupted"
+    assert all(map(gone, family))
 
 
 def test_a_second_signal_does_not_wait_for_the_grace(parent):
@@ -242,8 +284,8 @@ process.subprocess.Popen = Popen
 
 
 def test_signals_to_other_processes_of_the_terminal_do_not_reach_the_child(run, log):
-    run("import os; print(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid())")
-    assert log() == "True True\n"
+    run("import os; print(os.getsid(0) == os.getpgid(0) == os.getppid())")
+    assert log() == "True\n"
 
 
 # --- the kernel's OOM killer -----------------------------------------------------------------------------------------

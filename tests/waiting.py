@@ -6,9 +6,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
+from ftbench.launch import supervisor
+
 LIMIT_S = 90.0
+
+
+def without_supervisors(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that train."""
+    return [process for process in processes if supervisor.__file__ not in process.info["cmdline"]]
 
 
 def eventually(holds: Callable[[], Any], what: str = "waited too long") -> Any:

@@ -96,7 +96,7 @@ def test_a_run_that_others_ask_to_end_leaves_the_sweep_going_and_is_still_to_com
     spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **SLOW), tmp_path / "out"
     with Night(spec, out) as night:
         run = night.until_training()
-        (child,) = night.children()
+        (child,) = night.workers()
         child.terminate()
         night.finish()
     assert "Traceback" not in night.stderr
@@ -110,7 +110,7 @@ def test_a_run_that_others_ask_to_end_leaves_the_sweep_going_and_is_still_to_com
 # --- runs that hang, crash and take too long -------------------------------------------------------------------------
 
 
-def test_a_run_that_hangs_is_ended_with_its_group_only_and_the_sweep_goes_on(tmp_path):
+def test_a_run_that_hangs_is_ended_with_its_family_only_and_the_sweep_goes_on(tmp_path):
     axes = {"launch.mock": ["hang", "ok"], "train.batch_size": [1]}
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], start_new_session=True)
     try:
@@ -118,7 +118,7 @@ def test_a_run_that_hangs_is_ended_with_its_group_only_and_the_sweep_goes_on(tmp
             write_sweep(tmp_path, axes, launch={"no_step_s": 1}, train={"max_steps": 5}), tmp_path / "out"
         ) as night:
             night.until_training(3)
-            (child,) = night.children()
+            (child,) = night.workers()
             night.finish()
         assert not child.is_running()
         assert bystander.poll() is None
@@ -285,7 +285,7 @@ def test_two_gpus_run_two_at_a_time_and_every_run_says_so(tmp_path):
 
 def test_ctrl_c_ends_the_runs_on_all_gpus(tmp_path):
     with Night(write_sweep(tmp_path, BATCHES, **ENDLESS), tmp_path / "out", "--gpus", "0,1") as night:
-        night.until(lambda: len(night.children()) == 2 and night.told() == ["running"] * 2)
+        night.until(lambda: len(night.workers()) == 2 and night.told() == ["running"] * 2)
         night.until_training()
         night.send(signal.SIGINT)
         night.finish()

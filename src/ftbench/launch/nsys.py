@@ -6,18 +6,16 @@ import shutil
 from collections.abc import Sequence
 
 from ftbench.errors import MissingError
-from ftbench.store import process_identity
 from ftbench.store.rundir import RunDir
 
 
 def around(command: Sequence[str], run: RunDir) -> list[str]:
-    """Return the command that runs `command` under nsys, which leaves profile/nsys.nsys-rep. The worker is nsys's child
-    then, and is not to look for ftbench as its parent."""
+    """Return the command that runs `command` under nsys, which leaves profile/nsys.nsys-rep."""
     return [
         "nsys", "profile", "--output", str(run.profile.resolve() / "nsys"), "--force-overwrite", "true",
         "--trace", "cuda,nvtx,cublas,cudnn", "--sample", "none", "--cpuctxsw", "none",
         "--capture-range", "cudaProfilerApi", "--capture-range-end", "stop",
-        "env", f"--unset={process_identity.PARENT}", *command,
+        *command,
     ]  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """One child in its own session: log, watch, TERM then KILL, and how it ended. Linux.
 
-The parent waits on the child's pidfd, so that it uses no CPU while the child is measured. Signals to the parent
-(Ctrl-C, a closed terminal, kill) end the child's whole process group and nothing else: they arrive in a pipe, which
-is read where this process waits, and never cut into anything.
+The child runs under a supervisor, which leaves nothing of its family (`supervisor.py`); if that is killed itself, this
+process looks for what carries its mark. The parent waits on a pidfd, so that it uses no CPU while the child is
+measured. Signals to the parent (Ctrl-C, a closed terminal, kill) end the child's family and nothing else: they arrive
+in a pipe, which is read where this process waits, and never cut into anything.
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftbench.launch import supervisor
+
+MARK = "FTBENCH_FAMILY"  # the environment variable that a child's descendants inherit
 GRACE_S = 8.0  # between TERM and KILL: time to write the last rows
 TICK_S = 0.5
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +59,12 @@ def run_child(
     `signals` yields, or until `watch`, which is called about twice a second, says stop."""
     kills = _kernel_oom_kills()
     begin = time.monotonic()
-    stop = None
+    mark, stop = uuid.uuid4().hex, None
     with log.open("ab") as output:
         child = subprocess.Popen(
-            argv,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-I", "-S", supervisor.__file__, *argv],
+            env={**env, MARK: mark},
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -65,7 +72,7 @@ def run_child(
         try:
             stop = _wait(child, signals_pipe, watch)
         finally:
-            _end_group(child, signals_pipe)
+            _end_family(child, signals_pipe, mark)
     killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) and stop is None
     return Exit(child.returncode, stop, killed and _kernel_oom_kills() > kills, time.monotonic() - begin)
 
@@ -83,15 +90,34 @@ def _wait(child: subprocess.Popen[bytes], signals_pipe: int, watch: Callable[[],
                 return stop
 
 
-def _end_group(child: subprocess.Popen[bytes], signals_pipe: int) -> None:
-    """Send TERM to the child's process group unless the child has ended, KILL after the grace to whatever is left of
-    it. A second signal to this process while it waits skips the wait."""
+def _end_family(child: subprocess.Popen[bytes], signals_pipe: int, mark: str) -> None:
+    """Send TERM to the child's process group unless the child has ended; after the grace have the supervisor kill
+    whatever is left. A second signal to this process while it waits skips the wait."""
     with _pidfd(child) as ended:
         if not select.select([ended], [], [], 0)[0]:
-            _signal_group(child.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGTERM)
             select.select([ended, signals_pipe], [], [], GRACE_S)
-    _signal_group(child.pid, signal.SIGKILL)
-    child.wait()
+        assert child.stdin is not None
+        child.stdin.close()
+        select.select([ended], [], [], GRACE_S)
+    child.kill()  # a supervisor that was stopped
+    if child.wait() < 0:
+        while marked := _marked(f"{MARK}={mark}".encode()):
+            for pid in marked:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL_S)
+
+
+def _marked(mark: bytes) -> list[int]:
+    """Return the processes with a mark in their environment."""
+    marked = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in path.read_bytes():
+                marked.append(int(path.parent.name))
+    return marked
 
 
 @contextmanager
@@ -102,11 +128,6 @@ def _pidfd(child: subprocess.Popen[bytes]) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
-
-
-def _signal_group(pgid: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pgid, number)
 
 
 @contextmanager

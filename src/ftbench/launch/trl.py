@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -13,7 +12,7 @@ from ftbench.errors import MissingError
 from ftbench.launch import nsys
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import refusals_on
-from ftbench.store import machine, process_identity
+from ftbench.store import machine
 from ftbench.store.rundir import RunDir
 
 NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -48,16 +47,7 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(spec.launch.gpus))))
     env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: spec.launch.gpus])
-    defaults = {
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-        process_identity.PARENT: str(os.getpid()),
-    }
-    return {
-        **env,
-        **{key: value for key, value in defaults.items() if key not in env or key == process_identity.PARENT},
-    }
+    return {"HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **env}
 
 
 def check_installed(spec: Experiment) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from ftbench.spec.experiment import Experiment
 from ftbench.store.machine import cache_dir
-from ftbench.store.process_identity import die_with_parent
 from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.worker import gpu_lock
 from ftbench.worker.measure.contention import HostLoad
@@ -21,7 +20,6 @@ from ftbench.worker.measure.phases import Phases
 
 
 def main(path: str) -> int:
-    die_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     directory, load = RunDir(Path(path)), HostLoad()
