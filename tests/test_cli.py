@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from ftbench.launch import runner
 from ftbench.store import machine, rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
+from waiting import eventually
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
@@ -381,6 +383,70 @@ def test_an_ascii_terminal_gets_what_it_can_show(study):
     assert "no such file" in done.stderr
 
 
+@pytest.mark.parametrize("redirection", ["2>&-", ">&-", ">&- 2>&- <&-", "2>/dev/full"])
+@pytest.mark.parametrize(("command", "code"), [("list methods", 0), ("run none.yaml", 2)])
+def test_streams_that_are_closed_or_full_end_no_command(redirection, command, code):
+    words = ["sh", "-c", f'"$0" -m ftbench {command} {redirection}', sys.executable]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+TOO_LONG = "x" * 300  # bytes; a name has 255 at the most
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "SPEC", "--out", TOO_LONG],
+        ["run", "SPEC", "--set", f"model.path={TOO_LONG}"],
+        ["run", TOO_LONG],
+        ["sweep", "SPEC", "--dry-run", "--out", TOO_LONG],
+        ["sweep", "--status", TOO_LONG],
+        ["ablate", "SPEC", "--dry-run", "--out", TOO_LONG],
+        ["estimate", "SPEC", "--gpu", "H200", "--store", TOO_LONG],
+        ["estimate", "SPEC", "--gpu", "H200", "--config", TOO_LONG],
+        ["estimate", "SPEC", "--gpu", "H200", "--prices", TOO_LONG],
+        ["estimate", "--calibrate", TOO_LONG],
+        ["recommend", "SPEC", "--gpu", "H200", "--store", TOO_LONG],
+        ["report", TOO_LONG],
+        ["bundle", TOO_LONG, "-o", "x.tar.zst"],
+        ["verify", TOO_LONG],
+        ["profile", "--diff", TOO_LONG, TOO_LONG],
+    ],
+    ids=lambda arguments: " ".join(arguments).replace(TOO_LONG, "…"),
+)
+def test_a_name_that_no_file_can_have_is_a_sentence(ftbench, tmp_path, arguments):
+    spec = write_spec(tmp_path)
+    code, out, err = ftbench(*(spec if word == "SPEC" else word for word in arguments))
+    assert (code, out) == (2, ""), err
+    assert TOO_LONG in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_goes_or_is_not_ours_is_named(ftbench, tmp_path, monkeypatch):
+    for error in (PermissionError(13, "Permission denied", "/store/runs"), FileNotFoundError(2, "No such file", "/a")):
+
+        def fail(*_: object, error: OSError = error) -> None:
+            raise error
+
+        monkeypatch.setattr("ftbench.launch.runner.run", fail)
+        code, out, err = ftbench("run", write_spec(tmp_path))
+        assert (code, out, err) == (3, "", f"ftbench: {error.filename}: {error.strerror}\n")
+
+
+def test_a_sweep_whose_folder_is_deleted_says_so(tmp_path):
+    spec = write_spec(tmp_path, launch={"mock": "slow"}, sweep={"axes": {"train.batch_size": [1, 2]}})
+    out = tmp_path / "out"
+    words = [sys.executable, "-m", "ftbench", "sweep", str(spec), "--out", str(out)]
+    sweep = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    eventually(lambda: list(out.glob("*/*-r1/steps.csv")))
+    shutil.rmtree(out, ignore_errors=True)
+    _, err = sweep.communicate()
+    assert sweep.returncode == 3
+    assert "Traceback" not in err
+    assert f"ftbench: {out}" in err
+
+
 def test_escapes_of_a_spec_do_not_reach_the_terminal_and_giants_are_cut(ftbench, tmp_path):
     path = write_spec(
         tmp_path, model={"id": "\x1b[2J\x9b31mevil", "weights": "random"}, train={"batch_size": "9" * 20_000}
@@ -389,6 +455,26 @@ def test_escapes_of_a_spec_do_not_reach_the_terminal_and_giants_are_cut(ftbench,
     assert (code, out) == (2, "")
     assert not {"\x1b", "\x9b"} & set(err)
     assert len(err) < 5_000
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("017", "017 is the number 15 in YAML 1.1"),
+        ("1:30", "1:30 is the number 90 in YAML 1.1"),
+        ("9" * 5000, "is larger than any number of a spec"),
+        ("0x" + "f" * 5000, "is larger than any number of a spec"),
+        ("1" + "0" * 20, "is larger than any number of a spec"),
+        ("2024-01-02", "2024-01-02 is a date in YAML: quote it"),
+    ],
+)
+@pytest.mark.parametrize("key", ["train.batch_size", "train.max_steps", "dataset.seed", "measure.warmup", "a.b"])
+def test_a_number_of_set_that_is_not_what_it_looks_like_is_refused(ftbench, tmp_path, key, written, said):
+    code, out, err = ftbench("run", write_spec(tmp_path), "--out", tmp_path / "out", "--set", f"{key}={written}")
+    assert (code, out) == (2, "")
+    assert f"ftbench: --set {key}={written[:100]}" in err
+    assert said in err
+    assert len(err) < 500
 
 
 @pytest.mark.parametrize("written", ["1:30", "017", "1:30:00"])
@@ -415,7 +501,9 @@ def test_a_base_that_is_not_there_is_told_with_the_file_that_names_it(ftbench, t
         (["--batch-size", "1,2", "--axis", "train.batch_size=4,8"], "stands on the command line twice"),
         (["--axis", "method=lora", "--axis", "method=full"], "stands on the command line twice"),
         (["--axis", "train.batch_size=1]#"], "write it as key=value,value"),
-        (["--axis", "train.batch_size=1,2:30"], "write it as key=value,value"),
+        (["--axis", "train.batch_size=1,2:30"], "2:30 is the number 150 in YAML 1.1"),
+        (["--axis", f"train.batch_size={'9' * 5000}"], "is larger than any number of a spec"),
+        (["--axis", f"train.batch_size=0x{'f' * 5000}"], "is larger than any number of a spec"),
         (["--axis", "method=!!set {lora}"], "write it as key=value,value"),
         (["--axis", "dataset.path=2024-01-02"], "2024-01-02 is a date in YAML: quote it"),
         (["--batch-size", "1", "--time-budget", ""], "write it as 8h"),

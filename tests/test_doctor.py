@@ -576,6 +576,12 @@ def test_a_mock_needs_nothing(doctor, tmp_path):
     assert doctor(spec, facts_of=machine(torch=ON_CPU), hub="warn")[0] == 0
 
 
+def test_a_mock_needs_room_for_its_files(doctor, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, out, _ = doctor(write_spec(tmp_path, launch={"mock": "ok"}), "--out", tmp_path / "file" / "runs")
+    assert (code, "the spec cannot run here" in out) == (3, True)
+
+
 def test_weights_in_the_cache_need_no_hub(doctor, tmp_path):
     facts_of = machine(HF_HOME=str(tmp_path / "hf"))
     (tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-8B").mkdir(parents=True)

@@ -13,7 +13,7 @@ import typer
 
 from ftbench import __version__
 from ftbench.cli.shared import app, tell
-from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
+from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 
 COMMANDS = (  # in the order of --help
     "run", "profile", "sweep", "ablate", "parity", "report", "bundle", "verify", "import_", "estimate", "recommend",
@@ -33,9 +33,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="print the 
 def main() -> None:
     """Run the console command: turn errors meant for the user into sentences, and end with the exit code of their
     kind."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows the rest
+    _prepare_streams()
     try:
         try:
             app(standalone_mode=True)
@@ -46,13 +44,47 @@ def main() -> None:
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()
+        _to_nowhere(sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it is not tried again
-        _fail(f"stdout: {error.strerror}: the result is not whole", MissingError.exit_code)
+        _fail_for_file(error)
+
+
+def _prepare_streams() -> None:
+    """Open streams that are closed on nothing, before a file takes their number; let an ASCII terminal show the rest,
+    and no command end for a stderr that is full."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            _to_nowhere(number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    write = sys.stderr.write
+
+    def attempt(text: str) -> int:
+        try:
+            return write(text)
+        except OSError:
+            _to_nowhere(sys.stderr.fileno())
+            return len(text)
+
+    sys.stderr.write = attempt  # type: ignore[method-assign]
+
+
+def _to_nowhere(number: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDWR), number)
+
+
+def _fail_for_file(error: OSError) -> None:
+    """Say which file it was; what names none and is no full disk is an error of ours."""
+    if error.filename is not None:
+        code = SpecError.exit_code if error.errno == errno.ENAMETOOLONG else MissingError.exit_code
+        _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", code)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        raise error
+    _to_nowhere(sys.stdout.fileno())  # what is left of it is not tried again
+    _fail(f"stdout: {error.strerror}: the result is not whole", MissingError.exit_code)
 
 
 def _fail(text: str, code: int) -> None:

@@ -78,10 +78,11 @@ def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> li
     """Return what keeps a spec from running here, each as a name and a sentence: what a run would be refused for, what
     would stop every run, what the spec asks for and does not work, what it cannot load."""
     pairs = [(spec.name, sentence) for sentence in _refusals(spec, facts)]
-    if spec.launch.mock == "off":  # a mock trains nothing, and needs nothing
-        broken = dict.fromkeys(abilities.used_by(spec), ("fail", "n/a")) | dict.fromkeys(ALWAYS, ("fail",))
-        pairs += [(each.name, each.text) for each in findings if each.verdict in broken.get((each.area, each.name), ())]
+    broken: dict[tuple[str, str], tuple[str, ...]] = dict.fromkeys(ALWAYS[-1:], ("fail",))
+    if spec.launch.mock == "off":  # a mock trains nothing, and needs nothing but room for its files
+        broken |= dict.fromkeys(abilities.used_by(spec), ("fail", "n/a")) | dict.fromkeys(ALWAYS, ("fail",))
         pairs += unreachable(spec, facts, findings)
+    pairs += [(each.name, each.text) for each in findings if each.verdict in broken.get((each.area, each.name), ())]
     names: dict[str, str] = {}  # by sentence: the same reason is given once
     for name, sentence in pairs:
         names.setdefault(sentence, name)

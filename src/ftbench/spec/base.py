@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_NUMBER = 2**63 - 1  # no count and no seed is larger
 
 
 class Part(BaseModel):
@@ -31,7 +32,7 @@ def _word(value: Any) -> Any:
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
-Int = Annotated[int, BeforeValidator(_number)]
+Int = Annotated[int, BeforeValidator(_number), Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Float = Annotated[float, BeforeValidator(_number)]
 Switch = Annotated[bool, BeforeValidator(_switch)]
 Word = BeforeValidator(_word)  # YAML reads a bare off as false, and a bare on as true
@@ -39,6 +40,8 @@ Word = BeforeValidator(_word)  # YAML reads a bare off as false, and a bare on a
 
 def nearest(word: str, words: Iterable[str]) -> str:
     """Return `; did you mean x?` for the closest of `words`, or nothing when none is close."""
+    import difflib
+
     close = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -47,4 +50,13 @@ def known(word: str, words: Iterable[str], kind: str) -> None:
     """Raise ValueError with all that is allowed and the nearest unless `word` is one of `words`."""
     words = list(words)
     if word not in words:
-        raise ValueError(f"{word!r} is no {kind}; allowed: {', '.join(words)}{nearest(word, words)}")
+        raise ValueError(f"{shown(word)} is no {kind}; allowed: {', '.join(words)}{nearest(word, words)}")
+
+
+def shown(value: object) -> str:
+    """Return a value as Python writes it, cut where it is long: a message does not repeat all of what was given."""
+    return shortened(repr(value), 80)
+
+
+def shortened(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else text[: most - 3] + "…"

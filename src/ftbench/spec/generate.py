@@ -3,6 +3,7 @@ resolved spec, so that a run tells what was asked wherever its files go."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def with_prompts(value: Any, folder: Path) -> Any:
     prompts: list[Any] = []
     for entry in listed if isinstance(listed, list) else [listed]:
         if isinstance(entry, str):
-            file = read_yaml(folder / Path(entry).expanduser(), "a prompt file", "`prompts:`, a list of {id, prompt}")
+            file = read_yaml(folder / os.path.expanduser(entry), "a prompt file", "`prompts:`, a list of {id, prompt}")
             entries = file.pop("prompts", None)
             if not isinstance(entries, list):
                 raise SpecError(f"{folder / entry}: `prompts` is a list of {{id, prompt}}, and it is not there")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ftbench.errors import SpecError
 from ftbench.spec import recipes
-from ftbench.spec.base import nearest
+from ftbench.spec.base import nearest, shortened, shown
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.generate import Generate, with_prompts
 from ftbench.spec.methods import METHODS
@@ -89,7 +89,7 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     data = read_yaml(path)
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
-        raise SpecError(f"{path}:{line_of(path, ['extends'])}: extends: is the path of one file, not {base!r}")
+        raise SpecError(f"{path}:{line_of(path, ['extends'])}: extends: is the path of one file, not {shown(base)}")
     with _at_key(path, "extends"):
         base_file = recipes.file_of(base, path.parent) if base else None
         if base_file and not base_file.is_file():
@@ -126,16 +126,19 @@ def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, 
 
 def set_layer(text: str) -> SpecLayer:
     key, equals, value = text.partition("=")
-    parts = key.strip().split(".")
+    parts, origin = key.strip().split("."), f"--set {shortened(text)}"
     if not equals or not all(parts):
-        raise SpecError(f"--set {text}: write it as key.sub=value, for example train.batch_size=8")
+        raise SpecError(f"{origin}: write it as key.sub=value, for example train.batch_size=8")
     if parts == ["extends"]:
-        raise SpecError(f"--set {text}: `extends` stands in a file; name that file instead, or say recipe=fastest")
+        raise SpecError(f"{origin}: `extends` stands in a file; name that file instead, or say recipe=fastest")
     if parts[0] == "sweep":
-        raise SpecError(f"--set {text}: axes of a sweep go with `ftbench sweep --axis key=value,value`")
-    if parts == ["recipe"]:
-        return SpecLayer(f"--set {text}", recipe(parse_value(value), Path()))
-    return SpecLayer(f"--set {text}", expand(nested(parts, parse_value(value)), Path()))
+        raise SpecError(f"{origin}: axes of a sweep go with `ftbench sweep --axis key=value,value`")
+    try:
+        written = parse_value(value)
+    except SpecError as error:
+        raise SpecError(f"{origin}: {error}") from None
+    keys = recipe(written, Path()) if parts == ["recipe"] else expand(nested(parts, written), Path())
+    return SpecLayer(origin, keys)
 
 
 def nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
@@ -230,24 +233,19 @@ def _sentence(problem: Any, key: tuple[str, ...]) -> str:
         return "is missing"
     if kind in ("model_type", "model_attributes_type"):
         allowed = ["name"] if key == ("method",) else _allowed_keys(key, problem["loc"])
-        problem_text = "is empty" if value is None else f"{_shown(value)} is no section"
+        problem_text = "is empty" if value is None else f"{shown(value)} is no section"
         otherwise = "" if key == ("model",) else ", or leave it out"
         return f"{problem_text}: give it keys (allowed: {', '.join(allowed)}){otherwise}"
     if kind == "literal_error" or kind == "union_tag_invalid":
         allowed = [word.strip(" '\"") for word in str(context.get("expected", context.get("expected_tags")))
                    .replace(" or ", ", ").split(",")]  # fmt: skip
         value = value.get("name") if isinstance(value, dict) else value
-        return f"{_shown(value)} is not allowed{nearest(str(value), allowed)} (allowed: {', '.join(allowed)})"
+        return f"{shown(value)} is not allowed{nearest(str(value), allowed)} (allowed: {', '.join(allowed)})"
     if kind == "value_error":
         text = str(context["error"])
-        return text if isinstance(value, dict) or text.startswith(_shown(value)) else f"{_shown(value)} {text}"
+        return text if isinstance(value, dict) or text.startswith(shown(value)) else f"{shown(value)} {text}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{_shown(value)}: {message.replace('input should be', 'must be')}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+    return f"{shown(value)}: {message.replace('input should be', 'must be')}"
 
 
 def _allowed_keys(section: tuple[str, ...], loc: tuple[int | str, ...]) -> list[str]:

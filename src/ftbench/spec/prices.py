@@ -88,7 +88,7 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
     names: dict[str, str] = {}
     allowed = {*(gpu.name for gpu in gpus()), *used}
     for name, values in read_yaml(
-        path, "a price file", "a GPU and what it costs (see configs/prices-example.yaml)"
+        path, "a price file", "a GPU and what it costs (see configs/prices-example.yaml)", dates=True
     ).items():
         gpu = canonical_name(name)
         if gpu in names:

@@ -4,9 +4,11 @@ and a model's config.json."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Sequence
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,51 +16,74 @@ from typing import Any
 import yaml
 
 from ftbench.errors import SpecError
+from ftbench.spec.base import MAX_NUMBER, nearest
 
 MAX_BYTES = 1 << 16  # a second of parsing at most
+MAX_CONFIG_BYTES = 1 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 40
-
 
 # YAML 1.1 reads 1:30 as 90 and 017 as 15, which nobody means.
 _SURPRISING = re.compile(r"[-+]?([0-9][0-9_]*:[0-9:._]+|0[0-7_]*[1-7][0-7_]*)")
 
 
+class _Mistake(yaml.constructor.ConstructorError):
+    """A value that cannot be meant, on its line."""
+
+    def __init__(self, sentence: str, node: yaml.Node) -> None:
+        super().__init__(None, None, sentence, node.start_mark)
+
+
+class _AmbiguousError(_Mistake):
+    """A value that is not what it looks like: no plain text either."""
+
+
 class _Constructor(yaml.constructor.SafeConstructor):
     """Safe construction of plain values, in which a value that does not fit its tag (`!!float ""`), a tag of others
-    and a number that is not the one it looks like are errors of the YAML, on their line."""
+    and a value that is not what it looks like are errors of the YAML, on their line."""
+
+    def __init__(self, dates: bool) -> None:
+        super().__init__()
+        self._dates = dates
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind, text = node.tag.rpartition(":")[2], str(node.value)
         if node.tag in ("tag:yaml.org,2002:set", "tag:yaml.org,2002:binary"):
-            raise _mistake(f"!!{node.tag.rpartition(':')[2]} is a tag; specs hold plain values only", node)
+            raise _Mistake(f"!!{kind} is a tag; specs hold plain values only", node)
+        large = _AmbiguousError(f"{text[:40]} is larger than any number of a spec ({MAX_NUMBER:,})", node)
+        if kind == "int" and len(text) > 100:  # Python reads no more than 4,300 digits
+            raise large
         try:
             value = super().construct_object(node, deep)
-            if isinstance(value, (int, float)) and _SURPRISING.fullmatch(str(node.value)):
-                raise _mistake(f"{node.value} is the number {value:g} in YAML 1.1: write that, or quote the text", node)
-            return value
         except (ValueError, LookupError, AttributeError):
-            kind = node.tag.rpartition(":")[2]
-            raise _mistake(f"{str(node.value)[:40]!r} cannot be read as {kind}", node) from None
-
-
-def _mistake(sentence: str, node: yaml.Node) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, sentence, node.start_mark)
+            raise _Mistake(f"{text[:40]!r} cannot be read as {kind}", node) from None
+        if isinstance(value, date) and not self._dates:
+            raise _AmbiguousError(f"{value} is a date in YAML: quote it", node)
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise large
+        if isinstance(value, (int, float)) and _SURPRISING.fullmatch(text):
+            raise _AmbiguousError(f"{text} is the number {value:g} in YAML 1.1: write that, or quote the text", node)
+        if isinstance(value, str) and "\0" in value:
+            raise _Mistake(f"{value[:40]!r} holds a NUL character, which no text of a spec does", node)
+        return value
 
 
 def read_yaml(
-    path: Path, what: str = "a spec", needs: str = "at least `model:` (see configs/ for examples)"
+    path: Path,
+    what: str = "a spec",
+    needs: str = "at least `model:` (see configs/ for examples)",
+    dates: bool = False,
 ) -> dict[str, Any]:
     """Return the mapping in `path`, which is to be `what`. Raises SpecError with file and line for anything else."""
     text = _text(path, what)
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        if node is None:
-            raise SpecError(f"{path}: the file is empty; {what} needs {needs}")
-        data = _construct(path, node)
+        data = _value(text, path, dates)
     except yaml.YAMLError as error:
         raise SpecError(f"{path}{_where(error, text)}: {_reason(error)}") from None
     except RecursionError:
         raise SpecError(f"{path}: nested too deeply (more than {MAX_DEPTH} levels)") from None
+    if data is _NOTHING:
+        raise SpecError(f"{path}: the file is empty; {what} needs {needs}")
     if not isinstance(data, dict):
         example = " (`model: …`)" if what == "a spec" else ""
         raise SpecError(f"{path}: {what} is a mapping of keys{example}, not {_kind(data)}")
@@ -66,17 +91,26 @@ def read_yaml(
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of `--set key=VALUE`, read as YAML; text that is no YAML is text."""
+    """Return the value of `--set key=VALUE`, read as YAML; text that is no YAML is text. Raises SpecError for what YAML
+    reads as another value than it looks like."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        return None if node is None else _construct(Path("--set"), node)
+        value = _value(text, Path("--set"))
+    except _AmbiguousError as error:
+        raise SpecError(str(error.problem)) from None
     except (yaml.YAMLError, RecursionError):
         return text
+    return None if value is _NOTHING else value
 
 
-def _construct(path: Path, node: yaml.Node) -> Any:
+_NOTHING = object()
+
+
+def _value(text: str, path: Path, dates: bool = False) -> Any:
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if node is None:
+        return _NOTHING
     _check(path, node)
-    return _Constructor().construct_document(node)
+    return _Constructor(dates).construct_document(node)
 
 
 def line_of(path: Path, key: Sequence[str | int]) -> int | None:
@@ -101,7 +135,7 @@ def _tree(text: str) -> yaml.Node | None:
     return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
-def _text(path: Path, what: str = "a spec") -> str:
+def _text(path: Path, what: str = "a spec", most: int = MAX_BYTES) -> str:
     kind = what.partition(" ")[2]
     try:
         mode, size = (status := path.stat()).st_mode, status.st_size
@@ -109,18 +143,18 @@ def _text(path: Path, what: str = "a spec") -> str:
             raise SpecError(f"{path}: is a directory, not {what.removesuffix(' file')} file")
         if not stat.S_ISREG(mode):  # reading one may wait for ever, or never end
             raise SpecError(f"{path}: is a pipe or a device; {what} is a file")
-        if size > MAX_BYTES:
-            raise SpecError(f"{path}: {size:,} bytes is no {kind}; at most {MAX_BYTES:,} are read")
+        if size > most:
+            raise SpecError(f"{path}: {size:,} bytes is no {kind}; at most {most:,} are read")
         with path.open("rb") as file:  # a file under /proc has size 0 and may be long
-            raw = file.read(MAX_BYTES + 1)
+            raw = file.read(most + 1)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file{_neighbours(path)}") from None
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError:  # a NUL, or half of a character
         raise SpecError(f"{str(path)!r} cannot be the name of a file") from None
-    if len(raw) > MAX_BYTES:
-        raise SpecError(f"{path}: more than {MAX_BYTES:,} bytes is no {kind}")
+    if len(raw) > most:
+        raise SpecError(f"{path}: more than {most:,} bytes is no {kind}")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -129,8 +163,6 @@ def _text(path: Path, what: str = "a spec") -> str:
 
 
 def _neighbours(path: Path) -> str:
-    from ftbench.spec.base import nearest
-
     try:
         return nearest(path.name, [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")])
     except OSError:
@@ -162,7 +194,7 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
     seen: set[str] = set()
     for key in keys:
         if key.value in seen:
-            raise _mistake(f"the key {key.value!r} stands twice", key)
+            raise _Mistake(f"the key {key.value!r} stands twice", key)
         seen.add(key.value)
         key.tag = "tag:yaml.org,2002:str"
     return [part for pair in node.value for part in pair]
@@ -190,11 +222,18 @@ def _kind(value: Any) -> str:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return a config.json, or the one of a model's directory. Raises SpecError for what is none."""
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if os.path.isdir(path) else path
+    text = _text(path, "a config.json", MAX_CONFIG_BYTES)
     try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = json.loads(text, parse_int=_whole)
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise SpecError(f"{path}: has no model_type, so it is no model's config.json")
     return config
+
+
+def _whole(text: str) -> int:
+    if len(text) > 20 or abs(number := int(text)) > MAX_NUMBER:
+        raise ValueError(f"{text[:40]} is larger than any number of a model")
+    return number

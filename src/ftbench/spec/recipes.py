@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from ftbench.errors import SpecError
-from ftbench.spec.base import nearest
+from ftbench.spec.base import nearest, shortened, shown
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 SECTIONS = ("method", "train", "optimizations")
@@ -30,7 +30,7 @@ def file_of(name: str, folder: Path) -> Path:
     if file.removesuffix(".yaml") not in recipes() or not file.endswith(".yaml"):
         files = [f"recipes/{known}.yaml" for known in recipes()]
         raise SpecError(
-            f"extends: {name}: no such file in {folder}, and no recipe of ftbench{nearest(name, files)} "
+            f"extends: {shortened(name)}: no such file in {folder}, and no recipe of ftbench{nearest(name, files)} "
             f"(`ftbench list recipes`: {', '.join(files)})"
         )
     return FOLDER / file
@@ -39,13 +39,13 @@ def file_of(name: str, folder: Path) -> Path:
 def named(name: object, folder: Path) -> Path:
     """Return the file of `recipe: name`: a shipped one by its name, or a file in `folder`. Raises SpecError."""
     if not isinstance(name, str) or not name:
-        raise SpecError(f"recipe: is the name of one recipe or a file, not {name!r} ({', '.join(recipes())})")
+        raise SpecError(f"recipe: is the name of one recipe or a file, not {shown(name)} ({', '.join(recipes())})")
     if name in recipes():
         return FOLDER / f"{name}.yaml"
     path = file_of(name, folder)
     if not path.exists():
         raise SpecError(
-            f"recipe: {name!r} is no recipe and no file{nearest(name, recipes())} (allowed: {', '.join(recipes())}, or "
-            "a YAML file with method, train and optimizations)"
+            f"recipe: {shown(name)} is no recipe and no file{nearest(name, recipes())} "
+            f"(allowed: {', '.join(recipes())}, or a YAML file with method, train and optimizations)"
         )
     return path

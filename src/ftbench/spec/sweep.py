@@ -7,14 +7,13 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
 from ftbench.errors import SpecError
-from ftbench.spec.base import Part, nearest
+from ftbench.spec.base import Part, nearest, shortened, shown
 from ftbench.spec.exclude import agrees, at
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import (
@@ -81,7 +80,10 @@ def as_text(value: Any) -> str:
     """Return a value as it is written behind `--set key=`."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    plain = isinstance(value, str) and parse_value(value) == value
+    try:
+        plain = isinstance(value, str) and parse_value(value) == value
+    except SpecError:
+        plain = False
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 
@@ -173,7 +175,6 @@ def _expanded(key: str, value: Any, folder: Path) -> Any:
 
 
 def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
-    _check_plain(values, f"{origin}: {key}")
     parts = key.split(".")
     where = origin if origin.startswith("--") else f"{origin}: sweep.axes"
     if key == RECIPE:
@@ -182,7 +183,7 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
     if not all(parts) or parts[0] in _NO_AXES or parts[0] not in Experiment.model_fields:
         sections = [name for name in Experiment.model_fields if name not in _NO_AXES]
         raise SpecError(
-            f"{origin}: {key!r} is no axis{nearest(parts[0], sections)} (an axis is a key of the spec: "
+            f"{origin}: {shown(key)} is no axis{nearest(parts[0], sections)} (an axis is a key of the spec: "
             f"{', '.join(sections)}, or train.batch_size; `ftbench list keys` shows all; or recipe)"
         )
     layers = tuple(SpecLayer(where, expand(nested(parts, value), folder)) for value in values)
@@ -197,10 +198,13 @@ def _file_or_name(value: Any, folder: Path) -> Any:
 
 def _of_command_line(text: str) -> Axis:
     key, equals, written = text.partition("=")
-    values = parse_value(f"[{written}\n]") if equals and written.strip() else None  # a comment ends with its line
+    try:
+        values = parse_value(f"[{written}\n]") if equals and written.strip() else None  # a comment ends with its line
+    except SpecError as error:
+        raise SpecError(f"--axis {shortened(text)}: {error}") from None
     if not isinstance(values, list) or not values or None in values:
-        raise SpecError(f"--axis {text}: write it as key=value,value, for example train.batch_size=1,2,4")
-    return _axis(key.strip(), values, f"--axis {key.strip()}", Path())
+        raise SpecError(f"--axis {shortened(text)}: write it as key=value,value, for example train.batch_size=1,2,4")
+    return _axis(key.strip(), values, f"--axis {shortened(key.strip())}", Path())
 
 
 def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequence[Sequence[str]], where: str) -> None:
@@ -215,17 +219,7 @@ def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequenc
         raise SpecError(f"{where}: axes that advance together need as many values each: {counts}")
 
 
-def _check_plain(value: Any, where: str) -> None:
-    """Raise SpecError for a date, which YAML makes of a text that looks like one."""
-    if isinstance(value, (list, tuple, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            _check_plain(part, where)
-    elif isinstance(value, date):
-        raise SpecError(f"{where}: {value} is a date in YAML: quote it")
-
-
 def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[SpecLayer]) -> None:
-    _check_plain(patterns, f"{_origin(layers, 'exclude')}: sweep.exclude" if patterns else "")
     keys = [RECIPE, *SHORT_FORMS, *(key for key, _, _ in spec_keys())] if patterns else []
     for key in {key for pattern in patterns for key in pattern}:
         if key not in keys:
