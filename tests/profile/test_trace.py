@@ -37,13 +37,6 @@ def test_a_packed_trace_is_read_as_it_was(path, tmp_path):
     assert read(packed) == read(path)
 
 
-@pytest.mark.parametrize("size", [7, 64, 1000])
-def test_it_is_read_in_pieces(path, monkeypatch, size):
-    whole = read(path)
-    monkeypatch.setattr(trace, "_CHUNK", size)
-    assert read(path) == whole
-
-
 def test_a_recorded_trace_is_read():
     found = read(RECORDED)
     assert len(found.steps) == 1

@@ -16,7 +16,7 @@ from typing import Any
 from ftbench.core.hardware import Gpu, find_gpu
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
-from ftbench.store import ceilings, machine, process_identity, rundir
+from ftbench.store import ceilings, machine, rundir
 from ftbench.store.rundir import first_gpu
 
 SCHEMA = 1
@@ -98,7 +98,6 @@ def environment() -> dict[str, str]:
     return os.environ | {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1",
-        process_identity.PARENT: str(os.getpid()),
     }
 
 

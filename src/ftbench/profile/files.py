@@ -12,7 +12,7 @@ from typing import Any
 from ftbench.errors import SpecError
 from ftbench.profile import memory, timeline
 from ftbench.profile.analyse import analyse
-from ftbench.profile.trace import Trace, events, read
+from ftbench.profile.trace import Trace, each_event, read
 from ftbench.profile.work import work_of
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
@@ -74,14 +74,15 @@ def pack(raw: Path, packed: Path, trace: Trace, limit: int = MOST_TRACE_BYTES) -
 
 
 def _write_part(raw: Path, packed: Path, until_ms: float) -> None:
+    events: list[dict[str, Any]] = []
+
+    def take(event: dict[str, Any]) -> None:
+        if event["ph"] == "M" or float(event.get("ts", 0.0)) / 1e3 <= until_ms:
+            events.append(event)
+
+    head = each_event(raw, take)
     with gzip.open(packed, "wt", compresslevel=6, encoding="utf-8") as target:
-        target.write('{"schemaVersion":1,"displayTimeUnit":"ms","traceEvents":[')
-        comma = ""
-        for event in events(raw):
-            if event.get("ph") == "M" or float(event.get("ts", 0.0)) / 1e3 <= until_ms:
-                target.write(comma + json.dumps(event))
-                comma = ",\n"
-        target.write("]}")
+        json.dump(head | {"traceEvents": events}, target)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """PyTorch's trace file (Chrome's trace-event format as Kineto writes it) → what happened, in milliseconds.
 
-The file is read event by event, so that one of hundreds of MB takes no more memory than what is kept of it. Times are
-milliseconds since the first profiled step; spans of a thread nest.
+Times are milliseconds since the first profiled step; spans of a thread nest.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ import gc
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ftbench.core.phases import PREFIX
 from ftbench.errors import FtbenchError
 
 MOST_BYTES = 2**30
-_CHUNK = 1 << 20
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _CALLS = {"cuda_runtime", "cuda_driver"}
@@ -78,10 +76,10 @@ def read(path: Path) -> Trace:
     collecting = gc.isenabled()
     gc.disable()  # a million objects without a cycle among them: looking for one takes a third of the time
     try:
-        for event in events(path, trace):
-            if event.get("ph") == "X":
-                _keep(trace, event)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        head = each_event(path, lambda event: _keep(trace, event))
+        gpus = head.get("deviceProperties") or [{}]
+        trace.gpu = gpus[0].get("name")
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(f"{path}: cannot be read as a trace ({error}); profile again") from None
     finally:
         if collecting:
@@ -92,73 +90,30 @@ def read(path: Path) -> Trace:
     return trace
 
 
-def events(path: Path, into: Trace | None = None) -> Iterator[dict[str, Any]]:
-    """Return the trace's events, one by one; the GPU's name goes `into` a trace."""
-    with _open(path) as file:
-        reader = _Reader(file, path)
-        head = reader.until('"traceEvents"')
-        if into is not None and (gpu := re.search(r'"deviceProperties":\s*\[\s*\{.*?"name":\s*"([^"]*)"', head, re.S)):
-            into.gpu = gpu[1]
-        reader.until("[")
-        yield from reader.objects()
+def each_event(path: Path, take: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Give `take` every event of a trace as it is read, so that no more of hundreds of MB stays than it keeps; return
+    what stands around the events. Raise TraceError for more than MOST_BYTES."""
 
+    def keep(value: dict[str, Any]) -> dict[str, Any] | None:
+        if "ph" not in value:
+            return value
+        take(value)
+        return None
 
-def _open(path: Path) -> IO[str]:
-    if path.stat().st_size > MOST_BYTES:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
         raise TraceError(
             f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps (--steps 1), or accumulate less"
         )
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
-    return path.open(encoding="utf-8", errors="replace")
-
-
-class _Reader:
-    """Objects of a JSON array out of a stream, without the rest of it in memory."""
-
-    def __init__(self, file: IO[str], path: Path) -> None:
-        self._file, self._path = file, path
-        self._text, self._place = "", 0
-        self._decode = json.JSONDecoder(strict=False).raw_decode
-
-    def until(self, mark: str) -> str:
-        """Return what stands before a mark; read on behind it."""
-        while (at := self._text.find(mark, self._place)) < 0:
-            if not self._more():
-                raise ValueError(f"no {mark}")
-        before, self._place = self._text[self._place : at], at + len(mark)
-        return before
-
-    def objects(self) -> Iterator[dict[str, Any]]:
-        while True:
-            self._skip()
-            if self._text[self._place] == "]":
-                return
-            try:
-                value, self._place = self._decode(self._text, self._place)
-            except ValueError:
-                if not self._more():
-                    raise ValueError("it is cut short") from None
-                continue
-            if isinstance(value, dict):
-                yield value
-
-    def _skip(self) -> None:
-        while True:
-            while self._place < len(self._text) and self._text[self._place] in " \t\r\n,":
-                self._place += 1
-            if self._place < len(self._text):
-                return
-            if not self._more():
-                raise ValueError("it is cut short")
-
-    def _more(self) -> bool:
-        chunk = self._file.read(_CHUNK)
-        self._text, self._place = self._text[self._place :] + chunk, 0
-        return bool(chunk)
+    document: dict[str, Any] = json.loads(text.decode(errors="replace"), strict=False, object_hook=keep)
+    document["traceEvents"]  # a KeyError for what is no trace
+    return document
 
 
 def _keep(trace: Trace, event: dict[str, Any]) -> None:
+    if event["ph"] != "X":
+        return
     kind, name = event.get("cat"), event.get("name", "")
     begin = float(event["ts"]) / 1e3
     end = begin + float(event.get("dur", 0.0)) / 1e3

@@ -14,6 +14,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.machine import cache_dir
 from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.worker import gpu_lock
+from ftbench.worker.child import end
 from ftbench.worker.measure.contention import HostLoad
 from ftbench.worker.measure.outcome import Terminated, of_exception
 from ftbench.worker.measure.phases import Phases
@@ -94,7 +95,4 @@ def _terminate(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads and atexit hooks of libraries can hang here and have nothing left to do
+    end(main(sys.argv[1]))

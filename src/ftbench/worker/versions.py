@@ -10,15 +10,21 @@ error              the first line of what went wrong, where it sees none or a ke
 from __future__ import annotations
 
 import json
-import os
-import sys
 import warnings
 from typing import Any
 
 from ftbench.store.process_identity import die_with_parent
+from ftbench.worker.child import end
 
 
-def told() -> dict[str, Any]:
+def main() -> int:
+    """Print what torch says of itself."""
+    warnings.simplefilter("ignore")
+    print(json.dumps(versions()))
+    return 0
+
+
+def versions() -> dict[str, Any]:
     """Return the versions, and what torch says of the GPU."""
     import torch
 
@@ -50,7 +56,4 @@ def told() -> dict[str, Any]:
 
 if __name__ == "__main__":
     die_with_parent()
-    warnings.simplefilter("ignore")
-    print(json.dumps(told()))
-    sys.stdout.flush()
-    os._exit(0)
+    end(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from ftbench.errors import SpecError
@@ -33,6 +34,22 @@ def part_of(name: str) -> Part:
     """Return the part of a model that a dotted name of a module or a parameter lies in."""
     names = set(name.split("."))
     return "projector" if names & set(_PROJECTOR) else "vision" if names & set(_ENCODER) else "language"
+
+
+def kept_tensors(model: Any, optimizer: Any = None) -> Iterator[tuple[Any, str]]:
+    """Yield what stays between the steps, each with what it is: weights, adapters or optimizer. Beside a 4-bit weight
+    bitsandbytes keeps the scales of its blocks, quantised again or not, and tables."""
+    adapted = base_model(model) is not model
+    for parameter in model.parameters():
+        kind = "adapters" if adapted and parameter.requires_grad else "weights"
+        yield parameter, kind
+        state = getattr(parameter, "quant_state", None)
+        while state is not None:
+            yield from ((tensor, kind) for tensor in (state.absmax, state.code, state.offset) if tensor is not None)
+            state = state.state2
+    yield from ((buffer, "weights") for buffer in model.buffers())
+    for values in optimizer.state.values() if optimizer is not None else ():
+        yield from ((value, "optimizer") for value in values.values() if hasattr(value, "untyped_storage"))
 
 
 def decoder_layers(model: Any) -> list[Any]:

@@ -14,9 +14,9 @@ import psutil
 
 from ftbench.errors import MissingError
 from ftbench.store import machine
-from ftbench.store.process_identity import die_with_parent
 from ftbench.store.rundir import write_json
 from ftbench.worker import gpu_lock
+from ftbench.worker.child import end
 from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.probe.timing import SAMPLE_S, Budget, during
 
@@ -147,8 +147,4 @@ def _idle(sampler: Sampler | None) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
-    code = main(Path(sys.argv[1]), float(sys.argv[2]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads of libraries can hang at exit and have nothing left to do
+    end(main(Path(sys.argv[1]), float(sys.argv[2])))

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ftbench.store.process_identity import PARENT, die_with_parent
 from ftbench.store.rundir import read_json, write_json
+from ftbench.worker.child import end
 from ftbench.worker.measure.meters import CudaClock, meters
 from ftbench.worker.probe.timing import Budget, batch_size, faster_half, first_call, timed_batch
 
@@ -187,5 +188,4 @@ def _pairs(world: int) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     die_with_parent()
     rank_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
-    sys.stdout.flush()
-    os._exit(0)  # NCCL's threads have nothing left to do and can hang at exit
+    end(0)  # NCCL's threads too

@@ -14,8 +14,9 @@ from ftbench.core.allocations import AllocationHistory, Event, by_category
 from ftbench.core.phases import OPTIMIZER, PREFIX
 from ftbench.core.units import GIB
 from ftbench.store.rundir import MEMORY, OOM_MEMORY, write_json
+from ftbench.worker.measure.applied import innermost
 from ftbench.worker.measure.outcome import of_exception
-from ftbench.worker.profile.owners import gradients, owned
+from ftbench.worker.model.parts import kept_tensors
 from ftbench.worker.profile.ranges import Ranges
 
 SCHEMA = 1
@@ -111,6 +112,22 @@ class Memory:
     def _history(self, events: Sequence[Event], alive: Sequence[tuple[int, int]]) -> AllocationHistory:
         owners = {address: kind for address, (kind, _) in owned(self._loop).items()}
         return AllocationHistory(events, alive, self._marks, owners, self._gradients, self._gradients_at)
+
+
+def owned(loop: Any) -> dict[int, tuple[str, int]]:
+    """Return the address of each storage that stays, what it is, and its bytes."""
+    storages: dict[int, tuple[str, int]] = {}
+    for tensor, kind in kept_tensors(loop.model, innermost(loop.optimizer)):
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            storages.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+    return storages
+
+
+def gradients(loop: Any) -> set[int]:
+    """Return the addresses of the gradients that there are."""
+    present = (p.grad for p in loop.model.parameters() if p.grad is not None and p.grad.numel())
+    return {gradient.untyped_storage().data_ptr() for gradient in present}
 
 
 def from_entries(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], int | None]:

@@ -5,7 +5,6 @@ A sentence for the user goes into error.json with the exit code of its kind.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
@@ -17,8 +16,8 @@ import transformers
 from ftbench.errors import FtbenchError
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import OTHERWISE
-from ftbench.store.process_identity import die_with_parent
 from ftbench.store.rundir import RunDir, read_json, write_json
+from ftbench.worker.child import end
 from ftbench.worker.simulate.run import simulate
 from ftbench.worker.simulate.values import Unknown
 
@@ -55,8 +54,4 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    die_with_parent()
-    code = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads of libraries have nothing left to do
+    end(main(Path(sys.argv[1])))

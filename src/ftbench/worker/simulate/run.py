@@ -15,12 +15,13 @@ from ftbench.worker import methods
 from ftbench.worker.data.order import Row
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure.applied import innermost
 from ftbench.worker.measure.batch_count import BatchCount
 from ftbench.worker.measure.hf_adapter import HfRecording
+from ftbench.worker.model.parts import kept_tensors
 from ftbench.worker.simulate.account import account
 from ftbench.worker.simulate.gpu import simulated
-from ftbench.worker.simulate.modules import follow_modules
-from ftbench.worker.simulate.tracker import Tracker
+from ftbench.worker.simulate.tracker import Tracker, follow_modules
 from ftbench.worker.simulate.weights import Shape
 from ftbench.worker.train import assembled, prepared
 
@@ -123,25 +124,14 @@ class Watch(TrainerCallback):
         self.position = "data"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        adapted = hasattr(self.model, "peft_config")
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self._tracker.is_a(tensor, "adapters" if adapted and tensor.requires_grad else "weights")
-            for constant in _constants(getattr(tensor, "quant_state", None)):
-                self._tracker.is_a(constant, "weights")
-            if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(lambda p: self._tracker.is_a(p.grad, "gradients"))
+        self._tell_kept()
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: self._tracker.is_a(p.grad, "gradients"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        for values in optimizer.state.values():
-            for value in values.values():
-                if torch.is_tensor(value):
-                    self._tracker.is_a(value, "optimizer")
+        self._tell_kept(innermost(optimizer))
 
-
-def _constants(state: Any) -> list[torch.Tensor]:
-    """Return what bitsandbytes keeps beside a 4-bit weight: the scales of its blocks, quantised again or not, and
-    tables."""
-    if state is None:
-        return []
-    own = [value for value in (state.absmax, state.code, state.offset) if torch.is_tensor(value)]
-    return own + _constants(state.state2)
+    def _tell_kept(self, optimizer: Any = None) -> None:
+        for tensor, kind in kept_tensors(self.model, optimizer):
+            self._tracker.is_a(tensor, kind)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules import module as hooks
+
+from ftbench.worker.model.parts import base_model
 
 ACCUMULATE = "accumulate"  # the sum of two gradients, made by the engine of the backward pass
 
@@ -92,6 +96,24 @@ class Tracker:
         record, _ = self._alive.pop(key)
         record.freed, record.freed_in = self.events, self.phase
         self.events += 1
+
+
+@contextmanager
+def follow_modules(model: Any, tracker: Tracker) -> Iterator[str]:
+    """Keep in `tracker.module` the name of the innermost module whose forward pass runs; yield the name of the module
+    that makes the hidden states."""
+    names = {module: name for name, module in model.named_modules()}
+    before: list[str] = []
+
+    def enter(module: Any, args: Any) -> None:
+        before.append(tracker.module)
+        tracker.module = names.get(module, tracker.module)
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        tracker.module = before.pop()
+
+    with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True):
+        yield names[base_model(model).base_model]
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
