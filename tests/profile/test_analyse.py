@@ -141,7 +141,7 @@ def test_whatever_is_written_in_it_is_no_markup(recorded):
     picture = timeline.reduce(recorded, work_of(recorded))
     picture |= {"phases": [[0.0, 1.0, bad]], "groups": {bad: [[0, 1, 0.5]]}, "device": bad}
     root = ET.fromstring(timeline.svg(picture, bad))
-    assert {element.tag.rpartition("}")[2] for element in root.iter()} == {"svg", "title", "text", "rect"}
+    assert {element.tag.rpartition("}")[2] for element in root.iter()} == {"svg", "title", "text", "g", "rect"}
 
 
 def test_memory_is_drawn_and_what_is_written_in_it_is_no_markup():

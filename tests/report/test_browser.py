@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("plotly", reason="the page is drawn with plotly: pip install 'ftbench[report]'")
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
 from page_runs import HOSTILE, JAPANESE, study  # noqa: E402
@@ -67,11 +66,9 @@ def opened(browser, page_file):
 
 
 def draw_all(page: Any) -> None:
-    """Scrolls to each figure, and waits until it is drawn."""
+    """Waits until each figure is drawn."""
     for box in page.query_selector_all(".figure"):
-        box.scroll_into_view_if_needed()
-        box.wait_for_selector(".main-svg .xtick", state="attached")
-    page.evaluate("scrollTo(0, 0)")
+        box.wait_for_selector("svg .gridline", state="attached")
 
 
 def rows(page: Any, column: str | None = None) -> list[str]:
@@ -145,24 +142,52 @@ def test_headings_sort_by_mouse_and_keyboard_and_the_unknown_comes_last(opened):
 @pytest.mark.parametrize(
     ("figure", "mark", "words"),
     [
-        ("#pareto-figure", ".scatterlayer .trace:last-child .point", ["samples/h", "GiB of tensors"]),
-        ("#bars-figure", ".barlayer .point", ["samples per hour", "95 %", "1 run"]),
-        ("#curves-figure", ".scatterlayer .trace .points path", ["GiB", "step"]),
+        ("#pareto-figure", ".point", ["samples/h", "GiB of tensors"]),
+        ("#bars-figure", ".bar rect", ["samples per hour", "95 %", "1 run"]),
+        ("#curves-figure", ".series .line", ["GiB", "step"]),
     ],
 )
 def test_hovering_shows_a_label(opened, figure, mark, words):
     with opened() as page:
         draw_all(page)
         page.locator(figure).scroll_into_view_if_needed()
-        if figure == "#curves-figure":
-            box = page.locator(f"{figure} .nsewdrag").bounding_box()
-            line = page.locator(f"{figure} .scatterlayer .trace path.js-line").first.bounding_box()
-            page.mouse.move(box["x"] + box["width"] / 2, line["y"] + line["height"] / 2)
-        else:
-            page.locator(f"{figure} {mark}").first.hover(force=True)
-        page.wait_for_selector(f"{figure} .hoverlayer .hovertext")
-        label = page.locator(f"{figure} .hoverlayer .hovertext").first.text_content()
+        place = page.locator(f"{figure} > svg {mark}").first.bounding_box()
+        page.mouse.move(place["x"] + place["width"] / 2, place["y"] + place["height"] / 2)
+        page.wait_for_selector(f"{figure} .tip:not([hidden])")
+        label = page.locator(f"{figure} .tip").text_content()
         assert all(word in label for word in words), label
+
+
+def test_dragging_looks_closer_and_a_double_click_back(opened):
+    with opened() as page:
+        draw_all(page)
+        figure = page.locator("#curves-figure > svg")
+        figure.scroll_into_view_if_needed()
+        ticks = "() => [...document.querySelectorAll('#curves-figure > svg .tick')].map((tick) => tick.textContent)"
+        before, box = page.evaluate(ticks), figure.bounding_box()
+        page.mouse.move(box["x"] + 300, box["y"] + 100)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 600, box["y"] + 100)
+        page.mouse.up()
+        page.wait_for_function(f"before => ({ticks})().join() !== before.join()", arg=before)
+        page.locator("#curves-figure > svg").dblclick(position={"x": 400, "y": 100})
+        page.wait_for_function(f"before => ({ticks})().join() === before.join()", arg=before)
+
+
+@pytest.mark.parametrize("size", [DESKTOP, (390, 844)])
+def test_no_words_of_a_figure_overlap_or_are_cut(opened, size):
+    script = """() => [...document.querySelectorAll(".figure")].flatMap((figure) => {
+      const edge = figure.getBoundingClientRect(), texts = [...figure.querySelectorAll(":scope > svg text, .legend span")];
+      const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()]);
+      const wrong = boxes.filter(([, box]) => box.left < edge.left - 1 || box.right > edge.right + 1).map(([text]) => `cut: ${text}`);
+      boxes.forEach(([text, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
+        const across = Math.min(a.right, b.right) - Math.max(a.left, b.left), down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (across > 1 && down > 3) wrong.push(`${text} over ${other}`);
+      }));
+      return wrong; })"""  # noqa: E501
+    with opened(size) as page:
+        draw_all(page)
+        assert page.evaluate(script) == []
 
 
 def test_every_curve_and_figure_can_be_chosen(opened):
@@ -170,14 +195,14 @@ def test_every_curve_and_figure_can_be_chosen(opened):
         draw_all(page)
         for curve in ("step", "loss", "elapsed", "memory"):
             page.select_option("#curve", curve)
-            assert page.locator("#curves-figure .scatterlayer .trace").count() > 0
+            assert page.locator("#curves-figure .series").count() > 0
         for metric in ("step", "tokens", "peak", "energy", "samples"):
             page.select_option("#metric", metric)
-            assert page.locator("#bars-figure .barlayer .point").count() > 0
-        before = page.locator("#curves-figure .scatterlayer .trace").count()
+            assert page.locator("#bars-figure .bar").count() > 0
+        before = page.locator("#curves-figure .series").count()
         page.click("summary:has-text('Choose runs')")
         page.locator("#pick input:checked").first.uncheck()
-        assert page.locator("#curves-figure .scatterlayer .trace").count() == before - 3  # allocated, reserved, peak
+        assert page.locator("#curves-figure .series").count() == before - 3  # allocated, reserved, peak
 
 
 def test_a_run_opens_with_what_was_applied_and_closes_with_escape(opened):
@@ -196,7 +221,7 @@ def test_a_run_opens_with_what_was_applied_and_closes_with_escape(opened):
 def test_the_switch_turns_light_into_dark_and_the_figures_with_it(opened):
     with opened() as page:
         draw_all(page)
-        paper = "() => getComputedStyle(document.querySelector('#bars-figure .main-svg')).background"
+        paper = "() => getComputedStyle(document.querySelector('#bars-figure .bar rect')).fill"
         light = page.evaluate(paper)
         page.click("#theme")
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 27)"
@@ -216,8 +241,9 @@ def test_no_text_is_too_faint(opened):
       const faint = [];
       for (const node of document.querySelectorAll("main *, footer *, .theme")) {
         const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
-        if (!own || node.closest("svg, dialog, .modebar") || !node.checkVisibility()) continue;
-        const [a, b] = [light(parse(getComputedStyle(node).color)), light(behind(node))];
+        if (!own || node.closest(".picture, dialog") || !node.checkVisibility()) continue;
+        const own_colour = getComputedStyle(node)[node.closest("svg") ? "fill" : "color"];
+        const [a, b] = [light(parse(own_colour)), light(behind(node))];
         const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
         if (ratio < 4.5) faint.push(`${node.tagName}.${node.className}: ${ratio.toFixed(2)}`);
       }
@@ -260,8 +286,8 @@ def test_it_prints_on_paper_with_every_figure(browser, page_file, tmp_path):
     page.goto(page_file.as_uri())
     page.wait_for_selector("html[data-ready]")
     page.emulate_media(media="print")
-    page.locator(".figure svg.main-svg").nth(2).wait_for(state="attached")
+    draw_all(page)
     page.pdf(path=tmp_path / "page.pdf", format="A4")
     assert (tmp_path / "page.pdf").stat().st_size > 20_000
-    assert page.eval_on_selector_all(".figure .main-svg", "all => all.every(svg => svg.clientWidth <= 680)")
+    assert page.eval_on_selector_all(".figure > svg", "all => all.every(svg => svg.clientWidth <= 680)")
     page.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -59,8 +60,9 @@ def test_a_budget_is_shared_by_all_runs():
     assert points_for(10**6, 5_000_000) == 16
 
 
-def unpacked(packed: list[str], wide: bool = False) -> list[tuple[int, float]]:
-    steps, values = (base64.b64decode(text) for text in packed)
+def unpacked(curve: dict[str, Any], name: str) -> list[tuple[int, float]]:
+    place, packed = curve[name]
+    steps, values, wide = base64.b64decode(curve["at"][place]), base64.b64decode(packed), curve["wide"]
     size = 4 if wide else 2
     return list(zip(struct.unpack(f"<{len(steps) // size}{'I' if wide else 'H'}", steps),
                     struct.unpack(f"<{len(values) // 4}f", values), strict=True))  # fmt: skip
@@ -70,11 +72,11 @@ def test_a_packed_curve_reads_back_as_it_was_recorded(tmp_path):
     run = made(tmp_path, "lora", 4, steps=100, speed=0.5, peak=20)
     found = curves(run.path, 40)
     assert (found["steps"], found["planned"], found["wide"]) == (100, 100, False)
-    peak = unpacked(found["peak"])
+    peak = unpacked(found, "peak")
     assert len(peak) <= 40
     assert (50, 21.0) in peak  # the one step with a higher peak
     recorded = read_columns(run.steps, ("step", "step_time_s"))
-    for step, value in unpacked(found["step"]):
+    for step, value in unpacked(found, "step"):
         assert value == pytest.approx(recorded["step_time_s"][step - 1], rel=1e-6)
 
 
@@ -96,8 +98,8 @@ def test_what_is_no_number_is_a_gap_and_a_line_that_cannot_be_read_no_point(tmp_
     other[lines[0].split(",").index("peak_memory_gb")] = "many"
     run.steps.write_text("\n".join([*lines[:4], ",".join(fields), lines[5], ",".join(other), *lines[7:], ""]))
     found = curves(run.path, 40)
-    assert [math.isnan(value) for _, value in unpacked(found["loss"])] == [i == 3 for i in range(9)]
-    assert [step for step, _ in unpacked(found["peak"])] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+    assert [math.isnan(value) for _, value in unpacked(found, "loss")] == [i == 3 for i in range(9)]
+    assert [step for step, _ in unpacked(found, "peak")] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
 
 
 def test_more_steps_than_two_bytes_count(tmp_path):
@@ -106,7 +108,7 @@ def test_more_steps_than_two_bytes_count(tmp_path):
     run.steps.write_text("\n".join([*lines[:3], "70000" + lines[3][1:], ""]))
     found = curves(run.path, 40)
     assert found["wide"]
-    assert [step for step, _ in unpacked(found["loss"], wide=True)] == [1, 2, 70000]
+    assert [step for step, _ in unpacked(found, "loss")] == [1, 2, 70000]
 
 
 def test_a_run_without_steps_has_no_curve(tmp_path):

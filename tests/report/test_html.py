@@ -12,19 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("plotly", reason="the page is drawn with plotly: pip install 'ftbench[report]'")
-
 from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
-from ftbench.errors import MissingError
 from ftbench.report.data.collect import collect
 from ftbench.report.page import bars, document, head
 from ftbench.report.page.markup import Markup, data_block, element, join
 from ftbench.report.page.view import view
 from ftbench.report.render.document import Report
 from ftbench.report.render.formats import render
-from ftbench.report.render.runs_table import runs_table
 
 
 class Page(HTMLParser):
@@ -85,12 +80,11 @@ def test_nothing_is_fetched(page):
     assert "unsafe-inline" not in policy.partition("style-src")[0]
 
 
-def test_only_the_two_scripts_of_ours_and_plotlys_may_run(page):
+def test_only_the_one_script_may_run(page):
     policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
     running = [script for attributes, script in page.scripts if "type" not in attributes]
-    assert len(running) == 2
-    for script in running:
-        assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+    assert len(running) == 1
+    assert f"'sha256-{base64.b64encode(hashlib.sha256(running[0].encode()).digest()).decode()}'" in policy
 
 
 def test_text_of_runs_is_text(text, page):
@@ -147,7 +141,7 @@ def test_the_data_are_those_of_the_files(page, tmp_path):
 def test_an_interval_is_that_of_the_steps_or_of_the_repeats(tmp_path):
     run = made(tmp_path, "lora", 4, speed=0.5, peak=20)
     records = collect([tmp_path])
-    only = view(records, runs_table(records), "").rows[0]
+    only = view(Report(records)).rows[0]
     value, low, high = bars.of_one_run(only, "samples", only.values["samples"])
     assert low is not None
     assert high is not None
@@ -163,7 +157,7 @@ def test_runs_of_different_models_are_not_ranked_together(tmp_path):
     made(tmp_path, "lora", 4)
     made(tmp_path, "lora", 8, speed=0.8)
     records = collect([tmp_path])
-    shown = view(records, runs_table(records), "")
+    shown = view(Report(records))
     assert len(shown.workloads) == 2
     assert shown.workloads[0].startswith("Qwen3-8B")  # that of most runs
     assert head.title(shown) == "3 fine-tuning runs on NVIDIA H200"
@@ -189,12 +183,6 @@ def test_data_cannot_end_their_element(value):
     block = data_block("data", {"x": value})
     assert block.count("</script") == 1
     assert Page(block).data == {"x": value}
-
-
-def test_without_plotly_the_way_out_is_named(monkeypatch):
-    monkeypatch.setattr(document.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingError, match=r"pip install 'ftbench\[report\]'"):
-        document.plotly_script()
 
 
 @pytest.mark.parametrize("format", ["table", "md", "csv", "json", "latex", "html"])

@@ -137,7 +137,6 @@ def test_profiles_have_no_speed_to_compare(recorded):
 
 
 def test_the_page_shows_the_picture_also_out_of_a_bundle(recorded, tmp_path):
-    pytest.importorskip("plotly", reason="the page draws with it")
     pack.make([recorded.run.path], tmp_path / "x.tar.zst")
     page = report.report(report.Request([tmp_path / "x.tar.zst"], "html")).text
     assert f"{recorded.run.run_id}: one step on the CPU" in page

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ftbench import __version__
-from ftbench.cli.shared import app, tell
+from ftbench.cli.shared import app, guard, tell
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 
 COMMANDS = (  # in the order of --help
@@ -52,7 +52,7 @@ def main() -> None:
 
 def _prepare_streams() -> None:
     """Open streams that are closed on nothing, before a file takes their number; let an ASCII terminal show the rest,
-    and no command end for a stderr that is full."""
+    no secret out, and no command end for a stderr that is full."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             _to_nowhere(number)
@@ -60,6 +60,7 @@ def _prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+        guard(stream)
     write = sys.stderr.write
 
     def attempt(text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -23,5 +22,5 @@ def doctor(
     from ftbench.doctor.examine import examine
 
     diagnosis = examine(spec, sets or [], out)
-    emit(json.dumps(diagnosis.as_dict(), ensure_ascii=False) if as_json else diagnosis.as_text())
+    emit(diagnosis.as_dict() if as_json else diagnosis.as_text())
     raise typer.Exit(MissingError.exit_code if diagnosis.can_run is False else 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ftbench.cli.shared import Json, Out, app, emit, tell
@@ -16,4 +15,4 @@ def probe(out: Out = Path("results"), as_json: Json = False) -> None:
 
     tell(f"probing this machine, {command.LIMIT_S:.0f} s at the most")
     document, path = command.probe(out)
-    emit(json.dumps(document, ensure_ascii=False) if as_json else f"{as_text(document)}\nfile        {path}")
+    emit(document if as_json else f"{as_text(document)}\nfile        {path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +33,7 @@ def profile(
         return
     result = train(*command.request(spec, sets or [], steps, nsys), out)
     if as_json:
-        emit(json.dumps(result.document() | {"profile": command.document(result.run)}, ensure_ascii=False))
+        emit(result.document() | {"profile": command.document(result.run)})
     else:
         emit(command.as_text(result.run) or card(result.summary, result.run))
     raise typer.Exit(result.exit_code)

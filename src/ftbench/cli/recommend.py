@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +38,7 @@ def recommend(
         spec, sets or [], gpu, samples, deadline, max_cost, prices, objective, method, effective_batch, store, output,
         config,
     ))  # fmt: skip
-    emit(json.dumps(view.as_json(answer), ensure_ascii=False) if as_json else view.as_text(answer), end="")
+    emit(view.as_json(answer) if as_json else view.as_text(answer), end="")
     if output is not None and answer.options:
         deliver(view.as_yaml(answer), output)
     raise typer.Exit(0 if answer.options else 1)

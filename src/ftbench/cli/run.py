@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import typer
@@ -16,5 +15,5 @@ def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json
     from ftbench.report.card import card
 
     result = train(spec, sets or [], out)
-    emit(json.dumps(result.document(), ensure_ascii=False) if as_json else card(result.summary, result.run))
+    emit(result.document() if as_json else card(result.summary, result.run))
     raise typer.Exit(result.exit_code)

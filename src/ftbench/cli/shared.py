@@ -7,9 +7,11 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
+
+from ftbench.core.redact import clean, secretless
 
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
@@ -52,14 +54,21 @@ def deliver(text: str, output: Path | None) -> None:
         write_output(output, text)
 
 
-def emit(text: str, end: str = "\n") -> None:
-    """Print a result on stdout, without characters that would move the cursor or change colours."""
+def emit(result: object, end: str = "\n") -> None:
+    """Print a result on stdout, a document as JSON, without characters that would move the cursor or change colours."""
+    text = result if isinstance(result, str) else json.dumps(clean(result), ensure_ascii=False)
     print(printable(text), end=end)
+
+
+def guard(stream: TextIO) -> None:
+    """Let text leave by a standard stream without secrets only, whoever writes it."""
+    write = stream.write
+    stream.write = lambda text: write(secretless(text))  # type: ignore[method-assign]
 
 
 def tell(text: str) -> None:
     """Print a line of the story on stderr, cut where it repeats a long input."""
-    line = printable(text)
+    line = printable(secretless(text))
     more = len(line) - _LONGEST
     print(line if more <= 0 else f"{line[:_LONGEST]}… ({more:,} characters more)", file=sys.stderr)
 
@@ -94,10 +103,10 @@ def run_plan(ready: Ready, dry_run: bool, as_json: bool) -> tuple[int, Tables]:
 
     if dry_run:
         lines = planned.dry_run(ready)
-        emit(json.dumps([dataclasses.asdict(line) for line in lines]) if as_json else planned.as_text(lines))
+        emit([dataclasses.asdict(line) for line in lines] if as_json else planned.as_text(lines))
         raise typer.Exit
     code, tables = command.run(ready)
-    emit(json.dumps(tables.document(), ensure_ascii=False) if as_json else tables.terminal(), end="\n" * as_json)
+    emit(tables.document() if as_json else tables.terminal(), end="\n" * as_json)
     return code, tables
 
 

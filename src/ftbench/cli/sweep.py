@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +60,7 @@ def _print_status(folder: Path, as_json: bool) -> None:
     from ftbench.sweep.output import status
 
     board = status.status(folder)
-    emit(json.dumps(board, ensure_ascii=False) if as_json else status.as_text(board))
+    emit(board if as_json else status.as_text(board))
 
 
 def _axes(options: dict[str, str | None], axes: list[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -21,5 +20,5 @@ def verify(
 
     checked = command.verify(bundle)
     document = dataclasses.asdict(checked)
-    emit(json.dumps(document, ensure_ascii=False) if as_json else command.as_text(checked, bundle))
+    emit(document if as_json else command.as_text(checked, bundle))
     raise typer.Exit(1 if checked.problems else 0)

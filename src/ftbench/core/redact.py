@@ -1,56 +1,133 @@
-"""Secrets out of text that leaves the machine: what looks like one, and what this process's environment calls one."""
+"""Secrets out of text that leaves the machine: what looks like one, and what this process's environment calls one.
+
+Documents are cleaned before they are cut, folded or escaped (`clean`); whatever leaves goes through `secretless` once
+more at the edge, which also knows the forms that a value takes when it is quoted.
+"""
 
 from __future__ import annotations
 
+import html
+import json
+import os
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote
 
 REDACTED = "[redacted]"
-_NAMES = r"(?:token|secret|password|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credentials?)"
-_SECRET_NAME = re.compile(rf"(?i){_NAMES}s?$")
+_WORDS = r"(?:token|secret|password|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credentials?)"
+_VARIABLE = r"\b(?:[A-Z][A-Z0-9_]*_(?:PASS|PWD|KEY|AUTH|PAT|DSN)|TOKEN_[A-Z0-9_]+)"
+_SECRET_VARIABLE = re.compile(rf"(?i){_WORDS}s?(?:_|$)|(?:^|_)(?:pass|keys?|auth|pat|dsn)$|_pwd$")
+_NAMES_A_PLACE = re.compile(r"(?i)_(?:path|file|dir|sock)$")
+_SECRET_KEY = re.compile(rf"(?i:{_WORDS})$|{_VARIABLE}$")
 # The shapes in which the issuers themselves publish their keys (and by which code hosts find leaked ones).
 _SHAPES = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_[A-Za-z0-9_]{20,}"
-    r"|\bglpat-[A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b|\bAIza[A-Za-z0-9_-]{30,}|\bxox[abprs]-[A-Za-z0-9-]{10,}"
-    r"|\bnvapi-[A-Za-z0-9_-]{16,}|\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    r"(?=[hsgAxne-])(?:\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}"
+    r"|\bgithub_pat_[A-Za-z0-9_]{20,}|\bglpat-[A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b|\bAIza[A-Za-z0-9_-]{30,}"
+    r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|\bnvapi-[A-Za-z0-9_-]{16,}"
+    r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))",
     re.DOTALL,
 )
-_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s/:@\"']*:)[^\s/@\"']+(?=@)")
+# A quote within a password is told from one that ends a text by what follows it.
+_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s/:@\"']*:)(?:[^\s/@\"']|[\"'](?![,:;)}\]>\s]))+(?=@)")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/-]{12,}=*")
-_NAMED = re.compile(rf"(?i)({_NAMES}[\"']?\s*[:=]\s*)(\"[^\"\n]{{4,}}\"|'[^'\n]{{4,}}'|[^\s\"',;}}\]]{{4,}})")
+_VALUE = (
+    r"\"(?:[^\"\\\n]|\\.){4,}\""
+    r"|'(?:[^'\\\n]|\\.|''){4,}'"
+    r"|\\\"(?:[^\"\\\n]|\\\\(?:\\[\\\"]|[^\\])|\\[^\"\\]){4,}\\\""  # the same within a JSON text
+    r"|[\"']?[^\s\"',;}\]]{4,}"
+)
+_PLAIN_JSON = re.compile(r"-?[\d.]+(?:[eE][+-]?\d+)?|true|false|null")
+_NAMED = re.compile(
+    rf"(?=[tspacA-Z])((?:(?i:{_WORDS})|{_VARIABLE})\\*[\"']?\s*[:=]\s*)(?!\\*[\"']?\[redacted\])({_VALUE})"
+)
 
 
 def redact(text: str, environment: Mapping[str, str]) -> tuple[str, int]:
     """Return `text` with secrets replaced, and how many there were: keys of known shape, passwords in URLs, values of
-    names like HF_TOKEN or api_key, and wherever it stands the value of a variable of `environment` with such a name."""
-    count = 0
-    for value in secrets_of(environment):
-        count += text.count(value)
+    names like HF_TOKEN or api_key, and wherever it stands, also quoted, the value of a variable of `environment` with
+    such a name."""
+    redacted = _redacted(text, secrets_of(environment))
+    return redacted, redacted.count(REDACTED) - text.count(REDACTED)
+
+
+def secretless(text: str) -> str:
+    """Return text that may leave the machine."""
+    return redact(text, os.environ)[0]
+
+
+def clean(value: Any) -> Any:
+    """Return a document of dicts, lists and texts that may leave the machine: also without what stands under a key that
+    says it is secret."""
+    secrets = secrets_of(os.environ)
+
+    def cleaned(part: Any) -> Any:
+        if isinstance(part, str):
+            return _short_redacted(part, secrets)
+        if isinstance(part, dict):
+            return {
+                cleaned(key): REDACTED if _is_secret(key, content) else cleaned(content)
+                for key, content in part.items()
+            }
+        return type(part)(map(cleaned, part)) if type(part) in (list, tuple) else part
+
+    return cleaned(value)
+
+
+def _is_secret(key: Any, content: Any) -> bool:
+    return isinstance(content, str) and len(content) >= 4 and isinstance(key, str) and bool(_SECRET_KEY.search(key))
+
+
+def _redacted(text: str, secrets: tuple[str, ...]) -> str:
+    for value in secrets:
         text = text.replace(value, REDACTED)
     lower = text.lower()
     for pattern, replacement, signs in _RULES:
         if all(any(sign in lower for sign in group) for group in signs):  # a hundred times as fast as the pattern
-            text, replaced = pattern.subn(replacement, text)
-            count += replaced
-    return text, count
+            text = pattern.sub(replacement, text)
+    return text
+
+
+_short_redacted = lru_cache(maxsize=65536)(_redacted)
 
 
 def _keep_quotes(match: re.Match[str]) -> str:
-    quote = match[2][0] if match[2][0] in "\"'" else ""
-    return f"{match[1]}{quote}{REDACTED}{quote}"
+    name, value = match[1], match[2]
+    if '"' in name and _PLAIN_JSON.fullmatch(value):
+        return match[0]
+    quotes = next((mark for mark in ('\\"', '"', "'") if value.startswith(mark)), "")
+    return f"{name}{quotes}{REDACTED}{quotes if value.endswith(quotes) else ''}"
 
 
 # Each pattern with what replaces its matches, and groups of signs: a text without one of each group has no match.
+_ISSUED = ("hf_", "sk-", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "akia", "aiza", "xox",
+           "nvapi-", "eyj", "private key")  # fmt: skip
+_NAMING = ("token", "secret", "pass", "key", "credential", "_pwd", "_auth", "_pat", "_dsn")
 _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str], tuple[tuple[str, ...], ...]], ...] = (
-    (_SHAPES, REDACTED, (("hf_", "sk-", "gh", "glpat-", "akia", "aiza", "xox", "nvapi-", "eyj", "private key"),)),
+    (_SHAPES, REDACTED, (_ISSUED,)),
     (_IN_URL, rf"\1{REDACTED}", (("://",), ("@",))),
     (_BEARER, rf"\1{REDACTED}", (("bearer",),)),
-    (_NAMED, _keep_quotes, ((":", "="), ("token", "secret", "pass", "key", "credential"))),
+    (_NAMED, _keep_quotes, ((":", "="), _NAMING)),
 )
 
 
-def secrets_of(environment: Mapping[str, str]) -> list[str]:
-    """Return the values of the variables whose names say that they are secret, longest first; short ones are words."""
-    secrets = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 8}
-    return sorted(secrets, key=lambda value: (-len(value), value))
+def secrets_of(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the values of the variables whose names say that they are secret, each also as JSON, HTML, CSV, YAML and a
+    URL write it, longest first; short ones are words."""
+    return _forms(tuple(
+        value for name, value in environment.items()
+        if len(value) >= 8 and _SECRET_VARIABLE.search(name) and not _NAMES_A_PLACE.search(name)
+    ))  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _forms(values: tuple[str, ...]) -> tuple[str, ...]:
+    forms = set(values)
+    for value in values:
+        in_json = {json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False)}
+        forms |= in_json | {json.dumps(text)[1:-1] for text in in_json}
+        forms |= {html.escape(text) for text in (value, *in_json)}
+        forms |= {value.replace('"', '""'), value.replace("'", "''"), repr(value)[1:-1], quote(value, safe="")}
+    return tuple(sorted(forms, key=lambda value: (-len(value), value)))

@@ -36,9 +36,9 @@ def svg(document: dict[str, Any], name: str) -> str:
 
 
 def _steps(edges: list[float], values: list[float], highest: float) -> list[tuple[float, float]]:
-    """Return corners of a line that keeps a value until the next."""
-    heights = [_TOP + _TALL * (1 - value / highest) for value in values]
+    """Return corners of a line that keeps a value until the next that can be told from it."""
+    heights = [round(_TOP + _TALL * (1 - value / highest), 1) for value in values]
     corners = [(edges[0], heights[0])]
     for x, before, after in zip(edges[1:], heights, heights[1:], strict=False):
-        corners += [(x, before), (x, after)]
-    return corners
+        corners += [(x, before), (x, after)] if before != after else []
+    return [*corners, (edges[-1], heights[-1])]

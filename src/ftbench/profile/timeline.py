@@ -69,24 +69,24 @@ def svg(picture: dict[str, Any], name: str) -> str:
     height = _TOP + _LANE * (len(lanes) + 2) + 22
     scale = WIDE / total
 
-    def box(begin: float, end: float, lane: int, colour: str, strength: float, title: str) -> str:
-        width = max(0.4, (end - begin) * scale)
-        return (
-            f'<rect x="{LEFT + begin * scale:.1f}" y="{_TOP + lane * _LANE + 2}" width="{width:.1f}" '
-            f'height="{_LANE - 4}" fill="{colour}" fill-opacity="{strength:.2f}"><title>{escape(title)}</title></rect>'
-        )
+    def row(lane: int, colour: str, boxes: Iterable[tuple[float, float, float, str]]) -> str:
+        """Return boxes of begin, end, strength and title."""
+        rects = [
+            f'<rect x="{LEFT + begin * scale:.1f}" width="{max(0.4, (end - begin) * scale):.1f}" height="{_LANE - 4}" '
+            f'opacity="{strength:.2f}"><title>{escape(title)}</title></rect>'
+            for begin, end, strength, title in boxes
+        ]
+        return f'<g fill="{colour}" transform="translate(0 {_TOP + lane * _LANE + 2})">{"".join(rects)}</g>'
 
     parts = [label(f"{name}: one step on the {picture['device']}, {picture['ms']:.1f} ms with the profiler", 4, 14)]
     for lane, group in enumerate(lanes):
         parts.append(label(group, 4, _baseline(lane)))
-        parts += [
-            box(b, e, lane, COLOURS.get(group, "#5d5d5d"), 0.25 + 0.75 * s, f"{group}, {b:.2f} to {e:.2f} ms")
-            for b, e, s in picture["groups"][group]
-        ]
+        boxes = [(b, e, 0.25 + 0.75 * s, f"{b:.2f} to {e:.2f} ms") for b, e, s in picture["groups"][group]]
+        parts.append(row(lane, COLOURS.get(group, "#5d5d5d"), boxes))
     below = len(lanes)
     parts += [label("nothing", 4, _baseline(below)), label("training thread", 4, _baseline(below + 1))]
-    parts += [box(b, e, below, _IDLE, 1.0, f"idle for {e - b:.2f} ms") for b, e in picture["idle"]]
-    parts += [box(b, e, below + 1, _PHASE, 1.0, f"{n}, {e - b:.2f} ms") for b, e, n in picture["phases"]]
+    parts.append(row(below, _IDLE, ((b, e, 1.0, f"idle for {e - b:.2f} ms") for b, e in picture["idle"])))
+    parts.append(row(below + 1, _PHASE, ((b, e, 1.0, f"{n}, {e - b:.2f} ms") for b, e, n in picture["phases"])))
     parts += [
         label(n, LEFT + b * scale + 3, _baseline(below + 1), "#ffffff") for b, e, n in picture["phases"]
         if (e - b) * scale > 7 * len(n) + 6

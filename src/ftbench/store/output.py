@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ftbench.core.redact import secretless
 from ftbench.errors import SpecError
 from ftbench.store.rundir import disk_error, write_text
 
@@ -24,9 +25,9 @@ def output_file(path: Path, stream: bool = True) -> Path:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write text to what `-o` names. Raise SpecError where it cannot be a file, MissingError where the disk does not
-    take it."""
-    target = output_file(path)
+    """Write text without secrets to what `-o` names. Raise SpecError where it cannot be a file, MissingError where the
+    disk does not take it."""
+    target, text = output_file(path), secretless(text)
     if not target.exists() or target.is_file():
         write_text(target, text)
         return

@@ -9,19 +9,13 @@
     for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
     return found;
   };
-  // plotly reads a little HTML in its labels; marks that turn the direction of writing stay out of a drawing
-  const label = (text) => String(text).replace(/[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "")
-    .replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
   // --- light and dark -------------------------------------------------------------------------------------------------
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const printing = matchMedia("print");
   const isDark = () => (document.documentElement.dataset.theme || (dark.matches ? "dark" : "light")) === "dark";
   $("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    redraw();
   });
-  dark.addEventListener("change", () => redraw());
 
   // --- the table ------------------------------------------------------------------------------------------------------
   const body = document.querySelector("#runs tbody");
@@ -105,12 +99,123 @@
     dialog.scrollTop = 0;
   }
 
-  // --- figures --------------------------------------------------------------------------------------------------------
-  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const colour = (i) => style(`--c${i % 8}`);
-  const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon"];
-  const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
+  // --- drawing --------------------------------------------------------------------------------------------------------
+  const NS = Object.assign(document.createElement("div"), { innerHTML: "<svg/>" }).firstChild.namespaceURI;
+  function shape(parent, name, attributes, text) {
+    const node = document.createElementNS(NS, name);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    if (text !== undefined) node.textContent = text;
+    parent.append(node);
+    return node;
+  }
+  const colour = (i) => `var(--c${i % 8})`; // of the style sheet, so that light and dark need no other drawing
+  const SYMBOLS = ["M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0", "M-4.5,-4.5h9v9h-9z", "M0,-6.5L6.5,0L0,6.5L-6.5,0z", "M0,-6L6,5H-6z",
+    "M0,6L6,-5H-6z", "M-2,-6h4v4h4v4h-4v4h-4v-4h-4v-4h4z"];
+  const DASHES = ["", "7 4", "2 3", "7 3 2 3", "12 5"];
   const round = (value) => Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+
+  // A scale from values to pixels, with round ticks; `zero` says that it starts at nothing.
+  function scaled(values, start, end, zero, most) {
+    const known = values.filter(Number.isFinite);
+    let low = known.reduce((a, b) => Math.min(a, b), zero ? 0 : Infinity), high = known.reduce((a, b) => Math.max(a, b), zero ? 0 : -Infinity);
+    if (!(high > low)) [low, high] = Number.isFinite(low) ? [low - (zero ? 0 : 1), low + 1] : [0, 1];
+    if (!zero) [low, high] = [low - (high - low) * 0.04, high + (high - low) * 0.04];
+    else high += (high - low) * 0.04;
+    const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].find((each) => each * power >= rough * 0.999) * power;
+    const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    const to = (value) => start + (value - low) / (high - low) * (end - start);
+    const ticks = [];
+    for (let i = Math.ceil(low / step); i * step <= high; i++) {
+      const text = (i * step).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+      ticks.push([to(i * step), text]);
+    }
+    return { to, ticks, from: (pixel) => low + (pixel - start) / (end - start) * (high - low) };
+  }
+
+  // An empty drawing with a legend of [name, colour, symbol or dash] below; a few names at most.
+  function canvas(box, height, names) {
+    const svg = document.createElementNS(NS, "svg"), width = box.clientWidth;
+    for (const [key, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, width: "100%" })) svg.setAttribute(key, value);
+    const legend = make("div", null, { class: "legend" });
+    for (const [name, fill, symbol, dash] of names.length <= 24 ? names : []) {
+      const item = make("span"), key = document.createElementNS(NS, "svg");
+      key.setAttribute("viewBox", "-12 -7 24 14");
+      if (dash !== undefined) shape(key, "path", { d: "M-12,0H12", class: "line", style: `stroke: ${fill}`, "stroke-dasharray": dash });
+      else shape(key, "path", { d: SYMBOLS[symbol % SYMBOLS.length], style: `fill: ${fill}` });
+      item.append(key, name);
+      legend.append(item);
+    }
+    box.replaceChildren(svg, legend);
+    return svg;
+  }
+
+  function axis(svg, scale, at, end, title, upright) {
+    for (const [pixel, text] of scale.ticks) {
+      shape(svg, "path", { d: upright ? `M${at},${pixel}H${end}` : `M${pixel},${at}V${end}`, class: "gridline" });
+      shape(svg, "text", upright ? { x: at - 6, y: pixel + 4, "text-anchor": "end", class: "tick" }
+        : { x: pixel, y: at + 17, "text-anchor": "middle", class: "tick" }, text);
+    }
+    shape(svg, "text", upright ? { x: 4, y: 15 } : { x: (svg.viewBox.baseVal.width + scale.ticks[0][0]) / 2, y: at + 36, "text-anchor": "middle" }, title);
+  }
+
+  // The text of the mark nearest to the mouse: marks are [x, y, text], or [null, y, text] for one that spans the drawing.
+  function hover(box, svg, marks) {
+    const tip = make("div", null, { class: "tip", role: "tooltip", hidden: "" });
+    box.append(tip);
+    svg.addEventListener("pointerleave", () => { tip.hidden = true; });
+    svg.addEventListener("pointermove", (event) => {
+      const edge = svg.getBoundingClientRect(), x = event.clientX - edge.left, y = event.clientY - edge.top;
+      let best = null, least = 40;
+      for (const mark of marks) {
+        const far = Math.hypot(mark[0] === null ? 0 : mark[0] - x, mark[1] - y);
+        if (far < least) [best, least] = [mark, far];
+      }
+      tip.hidden = !best;
+      if (!best) return;
+      tip.textContent = best[2];
+      tip.style.left = `${Math.max(0, Math.min(x + 12, edge.width - tip.offsetWidth))}px`;
+      tip.style.top = `${best[1] + 16}px`;
+    });
+  }
+
+  // Draws series {name, colour, symbol, dash, points: [{x, y, text, number}]}: marks where there is a symbol, a line where
+  // there is a dash, broken where a value is not known.
+  function plot(box, height, xTitle, yTitle, xZero, yZero, series) {
+    const every = series.flatMap((line) => line.points);
+    const svg = canvas(box, height, series.map((line) => [line.name, line.colour, line.symbol, line.dash]));
+    const bottom = height - 46, width = box.clientWidth, marks = [], taken = [];
+    const ys = scaled(every.map((point) => point.y), bottom, 28, yZero, 6);
+    const left = 14 + 7.5 * Math.max(...ys.ticks.map(([, text]) => text.length));
+    const xs = scaled(every.map((point) => point.x), left, width - 16, xZero, width < 520 ? 4 : 8);
+    axis(svg, ys, left, width - 8, yTitle, true);
+    axis(svg, xs, bottom, 28, xTitle, false);
+    for (const line of series) {
+      const group = shape(svg, "g", { class: "series" });
+      const places = line.points.map((point) => Number.isFinite(point.y) ? [xs.to(point.x), ys.to(point.y)] : null);
+      if (line.dash !== undefined) {
+        const path = places.map((at, i) => at ? `${i && places[i - 1] ? "L" : "M"}${at[0].toFixed(1)},${at[1].toFixed(1)}` : "").join("");
+        shape(group, "path", { d: path, class: "line", style: `stroke: ${line.colour}`, "stroke-dasharray": line.dash });
+      }
+      line.points.forEach((point, i) => {
+        const at = places[i];
+        if (!at) return;
+        if (line.symbol !== undefined || line.points.length < 30 && point.text) {
+          shape(group, "path", { d: SYMBOLS[(line.symbol || 0) % SYMBOLS.length], class: "point", style: `fill: ${line.colour}`,
+            transform: `translate(${at[0].toFixed(1)},${at[1].toFixed(1)})${line.symbol === undefined ? "scale(.5)" : ""}` });
+        }
+        if (point.text) marks.push([...at, point.text]);
+        if (point.number && !taken.some(([x, y]) => Math.abs(x - at[0]) < 22 && Math.abs(y - at[1]) < 13)) {
+          taken.push(at);
+          shape(group, "text", { x: at[0], y: at[1] - 9, "text-anchor": "middle", class: "tick" }, point.number);
+        }
+      });
+    }
+    hover(box, svg, marks);
+    return { svg, from: xs.from };
+  }
+
+  // --- figures --------------------------------------------------------------------------------------------------------
   const METRICS = {
     samples: "samples per hour", step: "median step, s", tokens: "real tokens per second",
     peak: "GiB of tensors at the peak", energy: "J per 1,000 samples, GPU only",
@@ -120,22 +225,6 @@
   const gpus = order("gpu"), methods = order("method");
   const workload = () => ($("workload") ? $("workload").value : data.runs[0].workload);
 
-  function layout(more) {
-    const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), linecolor: style("--quiet"), automargin: true };
-    const font = { color: style("--text"), family: getComputedStyle(document.body).fontFamily, size: 13 };
-    const { xaxis = {}, yaxis = {}, ...rest } = more;
-    return {
-      paper_bgcolor: style("--bg"), plot_bgcolor: style("--bg"), font, hovermode: "closest",
-      margin: { l: 8, r: 14, t: 14, b: 8 }, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis },
-      ...(printing.matches ? { width: 660 } : {}),
-      legend: { orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", x: 0, xanchor: "left", font: { size: 12 } },
-      hoverlabel: { bgcolor: style("--panel"), bordercolor: style("--line"), font, align: "left", namelength: -1 }, ...rest,
-    };
-  }
-  const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
-    toImageButtonOptions: { format: "svg", filename: "ftbench" }, showTips: false, displayModeBar: "hover" };
-  const legend = (count) => (count > 1 && count <= 24 ? { showlegend: true } : { showlegend: false });
-
   function pareto(box) {
     const runs = data.runs.filter((run) => run.workload === workload() && run.values.samples && run.values.peak);
     const groups = new Map();
@@ -143,60 +232,47 @@
       const name = many("gpu") ? `${run.method}, ${run.gpu}` : run.method;
       groups.set(name, [...(groups.get(name) || []), run]);
     });
-    const traces = [];
     const best = [...runs].sort((a, b) => a.values.peak - b.values.peak || b.values.samples - a.values.samples);
     let top = -Infinity;
     const front = best.filter((run) => run.values.samples > top && ((top = run.values.samples), true));
-    traces.push({ x: front.map((run) => run.values.peak), y: front.map((run) => run.values.samples), mode: "lines",
-      name: "not beaten in both", line: { color: style("--quiet"), dash: "dot", width: 1.5 }, hoverinfo: "skip" });
+    const at = (run) => ({ x: run.values.peak, y: run.values.samples });
+    const series = [{ name: "not beaten in both", colour: "var(--quiet)", dash: "2 4", points: front.map(at) }];
     for (const [name, found] of groups) {
-      const run = found[0];
-      traces.push({
-        x: found.map((one) => one.values.peak), y: found.map((one) => one.values.samples), name: label(name), type: "scatter",
-        mode: found.length <= 12 && runs.length <= 40 ? "markers+text" : "markers",
-        text: found.map((one) => `${one.batch}`), textposition: "top center", textfont: { size: 11, color: style("--quiet") },
-        hovertext: found.map((one) => `<b>${label(one.label)}</b><br>${round(one.values.samples)} samples/h<br>` +
-          `${round(one.values.peak)} GiB of tensors at the peak` + (one.warnings.length ? "<br>carries a warning" : "")),
-        hoverinfo: "text",
-        marker: { size: 10, color: colour(methods.indexOf(run.method)), symbol: SYMBOLS[gpus.indexOf(run.gpu) % 8],
-          line: { width: 1, color: style("--bg") } },
+      series.push({
+        name, colour: colour(methods.indexOf(found[0].method)), symbol: gpus.indexOf(found[0].gpu),
+        points: found.map((run) => ({ ...at(run), number: runs.length <= 40 ? `${run.batch}` : "",
+          text: `${run.label}\n${round(run.values.samples)} samples/h\n${round(run.values.peak)} GiB of tensors at the peak` +
+            (run.warnings.length ? "\ncarries a warning" : "") })),
       });
     }
-    Plotly.react(box, traces, layout({
-      height: 420, ...legend(traces.length), xaxis: { title: { text: box.clientWidth < 520 ? "peak GiB (number: batch)" : "GiB of tensors at the peak (number: batch)" }, rangemode: "tozero" },
-      yaxis: { title: { text: "samples per hour" }, rangemode: "tozero" },
-    }), CONFIG);
+    plot(box, 400, "GiB of tensors at the peak (number: batch)", "samples per hour", true, true, series);
   }
 
-  const MOST_BARS = 60;
+  const MOST_BARS = 60, ROW = 36;
   function bars(box) {
     const metric = $("metric").value;
     const all = data.cells.filter((cell) => cell.workload === workload() && cell.figures[metric]);
     const cells = all.slice(0, MOST_BARS);
-    const groups = many("gpu") ? gpus : methods;
-    const key = many("gpu") ? "gpu" : "method";
-    const names = [...new Set(cells.map((cell) => label(cell.label)))];
-    const traces = groups.map((group, i) => {
-      const found = cells.filter((cell) => cell[key] === group);
-      const value = (cell, place) => cell.figures[metric][place];
-      return {
-        type: "bar", orientation: "h", name: label(group || "CPU"), y: found.map((cell) => label(cell.label)),
-        x: found.map((cell) => value(cell, 0)), marker: { color: colour(i) }, textposition: "none",
-        error_x: { type: "data", symmetric: false, color: style("--text"), thickness: 1.5, width: 4,
-          array: found.map((cell) => (value(cell, 2) === null ? null : value(cell, 2) - value(cell, 0))),
-          arrayminus: found.map((cell) => (value(cell, 1) === null ? null : value(cell, 0) - value(cell, 1))) },
-        hovertext: found.map((cell) => `<b>${label(cell.label)}</b><br>${label(cell.gpu)}<br>${round(value(cell, 0))} ${METRICS[metric]}` +
-          (value(cell, 1) === null ? "<br>no interval" : `<br>95 %: ${round(value(cell, 1))} to ${round(value(cell, 2))}`) +
-          `<br>${cell.runs} run${cell.runs > 1 ? "s" : ""}`),
-        hoverinfo: "text",
-      };
-    }).filter((trace) => trace.x.length);
+    const [groups, key] = many("gpu") ? [gpus, "gpu"] : [methods, "method"];
+    const used = groups.filter((group) => cells.some((cell) => cell[key] === group));
+    const bottom = cells.length * ROW + 6, width = box.clientWidth, marks = [];
+    const svg = canvas(box, bottom + 46, used.length > 1 ? used.map((group) => [group || "CPU", colour(groups.indexOf(group)), 1]) : []);
+    const scale = scaled(cells.flatMap((cell) => cell.figures[metric]).map((value) => value ?? NaN), 8, width - 16, true, width < 520 ? 4 : 8);
     const left = all.length - cells.length;
-    Plotly.react(box, traces, layout({
-      barmode: "group", bargap: 0.25, height: 130 + cells.length * (cells.length > 25 ? 17 : 24), ...legend(traces.length),
-      xaxis: { title: { text: METRICS[metric] + (left > 0 ? ` (first ${MOST_BARS} of ${all.length} cells)` : "") }, rangemode: "tozero" },
-      yaxis: { categoryorder: "array", categoryarray: names.reverse(), type: "category", tickfont: { size: 12 } },
-    }), CONFIG);
+    axis(svg, scale, bottom, 4, METRICS[metric] + (left > 0 ? ` (first ${MOST_BARS} of ${all.length} cells)` : ""), false);
+    cells.forEach((cell, i) => {
+      const [value, low, high] = cell.figures[metric], top = i * ROW + 4, middle = top + 23;
+      const group = shape(svg, "g", { class: "bar" });
+      shape(group, "rect", { x: scale.to(0), y: top + 16, width: Math.max(1, scale.to(value) - scale.to(0)), height: 14, style: `fill: ${colour(groups.indexOf(cell[key]))}` });
+      if (low !== null) shape(group, "path", { d: `M${scale.to(low)},${middle - 4}v8M${scale.to(low)},${middle}H${scale.to(high)}m0,-4v8`, class: "whisker" });
+      const figure = shape(group, "text", { x: width - 8, y: top + 12, "text-anchor": "end", class: "tick" }, round(value));
+      const name = shape(group, "text", { x: 8, y: top + 12 }, cell.label);
+      const room = width - 32 - figure.getComputedTextLength();
+      for (let length = cell.label.length; length > 8 && name.getComputedTextLength() > room; length--) name.textContent = `${cell.label.slice(0, length)}…`;
+      marks.push([null, middle, `${cell.label}\n${cell.gpu}\n${round(value)} ${METRICS[metric]}\n` +
+        (low === null ? "no interval" : `95 %: ${round(low)} to ${round(high)}`) + `\n${cell.runs} run${cell.runs > 1 ? "s" : ""}`]);
+    });
+    hover(box, svg, marks);
   }
 
   // Curves are kept as little-endian arrays in base64 and unpacked when they are first drawn.
@@ -212,7 +288,7 @@
       const curve = data.curves[index];
       const packed = curve && curve[name];
       unpacked.set(key, packed && {
-        steps: unpack(packed[0], curve.wide ? 4 : 2, curve.wide ? "getUint32" : "getUint16"),
+        steps: unpack(curve.at[packed[0]], curve.wide ? 4 : 2, curve.wide ? "getUint32" : "getUint16"),
         values: unpack(packed[1], 4, "getFloat32").map((value) => (Number.isFinite(value) ? value : null)),
       });
     }
@@ -223,36 +299,32 @@
     elapsed: [["elapsed"], "elapsed time, s"],
   };
   const picked = new Set();
+  let zoomed = null;
 
   function curves(box) {
     const [names, title] = CURVES[$("curve").value];
     const progress = $("along").value === "progress";
-    const traces = [];
-    [...picked].forEach((index, place) => {
-      const run = data.runs[index];
-      names.forEach((name, line) => {
-        const found = series(index, name);
-        if (!found) return;
-        const planned = data.curves[index].planned;
-        const x = progress ? found.steps.map((step) => (planned ? (step / planned) * 100 : null)) : found.steps;
-        const what = names.length > 1 ? `${run.label}: ${name}` : run.label;
-        traces.push({
-          x, y: found.values, name: label(what), mode: found.steps.length < 30 ? "lines+markers" : "lines", marker: { size: 4 },
-          line: { color: colour(place), width: 2, dash: names.length > 1 ? ["solid", "dash", "dot"][line] : DASHES[Math.floor(place / 8) % 5] },
-          hovertext: found.values.map((value, i) => `<b>${label(what)}</b><br>${value === null ? "not a number" : value.toPrecision(5)} ` +
-            `${title.split(", ").pop()}<br>step ${found.steps[i]}${planned ? " of " + planned : ""}`),
-          hoverinfo: "text", connectgaps: false,
-        });
-      });
+    const lines = [...picked].flatMap((index, place) => names.map((name, line) => {
+      const run = data.runs[index], found = series(index, name);
+      if (!found) return null;
+      const planned = data.curves[index].planned, what = names.length > 1 ? `${run.label}: ${name}` : run.label;
+      const points = found.steps.map((step, i) => ({
+        x: progress ? (planned ? (step / planned) * 100 : NaN) : step, y: found.values[i] ?? NaN,
+        text: `${what}\n${(found.values[i] ?? NaN).toPrecision(5)} ${title.split(", ").pop()}\nstep ${step}${planned ? " of " + planned : ""}`,
+      })).filter(({ x }) => Number.isFinite(x) && (!zoomed || (x >= zoomed[0] && x <= zoomed[1])));
+      return { name: what, colour: colour(place), dash: DASHES[names.length > 1 ? line : Math.floor(place / 8) % DASHES.length], points };
+    })).filter(Boolean);
+    const drawn = plot(box, 400, progress ? "progress, % of the planned steps" : "optimizer step", title, !zoomed, !zoomed && $("curve").value !== "loss", lines);
+    if (!lines.length) shape(drawn.svg, "text", { x: box.clientWidth / 2, y: 190, "text-anchor": "middle" }, "No run is chosen");
+    let start = null;
+    const at = (event) => drawn.from(event.clientX - drawn.svg.getBoundingClientRect().left);
+    drawn.svg.addEventListener("pointerdown", (event) => { start = event.pointerType === "mouse" ? [event.clientX, at(event)] : null; });
+    drawn.svg.addEventListener("pointerup", (event) => {
+      if (!start || Math.abs(event.clientX - start[0]) < 12) return;
+      zoomed = [start[1], at(event)].sort((a, b) => a - b);
+      curves(box);
     });
-    const narrow = box.clientWidth < 520;
-    Plotly.react(box, traces, layout({
-      height: 400 + (narrow ? Math.min(traces.length, 24) * 20 : Math.ceil(Math.min(traces.length, 24) / 3) * 20),
-      showlegend: traces.length > 0 && traces.length <= 24,
-      xaxis: { title: { text: progress ? "progress, % of the planned steps" : "optimizer step" }, rangemode: "tozero" },
-      yaxis: { title: { text: title }, rangemode: $("curve").value === "loss" ? "normal" : "tozero" },
-      annotations: traces.length ? [] : [{ text: "No run is chosen", showarrow: false, x: 0.5, y: 0.5, xref: "paper", yref: "paper" }],
-    }), CONFIG);
+    drawn.svg.addEventListener("dblclick", () => { zoomed = null; curves(box); });
   }
 
   function chooser() {
@@ -289,30 +361,20 @@
     tell();
   }
 
-  // --- drawn on demand ------------------------------------------------------------------------------------------------
+  // --- drawn in the room that there is ----------------------------------------------------------------------------------
   const FIGURES = { "pareto-figure": pareto, "bars-figure": bars, "curves-figure": curves };
-  const done = new Set();
-  function draw(id) {
-    const box = $(id);
-    if (!box || !done.has(id)) return;
-    FIGURES[id](box);
-  }
-  function redraw() { done.forEach(draw); }
-  const seen = new IntersectionObserver((entries) => entries.forEach((entry) => {
-    if (!entry.isIntersecting || done.has(entry.target.id)) return;
-    done.add(entry.target.id);
-    draw(entry.target.id);
-  }), { rootMargin: "400px" });
-  Object.keys(FIGURES).forEach((id) => $(id) && seen.observe($(id)));
+  const draw = (id) => $(id) && $(id).clientWidth && FIGURES[id]($(id));
   if ($("pick")) chooser();
+  const widths = new Map();
+  const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => {
+    if (widths.get(target.id) === target.clientWidth) return;
+    widths.set(target.id, target.clientWidth);
+    draw(target.id);
+  }));
+  Object.keys(FIGURES).forEach((id) => $(id) && resized.observe($(id)));
   for (const [id, figures] of Object.entries({ workload: ["pareto-figure", "bars-figure"], metric: ["bars-figure"],
     curve: ["curves-figure"], along: ["curves-figure"] })) {
-    if ($(id)) $(id).addEventListener("change", () => figures.forEach(draw));
+    if ($(id)) $(id).addEventListener("change", () => { zoomed = id === "along" ? null : zoomed; figures.forEach(draw); });
   }
-  // On paper every figure is drawn, in the light colours that the style sheet sets there.
-  const paper = () => { Object.keys(FIGURES).forEach((id) => $(id) && done.add(id)); redraw(); };
-  addEventListener("beforeprint", paper);
-  addEventListener("afterprint", redraw);
-  printing.addEventListener("change", () => (printing.matches ? paper() : redraw()));
   document.documentElement.dataset.ready = "yes";
 })();

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ftbench.core.redact import clean
 from ftbench.errors import SpecError
 from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, find_runs, open_plain_file, read_json
@@ -35,8 +36,9 @@ def collect(paths: Sequence[Path]) -> list[Record]:
 
 
 def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
-    """Return summaries as they are in summary.json as records, in their order; what one of them lacks is None."""
-    flat = [_flat(values) for values in summaries]
+    """Return summaries as they are in summary.json as records without secrets, in their order; what one of them lacks
+    is None. Their `path` is where the files are, whatever its name."""
+    flat = [clean(_flat(values)) | {key: values[key] for key in ("path",) if key in values} for values in summaries]
     empty = dict.fromkeys(key for record in flat for key in record)
     return [_judged(_on_one_basis(empty | record)) for record in flat]
 

@@ -22,7 +22,7 @@ SERIES = {
     "loss": "loss",
     "elapsed": "elapsed_time_sec",
 }
-_POINT_BYTES = 8  # a step of two bytes and a value of four, in base64
+_POINT_BYTES = 7  # a value of four bytes and, shared by some series, a step of two, in base64
 _FEWEST, _MOST = 16, 2000
 
 
@@ -45,26 +45,28 @@ def curves_of(paths: Sequence[Path | None], points: int) -> dict[int, dict[str, 
 
 
 def curves(path: Path, points: int) -> dict[str, Any]:
-    """Return the training curves of a run: `{steps, planned, wide, <series>: [steps, values]}`, steps as uint16 (uint32
-    where `wide`) and values as float32 in base64; a series that no step fills is left out. Empty for a run without
-    steps. `planned` is how many steps the run was to have. An unfinished last line, a line that cannot be read and an
-    evaluation are no points."""
+    """Return the training curves of a run: `{steps, planned, wide, at, <series>: [place in at, values]}`: the steps
+    that values stand at, as uint16 (uint32 where `wide`), and values as float32, in base64; a series that no step fills
+    is left out. Empty for a run without steps. `planned` is how many steps the run was to have. An unfinished last
+    line, a line that cannot be read and an evaluation are no points."""
     columns = read_columns(RunDir(path).steps, ("step", *SERIES.values(), "progress_ratio"))
     steps = [int(step) for step in columns.get("step", []) if step is not None]
     if not steps:
         return {}
     wide, share = max(steps) > 0xFFFF, columns["progress_ratio"][-1]
+    at: list[str] = []
     packed: dict[str, Any] = {
         "steps": len(steps), "planned": round(steps[-1] / share) if share and share > 0 else None, "wide": wide,
+        "at": at,
     }  # fmt: skip
     for name, column in SERIES.items():
         values = [math.nan if value is None else value for value in columns[column]]
         if any(map(math.isfinite, values)):
             kept = downsample(values, points)
-            packed[name] = [
-                _pack("I" if wide else "H", [steps[i] for i in kept]),
-                _pack("f", [values[i] for i in kept]),
-            ]
+            own_steps = _pack("I" if wide else "H", [steps[i] for i in kept])
+            if own_steps not in at:
+                at.append(own_steps)
+            packed[name] = [at.index(own_steps), _pack("f", [values[i] for i in kept])]
     return packed
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from ftbench.core.redact import clean
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.sweep import as_text
@@ -42,7 +43,7 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
 def _facts_of(text: str) -> Mapping[str, str]:
     """Return the facts of a spec.json's text: repeats share one, and a report asks for each several times."""
     try:
-        written = json.loads(text)
+        written = clean(json.loads(text))
     except ValueError:
         return {}
     if not isinstance(written, dict):
@@ -58,7 +59,7 @@ def _facts_of(text: str) -> Mapping[str, str]:
 
 def machine_facts(run: RunDir) -> dict[str, str]:
     """Return the machine and what ran on it; keys whose value is not known are absent."""
-    machine, applied = read_json(run.machine), read_json(run.applied)
+    machine, applied = clean(read_json(run.machine)), clean(read_json(run.applied))
     return dict(_known(_machine(machine) | _applied(applied)))
 
 

@@ -1,1 +1,1 @@
-"""One self-contained HTML page: sections of markup, data for what is drawn on demand, plotly's own file."""
+"""One self-contained HTML page: sections of markup, data for what is drawn on demand."""

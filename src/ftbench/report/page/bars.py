@@ -9,7 +9,7 @@ from typing import Any
 
 from ftbench.core.compare import TYPICAL_SPREAD
 from ftbench.core.stats import CONFIDENCE, t_quantile
-from ftbench.report.page.view import RunRow, View, secretless
+from ftbench.report.page.view import NUMBERS, RunRow, View
 
 Figure = tuple[float, float | None, float | None]
 _NORMAL = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
@@ -23,21 +23,17 @@ def bars(view: View) -> list[dict[str, Any]]:
             cells.setdefault(id(row.cell), []).append(row)
     return [
         {
-            "workload": rows[0].workload, "gpu": rows[0].gpu, "method": secretless(str(rows[0].record["method"])),
-            "batch": rows[0].cell.batch, "label": secretless(rows[0].cell.name), "runs": len(rows),
-            "figures": _figures(rows),
+            "workload": first.workload, "gpu": first.gpu, "method": str(first.record["method"]),
+            "label": first.cell.name, "runs": len(rows),
+            "figures": {name: _figure(rows, name) for name in NUMBERS if any(name in row.values for row in rows)},
         }
-        for rows in cells.values()
+        for rows in cells.values() for first in rows[:1]
     ]  # fmt: skip
 
 
-def _figures(rows: Sequence[RunRow]) -> dict[str, Figure]:
-    names = dict.fromkeys(name for row in rows for name in row.values)
-    figures = {}
-    for name in names:
-        values = [row.values[name] for row in rows if name in row.values]
-        figures[name] = of_repeats(values) if len(values) > 1 else of_one_run(rows[0], name, values[0])
-    return figures
+def _figure(rows: Sequence[RunRow], name: str) -> Figure:
+    values = [row.values[name] for row in rows if name in row.values]
+    return of_repeats(values) if len(values) > 1 else of_one_run(rows[0], name, values[0])
 
 
 def of_repeats(values: Sequence[float]) -> Figure:

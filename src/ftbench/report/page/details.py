@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
-from ftbench.report.page.view import RunRow, number, secretless
+from ftbench.core.redact import clean
+from ftbench.report.page.view import RunRow, number
 from ftbench.store.rundir import RunDir, read_json
 
 Pairs = list[tuple[str, str]]
@@ -62,14 +63,11 @@ def figures(row: RunRow) -> list[str]:
     return texts
 
 
-def facts(row: RunRow) -> tuple[Pairs, Pairs, Pairs]:
+def facts(row: RunRow) -> list[Pairs]:
     """Return what was asked for, what really ran, and the machine, as labels and texts."""
     path = folder(row)
-    if path is None:
-        return [], [], []
-    files = RunDir(path)
-    lists = requested(read_json(files.spec_json)), applied(read_json(files.applied)), machine(read_json(files.machine))
-    return tuple([(label, secretless(text)) for label, text in pairs] for pairs in lists)  # type: ignore[return-value]
+    files = ((requested, "spec_json"), (applied, "applied"), (machine, "machine"))
+    return [pairs(clean(read_json(getattr(RunDir(path), name)))) for pairs, name in files] if path else [[], [], []]
 
 
 def folder(row: RunRow) -> Path | None:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from ftbench import __version__
-from ftbench.errors import MissingError
 from ftbench.report.data import curves
 from ftbench.report.page import bars, details, head, sections
 from ftbench.report.page.markup import Markup, data_block, element, join
-from ftbench.report.page.view import View, secretless, view
-from ftbench.report.render.document import Report, Table
+from ftbench.report.page.view import View, view
+from ftbench.report.render.document import Report
 
 _FIRST = ("decision", "comparison", "gate")  # what is read before the figures
 _DRAWN = ("frontier",)  # what the page itself shows better
-CURVE_BYTES = 5_500_000  # of the page; with plotly's 5 MB and the rows of 2,000 runs it stays below 15 MB
+CURVE_BYTES = 900_000  # of the page: that of 150 runs stays below 1.5 MB
 
 
-def page(report: Report, table: Table, footnote: str) -> str:
-    """Return one HTML document that needs nothing but itself: the runs of the report, whose rows are the table's, and
-    its sections. Raises MissingError where plotly is not installed."""
-    plotly = plotly_script()
-    shown, answers = view(report.records, table, footnote), report.sections
+def page(report: Report) -> str:
+    """Return one HTML document that needs nothing but itself: the runs of the report and its sections."""
+    shown, answers = view(report), report.sections
     points = curves.points_for(len(shown.rows), CURVE_BYTES)
     drawn = curves.curves_of([None if row.profiled else details.folder(row) for row in shown.rows], points)
     longest = max((curve["steps"] for curve in drawn.values()), default=0)
@@ -40,16 +35,7 @@ def page(report: Report, table: Table, footnote: str) -> str:
         *(sections.answer(part) for part in answers if part.key not in (*_FIRST, *_DRAWN)),
         sections.notes(shown),
     ]
-    return _document(head.title(shown), body, _data(shown, drawn), plotly)
-
-
-def plotly_script() -> str:
-    """Return plotly's own bundle, as the installed package brings it."""
-    spec = importlib.util.find_spec("plotly")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (path := Path(folder) / "package_data" / "plotly.min.js").is_file():
-            return path.read_text("utf-8")
-    raise MissingError("--format html draws with plotly, which is not installed: pip install 'ftbench[report]'")
+    return _document(head.title(shown), body, _data(shown, drawn))
 
 
 def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -67,8 +53,8 @@ def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
     runs = [
         {
             "id": row.run_id, "label": row.label, "workload": row.workload, "gpu": row.gpu,
-            "method": secretless(str(row.record["method"])), "batch": row.cell.batch, "state": row.state,
-            "reason": row.reason, "warnings": row.warnings,
+            "method": str(row.record["method"]), "batch": row.cell.batch, "state": row.state,
+            "reason": str(row.record.get("reason") or ""), "warnings": list(map(str, row.record["warnings"])),
             "values": {key: float(f"{value:.9g}") for key, value in row.values.items()},
             "figures": details.figures(row), "facts": [once(pairs) for pairs in details.facts(row)],
         }
@@ -82,14 +68,12 @@ def _asset(name: str) -> str:
     return resources.files("ftbench.report").joinpath("assets", name).read_text("utf-8")
 
 
-def _document(title: str, body: list[Markup | None], data: dict[str, Any], plotly: str) -> str:
-    scripts = [_script_safe(plotly), _script_safe(_asset("report.js"))]
-    hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
-    )
-    # Only these two scripts run; plotly sets styles on the elements that it makes.
+def _document(title: str, body: list[Markup | None], data: dict[str, Any]) -> str:
+    script = _asset("report.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # Only this script runs; it sets styles on the elements that it makes.
     policy = (
-        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "base-uri 'none'; form-action 'none'"
     )
     top = element(
@@ -108,11 +92,6 @@ def _document(title: str, body: list[Markup | None], data: dict[str, Any], plotl
     without = Markup("<noscript><p class='caution'>Scripts are off: tables and notes are complete, figures, sorting "
                      "and run details are not shown.</p></noscript>")  # fmt: skip
     dialog = element("dialog", id="details", aria_labelledby="details-title")
-    inline = [Markup(f"<script>{text}</script>") for text in scripts]
-    inside = join(theme, without, element("main", *body), foot, dialog, data_block("data", data), *inline)
+    inline = data_block("data", data), Markup(f"<script>{script}</script>")
+    inside = join(theme, without, element("main", *body), foot, dialog, *inline)
     return f'<!doctype html>\n<html lang="en">{top}<body>{inside}</body></html>\n'
-
-
-def _script_safe(text: str) -> str:
-    """Return a script that cannot end its element early, with the line ends that a browser hashes."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -10,7 +10,7 @@ from ftbench.report.compare.pairs import noise_of, pair_of
 from ftbench.report.compare.words import change_in_words
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.page.markup import Markup, element
-from ftbench.report.page.view import View, secretless
+from ftbench.report.page.view import View
 
 _MOST = 8  # workloads with cards of their own
 _MOST_NAMES = 6
@@ -20,7 +20,7 @@ def head(view: View) -> Markup:
     """Return the title, what all runs share, and the answers."""
     workloads = view.workloads
     context = " · ".join(f"{key} {value}" for key, value in view.context.items())
-    warned = sum(bool(row.warnings) for row in view.rows)
+    warned = sum(bool(row.record["warnings"]) for row in view.rows)
     parts = [
         element("p", context, class_="context") if context else None,
         *(_workload(view.cells_of(name), name if len(workloads) > 1 else None) for name in workloads[:_MOST]),
@@ -42,9 +42,9 @@ def title(view: View) -> str:
     if len(workloads) == 1 and (ranked := fastest_first(view.cells_of(workloads[0]))):
         best, gpu = ranked[0], view.rows[0].gpu
         rate = units.rate((best.figure(SAMPLES) or 0.0) * 3600)
-        where = f" on {secretless(best.facts['gpu'])}" if gpu else ""
+        where = f" on {best.facts['gpu']}" if gpu else ""
         model = workloads[0].split(",")[0]
-        return f"{model}{where}: {secretless(best.name)} is fastest, {rate} samples per hour"
+        return f"{model}{where}: {best.name} is fastest, {rate} samples per hour"
     gpus = dict.fromkeys(row.gpu for row in view.rows if row.gpu)
     return f"{len(view.rows)} fine-tuning runs on {', '.join(gpus) if len(gpus) <= 3 else f'{len(gpus)} GPUs'}"
 
@@ -133,7 +133,7 @@ def _in_words(state: str) -> str:
 def _where(cell: Cell, cells: Sequence[Cell]) -> str:
     """Return the cell's name, with its GPU where these differ."""
     several = len({other.facts["gpu"] for other in cells}) > 1
-    return secretless(cell.name + (f", on {cell.facts['gpu']}" if several else ""))
+    return cell.name + (f", on {cell.facts['gpu']}" if several else "")
 
 
 def _card(label: str, answer: str, figures: str, more: str, kind: str = "") -> Markup:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 _VOID = {"meta", "input", "br", "col", "hr"}
+# Marks that turn the direction of writing: text reads in the order in which it is written.
+_TURNING = dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)))
 
 
 class Markup(str):
@@ -30,7 +32,7 @@ def _attribute(key: str, value: str | float | bool | None) -> str:
     if value is None or value is False:
         return ""
     name = key.rstrip("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{html.escape(str(value))}"'
+    return f" {name}" if value is True else f' {name}="{html.escape(str(value).translate(_TURNING))}"'
 
 
 def join(*content: Content) -> Markup:
@@ -40,7 +42,7 @@ def join(*content: Content) -> Markup:
         if isinstance(part, Markup):
             parts.append(part)
         elif isinstance(part, str):
-            parts.append(html.escape(part))
+            parts.append(html.escape(part.translate(_TURNING)))
         elif part is not None:
             parts.append(join(*part))
     return Markup("".join(parts))
@@ -48,7 +50,7 @@ def join(*content: Content) -> Markup:
 
 def data_block(name: str, data: Any) -> Markup:
     """Return a JSON document that no browser runs, with nothing in it that could end the element."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_TURNING)
     for character in ("<", ">", "&", "\u2028", "\u2029"):
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(f'<script type="application/json" id="{html.escape(name)}">{text}</script>')

@@ -9,9 +9,9 @@ from ftbench.report.data.axes import in_order
 from ftbench.report.data.collect import Record
 from ftbench.report.data.groups import PEAK, SAMPLES, Cell
 from ftbench.report.page.markup import Content, Markup, element, join
-from ftbench.report.page.view import RunRow, View, clean, secretless
+from ftbench.report.page.view import RunRow, View
 from ftbench.report.render.document import Section, Table
-from ftbench.report.render.runs_table import CONTEXT
+from ftbench.report.render.runs_table import CONTEXT, FOOTNOTE
 
 _MOST_GRIDS = 24
 _FOLDED, _WHOLE = 16, 80  # rows of a table that are shown without being asked for
@@ -52,7 +52,7 @@ def runs(view: View) -> Markup:
         id="runs",
     )  # fmt: skip
     box = element("div", table, class_="scroll", tabindex="0", role="region", aria_label="All runs, scrolls sideways")
-    return section("all-runs", "All runs", tools, box, element("p", view.footnote, class_="quiet"))
+    return section("all-runs", "All runs", tools, box, element("p", FOOTNOTE, class_="quiet"))
 
 
 def _is_text(view: View, column: int) -> bool:
@@ -62,7 +62,7 @@ def _is_text(view: View, column: int) -> bool:
 def _row(view: View, number: int, row: RunRow) -> Markup:
     button = element("button", "show", type="button", class_="open", aria_label=f"Show {row.run_id}")
     cells = [element("td", button)]
-    for heading, text, order in zip(view.headings, row.cells, row.order, strict=True):
+    for heading, text, order in zip(view.headings, row.texts, row.order, strict=True):
         if heading == "state":
             cells.append(element("td", badge(row.state, text), class_="words"))
         elif order is None:
@@ -70,7 +70,7 @@ def _row(view: View, number: int, row: RunRow) -> Markup:
         else:
             cells.append(element("td", text, class_="n", data_v=f"{order:.9g}"))
     warned = element("span", "!", title="carries a warning", role="img", aria_label="carries a warning",
-                     class_="mark") if row.warnings else None  # fmt: skip
+                     class_="mark") if row.record["warnings"] else None  # fmt: skip
     return element("tr", *cells, element("td", warned, row.run_id), data_i=number, data_s=row.state)
 
 
@@ -109,10 +109,10 @@ def _grid(workload: tuple[str, str], cells: Sequence[Cell]) -> Markup:
         element("th", f"batch {batch}", scope="col") for batch in batches
     ])  # fmt: skip
     rows = [
-        element("tr", element("th", secretless(way), scope="row"), [_cell(line.get(batch)) for batch in batches])
+        element("tr", element("th", way, scope="row"), [_cell(line.get(batch)) for batch in batches])
         for way, line in lines.items()
     ]
-    caption = element("caption", " · ".join([workload[0], secretless(workload[1])]))
+    caption = element("caption", " · ".join([workload[0], workload[1]]))
     table = element("table", caption, element("thead", head), element("tbody", rows), class_="grid")
     return element("div", table, class_="scroll", tabindex="0", role="region", aria_label="What fits, scrolls sideways")
 
@@ -137,7 +137,7 @@ def _where_it_failed(record: Record) -> str:
     phase, step, reason = record.get("oom.phase"), record.get("oom.step"), record.get("reason")
     if isinstance(phase, str) and isinstance(step, (int, float)):
         return f"{phase}, step {step:.0f}"
-    return secretless(reason)[:40] if record["state"] != "oom" and isinstance(reason, str) else ""
+    return reason[:40] if record["state"] != "oom" and isinstance(reason, str) else ""
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def notes(view: View) -> Markup | None:
 def answer(part: Section, whole: bool = False) -> Markup | None:
     """Return any other part of the report: its words and its table with the notes; a long table is folded away, unless
     it is to be shown whole."""
-    words = [element("p", secretless(text)) for text in part.paragraphs]
+    words = [element("p", text) for text in part.paragraphs]
     shown = table(part.title, part.table) if part.table and part.table.rows else None
     if not words and not shown:
         return None
@@ -237,9 +237,8 @@ def answer(part: Section, whole: bool = False) -> Markup | None:
     return section(f"answer-{part.key}", part.title, words, shown, pictures)
 
 
-def table(title: str, raw: Table) -> Markup:
+def table(title: str, shown: Table) -> Markup:
     """Return a comparison with its context as caption, and its notes below."""
-    shown = clean(raw)
     left = [heading in (*TEXT_HEADINGS, *shown.text) for heading in shown.headings]
     head = element("tr", [
         element("th", text, scope="col", class_=None if is_left else "n")

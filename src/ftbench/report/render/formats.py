@@ -192,7 +192,7 @@ def _finite(value: Any) -> Any:
 def _html(report: Report) -> str:
     from ftbench.report.page.document import page
 
-    return page(report, runs_table(report.records, report.axes), FOOTNOTE)
+    return page(report)
 
 
 FORMATS: dict[str, Callable[[Report], str]] = {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ftbench.core.redact import clean
 from ftbench.report.data.groups import Cell, Run, first_of, who
 from ftbench.report.render.document import Section, Table
 
@@ -37,8 +38,8 @@ def _samples(run: Run) -> list[dict[str, str]]:
 
 
 def read_document(path: Path) -> Any:
-    """Return what a JSON file holds; None where it cannot be read."""
+    """Return what a JSON file holds, without secrets; None where it cannot be read."""
     try:
-        return json.loads(path.read_text("utf-8"))
+        return clean(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError):
         return None

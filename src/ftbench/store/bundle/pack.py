@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench import __version__
-from ftbench.core.redact import redact
+from ftbench.core.redact import REDACTED, clean, redact, secretless
 from ftbench.errors import SpecError
 from ftbench.store.bundle.unpack import BLOCK, MANIFEST, MAX_FILE, SCHEMA, unsafe, zstd
 from ftbench.store.output import output_file
@@ -84,14 +84,15 @@ def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Pa
         if read_state(run)["state"] == "running":
             made.left_out.append(str(run.path))
             continue
-        name = folder = f"runs/{run.path.parent.name}/{run.run_id}"
+        experiment, run_id = secretless(run.path.parent.name), secretless(run.run_id)
+        name = folder = f"runs/{experiment}/{run_id}"
         for number in range(2, 10_000):  # two machines may have a run of the same name
             if taken.setdefault(name, run.path) == run.path:
                 break
-            name = f"runs/{run.path.parent.name}-{number}/{run.run_id}"
+            name = f"runs/{experiment}-{number}/{run_id}"
         made.runs += 1
         for file in _files_of(run, with_logs):
-            target = f"{name}/{file}"
+            target = "/".join([name, *map(secretless, file.split("/"))])
             if (problem := unsafe(target)) or len(target.encode("utf-8", "replace")) > 250:
                 raise SpecError(f"{run.path}: {problem or 'its name is too long'}: rename the folder ({folder})")
             sources[target] = run.path / file
@@ -128,10 +129,21 @@ def _content(path: Path) -> tuple[bytes, int]:
     try:
         if path.stat().st_size > MAX_FILE:
             raise SpecError(f"{path}: larger than {MAX_FILE >> 20} MiB, which no file of a run is")
-        text, count = redact(path.read_bytes().decode("utf-8", "surrogateescape"), os.environ)
+        text = path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror})") from None
-    return text.encode("utf-8", "surrogateescape"), count
+    cleaned = (_clean_document(text) if path.suffix == ".json" else None) or redact(text, os.environ)[0]
+    return cleaned.encode("utf-8", "surrogateescape"), cleaned.count(REDACTED) - text.count(REDACTED)
+
+
+def _clean_document(text: str) -> str | None:
+    """Return a JSON document without secrets, as it is where it has none; None for what is no JSON."""
+    try:
+        document = json.loads(text)
+        cleaned = clean(document)
+    except (ValueError, RecursionError):
+        return None
+    return text if cleaned == document else json.dumps(cleaned, ensure_ascii=False, indent=1) + "\n"
 
 
 def _made_at(sources: dict[str, Path]) -> str | None:

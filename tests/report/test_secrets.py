@@ -1,0 +1,84 @@
+"""No secret leaves by any command, in any format: not by name, not cut in the middle, folded or escaped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from page_runs import made
+
+from ftbench import cli
+from ftbench.core.redact import REDACTED
+from ftbench.store import rundir, summary
+from ftbench.store.bundle import unpack
+from ftbench.store.rundir import RunDir
+
+TOKEN = "hf_" + "TokenOfAName" * 2
+PASSWORD = "pa\"ss\\wo'rd_50%"
+PIECES = ("TokenOfAName", 'pa"ss', 'pa\\"ss', "wo'rd", "wo\\'rd", "wo&#x27;rd", "secret word", "quoted part", "s3cr3t")
+FORMATS = ("table", "md", "csv", "json", "latex", "html")
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    """A run with secrets in its name and its files, and one that failed with some in its reason."""
+    monkeypatch.setenv("APP_DSN", PASSWORD)
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tmp_path / "runs"
+    reason = (
+        f'could not log in with {PASSWORD}, nor with api_key="secret word" at https://me:s3cr3t@example.com: {TOKEN}'
+    )
+    run = made(out, "lora", 4, name=f"study-{TOKEN}")
+    for key, value in (("environment", {"OMP_NUM_THREADS": PASSWORD}), ("versions", {"torch": f"2+{TOKEN}"})):
+        rundir.write_json(run.machine, rundir.read_json(run.machine) | {key: value})
+    spec = rundir.read_json(run.spec_json)
+    spec["dataset"] |= {"split": f"password='quoted part' {PASSWORD}"}
+    rundir.write_json(run.spec_json, spec)
+    rundir.write_json(run.samples, [{"prompt": TOKEN, "before": PASSWORD, "after": f"{'long ' * 30} token=s3cr3t"}])
+    rundir.write_json(run.applied, rundir.read_json(run.applied) | {"warnings": [reason]})
+    run = RunDir(run.path.rename(run.path.with_name(f"lora-{TOKEN}-r1")))
+    rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+    made(out, "full", 8, state="error", reason=reason)
+    return out
+
+
+def left(capsys, monkeypatch, *arguments: object) -> str:
+    """What a command lets out, on both streams."""
+    monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    printed = capsys.readouterr()
+    return printed.out + printed.err
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("to_file", [False, True])
+def test_no_report_holds_one(runs, tmp_path, capsys, monkeypatch, format, to_file):
+    output = ["-o", tmp_path / "report"] if to_file else []
+    text = left(capsys, monkeypatch, "report", runs, "--answers", "--format", format, *output)
+    text = (tmp_path / "report").read_text("utf-8") if to_file else text
+    assert REDACTED in text or "{[}redacted{]}" in text
+    assert [piece for piece in PIECES if piece in text] == []
+    if format == "json":
+        assert len(json.loads(text)["runs"]) == 2
+
+
+def test_no_comparison_and_no_error_holds_one(runs, capsys, monkeypatch):
+    for arguments in (
+        ("report", runs, "--compare", "method"), ("report", f"/nowhere/{TOKEN}"), ("list", TOKEN),
+        ("report", "--format", PASSWORD, runs), ("run", f"--token={TOKEN}"),
+    ):  # fmt: skip
+        text = left(capsys, monkeypatch, *arguments)
+        assert text
+        assert [piece for piece in PIECES if piece in text] == []
+
+
+def test_no_bundle_holds_one_not_even_in_the_names_of_its_files(runs, tmp_path, capsys, monkeypatch):
+    archive = tmp_path / "x.tar.zst"
+    left(capsys, monkeypatch, "bundle", runs, "-o", archive, "--with-logs")
+    content = unpack.zstd.decompress(archive.read_bytes()).decode("utf-8")
+    assert f"runs/study-{REDACTED}/lora-{REDACTED}-r1/state.json" in content
+    assert [piece for piece in PIECES if piece in content] == []
+    assert "every hash and every figure agrees" in left(capsys, monkeypatch, "verify", archive)
