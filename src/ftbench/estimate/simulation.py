@@ -99,13 +99,13 @@ def _run(spec: Experiment, scratch: Path, limit_s: float) -> None:
     }  # a real GPU would be asked and waited for
     end = time.monotonic() + limit_s
     late = process.Stop("timeout", f"took longer than {limit_s:.0f} s")
-    with process.signals() as asked:
-        ended = process.run_child(argv, environment, log, asked, lambda: late if time.monotonic() > end else None)
+    with process.signals() as ended_by:
+        ended = process.run_child(argv, environment, log, ended_by, lambda: late if time.monotonic() > end else None)
     if ended.stop and ended.stop.state == "interrupted":
         raise KeyboardInterrupt
-    told = rundir.read_json(scratch / "error.json")
-    if told:
-        raise _ERRORS.get(int(told["exit_code"]), FtbenchError)(told["message"])
+    error = rundir.read_json(scratch / "error.json")
+    if error:
+        raise _ERRORS.get(int(error["exit_code"]), FtbenchError)(error["message"])
     if ended.kernel_oom:
         raise MissingError("the simulation ran out of the host's memory: free some, or estimate without --simulate")
     if ended.stop or ended.code != 0:

@@ -47,7 +47,7 @@ class Config:
         kinds, layers = self.get("layer_types"), self.layers
         if kinds is None:
             full = range(layers) if sliding is None else range(sliding - 1, layers, sliding) if sliding else ()
-            return ["full_attention" if place in full else "sliding_attention" for place in range(layers)]
+            return ["full_attention" if index in full else "sliding_attention" for index in range(layers)]
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise ValueError(f"config.json: layer_types must be a list with a kind for each of the {layers} layers")
         return kinds

@@ -24,11 +24,11 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
         Linear("kv_b_proj", latent, heads * (plain + value), "key latent", "attention"),
         Linear("o_proj", heads * value, hidden, "attention", "attention", bias),
     )
-    norms = [Norm(hidden), Norm(hidden), Norm(latent, place="product")]
-    norms += [Norm(query_latent, place="product")] if query_latent else []
+    norms = [Norm(hidden), Norm(hidden), Norm(latent, position="product")]
+    norms += [Norm(query_latent, position="product")] if query_latent else []
 
-    def layer(place: int) -> Layer:
-        routed = None if place < config.count("first_k_dense_replace") else _experts(config)
+    def layer(index: int) -> Layer:
+        routed = None if index < config.count("first_k_dense_replace") else _experts(config)
         inner = config.whole("intermediate_size") if routed is None else _shared(config)
         return Layer(
             hidden, heads, heads, width, value, inner, (*linears, *mlp(hidden, inner)), tuple(norms), experts=routed,
@@ -37,7 +37,7 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
 
     return ModelShape(
         family, hidden, config.whole("vocab_size"), bool(config.get("tie_word_embeddings")),
-        tuple(layer(place) for place in range(config.layers)),
+        tuple(layer(index) for index in range(config.layers)),
     )  # fmt: skip
 
 

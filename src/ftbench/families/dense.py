@@ -104,7 +104,7 @@ def mlp(
 
 def stream_norms(form: Dense, hidden: int) -> tuple[Norm, ...]:
     """Return the norms of a layer's hidden states."""
-    before, after = Norm(hidden), Norm(hidden, place="after")
+    before, after = Norm(hidden), Norm(hidden, position="after")
     return {
         "before": (before, before), "after": (after, after), "both": (before, before, after, after),
         "parallel": (before,),

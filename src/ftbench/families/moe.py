@@ -29,8 +29,8 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
     dense = dense_layers(config) if family == "qwen3_moe" else set()
     sinks = family == "gpt_oss"
 
-    def layer(place: int, window: int | None) -> Layer:
-        inner = config.whole("intermediate_size") if place in dense else 0
+    def layer(index: int, window: int | None) -> Layer:
+        inner = config.whole("intermediate_size") if index in dense else 0
         return Layer(
             hidden, heads, kv_heads, width, width, inner, (*linears, *(mlp(hidden, inner) if inner else ())),
             tuple(norms), "float" if sinks else "plain", window, None if inner else experts(family, config),
@@ -40,7 +40,7 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
     windows = config.windows({"gpt_oss": 2, "mixtral": 0, "qwen3_moe": 0}[family])
     return ModelShape(
         family, hidden, config.whole("vocab_size"), bool(config.get("tie_word_embeddings")),
-        tuple(layer(place, window) for place, window in enumerate(windows)),
+        tuple(layer(index, window) for index, window in enumerate(windows)),
     )  # fmt: skip
 
 
@@ -66,4 +66,4 @@ def dense_layers(config: Config) -> set[int]:
     """Return the layers of a Qwen mixture of experts that have an MLP instead."""
     step = config.whole("decoder_sparse_step", 1)
     named = set(config.get("mlp_only_layers") or ())
-    return named | {place for place in range(config.layers) if (place + 1) % step}
+    return named | {index for index in range(config.layers) if (index + 1) % step}

@@ -24,9 +24,9 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
     kinds = config.kinds(interval)  # without layer_types, each fourth has full attention and the others linear
     dense = dense_layers(config)
     layers = []
-    for place, kind in enumerate(kinds):
+    for index, kind in enumerate(kinds):
         plain = _full(config) if kind == "full_attention" else _linear(config)
-        layers.append(_with_mlp(plain, config, place in dense))
+        layers.append(_with_mlp(plain, config, index in dense))
     tied = bool(config.get("tie_word_embeddings"))
     return ModelShape(family, hidden, config.whole("vocab_size"), tied, tuple(layers))
 

@@ -38,13 +38,13 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm of `width` elements of a token in `groups`, each with a scale of its own: heads share one weight. `place`
-    is what it reads: the residual stream; what a product put out, as it is or by `head`; or (`after`) what the whole
-    attention or MLP put out."""
+    """A norm of `width` elements of a token in `groups`, each with a scale of its own: heads share one weight.
+    `position` is what it reads: the residual stream; what a product put out, as it is or by `head`; or (`after`) what
+    the whole attention or MLP put out."""
 
     width: int
     groups: int = 1
-    place: Literal["stream", "after", "product", "head"] = "stream"
+    position: Literal["stream", "after", "product", "head"] = "stream"
 
     @property
     def parameters(self) -> int:
@@ -133,7 +133,7 @@ class Layer:
 
     @cached_property
     def head_norms(self) -> tuple[Norm, ...]:
-        return tuple(norm for norm in self.norms if norm.place == "head")
+        return tuple(norm for norm in self.norms if norm.position == "head")
 
     @cached_property
     def parameters(self) -> dict[str, int]:
@@ -189,8 +189,8 @@ class ModelShape:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """Which of `kinds` each layer is."""
-        places = {layer: place for place, (layer, _) in enumerate(self.kinds)}
-        return tuple(places[layer] for layer in self.layers)
+        indices = {layer: index for index, (layer, _) in enumerate(self.kinds)}
+        return tuple(indices[layer] for layer in self.layers)
 
     @cached_property
     def parameters(self) -> dict[str, int]:

@@ -37,9 +37,9 @@ def agreement(reference: RunDir, candidate: RunDir) -> tuple[list[Agreement], st
     if float(((begin - other) ** 2).sum()) > SAME_BEGINNING**2 * float((begin**2).sum()):
         return [], "the trained weights begin at other values"
     groups = defaultdict[str, defaultdict[int | None, list[int]]](lambda: defaultdict(list))
-    for place, name in enumerate(before["names"]):
+    for index, name in enumerate(before["names"]):
         module, layer = _place_of(str(name))
-        groups[module][layer].append(place)
+        groups[module][layer].append(index)
     pairs = before["sketches"], after["sketches"][:, order], before["norms"], after["norms"][:, order]
     rows = [_agreement(module, layers, *pairs) for module, layers in groups.items()]
     return sorted((row for row in rows if row), key=lambda row: row.cosine), ""
@@ -62,7 +62,7 @@ def _agreement(
     module: str, layers: Mapping[int | None, list[int]], a: Any, b: Any, na: Any, nb: Any
 ) -> Agreement | None:
     """Return the row of a kind of module; None where the reference's gradient is zero."""
-    every = [place for places in layers.values() for place in places]
+    every = [index for indices in layers.values() for index in indices]
     cosines = {layer: cosine for layer, places in layers.items() if (cosine := _cosine(a, b, places)) is not None}
     whole, norm = _cosine(a, b, every), float((na[:, every] ** 2).sum())
     if whole is None or not norm or not cosines:

@@ -29,7 +29,7 @@ def norms(layer: Layer, recipe: Recipe, of: Sequence[Norm] | None = None) -> flo
     (LigerRMSNormFunction), and unsloth's likewise."""
     total = 0.0
     for norm in layer.norms if of is None else of:
-        given = recipe.product if norm.place == "head" else recipe.stream
+        given = recipe.product if norm.position == "head" else recipe.stream
         if recipe.liger or recipe.unsloth:
             total += given * norm.width + FLOAT * norm.groups
             continue
@@ -241,13 +241,13 @@ def unsaved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
         return 0.0
     reached = layer.reached(recipe.targets)
     before = [linear for linear in reached if linear.part == "attention"]
-    ahead = [norm for norm in layer.norms[:1] if norm.place == "stream"]
+    ahead = [norm for norm in layer.norms[:1] if norm.position == "stream"]
     each = 0.0
     if all(linear.reads.startswith("attention") for linear in before):
-        ahead += [norm for norm in layer.norms if norm.place in ("head", "product")]
+        ahead += [norm for norm in layer.norms if norm.position in ("head", "product")]
         each += attention(layer, recipe, batch)
     if not before and "experts" not in recipe.targets:
-        ahead += [norm for norm in layer.norms[1:] if norm.place in ("stream", "after")][:1]
+        ahead += [norm for norm in layer.norms[1:] if norm.position in ("stream", "after")][:1]
         each += experts(layer, recipe) + router(layer, recipe)
         each += mlp(layer, recipe) if all(linear.name == "down_proj" for linear in reached) else 0.0
     return (each + norms(layer, recipe, ahead)) * batch.tokens

@@ -102,14 +102,14 @@ def _frozen(model: ModelShape, recipe: Recipe) -> int:
     saved. With checkpoints the embedding's output asks for one (transformers, enable_input_require_grads)."""
     if recipe.full or recipe.checkpointing != "off":
         return 0
-    adapted = (place for place, each in enumerate(model.layers) if recipe.adapted(each))
+    adapted = (index for index, each in enumerate(model.layers) if recipe.adapted(each))
     return next(adapted, 0)
 
 
 def _keeps(recipe: Recipe, layers: int) -> list[bool]:
     """Return whether each layer keeps its activations, or makes them again (selective: every second keeps)."""
     if recipe.checkpointing == "selective":
-        return [place % 2 == 1 for place in range(layers)]
+        return [index % 2 == 1 for index in range(layers)]
     return [recipe.checkpointing == "off" or recipe.offload] * layers
 
 

@@ -110,7 +110,7 @@ def peak(layer: Layer, recipe: Recipe, batch: BatchShape, backward: bool) -> flo
     of its input, less what it gave); or in its attention, which comes to its turn when what the MLP saved is not there
     yet, or is gone."""
     second = experts_peak(layer, recipe, backward) if layer.experts else mlp_peak(layer, recipe)
-    if behind := [norm for norm in layer.norms if norm.place == "after"][-1:]:
+    if behind := [norm for norm in layer.norms if norm.position == "after"][-1:]:
         alone = (5 * FLOAT - recipe.stream) * layer.hidden
         second = max(second, alone) if backward else second - norms(layer, recipe, behind)
     each = max(second, attention_peak(layer, recipe, batch) - inside(layer, recipe)) * batch.tokens

@@ -99,8 +99,8 @@ def _same_data(wanted: Dataset, other: Dataset) -> bool:
 
 def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | None:
     """Return samples drawn evenly from the bins of a run's histogram of lengths before they were cut."""
-    told = described.get("tokens_before_truncation") or {}
-    histogram, mean = told.get("histogram") or {}, told.get("mean")
+    lengths = described.get("tokens_before_truncation") or {}
+    histogram, mean = lengths.get("histogram") or {}, lengths.get("mean")
     counts, edges = histogram.get("counts"), histogram.get("edges")
     total = (described.get("tokens") or {}).get("total")
     if not counts or not edges or not mean or not total:
@@ -174,7 +174,7 @@ def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
     ]
     laid.sort(key=itemgetter(0))
     classes = 1 if laid[0][0] == laid[-1][0] else min(CLASSES, whole)
-    edges = [-(-whole * place // classes) for place in range(classes + 1)]
+    edges = [-(-whole * index // classes) for index in range(classes + 1)]
     return tuple(_mean(laid[a:b], (b - a) / whole, lengths.labels) for a, b in itertools.pairwise(edges))
 
 
@@ -189,12 +189,12 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tu
     after one another. `grouping` is the size of the batches that hold samples of like length, 0 where they do not."""
     values = lengths.values
     if packing:
-        rows = [[values[place] for place in row] for row in batches.packed(values, max_length)]
+        rows = [[values[index] for index in row] for row in batches.packed(values, max_length)]
         squares = tuple(sum([length * length for length in row]) for row in rows)
         return tuple(map(sum, rows)), squares, tuple(map(len, rows))
     if grouping:
         windows = batches.length_windows(values, grouping)
-        values = tuple(values[place] for window in windows for batch in window for place in batch)
+        values = tuple(values[index] for window in windows for batch in window for index in batch)
     return values, tuple([length * length for length in values]), (1,) * len(values)
 
 

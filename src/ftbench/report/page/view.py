@@ -86,7 +86,7 @@ def view(report: Report) -> View:
     """Return the records and the rows of their table, which are the same runs in the same order. The state stands
     before the figures, so that a row without figures says why."""
     records, table = report.records, runs_table(report.records, report.axes)
-    order = sorted(range(len(table.headings)), key=lambda column: _place(table.headings[column]))
+    order = sorted(range(len(table.headings)), key=lambda column: _column_order(table.headings[column]))
     headings = [table.headings[column] for column in order]
     apart: dict[bool, list[Run]] = {False: [], True: []}  # profiled runs are of specs of their own, and no measurement
     for run in runs_of(records):
@@ -105,7 +105,7 @@ def view(report: Report) -> View:
     return View(rows, headings, table.context, table.notes)
 
 
-def _place(heading: str) -> int:
+def _column_order(heading: str) -> int:
     return 1 if heading == "state" else 2 if heading in (*_SORTED_BY, "runs") else 0
 
 
@@ -126,9 +126,11 @@ def _order(record: Mapping[str, Any], heading: str, text: str) -> float | None:
 def _labels(cells: Sequence[Cell], records: Sequence[Record]) -> list[str]:
     """Return what names a run among the others: its cell's name, with its workload and GPU where these vary, and its
     run id where the cell has several runs."""
-    places = [(cell.workload[0].rsplit("/", 1)[-1], cell.workload[2], cell.facts["gpu"]) for cell in cells]
-    varying = [i for i in range(3) if len({place[i] for place in places}) > 1]
-    texts = [", ".join([*(place[i] for i in varying), cell.name]) for place, cell in zip(places, cells, strict=True)]
+    contexts = [(cell.workload[0].rsplit("/", 1)[-1], cell.workload[2], cell.facts["gpu"]) for cell in cells]
+    varying = [i for i in range(3) if len({context[i] for context in contexts}) > 1]
+    texts = [
+        ", ".join([*(context[i] for i in varying), cell.name]) for context, cell in zip(contexts, cells, strict=True)
+    ]
     return [
         f"{text} ({record['run_id']})" if len(cell.runs) > 1 else text
         for text, cell, record in zip(texts, cells, records, strict=True)

@@ -54,7 +54,7 @@ def whole_kernels() -> Iterator[None]:
 
 
 def _patches(functions: Functions, capability: tuple[int, int], memory_bytes: int) -> list[tuple[Any, str, Any]]:
-    place = torch.device("cuda", 0)
+    device = torch.device("cuda", 0)
     properties = SimpleNamespace(
         name="simulated",
         major=capability[0],
@@ -85,7 +85,7 @@ def _patches(functions: Functions, capability: tuple[int, int], memory_bytes: in
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "_lazy_init", nothing),
         (torch.accelerator, "is_available", lambda: True),
-        (torch.accelerator, "current_accelerator", lambda *_, **__: place),
+        (torch.accelerator, "current_accelerator", lambda *_, **__: device),
         (torch.accelerator, "current_device_index", lambda: 0),
         (torch.accelerator, "current_stream", lambda *_: SimpleNamespace(is_capturing=lambda: False)),
         (torch.accelerator, "synchronize", nothing),

@@ -67,8 +67,8 @@ class SimulationMode(TorchDispatchMode):
     def _device(self, tensor: Any) -> torch.device:
         """Return where a tensor is, as torch's C++ asks. The engine of the backward pass would ask a GPU for its
         streams; what it believes to be of no device it handles as it does the CPU's."""
-        place = tensor.fake_device if isinstance(tensor, FakeTensor) else _CPU
-        return _META if self.functions.engine and place.type == "cuda" else place
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else _CPU
+        return _META if self.functions.engine and device.type == "cuda" else device
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
@@ -80,8 +80,8 @@ class SimulationMode(TorchDispatchMode):
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return an operation whose result's shape depends on values."""
-        found = self.values.compute(func, args, kwargs, [])
-        if found is None:
+        result = self.values.compute(func, args, kwargs, [])
+        if result is None:
             raise Unknown(f"the shape of {func._opname} depends on the model's weights")
         device = next(tensors(list(args))).device
 
@@ -93,7 +93,7 @@ class SimulationMode(TorchDispatchMode):
                 self.tracker.saw(fake, func._opname)
             return fake
 
-        return tree_map_only(torch.Tensor, make, found)
+        return tree_map_only(torch.Tensor, make, result)
 
     def _multiplies(self, args: Any) -> None:
         """Take the workspace of a thread's first product: forward and backward run in threads of their own, each with a

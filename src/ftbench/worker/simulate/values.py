@@ -35,12 +35,12 @@ class Values:
         outputs = written or list(tensors(result))
         if not outputs or (outputs[0].is_floating_point() and outputs[0].numel() > 1):
             return
-        found = self.compute(func, args, kwargs, outputs)
-        if found is None:
+        real = self.compute(func, args, kwargs, outputs)
+        if real is None:
             for fake in written:
                 fake.known_values = None
         elif not written:
-            for fake, value in zip(outputs, tensors(found), strict=True):
+            for fake, value in zip(outputs, tensors(real), strict=True):
                 self.learn(fake, value)
         # what was written to has changed its values in place
 
@@ -56,8 +56,8 @@ class Values:
         real_kwargs.pop("pin_memory", None)
         real_kwargs.pop("non_blocking", None)
         with unset_fake_temporarily():
-            found = func(*real_args, **real_kwargs)
-        return () if found is None else found
+            result = func(*real_args, **real_kwargs)
+        return () if result is None else result
 
     def scalar(self, tensor: torch.Tensor) -> Any:
         """Return a value that the program asks for. What depends on weights is a number of no matter: 1, or no."""
@@ -74,6 +74,6 @@ class Values:
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that an operation writes to."""
-    for place, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+            yield from tensors(args[index] if index < len(args) else kwargs.get(argument.name))
