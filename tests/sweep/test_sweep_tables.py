@@ -1,6 +1,8 @@
-"""summary.md of a sweep: what a reader must not overlook."""
+"""summary.md of a sweep: what a reader must not overlook; and a board that cannot be read."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -54,3 +56,33 @@ def test_a_run_beside_other_work_is_marked_in_its_row_and_in_a_note(table):
 
 def test_a_run_that_had_the_machine_to_itself_is_not(table):
     assert "contended" not in table(0.05)
+
+
+# --- a board that somebody else has written --------------------------------------------------------------------------
+
+BOARD = {"at": "now", "left_s": None, "running": [], "jobs": [{"run": "a-r1", "what": "a", "state": "ok"}]}
+
+
+@pytest.mark.parametrize("alive", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"jobs": 1}, {"jobs": [1]}, {"jobs": [{"run": [], "what": "a", "state": "ok"}]}, {"jobs": [{}]},
+        {"running": 3}, {"running": [{}]}, {"at": {}}, {"left_s": "soon"}, {"left_s": 1e999}, {"jobs": None},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_board_that_no_sweep_writes_is_a_sentence(ftbench, tmp_path, monkeypatch, change, alive):
+    monkeypatch.setattr("ftbench.sweep.output.status.is_held", lambda folder: alive)
+    (tmp_path / "sweep.json").write_text(json.dumps(BOARD | change))
+    for option in ([], ["--json"]):
+        code, out, err = ftbench("sweep", "--status", tmp_path, *option)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"ftbench: {tmp_path}: sweep.json: ")
+
+
+def test_a_run_that_no_job_names_is_not_followed(ftbench, tmp_path, monkeypatch):
+    monkeypatch.setattr("ftbench.sweep.output.status.is_held", lambda folder: True)
+    (tmp_path / "sweep.json").write_text(json.dumps(BOARD | {"running": ["../../elsewhere"]}))
+    code, out, _ = ftbench("sweep", "--status", tmp_path, "--json")
+    assert (code, json.loads(out)["running"]) == (0, {})

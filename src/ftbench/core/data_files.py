@@ -6,9 +6,11 @@ import csv
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ftbench.errors import DataError
+
+_ROWS = 1024  # of a Parquet file that are made at once
 
 
 class FileRows:
@@ -114,7 +116,23 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
-    yield from enumerate(table.to_pylist(), start=1)
+    for number in range(1, table.num_rows + 1, _ROWS):
+        part = table.slice(number - 1, _ROWS)
+        try:
+            yield from enumerate(part.to_pylist(), start=number)
+        except (ValueError, OverflowError):
+            _raise_for_row(path, part, number)
+
+
+def _raise_for_row(path: Path, table: Any, first: int) -> NoReturn:
+    """Raise DataError for the first value that Python cannot hold: text that is not UTF-8, a date out of its range."""
+    for index in range(table.num_rows):
+        for name in table.column_names:
+            try:
+                table.column(name)[index].as_py()
+            except (ValueError, OverflowError) as error:
+                raise DataError(f"{path}, row {first + index}: {name} cannot be read ({error})") from None
+    raise AssertionError("every value can be read")
 
 
 _READERS: dict[str, tuple[Callable[[Path], Iterator[tuple[int, dict[str, Any]]]], str]] = {

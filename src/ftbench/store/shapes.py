@@ -29,7 +29,10 @@ _GPU = {
 )  # fmt: skip
 _MATMUL_SHAPE = {"attention_width": [_COUNT], "windows": [_KNOWN_COUNT], "*": _COUNT}
 
+_JOB = {"!": ("run", "what", "state"), "run": _NAME, "what": _NAME, "state": _NAME, "reason": _TEXT, "wall_s": _NUMBER}
+
 SHAPES: dict[str, Any] = {
+    "sweep.json": {"!": ("jobs", "running", "at"), "at": _NAME, "left_s": _NUMBER, "running": [_NAME], "jobs": [_JOB]},
     "state.json": {
         "state": _NAME, "reason": _TEXT, "started_at": _TEXT, "ended_at": _TEXT, "wall_s": _NUMBER,
         "child_exit": _NUMBER, "exit_code": _KNOWN_COUNT, "signal": _KNOWN_COUNT, "oom": _OOM,

@@ -7,7 +7,7 @@ from typing import Any
 
 from ftbench.errors import SpecError
 from ftbench.launch.follow import Follower
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.rundir import RunDir, read_document
 from ftbench.sweep.execute.journal import is_held
 from ftbench.sweep.jobs import Standing
 from ftbench.sweep.output.table import BOARD
@@ -17,13 +17,15 @@ from ftbench.sweep.output.view import counted
 def status(folder: Path) -> dict[str, Any]:
     """Return the board of the sweep in `folder` (the experiment's, `results/<name>`), whether its process is alive, and
     a line on each run that is on. Raise SpecError where there is no sweep."""
-    board = read_json(folder / BOARD)
+    board, problem = read_document(folder / BOARD)
+    if problem is not None:
+        raise SpecError(f"{folder}: {problem}; the next run of the sweep writes it anew")
     if not board:
         inside = sorted(str(path.parent) for path in folder.glob(f"*/{BOARD}")) if folder.is_dir() else []
         raise SpecError(f"{folder}: holds no sweep" + (f"; did you mean {', '.join(inside)}?" if inside else ""))
     alive = is_held(folder)
-    running = {}
-    for name in board["running"] if alive else ():
+    running, names = {}, {job["run"] for job in board["jobs"]}
+    for name in (name for name in board["running"] if alive and name in names):
         follower = Follower(RunDir(folder / name))
         follower.poll()
         running[name] = follower.text()
@@ -38,7 +40,7 @@ def as_text(board: dict[str, Any]) -> str:
     lines = [f"{board['folder']}: {counted(standings, board['left_s'] if board['alive'] else None)}"]
     lines += [f"  running  {jobs[run]['what']}: {text}" for run, text in board["running"].items()]
     lines += [
-        f"  {job['state']:<8} {job['what']}: {job['reason']}"
+        f"  {job['state']:<8} {job['what']}: {job.get('reason')}"
         for job in jobs.values() if job["state"] in ("error", "timeout", "oom", "skipped")
     ]  # fmt: skip
     left = sum(not standing.done for standing in standings)
