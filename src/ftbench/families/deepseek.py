@@ -55,7 +55,6 @@ def _experts(config: Config) -> Experts:
         visited(config, count),
         config.whole("moe_intermediate_size"),
         "sigmoid",
-        float_weights=True,
         shared_after=True,
     )
 

@@ -69,7 +69,8 @@ class _Activations:
 def _activations(plan: MemoryPlan) -> _Activations:
     model, recipe, batch = plan.model, plan.recipe, plan.batch
     saved = [layer.saved(each, recipe, batch) for each, _ in model.kinds]
-    peaks = [transient.peak(each, recipe, batch, backward=True) for each, _ in model.kinds]
+    peaks = [[transient.peak(each, recipe, batch, backward=True, again=not keep) for each, _ in model.kinds]
+             for keep in (False, True)]  # fmt: skip
     frozen = _frozen(model, recipe)
     keeps = [False] * frozen + _keeps(recipe, len(model.layers))[frozen:]
     mark, shared = transient.checkpoint(model.hidden, recipe, batch), _shared_input(model, recipe, batch)
@@ -86,13 +87,13 @@ def _activations(plan: MemoryPlan) -> _Activations:
     behind = 0.0
     for kind, keep in list(zip(model.order, keeps, strict=True))[: frozen - 1 if frozen else None : -1]:
         remade = 0.0 if keep else saved[kind] - shared
-        if kept - behind + remade + peaks[kind] > there + again + peak:
-            there, again, peak, kind_at = kept - behind, remade, peaks[kind], kind
+        if kept - behind + remade + peaks[keep][kind] > there + again + peak:
+            there, again, peak, kind_at = kept - behind, remade, peaks[keep][kind], kind
         behind += saved[kind] if keep and not recipe.offload else 0.0
     first, keep = model.order[frozen], keeps[frozen]
     forward = transient.peak(model.kinds[kind_at][0], recipe, batch, backward=False)
     return _Activations(kept, marks, there, again, peak, forward, saved[first] if keep else 0.0, 0.0 if keep else mark,
-                        0.0 if keep else saved[first] - shared, peaks[first], away,
+                        0.0 if keep else saved[first] - shared, peaks[keep][first], away,
                         max((transient.ungraded(each, recipe) for each in model.layers[:frozen]), default=0.0)
                         * batch.tokens)  # fmt: skip
 

@@ -59,7 +59,23 @@ def experts_peak(layer: Layer, recipe: Recipe, backward: bool) -> float:
     gone = mlp(layer, recipe) if moe.shared_after and backward else 0.0
     if moe.float_weights and backward:
         return (moe.active * (3 * FLOAT + recipe.compute) + recipe.compute) * layer.hidden - gone
-    return moe.active * recipe.compute * (3 * layer.hidden + (2 * moe.inner if moe.clamped else 0))
+    return moe.active * recipe.compute * (3 * layer.hidden + (2 * moe.inner if moe.clamped else 0)) - gone
+
+
+def experts_again(layer: Layer, recipe: Recipe) -> float:
+    """Return the same for a checkpointed layer. While its forward pass is done again there are the experts' inputs in
+    their order where nothing saves them, their weighted outputs, the residual stream, what was normed of it, and the
+    gradient that waits, which is spread out already (torch makes a layer again when a tensor of it is asked for first)
+    unless a shared expert adds to the sum, which is in float32 and cast. In the backward pass what was saved is gone
+    as soon as it is used."""
+    moe, c, h = layer.experts, recipe.compute, layer.hidden
+    assert moe is not None
+    weighted, shared = FLOAT if moe.float_weights else c, mlp(layer, recipe) if moe.shared_after else 0.0
+    inputs = 0 if recipe.full or "experts" in recipe.targets else c
+    once = moe.active * (weighted + inputs) + (2 if recipe.full else 3) * c
+    once += FLOAT + c if layer.inner else moe.active * weighted
+    gate = 2 * moe.inner * moe.active * c if moe.clamped else 0
+    return max(once * h, (3 * moe.active * weighted + c) * h + gate) - shared
 
 
 def attention_peak(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
@@ -104,12 +120,15 @@ def fp8_casts(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     return float((1 if recipe.compiled else 2 * FLOAT + 1) * layer.inner * batch.tokens)
 
 
-def peak(layer: Layer, recipe: Recipe, batch: BatchShape, backward: bool) -> float:
+def peak(layer: Layer, recipe: Recipe, batch: BatchShape, backward: bool, again: bool = False) -> float:
     """Return the bytes that one layer needs at its worst moment, in the forward or in the backward pass, beyond what it
-    saves: in its MLP, when a norm behind that saves nothing yet; in the backward pass of that norm (five float32 copies
+    saves (`again`: what it makes again for the backward pass): in its MLP, when a norm behind that saves nothing yet; in the backward pass of that norm (five float32 copies
     of its input, less what it gave); or in its attention, which comes to its turn when what the MLP saved is not there
     yet, or is gone."""
-    second = experts_peak(layer, recipe, backward) if layer.experts else mlp_peak(layer, recipe)
+    if layer.experts:
+        second = experts_again(layer, recipe) if again else experts_peak(layer, recipe, backward)
+    else:
+        second = mlp_peak(layer, recipe)
     if behind := [norm for norm in layer.norms if norm.position == "after"][-1:]:
         alone = (5 * FLOAT - recipe.stream) * layer.hidden
         second = max(second, alone) if backward else second - norms(layer, recipe, behind)
