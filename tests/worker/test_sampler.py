@@ -28,7 +28,7 @@ def driver(**missing):
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: 0x4 if clock.now > 1 else 0,
         "nvmlDeviceGetMemoryInfo": lambda _: types.SimpleNamespace(used=2 * 2**30),
     }
-    calls |= dict.fromkeys(missing, refuse)
+    calls |= {name: given if callable(given) else refuse for name, given in missing.items()}
     return types.SimpleNamespace(NVMLError=NotSupported, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, **calls)
 
 
@@ -60,6 +60,17 @@ def test_a_step_shorter_than_the_interval_takes_the_samples_around_it(sampled):
     step = sampled().over(0.52, 0.55)
     assert step["energy_j"] == pytest.approx(3)
     assert step["sm_clock_mhz"] == 1500
+
+
+def test_no_step_draws_more_than_the_board_may_and_the_sum_stays(sampled):
+    """A counter that stands still for half a second, and then says all that was drawn meanwhile."""
+    found = sampled(nvmlDeviceGetTotalEnergyConsumption=lambda _: clock.now // 0.5 * 50_000,
+                    nvmlDeviceGetEnforcedPowerLimit=lambda _: 120_000)  # fmt: skip
+    steps = [found.over(tick / 10, tick / 10 + 0.1)["energy_j"] for tick in range(1, 19)]
+    assert max(steps) <= 120 * 0.1 + 1e-9
+    assert sum(steps) == pytest.approx(150)
+    unlimited = sampled(nvmlDeviceGetTotalEnergyConsumption=lambda _: clock.now // 0.5 * 50_000)
+    assert unlimited.over(0.45, 0.55)["energy_j"] > 120 * 0.1
 
 
 def test_energy_outside_of_the_samples_is_unknown(sampled):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,8 @@ from ftbench.facts import read_facts
 class Gpu:
     """One row of the table. Peaks in dense TFLOP/s (no 2:4 sparsity), memory in GB (10**9 bytes), bandwidth in GB/s,
     board power in W; None where no source is known. `gemm_bf16` is the highest rate of large bf16 products that others
-    have published, TFLOP/s."""
+    have published, TFLOP/s. `nvml_mib` is the memory as the driver reports it, `usable_gib` what CUDA gives processes
+    of it in all; a card with a `display` may show a screen."""
 
     name: str
     match: tuple[str, ...]
@@ -27,6 +28,9 @@ class Gpu:
     bandwidth: float
     watts: float
     gemm_bf16: float | None = None
+    nvml_mib: float | None = None
+    usable_gib: float | None = None
+    display: bool = False
 
     def peak_tflops(self, precision: str) -> float | None:
         """Return dense tensor peak for `bf16`, `fp16` (the same units and rate on these GPUs) or `fp8`; None for
@@ -43,18 +47,12 @@ def gpus() -> tuple[Gpu, ...]:
 def _gpu(row: dict[str, Any]) -> Gpu:
     capability = row.get("cc")
     major, _, minor = str(capability).partition(".")
-    return Gpu(
-        name=row["name"],
-        match=tuple(row["match"]),
-        arch=row["arch"],
-        compute_capability=(int(major), int(minor)) if capability else None,
-        bf16=row["bf16"],
-        fp8=row["fp8"],
-        memory_gb=row["memory_gb"],
-        bandwidth=row["bandwidth"],
-        watts=row["watts"],
-        gemm_bf16=_highest(row["gemm_bf16"]),
-    )
+    read = {field.name: row[field.name] for field in fields(Gpu) if field.name in row}
+    return Gpu(**read | {
+        "match": tuple(row["match"]),
+        "compute_capability": (int(major), int(minor)) if capability else None,
+        "gemm_bf16": _highest(row["gemm_bf16"]),
+    })  # fmt: skip
 
 
 def _highest(published: float | list[float] | None) -> float | None:

@@ -50,7 +50,8 @@ class StepRow:
     allocator_retries: int | None = _column("", "cache flushes the allocator needed within the step")
     power_w: float | None = _column("W", "mean of the sampled board power within the step")
     energy_j: float | None = _column(
-        "J", "the board's energy counter, interpolated: sums count, a short step may be off"
+        "J",
+        "the board's energy counter, interpolated: sums count; what exceeds the board's limit is the next step's",
     )
     sm_clock_mhz: float | None = _column("MHz", "mean of the sampled SM clock")
     temperature_c: float | None = _column("°C", "highest sampled GPU temperature")

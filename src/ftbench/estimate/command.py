@@ -14,6 +14,7 @@ from ftbench.core.table import text_table
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import view
+from ftbench.estimate.memory.capacity import probed
 from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.memory.share import STRATEGIES
 from ftbench.estimate.time import text as time_text
@@ -62,7 +63,7 @@ def estimate(request: EstimateRequest) -> Answer:
     config = None if request.config is None else read_config(request.config)
     if config is not None:
         options["config"] = config
-    gpus = gpus_of(request)
+    gpus = gpus_of(request, store.path)
     rows: list[tuple[str, MemoryEstimate, int | None]] = [
         (name, estimate_memory(spec, gpu, total=total, **options), largest_batch(spec, gpu, total=total, **options))
         for name, gpu, total in gpus
@@ -113,8 +114,9 @@ def _strategy(request: EstimateRequest) -> str:
     return strategy
 
 
-def gpus_of(request: EstimateRequest) -> list[tuple[str, Gpu | float, float | None]]:
-    """Return the GPUs asked about, with their memory where a driver says it; with none named, this machine's."""
+def gpus_of(request: EstimateRequest, store: Path | None) -> list[tuple[str, Gpu | float, float | None]]:
+    """Return the GPUs asked about as the store's probes know them, with their memory where a driver says it; with none
+    named, this machine's."""
     if request.memory_gb is not None:
         if request.gpu is not None:
             raise SpecError("--memory-gb and --gpu both say how much memory there is: give one")
@@ -122,11 +124,12 @@ def gpus_of(request: EstimateRequest) -> list[tuple[str, Gpu | float, float | No
             raise SpecError(f"--memory-gb {request.memory_gb}: must be a number of GiB above 0")
         return [(f"a GPU of {request.memory_gb:g} GiB", request.memory_gb, None)]
     if request.gpu is not None:
-        return [(gpu.name, gpu, None) for gpu in listed(request.gpu)]
+        return [(gpu.name, probed(gpu, store), None) for gpu in listed(request.gpu)]
     described = machine.gpu()
     if described is None or not described.get("memory_gb"):
         raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
-    return [(described["name"], limited_gpu(described) or described["memory_gb"], described["memory_gb"])]
+    gpu = limited_gpu(described)
+    return [(described["name"], probed(gpu, store) if gpu else described["memory_gb"], described["memory_gb"])]
 
 
 def listed(text: str) -> list[Gpu]:

@@ -155,7 +155,7 @@ def answer(request: command.EstimateRequest) -> command.Answer:
             + (", and set model.path to the config.json with model.weights=random" if "--config" in refused else "")
         )
     spec = load(request.spec, request.sets)
-    ((name, gpu, total),) = command.gpus_of(request)
+    ((name, gpu, total),) = command.gpus_of(request, request.store)
     if not isinstance(gpu, Gpu):
         raise SpecError(f"{name} is in no table, so its compute capability is not known: name a GPU with --gpu")
     has = capacity(gpu, total)

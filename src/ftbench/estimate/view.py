@@ -21,12 +21,15 @@ def as_text(spec: Experiment, rows: Sequence[tuple[str, MemoryEstimate, int | No
     if len(rows) == 1:
         return _card(spec, *rows[0])
     columns = ["GPU", ">for a process", ">device memory", "verdict", "largest batch"]
-    return text_table(columns, [
+    table = text_table(columns, [
         (name, gibibytes(memory.usable - memory.margin),
          f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)} GiB", memory.verdict,
          _largest(spec, largest) or "none")
         for name, memory, largest in rows
     ])  # fmt: skip
+    margin = max(memory.margin for _, memory, _ in rows)
+    kept = f", less a margin of {gibibytes(margin)} GiB on cards that may drive a display" if margin else ""
+    return f"{table}\nfor a process: GiB that CUDA gives one, as probed or published{kept}"
 
 
 def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | None) -> str:

@@ -32,6 +32,7 @@ _EMPTY: dict[str, Any] = {
     "device": None,
     "products": {},
     "memory": None,
+    "capacity": None,
     "host_link": None,
     "launch_us": None,
     "idle": None,

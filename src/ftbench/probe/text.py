@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ftbench.core import units
@@ -39,13 +40,14 @@ def _product(kind: str, product: dict[str, Any]) -> list[str]:
 
 
 def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
-    memory, link, links = (document[name] or {} for name in ("memory", "host_link", "links"))
+    memory, link, links, has = (document[name] or {} for name in ("memory", "host_link", "links", "capacity"))
     gpu, idle = first_gpu(document["machine"]), document["idle"] or {}
     loaded = [product for product in document["products"].values() if product and product.get("power_w")]
     hottest: dict[str, Any] = max(loaded, key=lambda product: float(product["power_w"]), default={})
     pairs = [pair["gbs"] for pair in links.get("pairs", [])]
     return [
         ("memory", _joined(("copy", memory.get("copy_gbs"), "GB/s"), ("triad", memory.get("triad_gbs"), "GB/s"))),
+        ("capacity", _joined(*((label, has.get(name), "GiB") for label, name in _CAPACITY), written=units.gibibytes)),
         ("host link", _joined(("to device", link.get("to_device_gbs"), "GB/s"),
                               ("to host", link.get("to_host_gbs"), "GB/s"))),
         ("launch", _joined(("", document["launch_us"], "µs"))),
@@ -59,8 +61,9 @@ def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _joined(*parts: tuple[str, float | None, str]) -> str:
+_CAPACITY = (("for processes (CUDA)", "total_gb"), ("of (NVML)", "driver_total_gb"), ("context", "context_gb"))
+
+
+def _joined(*parts: tuple[str, float | None, str], written: Callable[[float], str] = units.rate) -> str:
     """Return `copy 4,310 GB/s · triad 4,280 GB/s`, without what is not known."""
-    return " · ".join(
-        f"{label} {units.rate(value)} {unit}".strip() for label, value, unit in parts if value is not None
-    )
+    return " · ".join(f"{label} {written(value)} {unit}".strip() for label, value, unit in parts if value is not None)

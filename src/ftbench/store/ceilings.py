@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ftbench.core.hardware import canonical_name
 from ftbench.store import rundir
 
 FOLDER = "probe"  # in a store, beside the experiments
 
 
-def of(store: Path, *gpu_names: str | None) -> dict[str, Any]:
-    """Return the ceilings of a GPU of this name, or these (as drivers tell them): `tflops` by precision (`bf16`,
-    `fp16`, `tf32`, `fp32`, `fp8`, `int8`), `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s, `launch_us` in µs.
-    What no probe has measured is left out; without a probe there is nothing.
+def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
+    """Return the ceilings of a GPU of this name, the driver's or the GPU table's: `tflops` by precision (`bf16`,
+    `fp16`, `tf32`, `fp32`, `fp8`, `int8`), `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s, `launch_us` in µs,
+    and in GiB `usable_gb`, what CUDA gives processes of `driver_total_gb`. What no probe has measured is left out;
+    without a probe there is nothing.
 
     They are ceilings, so of several cards and several probes the fastest counts: a card that is hot or sick, or was
     not free, says little about what others of its kind can do.
     """
-    documents = _documents(store, gpu_names)
+    documents = _documents(store, gpu_name)
     precisions = {name for document in documents for name in _section(document, "products")}
     rates = {name: _best(documents, max, "products", name, "best_tflops") for name in sorted(precisions)}
     ceilings = {
@@ -28,14 +29,10 @@ def of(store: Path, *gpu_names: str | None) -> dict[str, Any]:
         "to_device_gbs": _best(documents, max, "host_link", "to_device_gbs"),
         "to_host_gbs": _best(documents, max, "host_link", "to_host_gbs"),
         "launch_us": _best(documents, min, "launch_us"),
+        "usable_gb": _best(documents, min, "capacity", "total_gb"),
+        "driver_total_gb": _best(documents, min, "capacity", "driver_total_gb"),
     }
     return {name: value for name, value in ceilings.items() if value not in (None, {})}
-
-
-def gpus(store: Path) -> list[str]:
-    """Return the names, as drivers tell them, of the GPUs that have been probed."""
-    documents = (rundir.read_json(path) for path in sorted((store / FOLDER).glob("*.json")))
-    return sorted({name for each in documents if isinstance(name := _gpu_name(each), str)})
 
 
 def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
@@ -45,19 +42,16 @@ def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
     return rate
 
 
-def _documents(store: Path, gpu_names: Sequence[str | None]) -> list[dict[str, Any]]:
+def _documents(store: Path, gpu_name: str | None) -> list[dict[str, Any]]:
     return [
         document
         for path in sorted((store / FOLDER).glob("*.json"))
         if (document := rundir.read_json(path))
-        and (name := _gpu_name(document)) is not None
-        and name in gpu_names
+        and isinstance(name := rundir.first_gpu(_section(document, "machine")).get("name"), str)
+        and gpu_name is not None
+        and canonical_name(name) == canonical_name(gpu_name)
         and _value(document, "device", "kind") == "cuda"
     ]
-
-
-def _gpu_name(document: dict[str, Any]) -> Any:
-    return rundir.first_gpu(_section(document, "machine")).get("name")
 
 
 def _best(documents: list[dict[str, Any]], pick: Any, *keys: str) -> float | None:

@@ -122,9 +122,9 @@ def fp8_casts(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
 
 def peak(layer: Layer, recipe: Recipe, batch: BatchShape, backward: bool, again: bool = False) -> float:
     """Return the bytes that one layer needs at its worst moment, in the forward or in the backward pass, beyond what it
-    saves (`again`: what it makes again for the backward pass): in its MLP, when a norm behind that saves nothing yet; in the backward pass of that norm (five float32 copies
-    of its input, less what it gave); or in its attention, which comes to its turn when what the MLP saved is not there
-    yet, or is gone."""
+    saves, or with `again` makes again: in its MLP, when a norm behind that saves nothing yet; in the backward pass of
+    that norm (five float32 copies of its input, less what it gave); or in its attention, which comes to its turn when
+    what the MLP saved is not there yet, or is gone."""
     if layer.experts:
         second = experts_again(layer, recipe) if again else experts_peak(layer, recipe, backward)
     else:

@@ -12,6 +12,7 @@ from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
 from ftbench.estimate.command import listed
+from ftbench.estimate.memory.capacity import probed
 from ftbench.estimate.recommend.ranking import OBJECTIVES, Goal, Objective, Recommendation, recommend
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.run_index import Store
@@ -53,7 +54,7 @@ def run(request: RecommendRequest) -> Recommendation:
     """Raise SpecError for each mistake."""
     spec = load(request.spec, request.sets)
     prices = load_prices(request.prices) if request.prices is not None else None
-    gpus = _gpus(request.gpu)
+    gpus = tuple(probed(gpu, request.store) for gpu in _gpus(request.gpu))
     problems = [*_limits(request), *_prices(request, gpus, prices), *_output(request)]
     if problems:
         raise SpecError(*problems)

@@ -7,9 +7,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from ftbench.core.hardware import Gpu, canonical_name, gpus
+from ftbench.core.hardware import Gpu, gpus
 from ftbench.errors import SpecError
 from ftbench.store import ceilings as probes
 
@@ -40,7 +39,7 @@ class Ceilings:
 
 def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
     """Return what a GPU can do; `precision` is the spec's `train.precision`: bf16, fp16 or fp32."""
-    probed = _probed(store, gpu) if store else {}
+    probed = probes.of(store, gpu.name) if store else {}
     rates = probed.get("tflops", {})
     fp8, sheet = rates.get("fp8"), gpu.peak_tflops(precision)
     rate, source = rates.get(precision), "ceilings measured by `ftbench probe`"
@@ -100,8 +99,3 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
     if fp8 and limits.products_fp8 is None:
         raise SpecError(f"{gpu.name} has no fp8 products: set optimizations.fp8 to off")
     return limits
-
-
-def _probed(store: Path, gpu: Gpu) -> dict[str, Any]:
-    """Return what probes say of a GPU, under all the names that the table takes for one."""
-    return probes.of(store, *(name for name in probes.gpus(store) if canonical_name(name) == gpu.name))

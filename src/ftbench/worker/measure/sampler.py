@@ -6,9 +6,11 @@ Standard library, psutil and NVML only. A counter that the driver does not have 
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -47,10 +49,13 @@ class Sampler:
         self._meters = [*([self._busy] if self._busy else []), *others]
         self._intervals: list[list[Interval]] = [[] for _ in self._meters]
         self._readers: dict[str, Callable[[], Any]] = {}
+        self._limit_w, self._carried_j = math.inf, 0.0
         if nvml is None:
             return
         self._failures = (nvml.NVMLError, AttributeError)
         memory = getattr(nvml, "nvmlDeviceGetMemoryInfo", None)
+        with suppress(*self._failures):
+            self._limit_w = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
         self._readers = {
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
@@ -87,8 +92,8 @@ class Sampler:
         return self._times[-1] if self._times else float("-inf")
 
     def over(self, begin: float, end: float) -> dict[str, Any]:
-        """Return the columns of steps.csv for a step from `begin` to `end` (perf_counter seconds). A step shorter than
-        the sampling interval takes the two samples around it."""
+        """Return the columns of steps.csv for a step from `begin` to `end` (perf_counter seconds), which comes after
+        those that were asked for before. A step shorter than the sampling interval takes the two samples around it."""
         inside = self._samples[bisect_left(self._times, begin) : bisect_right(self._times, end)]
         if not inside:
             at = bisect_left(self._times, begin)
@@ -118,8 +123,15 @@ class Sampler:
         return {name: _weighted(values) for name, values in pairs.items()}
 
     def _energy(self, begin: float, end: float) -> float | None:
+        """Return the joules of a step, no more than the board may draw: the counter is read in steps of its own, and
+        what it says beyond that counts for the steps that follow, so that sums stay what they are."""
         first, last = self._counter(begin), self._counter(end)
-        return None if first is None or last is None else last - first
+        if first is None or last is None:
+            return None
+        counted = self._carried_j + last - first
+        joules = min(counted, self._limit_w * (end - begin))
+        self._carried_j = counted - joules
+        return joules
 
     def _counter(self, when: float) -> float | None:
         """Return the energy counter at a moment, linear between the samples around it; None outside of them."""

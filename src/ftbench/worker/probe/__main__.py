@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from ftbench.core.units import GIB
 from ftbench.errors import MissingError
 from ftbench.store import machine
 from ftbench.store.rundir import write_json
@@ -51,8 +52,8 @@ class Document:
 
 def main(out: Path, seconds: float) -> int:
     """Measure this machine and leave the figures in `out`; the exit code is 3 where torch cannot use the GPU."""
-    budget, document = Budget(seconds), Document(out)
-    if not gpu_lock.try_acquire(machine.gpu()):
+    budget, document, untouched = Budget(seconds), Document(out), machine.gpu()
+    if not gpu_lock.try_acquire(untouched):
         document.figures["missing"] = "a run of ftbench has this GPU just now: probe again when it has ended"
         document.write(None)
         return MissingError.exit_code
@@ -69,6 +70,8 @@ def main(out: Path, seconds: float) -> int:
         document.figures["missing"] = str(error)
         document.write(None)
         return MissingError.exit_code
+    if device().type == "cuda":
+        document.figures["capacity"] = _capacity(device(), untouched or {})
     _measure(document, budget, device(), sampler)
     document.write(None)
     return 0
@@ -120,6 +123,22 @@ def _device(device: Any) -> dict[str, Any]:
     if device.type == "cuda":
         return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "gpus": torch.cuda.device_count()}
     return {"kind": "cpu", "name": None, "gpus": 0, "threads": torch.get_num_threads()}
+
+
+def _capacity(device: Any, untouched: dict[str, Any]) -> dict[str, float | None]:
+    """Return GiB before the first tensor: what CUDA gives processes in all (cudaMemGetInfo) and has left, what the
+    driver (NVML) counts as the card's and as used, and how much of that the context of this process is; `untouched` is
+    the GPU as it was without it."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)  # makes the context
+    now = machine.gpu() or {}
+    used, before = now.get("memory_used_before_gb"), untouched.get("memory_used_before_gb")
+    context = None if used is None or before is None else used - before
+    return {
+        "total_gb": total / GIB, "free_gb": free / GIB, "driver_total_gb": now.get("memory_gb"),
+        "driver_used_gb": used, "context_gb": context,
+    }  # fmt: skip
 
 
 def _free(device: Any) -> float:
