@@ -267,7 +267,9 @@ def test_what_is_cast_for_a_step_is_divided_too() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [({"model_type": "mamba"}, "mamba"), ({"hidden_size": 0}, "hidden_size"), ({"vocab_size": None}, "vocab_size"),
-     ({"num_hidden_layers": "36"}, "num_hidden_layers"), ({"num_attention_heads": -1}, "num_attention_heads"),
+     ({"num_hidden_layers": "36"}, "num_hidden_layers"), ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+     ({"vocab_size": 10**400}, "vocab_size"), ({"intermediate_size": 2**31}, "intermediate_size"),
+     ({"num_attention_heads": -1}, "num_attention_heads"),
      ({"head_dim": "128"}, "head_dim"), ({"head_dim": -3}, "head_dim"), ({"sliding_window": "x"}, "sliding_window"),
      ({"head_dim": None, "hidden_size": 16}, "num_attention_heads"), ({"layer_types": 3}, "layer_types"),
      ({"layer_types": ["sliding_attention"]}, "layer_types"), ({"num_experts": "x"}, "num_experts"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
+
 
 class Config:
     """The values of a config.json over the defaults that transformers has for its family."""
@@ -15,12 +17,15 @@ class Config:
         return self._values.get(key)
 
     def whole(self, key: str, otherwise: int | None = None) -> int:
-        """Return a whole number of 1 or more, `otherwise` for a key that is missing or null. Raises ValueError."""
+        """Return a whole number from 1 to `LARGEST`, `otherwise` for a key that is missing or null. Raises
+        ValueError."""
         value = self.get(key)
         if value is None and otherwise is not None:
             return otherwise
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config.json: {key} is {value!r} and must be a whole number of 1 or more")
+            raise ValueError(f"config.json: {key} is {repr(value)[:80]} and must be a whole number of 1 or more")
+        if value > (most := MOST_LAYERS if key == "num_hidden_layers" else LARGEST):
+            raise ValueError(f"config.json: {key} is {value:,}, and no model has more than {most:,}")
         return value
 
     def count(self, key: str) -> int:
