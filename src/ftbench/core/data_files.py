@@ -17,7 +17,7 @@ class FileRows:
     """Rows of a file, each with the line (or record) it stands on."""
 
     def __init__(self, path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], unit: str) -> None:
-        self._path, self._unit = path, unit
+        self._path, self._unit, self.folder = path, unit, path.parent
         self._rows = list(numbered)
 
     def __len__(self) -> int:
@@ -31,7 +31,14 @@ class FileRows:
 
 
 def read_file(path: Path) -> FileRows:
-    """Return the rows of a .json, .jsonl, .csv or .parquet file. Raise DataError that names file and row."""
+    """Return the rows of a .json, .jsonl, .csv or .parquet file, or of the only one in a folder. Raise DataError that
+    names file and row."""
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix.lower() in _READERS)
+        if len(files) != 1:
+            names = ", ".join(each.name for each in files[:4]) or "none"
+            raise DataError(f"{path}: a folder must hold one file that names its images, and holds {names}")
+        (path,) = files
     reader, unit = _READERS.get(path.suffix.lower(), (None, ""))
     if reader is None:
         raise DataError(

@@ -17,7 +17,6 @@ from ftbench.doctor.findings import Finding, as_text
 from ftbench.errors import FtbenchError
 from ftbench.families import describe
 from ftbench.launch import runner
-from ftbench.spec.datasets import DATASETS
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.methods import GPT_OSS
@@ -114,7 +113,7 @@ def unreachable(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> 
             yield from _room(spec, cache, "set HF_HOME to a larger place")
     if spec.model.weights == "random" and not any(made.glob(f"*{spec.model.id.rsplit('/', 1)[-1]}-*")):
         yield from _room(spec, made, "set FTBENCH_CACHE to a larger place")
-    source = DATASETS[spec.dataset.name].hub
+    source = spec.dataset.source.hub
     if source and hub.verdict != "ok" and not _data_kept(source, facts):
         yield (
             "data",

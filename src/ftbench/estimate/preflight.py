@@ -55,7 +55,7 @@ def first_trial(spec: Experiment, gpu: dict[str, Any] | None, most: int) -> int 
     if gpu is None or on_machine(spec, gpu) is None:
         return None
     changed: dict[str, Any] = {"longest_first": True}
-    if spec.dataset.name == "synthetic":
+    if spec.dataset.is_made:
         changed["samples"] = max(spec.dataset.samples or 0, most)
     spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update=changed)})
     return likely_largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])

@@ -14,6 +14,7 @@ from ftbench.spec.datasets import DATASETS, Dataset
 
 SHORTEST = 2
 DEFAULT_SIGMA = 0.65  # spread of the log of the lengths of instruction data
+CAPTION = 40.0  # mean length of the text beside made pictures, where none is asked for
 WINDOW = 50  # batches among which samples of like length are brought together (transformers' LengthGroupedSampler)
 
 
@@ -22,7 +23,7 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
     if dataset.length is not None:
         return [dataset.length] * count
     source = DATASETS[dataset.like] if dataset.like else None
-    mean = dataset.mean_length if source is None else source.mean_tokens
+    mean = (dataset.mean_length or CAPTION) if source is None else source.mean_tokens
     sigma = (source.sigma if source else None) or DEFAULT_SIGMA
     assert mean is not None
     spread = [math.exp(sigma * value) for value in standard_normals(dataset.seed + 1, count)]

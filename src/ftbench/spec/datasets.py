@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ftbench.spec.base import Float, Int, Part, Switch, known
 
-FORMATS = ("alpaca", "messages", "prompt-completion", "text")
-Format = Literal["alpaca", "messages", "prompt-completion", "text"]
+FORMATS = ("alpaca", "messages", "prompt-completion", "text", "image-text")
+Format = Literal["alpaca", "messages", "prompt-completion", "text", "image-text"]
+ROLES = ("image", "question", "answer")  # columns that a spec can name
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,21 @@ DATASETS: dict[str, Source] = {
         "Japanese articles: the body without its first sentence → the title",
         "wikimedia/wikipedia", "20231101.ja", mean_tokens=861, sigma=0.95,
     ),
-    "file": Source("your own JSON, JSONL, CSV or Parquet file (`path`)"),
+    "beans": Source("1k photographs of bean leaves → their disease", "AI-Lab-Makerere/beans", format="image-text"),
+    "file": Source(
+        "your own JSON, JSONL, CSV or Parquet file (`path`), or a folder of images with one such file that names them"
+    ),
+    "images": Source("made pictures and tokens of chosen sizes (`image_size`) and lengths; needs no download"),
     "synthetic": Source("made tokens of chosen lengths, random or learnable; needs no tokenizer and no download"),
 }  # fmt: skip
+Side = Annotated[Int, Field(ge=8, le=16_384)]
 LIKE = tuple(name for name, source in DATASETS.items() if source.mean_tokens)
 
 
 class Dataset(Part):
     """What is trained on, how much of it, and how long a sample may be."""
 
-    name: str = Field("sample", description="one of `ftbench list datasets`")
+    name: str = Field("sample", description="one of `ftbench list datasets`, or owner/name of a set on the hub")
     samples: Int | None = Field(None, ge=1, description="how many samples to train on, drawn with `seed`; all if empty")
     max_length: Int = Field(2048, ge=2, le=1_048_576, description="tokens; longer samples are cut at the end")
     seed: Int = Field(42, ge=0, description="order of the samples and draws of synthetic data")
@@ -58,6 +65,17 @@ class Dataset(Part):
     )
     format: Format | None = Field(None, description="of the rows; found from the columns if empty")
     path: str | None = Field(None, description="file to read, for `name: file`")
+    columns: dict[Literal["image", "question", "answer"], str] = Field(
+        {}, description="names of columns that are not found by themselves, for example {image: photo, answer: finding}"
+    )
+    prompt: str = Field("Describe", min_length=1, description="question about an image where no column holds one")
+    image_size: tuple[Side, Side] | None = Field(
+        None, description="images: width and height in pixels, or about which they are spread"
+    )
+    image_sizes: Literal["fixed", "photographs", "documents"] = Field(
+        "fixed", description="images: all of one size, or spread as those of cameras or of scanned pages are"
+    )
+    images_per_sample: Int = Field(1, ge=1, le=64, description="images: how many pictures a sample holds")
     revision: str | None = Field(None, description="revision of a hub data set")
     length: Int | None = Field(None, ge=2, description="synthetic: every sample has this many tokens")
     mean_length: Float | None = Field(None, ge=2, description="synthetic: lengths drawn log-normally to this mean")
@@ -67,10 +85,25 @@ class Dataset(Part):
         description="synthetic: random tokens, which nothing can learn, or a Markov chain, which any model learns",
     )
 
+    @property
+    def is_made(self) -> bool:
+        """Whether its samples are drawn, as many as are asked for."""
+        return self.name in ("synthetic", "images")
+
+    @property
+    def has_images(self) -> bool:
+        """Whether its samples hold images for certain."""
+        return self.name == "images" or "image-text" in (self.format, self.source.format)
+
+    @property
+    def source(self) -> Source:
+        return DATASETS.get(self.name) or Source("a data set on the hub", self.name)
+
     @field_validator("name")
     @classmethod
     def _known_name(cls, value: str) -> str:
-        known(value, DATASETS, "data set")
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+            known(value, DATASETS, "data set")
         return value
 
     @field_validator("like")
@@ -86,17 +119,23 @@ class Dataset(Part):
             raise ValueError("`name: file` needs `path: FILE` (JSON, JSONL, CSV or Parquet)")
         if self.name != "file" and self.path:
             raise ValueError(f"`path` goes with `name: file`, not with {self.name}")
-        if self.name != "file" and self.format:
-            raise ValueError(f"`format` goes with `name: file`: {self.name} has its own")
+        if self.name in DATASETS and self.name != "file" and (self.format or self.columns):
+            raise ValueError(f"`format` and `columns` go with `name: file`: {self.name} has its own")
         shape = [key for key in ("length", "mean_length", "like") if getattr(self, key) is not None]
         if self.name == "synthetic" and len(shape) != 1:
             raise ValueError("`name: synthetic` needs one of `length`, `mean_length` and `like`")
-        if self.name == "synthetic" and self.samples is None:
-            raise ValueError("`name: synthetic` needs `samples`")
-        if self.name != "synthetic" and self.structure != "random":
+        if len(shape) > 1:
+            raise ValueError(f"`{shape[0]}` and `{shape[1]}` exclude each other")
+        if self.is_made and self.samples is None:
+            raise ValueError(f"`name: {self.name}` needs `samples`")
+        if not self.is_made and self.structure != "random":
             raise ValueError(f"`structure` goes with `name: synthetic`, not with {self.name}")
-        if self.name != "synthetic" and shape:
+        if not self.is_made and shape:
             raise ValueError(f"`{shape[0]}` goes with `name: synthetic`, not with {self.name}")
+        if (self.name == "images") != (self.image_size is not None):
+            raise ValueError("`name: images` needs `image_size: [width, height]`, and no other takes it")
+        if self.name != "images" and (self.image_sizes != "fixed" or self.images_per_sample != 1):
+            raise ValueError(f"`image_sizes` and `images_per_sample` go with `name: images`, not with {self.name}")
         if self.length is not None and self.length > self.max_length:
             raise ValueError(f"`length` {self.length} is more than `max_length` {self.max_length}")
         return self

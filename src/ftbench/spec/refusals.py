@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
 from ftbench.families import FAMILIES
+from ftbench.families.vision import TRAINED
+from ftbench.spec.methods import NO_UNSLOTH, family, reads_images
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 from ftbench.spec.optimizations.declaration import Capability
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
+NOT_FLAT = "optimizations.packing and padding_free lay samples end to end, which images do not take: set them to off"
 OTHERWISE = f"estimate without --simulate, which knows {', '.join(FAMILIES)}"
 
 
@@ -27,7 +30,22 @@ def refusals(spec: Experiment) -> list[str]:
         sentences += OPTIMIZATIONS[name].refusals(spec)
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         sentences.append("measure.eval: epoch needs dataset.eval_samples")
-    return sentences + _of_profile(spec) + _not_built_yet(spec)
+    return sentences + _of_images(spec) + _of_profile(spec) + _not_built_yet(spec)
+
+
+def _of_images(spec: Experiment) -> list[str]:
+    if not spec.dataset.has_images:
+        return []
+    sentences = []
+    if not reads_images(spec.model):
+        sentences.append(
+            f"dataset: {spec.dataset.name} holds images, and {spec.model.id} reads none: take one that does"
+        )
+    if spec.optimizations.packing or spec.optimizations.padding_free:
+        sentences.append(NOT_FLAT)
+    if spec.method.name == "unsloth":
+        sentences.append(f"method unsloth: {NO_UNSLOTH}")
+    return sentences
 
 
 def _of_profile(spec: Experiment) -> list[str]:
@@ -93,6 +111,8 @@ def refusals_on(spec: Experiment, capability: Capability) -> list[str]:
 def check_simulated(spec: Experiment) -> None:
     """Raise SpecError for what a simulation does not follow. Silence would be a figure of another run: torch runs a
     compiled layer as it is where tensors are fake."""
+    if spec.dataset.has_images or family(spec.model) in TRAINED:
+        raise SpecError(f"{spec.model.id} reads images, which no simulation follows yet: train a few steps of it")
     pairs = [spec.method.unsimulated(spec), *(_unsimulated(name, spec) for name in switched_on(spec.optimizations))]
     refused = [pair for pair in pairs if pair is not None]
     if spec.train.optimizer.startswith("paged"):

@@ -151,10 +151,12 @@ def _profile(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> Non
 
 def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
     """Return the tokenizer, and the data in the order in which they are trained on."""
-    vocabulary = loading.load_config(spec.model, source).get_text_config().vocab_size
+    config = loading.load_config(spec.model, source)
+    vocabulary = config.get_text_config().vocab_size
     synthetic = spec.dataset.name == "synthetic"
     tokenizer = build_tokenizer(vocabulary) if synthetic else loading.load_tokenizer(spec.model, source)
-    return tokenizer, prepare(spec, tokenizer, vocabulary)
+    pixels = None if synthetic else loading.load_pixels(spec.model, source, config, tokenizer)
+    return tokenizer, prepare(spec, tokenizer, vocabulary, pixels)
 
 
 def assembled(spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared) -> trainer.Trainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.order import Row
+from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.applied import innermost
 from ftbench.worker.measure.batch_count import BatchCount
@@ -55,13 +57,15 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     method sees the same tokens in the same order."""
     most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
     counts: deque[BatchCount] = deque()
-    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, counts.append)
+    pictures: list[Picture] = []
+    train, evaluation = _dataset(data.train, pictures), _dataset(data.evaluation, pictures)
+    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, counts.append, data.pixels, pictures)
     loop = Trainer(
         model=model,
         args=arguments(spec, run, on_gpu=next(model.parameters()).device.type == "cuda"),
         processing_class=tokenizer,
-        train_dataset=_dataset(data.train),
-        eval_dataset=_dataset(data.evaluation) if data.evaluation else None,
+        train_dataset=train,
+        eval_dataset=evaluation if data.evaluation else None,
         data_collator=collator,
     )
     loop.counts = counts
@@ -110,12 +114,17 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
     )
 
 
-def _dataset(rows: list[Row]) -> Dataset:
-    """Return a row's samples end to end, and how long each is."""
+def _dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
+    """Return a row's samples end to end, how long each is, and the places of its images in `pictures`, where they are
+    added."""
+    shown = [[picture for sample in row for picture in sample.pictures] for row in rows]
+    starts = list(accumulate(map(len, shown), initial=len(pictures)))
+    pictures += [picture for row in shown for picture in row]
     columns = {
         "input_ids": [[token for sample in row for token in sample.ids] for row in rows],
         "labels": [[label for sample in row for label in sample.labels] for row in rows],
         "lengths": [[len(sample.ids) for sample in row] for row in rows],
+        **({"shown": [[*range(*pair)] for pair in pairwise(starts)]} if any(shown) else {}),
     }
     return Dataset.from_dict(columns).with_format("numpy")
 

@@ -141,7 +141,7 @@ def _packed(dataset: Dataset, layout: _BatchLayout, lengths: Sequence[int] | Non
 def _unknown(dataset: Dataset, layout: _BatchLayout) -> BatchShape:
     """Return the real data: the longest sample of a batch is as long as the longest of the data set is expected to be,
     from the mean that facts know of it, else max_length."""
-    source, size = DATASETS[dataset.like or dataset.name], layout.size
+    source, size = DATASETS[dataset.like] if dataset.like else dataset.source, layout.size
     longest, mean = dataset.max_length, float(dataset.max_length)
     known = source.mean_tokens or dataset.mean_length
     if known:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ftbench.estimate.workload.file_lengths import file_lengths
 from ftbench.spec import batches
-from ftbench.spec.datasets import DATASETS, Dataset
+from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment, Model
 
 MOST_SAMPLES = 4096  # drawn for an estimate; more change the mean of a batch by about 1 %
@@ -67,7 +67,7 @@ def lengths_of(
     same = [described for other, described in recorded if _same_data(dataset, other)]
     if same and (known := _from_histogram(same[-1], dataset)) is not None:
         return known
-    if DATASETS[dataset.name].mean_tokens is not None:
+    if dataset.source.mean_tokens is not None:
         like = Dataset(name="synthetic", like=dataset.name, samples=MOST_SAMPLES, max_length=dataset.max_length)
         drawn = _drawn(like, min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES))
         return Lengths(drawn, 1.0, f"drawn to the mean length known of {dataset.name}")

@@ -120,7 +120,7 @@ class Search(Plan):
     def _samples(self, family: Family) -> int | None:
         """Return how many samples there are, as the spec or the first trial says; None for synthetic ones, of which
         there are as many as are needed."""
-        if family.spec.dataset.name == "synthetic":
+        if family.spec.dataset.is_made:
             return None
         for batch in family.trials:
             described = read_json(self._job(family, batch).run.applied).get("dataset", {})
@@ -159,7 +159,7 @@ class Search(Plan):
             "dataset": {"longest_first": True},
             "measure": {"eval": "off", "profile": "off", "generate": None, "repeats": 1},
         }  # fmt: skip
-        if spec.dataset.name == "synthetic":
+        if spec.dataset.is_made:
             changes["dataset"]["samples"] = max(spec.dataset.samples or 0, batch)
         sections = {name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()}
         made = job(

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.data.pictures import Picture
+from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import BatchCount
 
@@ -19,14 +21,17 @@ class Collator:
     """Makes batches as the spec's optimizations ask, and hands the counts to `sink`, batch by batch."""
 
     def __init__(
-        self, spec: Experiment, pad_token_id: int, longest: int, most: int, sink: Callable[[BatchCount], None]
-    ) -> None:
+        self, spec: Experiment, pad_token_id: int, longest: int, most: int, sink: Callable[[BatchCount], None],
+        pixels: Pixels | None = None, pictures: Sequence[Picture] = (),
+    ) -> None:  # fmt: skip
         """`longest` is the length in tokens that `fixed_shape` pads a row to, `most` the samples of the fullest batch
-        with what fills its rows up."""
+        with what fills its rows up. `pixels` processes those of the `pictures` whose places a row names in `shown`."""
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
         self._fixed = longest if on.fixed_shape else None
         self._rows = spec.train.batch_size
+        self._pixels, self._pictures = pixels, pictures
+        self._tiles = max((pixels.size(each).tiles for each in pictures), default=0) if pixels and self._fixed else 0
         self._positions = on.chunked_loss
         self._boundaries = on.attention in BY_BOUNDARIES
         self._for_unsloth = spec.method.name == "unsloth"
@@ -39,6 +44,9 @@ class Collator:
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         samples = [sample for row in rows for sample in _samples(row)]
         batch = self._laid_out(samples) if self._flat else self._padded(samples)
+        pictures = [self._pictures[index] for row in rows for index in row.get("shown", ())]
+        if pictures and self._pixels:
+            batch |= self._pixels.batch(pictures, batch["input_ids"], self._tiles)
         count = BatchCount(
             real=sum(len(ids) for ids, _ in samples),
             padded=batch["input_ids"].size,

@@ -1,4 +1,4 @@
-"""A row → messages, or plain text. Formats are found from the columns unless the spec names one."""
+"""A row → messages and images, or plain text. Formats are found from the columns unless the spec names one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ COLUMNS = {
     "messages": "messages, or conversations",
     "prompt-completion": "prompt, completion",
     "text": "text",
+    "image-text": "image or images; text, caption, answer or label (and question or prompt)",
 }
+MARKER = "<image>"  # where in a plain text an image stands, as LLaVA's data have it
+_IMAGES = ("image", "images")
+_QUESTIONS = ("question", "prompt")
+_ANSWERS = ("answer", "text", "caption", "label", "labels")
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -27,10 +32,12 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Messages (`role`, `content`) whose assistant turns are what is learned, or plain `text`."""
+    """Messages (`role`, `content`) whose assistant turns are what is learned, or plain `text`. A content with images is
+    a list of parts, of `type` image or text; `images` are what a row has for them, in their order."""
 
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     text: str | None = None
+    images: tuple[Any, ...] = ()
 
 
 class BadRow(ValueError):
@@ -46,14 +53,18 @@ def detect(columns: Iterable[str], where: str) -> str:
         return "prompt-completion"
     if {"instruction", "output"} <= names:
         return "alpaca"
+    if set(_IMAGES) & names and set(_ANSWERS) & names:
+        return "image-text"
     if "text" in names:
         return "text"
     wanted = "; ".join(f"{name}: {columns}" for name, columns in COLUMNS.items())
     raise DataError(f"{where}: columns {', '.join(sorted(map(str, names))) or 'none'} fit no format ({wanted})")
 
 
-def example(row: dict[str, Any], format_name: str) -> Example:
-    """Return the example in a row. Raises BadRow."""
+def example(row: dict[str, Any], format_name: str, prompt: str = "") -> Example:
+    """Return the example in a row; `prompt` asks about an image where the row does not. Raises BadRow."""
+    if format_name == "image-text":
+        return _image_text(row, prompt)
     return _FORMATS[format_name](row)
 
 
@@ -68,19 +79,35 @@ def _alpaca(row: dict[str, Any]) -> Example:
 def _prompt_completion(row: dict[str, Any]) -> Example:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _dialogue([*prompt, *completion])
-    return _pair(_text(row, "prompt"), _text(row, "completion"))
+        return _dialogue([*prompt, *completion], _images(row))
+    return _pair(_text(row, "prompt"), _text(row, "completion"), _images(row))
 
 
 def _messages(row: dict[str, Any]) -> Example:
     turns = row.get("messages") or row.get("conversations")
     if not isinstance(turns, list) or not turns:
         raise BadRow("`messages` is empty or no list")
-    return _dialogue(turns)
+    return _dialogue(turns, _images(row))
 
 
-def _dialogue(turns: list[Any]) -> Example:
-    messages = []
+def _image_text(row: dict[str, Any], prompt: str) -> Example:
+    asked = next((row[name] for name in _QUESTIONS if row.get(name)), prompt)
+    answer = next((name for name in _ANSWERS if row.get(name) is not None), _ANSWERS[0])
+    return _pair(asked, _text(row, answer), _images(row) or [])
+
+
+def _images(row: dict[str, Any]) -> list[Any] | None:
+    """Return the images of a row; None for one of a data set without a column of them."""
+    name = next((name for name in _IMAGES if name in row), None)
+    if name is None:
+        return None
+    value = [] if row[name] is None else row[name]
+    return value if isinstance(value, list) else [value]
+
+
+def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
+    """Return messages; with `images`, their contents in parts: those that no marker stands for come first."""
+    messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
             raise BadRow(f"message {number} is no object with role and content")
@@ -88,12 +115,56 @@ def _dialogue(turns: list[Any]) -> Example:
         content = turn.get("content", turn.get("value"))
         if role is None:
             raise BadRow(f"message {number} has no role of {', '.join(sorted(set(_ROLES.values())))}")
-        if not isinstance(content, str) or not content.strip():
+        parts = _parts(content, marked=images is not None)
+        if not any(part["type"] == "image" or part["text"].strip() for part in parts):
             raise BadRow(f"message {number} has no text")
-        messages.append({"role": role, "content": content})
+        messages.append({"role": role, "content": parts})
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRow("no message of the assistant to learn from")
-    return Example(tuple(messages))
+    return _with_images(messages, images)
+
+
+def _parts(content: Any, marked: bool) -> list[dict[str, Any]]:
+    """Return the parts of a message's content: a list as it is, a text cut at its markers where it has `marked`
+    ones."""
+    if isinstance(content, str):
+        texts = content.split(MARKER) if marked else [content]
+        cut = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+        return [part for part in cut if part["type"] == "image" or part["text"] or len(cut) == 1]
+    parts = content if isinstance(content, list) else []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("image", "text") or (kind == "text" and not isinstance(part.get("text"), str)):
+            raise BadRow(f"a part of a message is no text and no image: {str(part)[:60]!r}")
+    return [dict(part) for part in parts]
+
+
+def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Example:
+    """Return the example with an image for each part that is one: its own, or the next of the row's."""
+    shown = [part for message in messages for part in message["content"] if part["type"] == "image"]
+    own = [next((part[key] for key in ("image", "path", "url") if part.get(key)), None) for part in shown]
+    given, missing = list(images or ()), sum(image is None for image in own)
+    if given and not missing:
+        first = next((message for message in messages if message["role"] == "user"), messages[0])
+        first["content"][:0] = [{"type": "image"}] * len(given)
+        own = given + own
+    elif missing != len(given):
+        raise BadRow(f"its text has {missing} places for images, and the row has {len(given)} images")
+    else:
+        own = [given.pop(0) if image is None else image for image in own]
+    if images is not None and not own:
+        raise BadRow("the row has no image")
+    return Example(tuple(message | {"content": _joined(message)} for message in messages), images=tuple(own))
+
+
+def _joined(message: dict[str, Any]) -> str | list[dict[str, Any]]:
+    """Return a message's content: a text, or its parts where images are among them."""
+    parts = message["content"]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    if message["role"] == "assistant":
+        raise BadRow("an image stands in an answer: images are read and not learned")
+    return [{"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in parts]
 
 
 def _plain(row: dict[str, Any]) -> Example:
@@ -111,8 +182,8 @@ def wikipedia_title(row: dict[str, Any]) -> Example:
     return _pair(rest, _text(row, "title"))
 
 
-def _pair(question: str, answer: str) -> Example:
-    return Example(({"role": "user", "content": question}, {"role": "assistant", "content": answer}))
+def _pair(question: str, answer: str, images: list[Any] | None = None) -> Example:
+    return _dialogue([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], images)
 
 
 def _text(row: dict[str, Any], column: str) -> str:

@@ -14,24 +14,29 @@ from jinja2 import TemplateError
 
 from ftbench.core import lengths
 from ftbench.errors import DataError, SpecError
-from ftbench.spec.datasets import DATASETS, Dataset
+from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.refusals import NOT_FLAT
 from ftbench.worker.data import order, synthetic
 from ftbench.worker.data.formats import BadRow, Example, detect, example
 from ftbench.worker.data.order import Row
+from ftbench.worker.data.pictures import read
+from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.sources import Rows, open_rows
-from ftbench.worker.data.tokens import IGNORE, Tokens, tokenise
+from ftbench.worker.data.tokens import IGNORE, ShownImages, Tokens, tokenise
 
 
 @dataclass(frozen=True)
 class Prepared:
     """Rows in the order they are trained on, those set aside for evaluation, and `description`: the `dataset` section
-    of the summary. `longest` is the length in tokens of the longest row."""
+    of the summary; `pixels` is what makes batches of their images. `longest` is the length in tokens of the longest
+    row."""
 
     train: list[Row]
     evaluation: list[Row]
     description: dict[str, Any]
     warnings: list[str]
+    pixels: Pixels | None = None
 
     @cached_property
     def longest(self) -> int:
@@ -51,14 +56,18 @@ def _total(rows: Sequence[Row]) -> int:
     return sum(len(sample.ids) for row in rows for sample in row)
 
 
-def prepare(spec: Experiment, tokenizer: Any, vocab_size: int) -> Prepared:
-    """Read, draw, format, tokenise and order as the spec asks. Raises DataError for rows that cannot be used."""
+def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | None = None) -> Prepared:
+    """Read, draw, format, tokenise and order as the spec asks; `pixels` of a model that reads images. Raises DataError
+    for rows that cannot be used."""
     dataset, batch_size = spec.dataset, spec.train.batch_size
+    count, warnings = (dataset.samples or 0) + dataset.eval_samples, list[str]()
     if dataset.name == "synthetic":
-        samples = synthetic.draw(dataset, (dataset.samples or 0) + dataset.eval_samples, vocab_size)
-        warnings: list[str] = []
+        samples = synthetic.draw(dataset, count, vocab_size)
+    elif dataset.name == "images":
+        special = {*tokenizer.all_special_ids, _reading(pixels, dataset).token}
+        samples = synthetic.draw_images(dataset, count, vocab_size, _reading(pixels, dataset), special)
     else:
-        samples, warnings = _from_rows(dataset, tokenizer)
+        samples, warnings = _from_rows(dataset, tokenizer, pixels)
         if not tokenizer.chat_template:
             warnings.append("the tokenizer has no chat template: turns are separated by empty lines")
     cut = len(samples) - dataset.eval_samples
@@ -71,10 +80,21 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int) -> Prepared:
         train = synthetic.mislabelled(train, dataset.seed, vocab_size)
     rows = order.packed(train, dataset.max_length) if spec.optimizations.packing else order.rows(train)
     description = _describe(dataset, [sample for row in rows for sample in row], evaluation, batch_size)
-    return Prepared(rows, order.rows(evaluation), description, warnings)
+    if pixels and any(sample.pictures for sample in samples):
+        if spec.optimizations.packing or spec.optimizations.padding_free:
+            raise SpecError(NOT_FLAT)
+        description["images"] = _describe_images(train, pixels)
+    return Prepared(rows, order.rows(evaluation), description, warnings, pixels)
 
 
-def _from_rows(dataset: Dataset, tokenizer: Any) -> tuple[list[Tokens], list[str]]:
+def _reading(pixels: Pixels | None, dataset: Dataset) -> Pixels:
+    """Return `pixels`. Raises SpecError for a model that reads no images."""
+    if pixels is None:
+        raise SpecError(f"dataset {dataset.name} holds images, and the model reads none: take one that does")
+    return pixels
+
+
+def _from_rows(dataset: Dataset, tokenizer: Any, pixels: Pixels | None) -> tuple[list[Tokens], list[str]]:
     """Read as many rows as wanted, in the order of a seeded permutation (that of `datasets.Dataset.shuffle`).
 
     A row without text is an error in a file, and left out of a public data set. A sample whose answer lies beyond
@@ -84,7 +104,7 @@ def _from_rows(dataset: Dataset, tokenizer: Any) -> tuple[list[Tokens], list[str
     format_name = _format(dataset, rows)
     if dataset.name == "file":
         for index in range(len(rows)):
-            _example(rows, index, format_name)
+            _example(rows, index, format_name, dataset)
     wanted = len(rows) if dataset.samples is None else dataset.samples + dataset.eval_samples
     samples: list[Tokens] = []
     empty = silent = 0
@@ -92,17 +112,24 @@ def _from_rows(dataset: Dataset, tokenizer: Any) -> tuple[list[Tokens], list[str
         if len(samples) == wanted:
             break
         try:
-            parsed = _example(rows, index, format_name)
+            parsed = _example(rows, index, format_name, dataset)
+            images = _images(rows, index, parsed, dataset, pixels)
         except DataError:
+            if dataset.name == "file":
+                raise
             empty += 1
             continue
-        tokens = _tokens(rows, index, parsed, dataset, tokenizer)
-        if all(label == IGNORE for label in tokens.labels[1:]):
+        tokens = _tokens(rows, index, parsed, dataset, tokenizer, images)
+        shown_whole = images is None or tokens.ids.count(images.token) == sum(images.counts)
+        if not shown_whole or all(label == IGNORE for label in tokens.labels[1:]):
             silent += 1
             continue
         samples.append(tokens)
     _check_count(dataset, len(rows), len(samples), silent)
-    left_out = [(empty, "without text"), (silent, f"whose answer lies beyond max_length {dataset.max_length}")]
+    left_out = [
+        (empty, "without text or a readable image"),
+        (silent, f"whose answer lies beyond max_length {dataset.max_length}"),
+    ]
     return samples, [f"{count} rows of {dataset.name} {why} were left out" for count, why in left_out if count]
 
 
@@ -122,9 +149,23 @@ def _check_count(dataset: Dataset, rows: int, usable: int, silent: int) -> None:
         )
 
 
-def _tokens(rows: Rows, index: int, parsed: Example, dataset: Dataset, tokenizer: Any) -> Tokens:
+def _images(rows: Rows, index: int, parsed: Example, dataset: Dataset, pixels: Pixels | None) -> ShownImages | None:
+    """Read the images of an example. Raises DataError that names image and row."""
+    if pixels is None and not parsed.images:
+        return None
     try:
-        return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on)
+        return _reading(pixels, dataset).shown([read(reference, rows.folder) for reference in parsed.images])
+    except BadRow as error:
+        raise DataError(f"{rows.where(index)}: {error}") from None
+
+
+def _tokens(
+    rows: Rows, index: int, parsed: Example, dataset: Dataset, tokenizer: Any, images: ShownImages | None
+) -> Tokens:
+    try:
+        return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
+    except BadRow as error:
+        raise DataError(f"{rows.where(index)}: {error}") from None
     except (TypeError, ValueError, TemplateError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{rows.where(index)}: the tokenizer or its chat template refuses it ({reason})") from None
@@ -133,12 +174,17 @@ def _tokens(rows: Rows, index: int, parsed: Example, dataset: Dataset, tokenizer
 def _format(dataset: Dataset, rows: Rows) -> str:
     if dataset.name == "wikipedia-ja":
         return "wikipedia-title"
-    return dataset.format or DATASETS[dataset.name].format or detect(rows[0], rows.where(0))
+    return dataset.format or dataset.source.format or detect(_named(rows[0], dataset), rows.where(0))
 
 
-def _example(rows: Rows, index: int, format_name: str) -> Example:
+def _named(row: dict[str, Any], dataset: Dataset) -> dict[str, Any]:
+    """Return a row with the columns that the spec names under the names that they stand for."""
+    return row | {role: row.get(column) for role, column in dataset.columns.items()}
+
+
+def _example(rows: Rows, index: int, format_name: str, dataset: Dataset) -> Example:
     try:
-        return example(rows[index], format_name)
+        return example(_named(rows[index], dataset), format_name, dataset.prompt)
     except BadRow as error:
         raise DataError(f"{rows.where(index)}: {error} (format {format_name})") from None
 
@@ -165,9 +211,21 @@ def _describe(
     } | ({"entropy_nats": entropy} if (entropy := synthetic.entropy_nats(dataset)) is not None else {})
 
 
+def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any]:
+    """Return how many images there are and what they become; `patches` are those that see each other in the encoder."""
+    sizes = [pixels.size(picture) for sample in samples for picture in sample.pictures]
+    return {
+        "count": len(sizes),
+        "tokens": lengths.describe([size.tokens for size in sizes]),
+        "tiles": sum(size.tiles for size in sizes),
+        "patches": lengths.describe([size.patches // size.tiles for size in sizes for _ in range(size.tiles)]),
+    }
+
+
 def _hash(samples: Sequence[Tokens]) -> str:
-    """Return the SHA-256 of ids and labels in order: equal data sets have equal hashes."""
+    """Return the SHA-256 of ids, labels and images in order: equal data sets have equal hashes."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(np.asarray([sample.ids, sample.labels], dtype=np.int64).tobytes())
+        digest.update("".join(picture.key for picture in sample.pictures).encode())
     return digest.hexdigest()

@@ -8,28 +8,44 @@ from typing import Any, Protocol
 
 from ftbench.core.data_files import read_file
 from ftbench.errors import MissingError
-from ftbench.spec.datasets import DATASETS, Dataset
+from ftbench.spec.datasets import Dataset
 
 
 class Rows(Protocol):
-    """A sequence of rows; `where` names a row for an error message."""
+    """A sequence of rows; `where` names a row for an error message, `folder` is where their paths begin."""
 
+    @property
+    def folder(self) -> Path | None: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     def where(self, index: int) -> str: ...
 
 
 class HubRows:
-    """Rows of a hub data set, read when asked for."""
+    """Rows of a hub data set, read when asked for: images as they are stored, classes by their names."""
+
+    folder: Path | None = None
 
     def __init__(self, name: str, data: Any) -> None:
+        import datasets
+
+        stored = datasets.Image(decode=False)
+        for column, feature in data.features.items():
+            if isinstance(feature, datasets.Image):
+                data = data.cast_column(column, stored)
+            elif isinstance(getattr(feature, "feature", None), datasets.Image):
+                data = data.cast_column(column, datasets.List(stored))
         self._name, self._data = name, data
+        self._classes = {
+            key: kind.names for key, kind in data.features.items() if isinstance(kind, datasets.ClassLabel)
+        }
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self._data[index])
+        row = dict(self._data[index])
+        return row | {key: names[row[key]] for key, names in self._classes.items() if row[key] is not None}
 
     def where(self, index: int) -> str:
         return f"{self._name}, row {index + 1}"
@@ -47,7 +63,7 @@ def open_rows(dataset: Dataset) -> Rows:
 def _hub(dataset: Dataset) -> HubRows:
     import datasets
 
-    source = DATASETS[dataset.name]
+    source = dataset.source
     try:
         data = datasets.load_dataset(source.hub, source.config, split="train", revision=dataset.revision)
     except Exception as error:  # noqa: BLE001 - the hub client's errors share no base class

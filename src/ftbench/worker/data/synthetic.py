@@ -6,11 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
+from ftbench.errors import SpecError
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
+from ftbench.worker.data.pictures import made
+from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.tokens import IGNORE, Tokens
 
 ACTIVE = 16  # tokens of the vocabulary that a chain visits: few, so that a model soon learns which
@@ -26,6 +30,24 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
     return [Tokens(ids, list(ids), len(ids)) for ids in chain(generator, lengths, vocab_size)]
 
 
+def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, special: set[int]) -> list[Tokens]:
+    """Return `count` samples of pictures, each followed by a token, and of text without `special` ids, whose every
+    token is a label. Raises SpecError where one does not fit `max_length`: images are not cut."""
+    samples, pictures, plain = [], iter(made(dataset, count)), next(i for i in range(vocab_size) if i not in special)
+    for drawn in draw(dataset, count, vocab_size):
+        shown = pixels.shown(list(islice(pictures, dataset.images_per_sample)))
+        text = [plain if token in special else token for token in drawn.ids]
+        head = [token for length in shown.counts for token in (*[shown.token] * length, text[0])]
+        ids, labels = head + text, [IGNORE] * len(head) + text
+        if len(ids) > dataset.max_length:
+            raise SpecError(
+                f"dataset: a sample has {len(ids):,} tokens, {sum(shown.counts):,} of them of its images, and "
+                f"max_length is {dataset.max_length:,}: raise dataset.max_length or lower dataset.image_size"
+            )
+        samples.append(Tokens(ids, labels, len(ids), shown.pictures))
+    return samples
+
+
 def entropy_nats(dataset: Dataset) -> float | None:
     """Return the entropy a token of a chain, which the loss cannot fall below but for the vocabulary's limit; None for
     what is no chain.
@@ -33,7 +55,7 @@ def entropy_nats(dataset: Dataset) -> float | None:
     Every active token i has the followers `order[(i + shift) % n]`, one a branch, with the same probabilities p in
     every row and, since each shift is a permutation, in every column: the chain stays uniform over its n tokens, and
     its entropy rate is -Σ p ln p (C. E. Shannon, Bell System Technical Journal 27, 1948, section 7)."""
-    return ENTROPY_NATS if dataset.name == "synthetic" and dataset.structure == "markov" else None
+    return ENTROPY_NATS if dataset.is_made and dataset.structure == "markov" else None
 
 
 def mislabelled(samples: Sequence[Tokens], seed: int, vocab_size: int) -> list[Tokens]:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from ftbench.worker.data.formats import Example
+import numpy as np
+
+from ftbench.worker.data.formats import BadRow, Example
+from ftbench.worker.data.pictures import Picture
 
 IGNORE = -100
 
@@ -15,15 +18,28 @@ IGNORE = -100
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Ids of one sample and which of them carry loss (`labels` is the id, or -100). `full_length` is the number of
-    tokens before the sample was cut to `max_length`."""
+    tokens before the sample was cut to `max_length`, `pictures` what its tokens for images stand for."""
 
     ids: list[int]
     labels: list[int]
     full_length: int
+    pictures: tuple[Picture, ...] = ()
 
 
-def tokenise(tokenizer: Any, example: Example, max_length: int, loss_on: str) -> Tokens:
-    """Return the tokens of an example; plain text, and everything with `loss_on` all, carries loss throughout."""
+@dataclass(frozen=True, slots=True)
+class ShownImages:
+    """Pictures of a sample, how many tokens each becomes, and the token that stands for one."""
+
+    token: int
+    pictures: tuple[Picture, ...]
+    counts: tuple[int, ...]
+
+
+def tokenise(
+    tokenizer: Any, example: Example, max_length: int, loss_on: str, images: ShownImages | None = None
+) -> Tokens:
+    """Return the tokens of an example; plain text, and everything with `loss_on` all, carries loss throughout, but for
+    the tokens of images. Raises BadRow where the text has more or fewer markers of images than there are."""
     if example.text is not None:
         ids = _encode(tokenizer, example.text, special=True)
         ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
@@ -34,7 +50,19 @@ def tokenise(tokenizer: Any, example: Example, max_length: int, loss_on: str) ->
         ids, labels = _plain_turns(tokenizer, example.messages)
     if loss_on == "all":
         labels = list(ids)
-    return Tokens(ids[:max_length], labels[:max_length], len(ids))
+    if images:
+        ids, labels = _repeated(ids, labels, images)
+    return Tokens(ids[:max_length], labels[:max_length], len(ids), images.pictures if images else ())
+
+
+def _repeated(ids: list[int], labels: list[int], images: ShownImages) -> tuple[list[int], list[int]]:
+    """Return ids and labels in which each token of an image stands as often as the image has tokens, without loss."""
+    places = np.flatnonzero(np.array(ids) == images.token)
+    if len(places) != len(images.counts):
+        raise BadRow(f"its text has {len(places)} markers of images, and the row has {len(images.counts)} images")
+    unseen, times = np.array(labels), np.ones(len(ids), dtype=int)
+    unseen[places], times[places] = IGNORE, images.counts
+    return np.repeat(ids, times).tolist(), np.repeat(unseen, times).tolist()
 
 
 def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
@@ -97,6 +125,8 @@ def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[li
     ids: list[int] = []
     labels: list[int] = []
     for turn, message in enumerate(messages):
+        if not isinstance(message["content"], str):
+            raise BadRow("the tokenizer has no chat template, which images need: give the model's processor")
         learned = message["role"] == "assistant"
         part = _encode(tokenizer, message["content"] + ("" if learned else "\n\n"), special=turn == 0)
         if learned and tokenizer.eos_token_id is not None:

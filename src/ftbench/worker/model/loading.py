@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, Mxfp4Config
+from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, ProcessorMixin
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
+from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.device import device
 from ftbench.worker.model import vision
 from ftbench.worker.model.random_weights import is_gpt_oss, materialise
@@ -52,6 +53,19 @@ def load_tokenizer(model: Model, source: Source) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_pixels(model: Model, source: Source, config: Any, tokenizer: Any) -> Pixels | None:
+    """Return what processes a model's images; None for one that reads none. The chat template may be kept with the
+    processor alone: then it is given to the tokenizer."""
+    if not vision.reads_images(config) or not isinstance(source, str):
+        return None
+    kind = vision.processor_class(config.model_type)
+    processor = reach(model, lambda: kind.from_pretrained(source, **hub_arguments(model)))
+    if not tokenizer.chat_template:
+        described = reach(model, lambda: ProcessorMixin.get_processor_dict(source, **hub_arguments(model)))
+        tokenizer.chat_template = described[0].get("chat_template")
+    return Pixels(vision.shape_of(config, processor), config.image_token_id, processor)
 
 
 def load_model(spec: Experiment, source: Source, quantization_config: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from ftbench.families.vision import PIXELS, TRAINED
+from ftbench.families import vision as families
+from ftbench.families.vision import PIXELS, TRAINED, VisionShape
 from ftbench.worker.model.tokenizer import IMAGE
 
 # The module and class that process a family's images: with Pillow alone, or faster where torchvision is.
@@ -47,6 +49,14 @@ def processor_class(model_type: str) -> Any:
     if importlib.util.find_spec("torchvision"):
         return getattr(importlib.import_module(f"transformers.models.{module}.image_processing_{module}"), name)
     return getattr(importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}"), f"{name}Pil")
+
+
+def shape_of(config: Any, processor: Any) -> VisionShape:
+    """Return the parts of a configuration that read images, with the sizes that its processor scales them to."""
+    shape = families.describe(config.model_type, config.to_dict())
+    if shape.tile:
+        return replace(shape, pinpoints=tuple((high, wide) for high, wide in processor.image_grid_pinpoints))
+    return replace(shape, pixels=(processor.size["shortest_edge"], processor.size["longest_edge"]))
 
 
 def describe(folder: Path, config: Any, tokenizer: Any) -> None:

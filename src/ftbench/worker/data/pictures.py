@@ -1,0 +1,101 @@
+"""Images of samples: a file, bytes of one, or a made picture; decoded when they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ftbench.core.normal import standard_normals
+from ftbench.spec.datasets import Dataset
+from ftbench.store.rundir import read_plain_file
+from ftbench.worker.data.formats import BadRow
+
+MOST_BYTES = 256 * 2**20  # of an image's file
+_BLOCKS = 8  # a made picture is this many colours wide and high, blended
+# Sides of photographs (most cameras and phones 4:3 and 3:2, wide ones 16:9) and of scanned pages (A4, letter).
+_SHAPES = {
+    "photographs": ((4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (1, 1)),
+    "documents": ((210, 297), (17, 22), (297, 210)),
+}
+_SPREAD = {"photographs": 0.4, "documents": 0.2}  # of the logarithm of the area
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of `width` x `height` pixels: a path, a file's bytes, or the seed that it is made from. `key` tells
+    different images apart."""
+
+    width: int
+    height: int
+    source: Path | bytes | int
+    key: str
+
+    def open(self) -> Image.Image:
+        """Decode it, in three colours."""
+        if isinstance(self.source, int):
+            blocks = np.random.default_rng(self.source).integers(0, 256, (_BLOCKS, _BLOCKS, 3), dtype=np.uint8)
+            return Image.fromarray(blocks).resize((self.width, self.height), Image.Resampling.BICUBIC)
+        return _decoded(self.source.read_bytes() if isinstance(self.source, Path) else self.source)
+
+
+def read(reference: Any, folder: Path | None) -> Picture:
+    """Return the image that a row refers to: a path (below `folder` where it is relative), a file's bytes, or both as
+    `datasets` keeps them. Raises BadRow for one that cannot be read."""
+    source: Any = reference
+    if isinstance(reference, dict):
+        source = reference.get("bytes") or reference.get("path")
+    if isinstance(source, str):
+        if "://" in source or source.startswith("data:"):
+            raise BadRow(f"image {source[:60]!r} is an address: save it as a file beside the data")
+        source = (folder or Path()) / source
+    if isinstance(source, Path):
+        data = read_plain_file(source, MOST_BYTES) if source.exists() else b""
+        name = f"image {source}"
+        if not data:
+            why = f"is no plain file of at most {MOST_BYTES >> 20} MiB" if data is None else "is not there, or is empty"
+            raise BadRow(f"{name} {why}")
+    elif isinstance(source, bytes):
+        data, name = source, "an image"
+    else:
+        raise BadRow(f"an image is {type(reference).__name__}, and neither a path nor a file's bytes")
+    try:
+        image = _decoded(data)
+    except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
+        raise BadRow(
+            f"{name} cannot be decoded ({(str(error).splitlines() or [type(error).__name__])[0][:120]})"
+        ) from None
+    return Picture(*image.size, source, hashlib.sha256(data).hexdigest())
+
+
+def _decoded(data: bytes) -> Image.Image:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        return Image.open(BytesIO(data)).convert("RGB")
+
+
+def made(dataset: Dataset, count: int) -> list[Picture]:
+    """Return the pictures of `count` samples, of the size asked for or spread about it, the same for a seed."""
+    assert dataset.image_size is not None
+    number = count * dataset.images_per_sample
+    sizes = _sizes(dataset, dataset.image_size, number)
+    seeds = range(dataset.seed * 2**32, dataset.seed * 2**32 + number)
+    return [Picture(*size, seed, f"made {seed} {size}") for seed, size in zip(seeds, sizes, strict=True)]
+
+
+def _sizes(dataset: Dataset, size: tuple[int, int], number: int) -> list[tuple[int, int]]:
+    if dataset.image_sizes == "fixed":
+        return [size] * number
+    shapes, spread = _SHAPES[dataset.image_sizes], _SPREAD[dataset.image_sizes]
+    choices = np.random.default_rng(dataset.seed).integers(0, len(shapes), number).tolist()
+    areas = [size[0] * size[1] * np.exp(spread * value) for value in standard_normals(dataset.seed, number)]
+    return [
+        (max(8, round((area * wide / high) ** 0.5)), max(8, round((area * high / wide) ** 0.5)))
+        for area, (wide, high) in zip(areas, (shapes[choice] for choice in choices), strict=True)
+    ]
