@@ -120,7 +120,8 @@ class Dataset(Part):
         if self.name != "file" and self.path:
             raise ValueError(f"`path` goes with `name: file`, not with {self.name}")
         if self.name in DATASETS and self.name != "file" and (self.format or self.columns):
-            raise ValueError(f"`format` and `columns` go with `name: file`: {self.name} has its own")
+            key = "format" if self.format else "columns"
+            raise ValueError(f"`{key}` goes with `name: file`: {self.name} has its own")
         shape = [key for key in ("length", "mean_length", "like") if getattr(self, key) is not None]
         if self.name == "synthetic" and len(shape) != 1:
             raise ValueError("`name: synthetic` needs one of `length`, `mean_length` and `like`")

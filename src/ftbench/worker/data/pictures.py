@@ -21,7 +21,7 @@ MOST_BYTES = 256 * 2**20  # of an image's file
 _BLOCKS = 8  # a made picture is this many colours wide and high, blended
 # Sides of photographs (most cameras and phones 4:3 and 3:2, wide ones 16:9) and of scanned pages (A4, letter).
 _SHAPES = {
-    "photographs": ((4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (1, 1)),
+    "photographs": ((4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16)),
     "documents": ((210, 297), (17, 22), (297, 210)),
 }
 _SPREAD = {"photographs": 0.4, "documents": 0.2}  # of the logarithm of the area
@@ -68,9 +68,8 @@ def read(reference: Any, folder: Path | None) -> Picture:
     try:
         image = _decoded(data)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
-        raise BadRow(
-            f"{name} cannot be decoded ({(str(error).splitlines() or [type(error).__name__])[0][:120]})"
-        ) from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        raise BadRow(f"{name} cannot be decoded ({reason})") from None
     return Picture(*image.size, source, hashlib.sha256(data).hexdigest())
 
 

@@ -1,0 +1,299 @@
+"""Images of data sets: read where they are, made from a seed, put into batches as trl does; what cannot be read is an
+error that names file and row."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pydantic import ValidationError
+
+from conftest import spec_of
+from ftbench.errors import DataError, SpecError
+from ftbench.worker.data.collate import Collator
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.model import loading
+from ftbench.worker.train import prepared
+
+LLAVA, QWEN25, QWEN3 = MODELS = ["tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"]
+MADE = {"name": "images", "samples": 4, "image_size": [90, 60]}
+WORDS = "a leaf with brown spots"
+
+
+def photo(seed=0, size=(90, 60)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def spec_with(dataset, model=QWEN3, **sections):
+    spec = spec_of(model={"id": model}, **sections)
+    return spec.model_copy(update={"dataset": type(spec.dataset).model_validate(dataset)})
+
+
+@pytest.fixture
+def reads(cache):
+    """Prepares a data set for a model that reads images."""
+
+    def prepare(dataset, model=QWEN3, **sections):
+        spec = spec_with(dataset, model, **sections)
+        return prepared(spec, loading.source_of(spec.model))
+
+    return prepare
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes rows beside three photographs, a.png, b.png and c.png; the folder."""
+
+    def write(*rows, name="metadata.jsonl"):
+        for seed, letter in enumerate("abc"):
+            photo(seed).save(tmp_path / f"{letter}.png")
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return {"name": "file", "path": str(tmp_path)}
+
+    return write
+
+
+def images_of(data):
+    return [[picture.open().tobytes() for picture in row[0].pictures] for row in data.train]
+
+
+def batch_of(spec, data):
+    pictures = [picture for row in data.train for picture in row[0].pictures]
+    rows, at = [], 0
+    for (sample,) in data.train:
+        shown = [*range(at, at := at + len(sample.pictures))]
+        rows.append({"input_ids": sample.ids, "labels": sample.labels, "lengths": [len(sample.ids)], "shown": shown})
+    return Collator(spec, 0, data.longest, 1, lambda count: None, data.pixels, pictures)(rows)
+
+
+def processor_of(model, tokenizer, pixels, patch):
+    """The processor of transformers that a user's script would have, but for videos, which need torchvision."""
+    import transformers
+
+    images = pixels._processor
+    if model == LLAVA:
+        return transformers.LlavaNextProcessor(
+            images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+            chat_template=tokenizer.chat_template,
+        )  # fmt: skip
+    tokenizer.image_token, tokenizer.image_token_id = "<image>", tokenizer.convert_tokens_to_ids("<image>")
+    kind = transformers.Qwen2_5_VLProcessor if model == QWEN25 else transformers.Qwen3VLProcessor
+    patch.setattr(kind, "check_argument_for_proper_class", lambda *_: None)
+    return kind(images, tokenizer, chat_template=tokenizer.chat_template)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_batch_is_what_trls_own_collator_makes_of_the_same_rows(reads, folder, model, monkeypatch):
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "What is it?"}],
+            "completion": [{"role": "assistant", "content": WORDS}],
+        },
+        {"prompt": [{"role": "user", "content": "And that?"}], "completion": [{"role": "assistant", "content": "ivy"}]},
+    ]
+    dataset = folder(*({"image": f"{letter}.png", **row} for letter, row in zip("ab", rows, strict=True)))
+    tokenizer, data = reads(dataset, model)
+    ours = batch_of(spec_with(dataset, model), data)
+    order = [[0, 1], [1, 0]][data.train[0][0].pictures[0].source.name == "b.png"]
+    theirs = DataCollatorForVisionLanguageModeling(
+        processor_of(model, tokenizer, data.pixels, monkeypatch), completion_only_loss=True
+    )([{"images": [photo(index)], **rows[index]} for index in order])
+    answered = ours["labels"] != IGNORE
+    for key in ("input_ids", "attention_mask", "pixel_values"):
+        assert torch.equal(ours[key], torch.as_tensor(theirs[key])), key
+    assert torch.equal(ours["labels"][answered], theirs["labels"][answered])  # trl's prompt ends before "assistant"
+    for key in ("image_sizes", "image_grid_thw", "mm_token_type_ids"):
+        assert (key in ours) == (key in theirs)
+        assert key not in ours or torch.equal(ours[key], torch.as_tensor(theirs[key]))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"image": "a.png", "text": WORDS},
+        {"images": ["a.png"], "caption": WORDS, "question": "What is it?"},
+        {"image": "a.png", "messages": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": WORDS}]},
+        {"image": "a.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": WORDS}]},
+        {"messages": [
+            {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Hm?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": WORDS}]},
+        ]},
+    ],
+)  # fmt: skip
+def test_images_are_found_in_every_way_that_data_sets_have_them(reads, folder, row):
+    tokenizer, data = reads(folder(row))
+    ((shown,),) = images_of(data)
+    assert shown == photo(0).tobytes()
+    ((sample,),) = data.train
+    assert sample.ids.count(data.pixels.token) == data.description["images"]["tokens"]["total"] == 7 * 10
+    assert WORDS in tokenizer.decode([label for label in sample.labels if label != IGNORE])
+
+
+def test_columns_can_be_named_and_a_question_given(reads, folder):
+    row = {"photo": "b.png", "finding": WORDS, "text": "not this"}
+    columns = {"columns": {"image": "photo", "answer": "finding"}, "prompt": "Which disease?"}
+    tokenizer, data = reads(folder(row) | columns)
+    assert images_of(data) == [[photo(1).tobytes()]]
+    text = tokenizer.decode(data.train[0][0].ids)
+    assert "Which disease?" in text
+    assert WORDS in text
+
+
+def test_a_sample_has_several_images_in_their_order(reads, folder):
+    turns = [{"role": "user", "content": "<image>, <image> and <image>?"}, {"role": "assistant", "content": WORDS}]
+    _, data = reads(folder({"images": ["c.png", "a.png", "b.png"], "messages": turns}))
+    assert images_of(data) == [[photo(seed).tobytes() for seed in (2, 0, 1)]]
+
+
+def test_a_parquet_file_holds_the_bytes_of_images(reads, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    stored = [{"bytes": png(photo(seed)), "path": None} for seed in range(2)]
+    table = pyarrow.table({"image": stored, "text": [WORDS, "ivy"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    _, data = reads({"name": "file", "path": str(tmp_path / "a.parquet")})
+    assert sorted(image for (image,) in images_of(data)) == sorted(photo(seed).tobytes() for seed in range(2))
+
+
+def test_a_set_of_the_hub_is_read_as_it_is_stored(reads, monkeypatch):
+    """As `beans`: images in a column of their kind, labels by their names."""
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "labels": datasets.ClassLabel(names=["rust", "healthy"])})
+    rows = {"image": [{"bytes": png(photo(seed)), "path": None} for seed in range(2)], "labels": [1, 0]}
+    data = datasets.Dataset.from_dict(rows, features=features)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, *_, **__: {"AI-Lab-Makerere/beans": data, "me/mine": data}[name]
+    )
+    for name in ("beans", "me/mine"):
+        tokenizer, ready = reads({"name": name, "samples": 2})
+        texts = [tokenizer.decode(row[0].ids) for row in ready.train]
+        assert sum("Describe" in text for text in texts) == 2
+        assert {"rust", "healthy"} == {name for name in ("rust", "healthy") for text in texts if name in text}
+
+
+def bomb():
+    """A PNG of 70 bytes that says it has 400 million pixels."""
+    chunks = (
+        (struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0), b"IHDR"),
+        (zlib.compress(b""), b"IDAT"),
+        (b"", b"IEND"),
+    )
+    made = b"\x89PNG\r\n\x1a\n"
+    for data, kind in chunks:
+        made += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return made
+
+
+def broken(folder):
+    (folder / "text.png").write_text("no image")
+    whole = png(photo(0))
+    (folder / "torn.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "bomb.png").write_bytes(bomb())
+    (folder / "flat.png").write_bytes(png(photo(0, (2000, 8))))
+    (folder / "dir.png").mkdir()
+    os.mkfifo(folder / "pipe.png")
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"image": "text.png"}, "text.png cannot be decoded"),
+        ({"image": "torn.png"}, "torn.png cannot be decoded"),
+        ({"image": "bomb.png"}, "bomb.png cannot be decoded .*decompression bomb"),
+        ({"image": "flat.png"}, "more elongated than 200 to 1"),
+        ({"image": "missing.png"}, "missing.png is not there"),
+        ({"image": "dir.png"}, "dir.png is no plain file"),
+        ({"image": "pipe.png"}, "pipe.png is no plain file"),
+        ({"image": "https://a.b/c.png"}, "is an address: save it"),
+        ({"image": 7}, "an image is int"),
+        ({"image": None}, "has no image"),
+        ({"images": []}, "has no image"),
+        ({"image": "a.png", "question": "<image> or <image>?"}, "2 places for images, and the row has 1"),
+        ({"images": ["a.png", "b.png"], "question": "<image>?"}, "1 places for images, and the row has 2"),
+        ({"image": "a.png", "text": "an <image>"}, "an image stands in an answer"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_an_error_with_file_and_row(reads, folder, tmp_path, row, why):
+    broken(tmp_path)
+    with pytest.raises(DataError, match=rf"metadata\.jsonl, line 2: .*{why}"):
+        reads(folder({"image": "a.png", "text": WORDS}, {"text": WORDS, **row}))
+
+
+def test_a_marker_without_an_image_is_an_error_with_file_and_row(reads, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"instruction": "What is <image>?", "output": WORDS}))
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: its text has 1 markers of images, and the row has 0"):
+        reads({"name": "file", "path": str(path)})
+
+
+def test_a_model_that_reads_no_images_is_told_before_it_runs(reads, folder):
+    with pytest.raises(ValidationError, match="images, and tiny/qwen3 reads none"):
+        spec_of(dataset=MADE | {"mean_length": None})
+    with pytest.raises(SpecError, match="images, and the model reads none"):
+        reads(folder({"image": "a.png", "text": WORDS}), "tiny/qwen3")
+
+
+def test_a_folder_needs_one_file_that_names_its_images(reads, folder):
+    dataset = folder({"image": "a.png", "text": WORDS})
+    folder({"image": "a.png", "text": WORDS}, name="other.jsonl")
+    with pytest.raises(DataError, match=r"one file that names its images, and holds metadata\.jsonl, other\.jsonl"):
+        reads(dataset)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_made_pictures_are_the_same_for_a_seed_and_others_for_another(reads, model):
+    _, first = reads(MADE, model)
+    _, again = reads(MADE, model)
+    _, other = reads(MADE | {"seed": 7}, model)
+    assert images_of(first) == images_of(again) != images_of(other)
+    assert first.description == again.description
+    assert first.description["hash"] != other.description["hash"]
+    assert len({image for images in images_of(first) for image in images}) == 4
+    assert all(
+        row[0].ids.count(first.pixels.token) == first.pixels.size(row[0].pictures[0]).tokens for row in first.train
+    )
+
+
+def test_made_pictures_have_the_sizes_that_are_asked_for(reads):
+    def shapes(kind):
+        _, data = reads(MADE | {"samples": 60, "image_size": [600, 400], "image_sizes": kind, "images_per_sample": 2})
+        return [(p.width, p.height) for row in data.train for p in row[0].pictures]
+
+    assert set(shapes("fixed")) == {(600, 400)}
+    for kind, upright in (("photographs", 0.5), ("documents", 0.67)):
+        sizes = shapes(kind)
+        assert len(sizes) == 120
+        assert np.median([wide * high for wide, high in sizes]) == pytest.approx(240_000, rel=0.15)
+        assert np.mean([high > wide for wide, high in sizes]) == pytest.approx(upright, abs=0.15)
+
+
+def test_images_are_never_cut(reads, folder):
+    with pytest.raises(SpecError, match=r"of its images, and max_length is 32: raise dataset\.max_length"):
+        reads(MADE | {"image_size": [500, 500], "max_length": 32})
+    with pytest.raises(DataError, match=r"Raise dataset\.max_length"):
+        reads(folder({"image": "a.png", "text": WORDS}) | {"max_length": 12, "loss_on": "all"}, LLAVA)
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_rows_laid_end_to_end_do_not_take_images(reads, folder, name):
+    with pytest.raises(ValidationError, match="which images do not take"):
+        spec_of(model={"id": QWEN3}, dataset=MADE | {"mean_length": None}, optimizations={name: True})
+    with pytest.raises(SpecError, match="which images do not take"):
+        reads(folder({"image": "a.png", "text": WORDS}), optimizations={name: True})
