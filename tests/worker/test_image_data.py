@@ -218,7 +218,7 @@ def broken(folder):
         ({"image": "torn.png"}, "torn.png cannot be decoded"),
         ({"image": "bomb.png"}, "bomb.png cannot be decoded .*decompression bomb"),
         ({"image": "flat.png"}, "more elongated than 200 to 1"),
-        ({"image": "missing.png"}, "missing.png is not there"),
+        ({"image": "missing.png"}, "missing.png cannot be read .No such file"),
         ({"image": "dir.png"}, "dir.png is no plain file"),
         ({"image": "pipe.png"}, "pipe.png is no plain file"),
         ({"image": "https://a.b/c.png"}, "is an address: save it"),

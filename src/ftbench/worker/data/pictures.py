@@ -14,7 +14,7 @@ from PIL import Image
 
 from ftbench.core.normal import standard_normals
 from ftbench.spec.datasets import Dataset
-from ftbench.store.rundir import read_plain_file
+from ftbench.store.rundir import open_plain_file
 from ftbench.worker.data.formats import BadRow
 
 MOST_BYTES = 256 * 2**20  # of an image's file
@@ -56,11 +56,14 @@ def read(reference: Any, folder: Path | None) -> Picture:
             raise BadRow(f"image {source[:60]!r} is an address: save it as a file beside the data")
         source = (folder or Path()) / source
     if isinstance(source, Path):
-        data = read_plain_file(source, MOST_BYTES) if source.exists() else b""
         name = f"image {source}"
-        if not data:
-            why = f"is no plain file of at most {MOST_BYTES >> 20} MiB" if data is None else "is not there, or is empty"
-            raise BadRow(f"{name} {why}")
+        try:
+            with open_plain_file(source, MOST_BYTES) as file:
+                data = file.read()
+        except OSError as error:
+            raise BadRow(f"{name} cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise BadRow(f"{name} {error}") from None
     elif isinstance(source, bytes):
         data, name = source, "an image"
     else:
