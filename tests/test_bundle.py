@@ -19,7 +19,7 @@ import pytest
 import warm
 from ftbench.core import redact, rows
 from ftbench.errors import SpecError
-from ftbench.store import rundir, summary
+from ftbench.store import digests, rundir, summary
 from ftbench.store.bundle import pack, unpack
 from ftbench.store.bundle.verify import verify
 from ftbench.store.ranks import write_merged
@@ -262,6 +262,73 @@ def test_a_warning_that_was_taken_away_is_named(runs, tmp_path):
     pack.make([runs], tmp_path / "x.tar.zst")
     (problem,) = verify(tmp_path / "x.tar.zst").problems
     assert "does not say: the GPU has counted 3 uncorrected memory errors" in problem
+
+
+# --- what feeds no figure, and what no figure is compared with -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("steps.csv", ",2,,", ",3,,"),  # the loss of a step between the first and the last
+        ("spec.json", '"name": "lora"', '"rank": 64, "name": "lora"'),
+        ("machine.json", '"name": "NVIDIA H200"', '"driver": "1.0", "name": "NVIDIA H200"'),
+        ("samples.json", "", '{"prompts": []}'),
+    ],
+)
+def test_a_change_that_no_figure_shows_is_found_by_the_digest(runs, tmp_path, file, before, after):
+    run = RunDir(runs / "study" / "lora-b4-r1")
+    digests.write(run)
+    pack.make([run.path], tmp_path / "before.tar.zst")
+    assert command("verify", tmp_path / "before.tar.zst").returncode == 0
+    path = run.path / file
+    text = path.read_text() if path.exists() else ""
+    head, middle, tail = text.partition("\n5,") if file == "steps.csv" else ("", "", text)
+    path.write_text(head + middle + tail.replace(before, after, 1))
+    pack.make([run.path], tmp_path / "x.tar.zst")
+    done = command("verify", tmp_path / "x.tar.zst")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"study/lora-b4-r1: {file} is not as the run left it, by its digest.json" in done.stdout
+
+
+def test_secrets_that_were_taken_out_are_no_change(runs, tmp_path):
+    run = RunDir(runs / "study" / "lora-b4-r1")
+    run.spec_yaml.write_text(f"# HF_TOKEN={KEYS['HF_TOKEN']}\n")
+    digests.write(run)
+    pack.make([run.path], tmp_path / "x.tar.zst")
+    found = verify(tmp_path / "x.tar.zst")
+    assert (found.problems, found.unchecked) == ([], [])
+    assert found.notes == ["study/lora-b4-r1: secrets were taken out of spec.yaml, so it is not as the run left it"]
+
+
+def test_a_run_without_a_digest_is_said_to_have_none(bundled):
+    found = verify(bundled)
+    assert any("2 runs ended without a digest" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "holds no run"),
+        ({"runs/a/b/steps.csv": b"step\n"}, "runs/a/b/steps.csv: belongs to no run"),
+        ({"runs/.x/b/state.json": b'{"state": "ok"}'}, "runs/.x/b/state.json: belongs to no run"),
+        ({"elsewhere/state.json": b'{"state": "ok"}'}, "elsewhere/state.json: belongs to no run"),
+        ({"runs/a/b/state.json": b'{"state": "ok"}'}, "a/b: has no summary to compare with its steps"),
+        ({"runs/a/b/state.json": b'{"state": "ok"}', "runs/a/b/summary.json": b'{"schema": 0}'}, "of another version"),
+    ],
+)  # fmt: skip
+def test_what_is_not_checked_is_said_and_is_no_success(tmp_path, files, said):
+    done = command("verify", packed(tmp_path / "y.tar.zst", files))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "not checked: " in done.stdout
+    assert said in done.stdout
+    assert "every hash and every figure agrees" not in done.stdout
+
+
+def test_a_pipe_is_no_bundle(tmp_path):
+    os.mkfifo(tmp_path / "x.tar.zst")
+    with pytest.raises(SpecError, match="is no plain file"):
+        verify(tmp_path / "x.tar.zst")
 
 
 def packed(

@@ -51,7 +51,7 @@ def test_ok_leaves_what_a_run_leaves_and_says_mock_everywhere(pretend):
     assert summary.warnings[0] == "mock: nothing was trained, the figures are made up"
     assert {path.name for path in run.path.iterdir()} == {
         "spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json",
-        "state.json", "log.txt",
+        "digest.json", "state.json", "log.txt",
     }  # fmt: skip
     rows, warnings = read_steps(run.steps)
     assert ([row.step for row in rows], warnings) == (list(range(1, 11)), [])

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.torch
 SEVEN = "step,epoch,elapsed_time_sec,progress_ratio,memory_allocated_gb,memory_reserved_gb,peak_memory_gb,"
 FILES = {
     "spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",
-    "log.txt",
+    "digest.json", "log.txt",
 }  # fmt: skip
 # 10 samples in batches of 2, two batches a step: 5 batches make steps of 2, 2 and 1 batches.
 SHORT_LAST_STEP = {

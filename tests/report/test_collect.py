@@ -30,6 +30,7 @@ def breaks():
     """Ways in which files of a run are none, and what is said of each."""
     return {
         "pipe": (lambda run: (run.steps.unlink(), os.mkfifo(run.steps)), "steps.csv: is no plain file"),
+        "pipe-spec": (lambda run: (run.spec_json.unlink(), os.mkfifo(run.spec_json)), "spec.json: is no plain file"),
         "endless": (lambda run: (run.phases.unlink(), run.phases.symlink_to("/dev/zero")), "phases.json: is no plain"),
         "deep": (lambda run: run.applied.write_text("[" * 100_000), "applied.json: is no UTF-8, nested too deeply"),
         "type": (lambda run: run.spec_json.write_text('{"train": {"batch_size": [4]}}'), "train.batch_size is a list"),

@@ -22,6 +22,7 @@ from ftbench.report.compare.pairs import compare
 from ftbench.report.data import axes, repeats
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.report.render.formats import csv_text
 from ftbench.spec.load import recipe
 from ftbench.spec.recipes import FOLDER
 from ftbench.store import rundir
@@ -397,6 +398,23 @@ def test_hostile_names_stay_text(tmp_path, ftbench):
     shown = ftbench("report", tmp_path, "--compare", "gpu")[1]
     assert "\x1b" not in shown
     assert "</script>" not in ftbench("report", tmp_path, "--compare", "gpu", "--format", "md")[1]
+
+
+_PIECES = st.sampled_from(["=", "+", "-", "@", "\r", "\n", ",", '"', " ", "\t", "a", "1", "|", "'"])
+
+
+@given(st.lists(st.dictionaries(st.text(_PIECES, min_size=1, max_size=6), st.text(_PIECES, max_size=8)), min_size=1))
+def test_a_csv_holds_every_text_in_its_own_cell_and_no_formula(records):
+    names = list(dict.fromkeys(name for record in records for name in record))
+    text = csv_text(records)
+    lines = list(csv.reader(io.StringIO(text, newline="")))
+    assert [[cell.removeprefix("'") for cell in line] for line in lines if names] == [
+        [text.removeprefix("'") for text in row]
+        for row in (names, *([record.get(name, "") for name in names] for record in records)) if names
+    ]  # fmt: skip
+    assert not any(cell.lstrip(" ")[:1] in tuple("=+-@\t\r") for line in lines for cell in line if cell.strip(" "))
+    outside = "".join(text.split('"')[::2])  # a quote within a cell is doubled, so every other piece is in none
+    assert "\r" not in outside
 
 
 # --- the plain table -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.refusals import refusals
-from ftbench.store import ceilings, machine, ranks, rundir, summary
+from ftbench.store import ceilings, digests, machine, ranks, rundir, summary
 from ftbench.store.rundir import RunDir
 
 MINIMUM_FREE_BYTES = 32 * 2**20
@@ -183,6 +183,7 @@ def _close(run: RunDir, ended: process.Exit) -> FinishedRun:
         rundir.write_json(run.state, state)
         summarised = summary.summarise(run)
         rundir.write_json(run.summary, summary.as_dict(summarised))
+        digests.write(run)
     except MissingError as error:
         raise MissingError(f"{error}\nthe steps that were finished are in {run.steps}") from None
     run.reserve.unlink(missing_ok=True)
@@ -208,6 +209,7 @@ def tidy(run: RunDir) -> None:
         rundir.write_json(run.state, {key: value for key, value in state.items() if key != "owner"})
         ranks.write_merged(run)
         rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+        digests.write(run)
         run.reserve.unlink(missing_ok=True)
 
 

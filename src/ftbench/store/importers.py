@@ -22,7 +22,7 @@ from ftbench.spec.base import known
 from ftbench.spec.experiment import experiment_name
 from ftbench.spec.identity import model_slug
 from ftbench.spec.methods import METHODS
-from ftbench.store import rundir, summary
+from ftbench.store import digests, rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -130,6 +130,7 @@ def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog,
     state = {"schema": rundir.SCHEMA, "state": "ok", "imported": origin}
     rundir.write_json(run.summary, summary.as_dict(summary.summarise(run, state)))
     rundir.write_json(run.state, state)
+    digests.write(run)
 
 
 # --- the founding study's CSV ----------------------------------------------------------------------------------------

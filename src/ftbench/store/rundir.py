@@ -65,6 +65,7 @@ _FILES = {
     "state": "state.json",
     "log": "log.txt",
     "samples": "samples.json",
+    "digest": "digest.json",
     "gradients": "gradients.npz",
     "adapter": "adapter",
     "profile": "profile",
@@ -163,24 +164,26 @@ def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
     name hold (`shapes.py`). An absent file is an empty object: a run that was killed early has fewer files."""
     try:
         with open_plain_file(path, MOST_JSON_BYTES) as file:
-            data = _parsed(file.read())
-        shapes.check(data, shapes.SHAPES.get(path.name, {}))
+            return parse_document(file.read(), path.name), None
     except FileNotFoundError:
         return {}, None
     except OSError as error:
         return {}, f"{path.name}: cannot be read ({error.strerror})"
     except ValueError as error:
         return {}, f"{path.name}: {error}"
-    return data, None
 
 
-def _parsed(data: bytes) -> Any:
+def parse_document(data: bytes, name: str) -> dict[str, Any]:
+    """Return the object of a JSON text. Raises ValueError with the reason where it is not what files of this name
+    hold."""
     try:
-        return json.loads(data)
+        document = json.loads(data)
     except json.JSONDecodeError as error:
         raise ValueError(f"is no JSON (line {error.lineno})") from None
     except (ValueError, RecursionError):
         raise ValueError("is no UTF-8, nested too deeply or has a number of thousands of digits") from None
+    shapes.check(document, shapes.SHAPES.get(name, {}))
+    return dict(document)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -33,6 +33,8 @@ _JOB = {"!": ("run", "what", "state"), "run": _NAME, "what": _NAME, "state": _NA
 
 SHAPES: dict[str, Any] = {
     "sweep.json": {"!": ("jobs", "running", "at"), "at": _NAME, "left_s": _NUMBER, "running": [_NAME], "jobs": [_JOB]},
+    "manifest.json": {"!": ("files",), "files": {"*": {"sha256": _NAME, "redacted": _COUNT}}},  # of a bundle
+    "digest.json": {"!": ("files",), "files": {"*": _NAME}},
     "state.json": {
         "state": _NAME, "reason": _TEXT, "started_at": _TEXT, "ended_at": _TEXT, "wall_s": _NUMBER,
         "child_exit": _NUMBER, "exit_code": _KNOWN_COUNT, "signal": _KNOWN_COUNT, "oom": _OOM,

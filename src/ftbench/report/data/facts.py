@@ -6,7 +6,6 @@ Keys are those of the spec (`train.batch_size`), and beside them `gpu`, `driver`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import PurePosixPath
@@ -18,7 +17,7 @@ from ftbench.core.redact import clean
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.sweep import as_text
-from ftbench.store.rundir import RunDir, first_gpu, read_json
+from ftbench.store.rundir import MOST_JSON_BYTES, RunDir, first_gpu, open_plain_file, parse_document, read_json
 
 CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "mock", "mock_fits", "gpus", "strategy", "offload")
@@ -34,20 +33,16 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
     """Return the resolved spec, flat: what changes the result (spec/identity.py) with the framework. Of a file its name
     counts. A key that an older ftbench did not know has today's default, which is what that version did."""
     try:
-        return _facts_of(run.spec_json.read_text("utf-8"))
-    except (OSError, UnicodeError):
+        with open_plain_file(run.spec_json, MOST_JSON_BYTES) as file:
+            return _facts_of(file.read())
+    except (OSError, ValueError):
         return {}
 
 
 @lru_cache(maxsize=8192)
-def _facts_of(text: str) -> Mapping[str, str]:
-    """Return the facts of a spec.json's text: repeats share one, and a report asks for each several times."""
-    try:
-        written = clean(json.loads(text))
-    except ValueError:
-        return {}
-    if not isinstance(written, dict):
-        return {}
+def _facts_of(data: bytes) -> Mapping[str, str]:
+    """Return the facts of a spec.json: repeats share one, and a report asks for each several times."""
+    written = clean(parse_document(data, "spec.json"))
     facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}
     if facts.get("launch.mock", "off") == "off":
         facts.pop("launch.mock", None)
@@ -64,35 +59,29 @@ def machine_facts(run: RunDir) -> dict[str, str]:
 
 
 def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
-    gpu, versions = first_gpu(machine), _section(machine, "versions")
+    gpu, versions, environment = first_gpu(machine), machine.get("versions", {}), machine.get("environment", {})
     limit, highest = gpu.get("power_limit_w"), gpu.get("power_limit_max_w")
-    environment = _section(machine, "environment").items()
     return {
         "driver": gpu.get("driver"),
         "power limit": None if limit is None else f"{limit:g} W" + ("" if highest is None else f" of {highest:g} W"),
         "mig": "on" if gpu.get("mig") else None,
         "shared host": "yes" if machine.get("shared_host") else None,
-        "commit": (_section(machine, "ftbench").get("commit") or "")[:12],
-        "python": _section(machine, "os").get("python"),
+        "commit": (machine.get("ftbench", {}).get("commit") or "")[:12],
+        "python": machine.get("os", {}).get("python"),
         **{f"versions.{name}": version for name, version in versions.items() if name not in _NOT_RUN},
-        **{f"environment.{name}": value for name, value in environment if name.startswith(_ENVIRONMENT)},
+        **{f"environment.{name}": value for name, value in environment.items() if name.startswith(_ENVIRONMENT)},
     }
 
 
 def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
-    values = _section(applied, "model") | {name: applied[name] for name in _APPLIED if name in applied}
-    data = _section(applied, "dataset")
+    values = applied.get("model", {}) | {name: applied[name] for name in _APPLIED if name in applied}
+    data = applied.get("dataset", {})
     return {
-        "dataset.hash": str(data.get("hash") or "")[:12],
-        "dataset.order_hash": str(data.get("order_hash") or "")[:12],
+        "dataset.hash": (data.get("hash") or "")[:12],
+        "dataset.order_hash": (data.get("order_hash") or "")[:12],
         **{f"applied.{name}": values.get(name) for name in _APPLIED},
-        "applied.optimizer": _section(applied, "optimizer").get("class"),
+        "applied.optimizer": applied.get("optimizer", {}).get("class"),
     }
-
-
-def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    part = values.get(name)
-    return part if isinstance(part, dict) else {}
 
 
 def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ftbench.core.rows import SCHEMA
@@ -20,7 +21,7 @@ from ftbench.report.render.runs_table import CONTEXT, FOOTNOTE, runs_table
 from ftbench.spec.base import nearest
 
 TEXT = (*CONTEXT.values(), "method", "state", "where it fails", "note")
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA = re.compile(r"\s*[=+\-@\t\r]")
 _NARROWEST_PAGE, _PAGE = 80, 120
 
 
@@ -137,23 +138,23 @@ def _csv(report: Report) -> str:
 
 
 def csv_text(records: Sequence[Record]) -> str:
-    """Return every field of the records that is no list. Text that a spreadsheet would take for a formula gets a
-    leading apostrophe."""
+    """Return every field of the records that is no list. A name or a text that a spreadsheet would take for a formula
+    gets a leading apostrophe."""
     records = named_paths(records)
     names = dict.fromkeys(name for record in records for name in record)
-    nested = {name for name in names if any(isinstance(record.get(name), (list, dict)) for record in records)}
-    out = io.StringIO()
-    writer = csv.DictWriter(out, [name for name in names if name not in nested], extrasaction="ignore",
-                            lineterminator="\n")  # fmt: skip
-    writer.writeheader()
-    writer.writerows({name: _harmless(value) for name, value in record.items()} for record in records)
-    return out.getvalue()
+    flat = [n for n in names if not any(isinstance(record.get(n), (list, dict)) for record in records)]
+    lines: list[str] = []
+    # A line ends with a line feed; with both in its lineterminator the writer quotes what holds either.
+    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n")
+    rows: list[list[Any]] = [flat, *([record.get(name) for name in flat] for record in records)]
+    writer.writerows([_harmless(value) for value in row] for row in rows)
+    return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
 
 
 def _harmless(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def _json(report: Report) -> str:

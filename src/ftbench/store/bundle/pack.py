@@ -20,13 +20,13 @@ from typing import Any
 from ftbench import __version__
 from ftbench.core.redact import REDACTED, clean, redact, secretless
 from ftbench.errors import SpecError
+from ftbench.store import digests
 from ftbench.store.bundle.unpack import BLOCK, MANIFEST, MAX_FILE, SCHEMA, unsafe, zstd
 from ftbench.store.output import output_file
 from ftbench.store.ranks import rank_files
 from ftbench.store.rundir import RunDir, disk_error, find_runs, read_state
 
-FILES = ("spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json",
-         "state.json", "samples.json")  # fmt: skip
+FILES = (*digests.FILES, "summary.json", "digest.json")
 PROFILE = (".json", ".csv", ".txt", ".md")  # of the tables in profile/; traces stay at home
 _LEVEL = 10
 
@@ -51,6 +51,7 @@ def make(paths: Sequence[Path], output: Path, with_logs: bool = False) -> Made:
         data, count = _content(path)
         made.redacted += count
         hashes[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+        hashes[name] |= {"redacted": count} if count else {}
     made.files = len(sources)
     manifest = {"schema": SCHEMA, "ftbench": __version__, "made_at": _made_at(sources), "files": hashes}
     output = output_file(output, stream=False)

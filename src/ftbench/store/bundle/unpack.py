@@ -8,7 +8,6 @@ follows links and takes headers of any length into memory.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import tarfile
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ftbench.errors import SpecError
+from ftbench.store.rundir import open_plain_file, parse_document
 
 if sys.version_info >= (3, 14):
     from compression import zstd as zstd
@@ -37,16 +37,19 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
     """Unpack a bundle into `folder` (new or empty) and return its manifest, with the hash of each file in `hashes`.
     Raises SpecError for whatever is no bundle; `folder` may then hold a part of it."""
     try:
-        with path.open("rb") as file:
+        with open_plain_file(path, MAX_TOTAL) as file:
             if file.read(4) != b"\x28\xb5\x2f\xfd":  # RFC 8878, section 3.1.1
                 raise SpecError(f"{path}: is no bundle (not zstd); `ftbench bundle` makes one")
-        limits: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 27}
-        with zstd.open(path, "rb", options=limits) as packed:
-            return _unpack(path, packed, folder)
+            file.seek(0)
+            limits: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 27}
+            with zstd.open(file, "rb", options=limits) as packed:
+                return _unpack(path, packed, folder)
     except (EOFError, zstd.ZstdError):
         raise SpecError(f"{path}: is cut short or damaged; get it again") from None
     except (tarfile.HeaderError, UnicodeError):
         raise SpecError(f"{path}: is no bundle (no tar of plain files); `ftbench bundle` makes one") from None
+    except ValueError as error:
+        raise SpecError(f"{path}: {error}") from None
     except OSError as error:
         raise SpecError(f"{path}: cannot be unpacked ({error.strerror or error})") from None
 
@@ -62,10 +65,14 @@ def _unpack(path: Path, packed: BufferedIOBase, folder: Path) -> dict[str, Any]:
             raise SpecError(f"{path}: refused: {problem}")
         if not 0 <= info.size <= MAX_FILE or total > MAX_TOTAL or len(hashes) >= MAX_FILES:
             raise SpecError(f"{path}: refused: more or larger files than runs have, at {name!r}")
+        data = _exactly(packed, info.size)
         if not manifest:
-            manifest = _manifest(path, _exactly(packed, info.size))
+            manifest = _manifest(path, data)
         else:
-            hashes[name] = _write(packed, folder / name, info.size)
+            hashes[name] = hashlib.sha256(data).hexdigest()
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("xb") as file:
+                file.write(data)
         _exactly(packed, -info.size % BLOCK)
     if packed.read(_TAIL + 1).strip(b"\0") or packed.read(1):  # to the end, where zstd's own checksum stands
         raise SpecError(f"{path}: refused: holds something behind its end")
@@ -95,33 +102,16 @@ def unsafe(name: str) -> str | None:
 
 def _exactly(packed: BufferedIOBase, size: int) -> bytes:
     data = packed.read(size) if size else b""
-    while len(data) < size:
-        if not (more := packed.read(size - len(data))):
-            raise EOFError
-        data += more
+    if len(data) < size:
+        raise EOFError
     return data
-
-
-def _write(packed: BufferedIOBase, target: Path, size: int) -> str:
-    """Copy the next `size` bytes into a new file; return their hash."""
-    digest = hashlib.sha256()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("xb") as file:
-        while size:
-            piece = _exactly(packed, min(size, 2**20))
-            size -= len(piece)
-            digest.update(piece)
-            file.write(piece)
-    return digest.hexdigest()
 
 
 def _manifest(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        manifest = json.loads(data)
-    except (ValueError, RecursionError):
-        manifest = None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise SpecError(f"{path}: its {MANIFEST} cannot be read")
+        manifest = parse_document(data, MANIFEST)
+    except ValueError as error:
+        raise SpecError(f"{path}: its {MANIFEST} cannot be read ({error})") from None
     if manifest.get("schema") != SCHEMA:
         raise SpecError(
             f"{path}: is of schema {manifest.get('schema')!r} and this ftbench reads {SCHEMA}: update ftbench"
@@ -134,28 +124,14 @@ def problems(manifest: dict[str, Any]) -> list[str]:
     wanted, hashes = manifest["files"], manifest["hashes"]
     sentences = []
     for name in sorted({*wanted, *hashes}):
-        said = wanted[name].get("sha256") if isinstance(wanted.get(name), dict) else None
+        said = wanted.get(name, {}).get("sha256")
         if name not in hashes:
             sentences.append(f"{name}: is in the manifest and not in the archive")
         elif said is None:
             sentences.append(f"{name}: is in the archive and not in the manifest")
         elif hashes[name] != said:
-            sentences.append(f"{name}: its SHA-256 is {hashes[name][:12]}… and the manifest says {str(said)[:12]}…")
+            sentences.append(f"{name}: its SHA-256 is {hashes[name][:12]}… and the manifest says {said[:12]}…")
     return sentences
-
-
-@cache
-def _kept(path: Path, modified: int) -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="ftbench-bundle-")
-    try:
-        damages = problems(unpack(path, Path(folder.name)))
-    except SpecError:
-        folder.cleanup()
-        raise
-    if damages:
-        folder.cleanup()
-        raise SpecError(f"{path}: is damaged: {damages[0]} (`ftbench verify {path}` tells all)")
-    return folder
 
 
 def opened(path: Path) -> Path:
@@ -165,8 +141,20 @@ def opened(path: Path) -> Path:
         modified = path.stat().st_mtime_ns
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror})") from None
-    folder = Path(_kept(path.resolve(), modified).name) / "runs"
+    folder = Path(_unpacked(path.resolve(), modified).name) / "runs"
     _OPENED[f"{folder}/"] = path
+    return folder
+
+
+@cache
+def _unpacked(path: Path, modified: int) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="ftbench-bundle-")
+    try:
+        if damages := problems(unpack(path, Path(folder.name))):
+            raise SpecError(f"{path}: is damaged: {damages[0]} (`ftbench verify {path}` tells all)")
+    except SpecError:
+        folder.cleanup()
+        raise
     return folder
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import FIELDS, LATER, SCHEMA
+from ftbench.store import digests
 from ftbench.store.bundle import unpack
-from ftbench.store.rundir import RunDir, find_runs, read_json
+from ftbench.store.rundir import RunDir, find_runs, read_documents
 from ftbench.store.summary import as_dict, summarise
 
 # Python 3.12 sums floats more exactly than 3.11; a figure that somebody changed is further off than this.
@@ -21,25 +22,40 @@ TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class Verdict:
-    """`problems` are reasons not to trust the bundle, `notes` what could not be checked and why; a sentence each."""
+    """`problems` are reasons not to trust the bundle, `unchecked` is what could not be compared with anything, `notes`
+    is what to know beside; a sentence each."""
 
     runs: int = 0
     files: int = 0
     figures: int = 0
     problems: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def verify(path: Path) -> Verdict:
-    """Check every hash of a bundle, and every summary in it against its steps. Raises SpecError for what is no
-    bundle."""
+    """Check every hash of a bundle, every summary in it against its steps, and every file against the digest that its
+    run ended with. Raises SpecError for what is no bundle."""
     with tempfile.TemporaryDirectory(prefix="ftbench-verify-") as folder:
         manifest = unpack.unpack(path, Path(folder))
         verdict = Verdict(files=len(manifest["hashes"]), problems=unpack.problems(manifest))
+        left, older = set(manifest["hashes"]), 0
         for run in find_runs(Path(folder) / "runs"):
+            inside = run.path.relative_to(folder).as_posix()
+            left = {name for name in left if not name.startswith(f"{inside}/")}
+            redacted = {Path(name).name for name, entry in manifest["files"].items()
+                        if name.startswith(f"{inside}/") and entry.get("redacted")}  # fmt: skip
             verdict.runs += 1
-            name = f"{run.path.parent.name}/{run.run_id}"
-            _check(run, name, verdict)
+            _check(run, f"{run.path.parent.name}/{run.run_id}", verdict)
+            older += _check_digest(run, f"{run.path.parent.name}/{run.run_id}", redacted, verdict)
+        if not verdict.runs:
+            verdict.unchecked.append("it holds no run: no figure was compared with anything")
+        verdict.unchecked += [f"{name}: belongs to no run (a folder with a state.json)" for name in sorted(left)]
+        if older:
+            verdict.notes.append(
+                f"{older} runs ended without a digest, as those of earlier versions do: a column or a key that feeds "
+                "no figure may have been changed"
+            )
         return verdict
 
 
@@ -47,23 +63,26 @@ def as_text(verdict: Verdict, path: Path) -> str:
     """Return a line for each problem and note, and one that sums up."""
     count = len(verdict.problems)
     agree = f"{count} {'does' if count == 1 else 'do'} not agree" if count else "every hash and every figure agrees"
+    if verdict.unchecked:
+        agree = f"{agree if count else 'what was compared agrees'}, {len(verdict.unchecked)} not checked"
     last = f"{path}: {verdict.runs} runs, {verdict.files} files, {verdict.figures:,} figures: {agree}"
-    return "\n".join([*verdict.problems, *(f"note: {note}" for note in verdict.notes), last])
+    unchecked = (f"not checked: {text}" for text in verdict.unchecked)
+    return "\n".join([*verdict.problems, *unchecked, *(f"note: {note}" for note in verdict.notes), last])
 
 
 def _check(run: RunDir, name: str, verdict: Verdict) -> None:
-    written = read_json(run.summary)
+    documents, problem = read_documents(run)
+    if problem:
+        verdict.problems.append(f"{name}: {problem}")
+        return
+    written = documents["summary"]
     if not written:
-        verdict.notes.append(f"{name}: has no summary to compare with its steps")
+        verdict.unchecked.append(f"{name}: has no summary to compare with its steps")
         return
     if written.get("schema") != SCHEMA or not written.keys() >= FIELDS:
-        verdict.notes.append(f"{name}: its summary is of another version of ftbench; a report computes its own")
+        verdict.unchecked.append(f"{name}: its summary is of another version of ftbench; a report computes its own")
         return
-    try:
-        computed = json.loads(json.dumps(as_dict(summarise(run))))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # JSON that is not what a run writes
-        verdict.problems.append(f"{name}: no summary can be made of its files ({type(error).__name__}: {error})")
-        return
+    computed = json.loads(json.dumps(as_dict(summarise(run))))
     computed = {key: value for key, value in computed.items() if key in written or key not in LATER}
     old, new = written.pop("warnings", []), computed.pop("warnings")
     verdict.problems += [f"{name}: its summary does not say: {text}" for text in new if text not in old]
@@ -72,6 +91,17 @@ def _check(run: RunDir, name: str, verdict: Verdict) -> None:
         verdict.figures += 1
         if not _same(said, shown):
             verdict.problems.append(f"{name}: {key} is {_shown(said)} in summary.json and {_shown(shown)} by its files")
+
+
+def _check_digest(run: RunDir, name: str, redacted: Collection[str], verdict: Verdict) -> bool:
+    """Compare a run's files with what they were as it ended; return whether it ended without a digest."""
+    changed = digests.changed(run)
+    for file in changed or ():
+        if file in redacted:
+            verdict.notes.append(f"{name}: secrets were taken out of {file}, so it is not as the run left it")
+        else:
+            verdict.problems.append(f"{name}: {file} is not as the run left it, by its digest.json")
+    return changed is None
 
 
 _ABSENT = object()

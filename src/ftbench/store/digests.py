@@ -1,0 +1,38 @@
+"""Hashes of a run's files, taken as it ends: whoever changes a column or a key that feeds no figure changes one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ftbench.store.ranks import rank_files
+from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
+
+# summary.json is computed again from these.
+FILES = ("spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "state.json",
+         "samples.json")  # fmt: skip
+
+
+def write(run: RunDir) -> None:
+    """Write the SHA-256 of the files of a run that has ended. Raises MissingError for a full disk."""
+    write_json(run.digest, {"schema": SCHEMA, "files": {path.name: _sha256(path) for path in _files(run)}})
+
+
+def _files(run: RunDir) -> Iterator[Path]:
+    yield from (path for name in FILES if (path := run.path / name).is_file())
+    yield from rank_files(run)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def changed(run: RunDir) -> list[str] | None:
+    """Return the names of the files that are not those with which the run ended; None where it has no digest."""
+    written = read_json(run.digest).get("files")
+    if written is None:
+        return None
+    shown = {path.name: _sha256(path) for path in _files(run)}
+    return sorted(name for name in {*written, *shown} if written.get(name) != shown.get(name))
