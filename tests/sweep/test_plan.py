@@ -14,7 +14,7 @@ from ftbench.store.steps import StepsWriter
 from ftbench.sweep.plan.base import Options
 from ftbench.sweep.plan.budget import coarse_to_fine
 from ftbench.sweep.plan.frontier import next_batch
-from ftbench.sweep.plan.grid import Grid, jobs_of
+from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
 from ftbench.sweep.plan.search import Family, Search
 
 GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
@@ -43,7 +43,8 @@ def jobs(tmp_path, options):
     def read(text="", *axes):
         (tmp_path / "spec.yaml").write_text(f"model: {json.dumps(MODEL)}\n{text}", "utf-8")
         grid = cells(tmp_path / "spec.yaml", (), axes)
-        return jobs_of([replace(cell, spec=cell.spec and resolve(cell.spec, None)) for cell in grid], options)
+        resolved = [replace(cell, spec=cell.spec and resolve(cell.spec, None)) for cell in grid]
+        return with_repeats(first_jobs(resolved, options))
 
     return read
 

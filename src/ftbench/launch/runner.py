@@ -136,14 +136,23 @@ def capability(described: dict[str, Any]) -> tuple[int, int] | None:
 def check(spec: Experiment, described: dict[str, Any]) -> None:
     """Raise SpecError for a file that is not there, MissingError for what cannot work on this machine or is not
     installed there."""
-    # What no machine can do was refused as the spec was read: left is what `auto` became here.
-    launcher = launcher_of(spec)
-    sentences = refusals(spec) + launcher.refusals(spec, capability(described))
-    if wrong := _path_problems(spec):
-        raise SpecError(*wrong, *sentences)
-    if sentences:
+    sentences = refused(spec, described)
+    if sentences and not _path_problems(spec):
         raise MissingError("\n".join(sentences))
-    launcher.check_installed(spec)
+    check_needed(spec, sentences)
+
+
+def refused(spec: Experiment, described: dict[str, Any]) -> list[str]:
+    """Return why a resolved spec cannot work on this machine, a sentence each. What no machine can do was refused as
+    the spec was read: left is what `auto` became here."""
+    return refusals(spec) + launcher_of(spec).refusals(spec, capability(described))
+
+
+def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
+    """Raise SpecError for a file that is not there, with `others` behind it, MissingError for what is not installed."""
+    if wrong := _path_problems(spec):
+        raise SpecError(*wrong, *others)
+    launcher_of(spec).check_installed(spec)
 
 
 def _path_problems(spec: Experiment) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -210,11 +211,16 @@ def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
     bfloat16 products need Ampere (8.0) or later to be fast; a CPU multiplies it many times slower than float32 unless
     it has instructions for it."""
     half = capability is not None and capability >= (8, 0)
-    changed: dict[str, Part] = {}
+    dtype, changed = "bfloat16" if half else "float32", dict[str, Part]()
     if spec.model.dtype == "auto":
-        changed["model"] = spec.model.model_copy(update={"dtype": "bfloat16" if half else "float32"})
+        changed["model"] = _with(spec.model, "dtype", dtype)
     if spec.train.precision == "auto":
-        changed["train"] = spec.train.model_copy(update={"precision": "bf16" if half else "fp32"})
+        changed["train"] = _with(spec.train, "precision", "bf16" if half else "fp32")
     if isinstance(spec.method, Qlora) and spec.method.compute_dtype == "auto":
-        changed["method"] = spec.method.model_copy(update={"compute_dtype": "bfloat16" if half else "float32"})
+        changed["method"] = _with(spec.method, "compute_dtype", dtype)
     return spec.model_copy(update=changed) if changed else spec
+
+
+@lru_cache(maxsize=1 << 14)  # the cells of a sweep share most of their sections
+def _with(section: Part, key: str, value: str) -> Part:
+    return section.model_copy(update={key: value})

@@ -12,27 +12,30 @@ from typing import Any
 from ftbench.spec.experiment import Experiment
 
 _END = 1 << 20  # bytes of each end of a file that are hashed
+_AS_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 _NOT_MEASURED = {"warmup", "save_adapter", "repeats", "profile_steps", "generate"}
-_LAUNCHED = {"gpus", "strategy", "offload", "framework"}  # of the launch, what changes the result
-_NO_MATTER: Any = {"name": True, "launch": True, "measure": _NOT_MEASURED,
-                   "train": {"report_to"}}  # fmt: skip
+_NOT_LAUNCHED = {"python", "timeout_s", "no_step_s", "mock", "mock_fits"}
+_NO_MATTER = {"launch": _NOT_LAUNCHED, "measure": _NOT_MEASURED, "train": {"report_to"}}
 
 
-def _relevant(spec: Experiment) -> dict[str, Any]:
+def _relevant(spec: Experiment, known: dict[int, Any]) -> dict[str, Any]:
     """Return the spec without its name, its timeouts, which steps are called warm-up, how often it is run, and where
     files lie: of a file its name and content count, so that the same spec on two machines is the same experiment and an
     edited file another. A mock is no result of the spec at all: what it pretends counts.
 
     What is as it is by default is left out, so that a key which a later version brings, off by default, leaves the
     experiments of today what they are."""
-    values = spec.model_dump(mode="json", exclude=_NO_MATTER, exclude_defaults=True)
-    values.setdefault("method", {})["name"] = spec.method.name
+    sections = {name: getattr(spec, name) for name in type(spec).model_fields if name != "name"}
+    for name, section in sections.items():
+        if id(section) not in known:
+            known[id(section)] = section.model_dump(mode="json", exclude=_NO_MATTER.get(name), exclude_defaults=True)
+    values: dict[str, Any] = {name: {**known[id(section)]} for name, section in sections.items()}
+    values["method"]["name"] = spec.method.name
     for part in ("model", "dataset"):
-        if path := values.get(part, {}).get("path"):
+        if path := values[part].get("path"):
             values[part]["path"] = _content(Path(path))
-    values["launch"] = spec.launch.model_dump(include=_LAUNCHED, exclude_defaults=True)
     if spec.launch.mock != "off":
         values["mock"] = [spec.launch.mock, spec.launch.mock_fits]
     return {key: value for key, value in values.items() if value != {}}
@@ -58,7 +61,7 @@ def _ends(file: Path, size: int, modified: int) -> str:
 
 def fingerprint(spec: Experiment, gpu: str | None = None) -> str:
     """Return twelve hex digits of the SHA-256 of what changes the result: the spec and the name of the GPU."""
-    return _digest([_relevant(spec), gpu])
+    return identities(spec, gpu)[0]
 
 
 def family(spec: Experiment, gpu: str | None = None) -> str:
@@ -67,17 +70,17 @@ def family(spec: Experiment, gpu: str | None = None) -> str:
     return identities(spec, gpu)[1]
 
 
-def identities(spec: Experiment, gpu: str | None = None) -> tuple[str, str]:
-    """Return fingerprint and family."""
-    values = _relevant(spec)
+def identities(spec: Experiment, gpu: str | None = None, known: dict[int, Any] | None = None) -> tuple[str, str]:
+    """Return fingerprint and family. `known` keeps what is read of a section, by its id, for other specs that share the
+    section and live as long."""
+    values = _relevant(spec, {} if known is None else known)
     whole = _digest([values, gpu])
     values["train"] = values.get("train", {}) | {"batch_size": None, "gradient_accumulation_steps": None}
     return whole, _digest([values, gpu])
 
 
 def _digest(values: Any) -> str:
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(_AS_TEXT(values).encode()).hexdigest()[:12]
 
 
 def slug(spec: Experiment, gpu: str | None = None) -> str:

@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +80,17 @@ class GridCell:
 
 def as_text(value: Any) -> str:
     """Return a value as it is written behind `--set key=`."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list, tuple)) else _as_word(value)
+
+
+@lru_cache(maxsize=4096, typed=True)  # an axis has few values, and a sweep many cells
+def _as_word(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    try:
-        plain = isinstance(value, str) and parse_value(value) == value
-    except SpecError:
-        plain = False
-    return value if plain else json.dumps(value, ensure_ascii=False)
+    with suppress(SpecError):
+        if isinstance(value, str) and parse_value(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def cells(
@@ -106,10 +112,10 @@ def cells(
     _check_excluded(section.exclude, layers)
     folder = _folder(layers, "exclude")
     excluded = [{key: _expanded(key, value, folder) for key, value in pattern.items()} for pattern in section.exclude]
-    kept, problems, used = [], dict[str, None](), set[int]()
+    kept, problems, used, sections = [], dict[str, None](), set[int](), Sections()
     for chosen in _choices(by_key, section.zip):
         try:
-            cell = _cell(base, layers, chosen)
+            cell = _cell(base, layers, chosen, sections)
         except SpecError as error:
             problems |= dict.fromkeys(error.problems)
             continue
@@ -229,6 +235,7 @@ def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[Spec
 
 
 Choice = tuple[Axis, int]  # an axis and which of its values
+Sections = dict[tuple[Any, ...], Any]  # name of a section, what the axes choose of it → the section, validated
 
 
 def _choices(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> Iterator[list[Choice]]:
@@ -247,13 +254,21 @@ def _choices(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> Itera
         yield [picked[key] for key in axes]
 
 
-def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice]) -> GridCell:
+def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice], sections: Sections) -> GridCell:
+    """Return the cell of a choice; a section that a cell before it has alike is that very object."""
     values = _laid_over(base, chosen)
     point = {axis.key: axis.values[index] for axis, index in chosen}
+    keys: dict[str, tuple[Any, ...]] = {name: (name,) for name in Experiment.model_fields}
+    for axis, index in chosen:
+        for name in axis.layers[index].data:
+            keys[name] += ((axis.key, index),)
+    values |= {name: sections[key] for name, key in keys.items() if key in sections}
     try:
         spec = validated(values, [*layers, *(axis.layers[index] for axis, index in chosen)])
     except ImpossibleError as error:
         return GridCell(point, None, "; ".join(problem.partition(": ")[2] for problem in error.problems))
+    for name, key in keys.items():
+        sections.setdefault(key, getattr(spec, name))
     return GridCell(point, spec)
 
 

@@ -15,7 +15,6 @@ from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load, merge, nested, set_layer
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.spec.sweep import as_text
 from ftbench.store.output import write_output
 from ftbench.store.rundir import first_gpu
@@ -76,15 +75,13 @@ def prepare(request: AblationRequest) -> command.Ready:
 
 def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
     """Return why a spec cannot work, or not on this machine, or not with what is installed; None if it can."""
-    problems = refusals(spec)
-    if spec.launch.mock == "off":
-        problems += refusals_on(spec, runner.capability(described))
-        if lacking := trl.lacks_kernels(spec.optimizations.attention):
-            problems.append(f"optimizations.attention {spec.optimizations.attention}: {lacking}")
+    problems, attention = runner.refused(spec, described), spec.optimizations.attention
+    if spec.launch.mock == "off" and (lacking := trl.lacks_kernels(attention)):
+        problems.append(f"optimizations.attention {attention}: {lacking}")
     if problems:
         return "; ".join(problems)
     try:
-        runner.check(spec, described)
+        runner.check_needed(spec)
     except (SpecError, MissingError) as error:
         return str(error)
     return None

@@ -11,9 +11,8 @@ from typing import Any
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
-from ftbench.spec import identity
+from ftbench.spec.ablation import settings
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.spec.sweep import GridCell, cells
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep.execute.gpu_slots import GpuSlot, local_slots
@@ -24,7 +23,7 @@ from ftbench.sweep.output import view
 from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan import budget
 from ftbench.sweep.plan.base import Options, Plan
-from ftbench.sweep.plan.grid import Grid, jobs_of
+from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
 from ftbench.sweep.plan.search import Family, Search
 
 _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
@@ -114,43 +113,40 @@ class _Planner:
     def __init__(
         self, request: SweepRequest, grid: Sequence[GridCell], described: dict[str, Any], folder: Path
     ) -> None:
-        self.request, self.described = request, described
+        self.request, self.described, self.cells = request, described, len(grid)
         capability = runner.capability(described)
-        self.grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]
+        grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]
         self.device = first_gpu(described) or None
         self.options = Options(
             folder, runner.gpu_name(described), tuple(request.sets), request.retry_failed, request.force
         )
+        self.firsts = first_jobs(grid, self.options)
 
     def plan(self) -> Plan:
         return self._search() if self.request.until_oom else self._grid()
 
     def _refused(self, spec: Experiment) -> str | None:
-        """Return why a spec cannot work on this machine. Raise what `runner.check` raises."""
-        real = spec.launch.mock == "off"
-        problems = refusals(spec) + (refusals_on(spec, runner.capability(self.described)) if real else [])
+        """Return why a spec cannot work on this machine. Raise what `runner.check_needed` raises."""
+        problems = runner.refused(spec, self.described)
         if not problems:
-            runner.check(spec, self.described)
+            runner.check_needed(spec)
         return "; ".join(problems) or None
 
     def duplicates(self) -> Iterator[str]:
         """Yield a sentence on cells that make no run of their own: what they differ in changes no result."""
-        name = identity.family if self.request.until_oom else identity.fingerprint
         first: dict[str, dict[str, Any]] = {}
         keys, count = dict[str, None](), 0
-        for cell in self.grid:
-            if cell.spec is not None:
-                ignored = _BATCH if self.request.until_oom else ()
-                values = {key: value for key, value in cell.values.items() if key not in ignored}
-                others = first.setdefault(name(cell.spec, self.options.gpu), values)
-                differing = [key for key, value in values.items() if value != others[key]]
-                count += differing not in ([], ["measure.repeats"])
-                keys |= dict.fromkeys(differing)
+        for job in self.firsts:
+            values = _without_batch(job.values) if self.request.until_oom else job.values
+            others = first.setdefault(job.family if self.request.until_oom else job.cell, values)
+            differing = [key for key, value in values.items() if value != others[key]]
+            count += differing not in ([], ["measure.repeats"])
+            keys |= dict.fromkeys(differing)
         if count:
-            yield f"{count} of {len(self.grid)} cells are the run of another but for {', '.join(keys)}: they run once"
+            yield f"{count} of {self.cells} cells are the run of another but for {', '.join(keys)}: they run once"
 
     def _grid(self) -> Grid:
-        jobs = jobs_of(self.grid, self.options)
+        jobs = with_repeats(self.firsts)
         if self.request.time_budget is not None:
             jobs = budget.coarse_to_fine(jobs)
         reasons = {job: reason for job in jobs if (reason := self._refused(job.spec)) is not None}
@@ -160,12 +156,11 @@ class _Planner:
 
     def _search(self) -> Search:
         families: dict[str, Family] = {}
-        for cell in self.grid:
-            if cell.spec is not None:
-                spec = cell.spec
-                values = {key: value for key, value in cell.values.items() if key not in _BATCH}
-                sets = (*self.request.sets, *replace(cell, values=values).sets)
-                families.setdefault(identity.family(spec), Family(spec, sets, values, self._refused(spec)))
+        for job in self.firsts:
+            if job.family not in families:
+                values = _without_batch(job.values)
+                sets = (*self.request.sets, *settings(values.items()))
+                families[job.family] = Family(job.spec, sets, values, self._refused(job.spec))
         if all(family.refused for family in families.values()):
             raise MissingError("\n".join(dict.fromkeys(family.refused or "" for family in families.values())))
         if self.options.gpu is None:
@@ -175,6 +170,10 @@ class _Planner:
             )
         request = self.request
         return Search(families.values(), self.options, request.trial_steps, request.effective_batch, self.device)
+
+
+def _without_batch(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in _BATCH}
 
 
 def run(ready: Ready) -> tuple[int, Tables]:

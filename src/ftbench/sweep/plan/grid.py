@@ -3,11 +3,14 @@ stopped, whatever stopped it."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ftbench.spec.sweep import GridCell
+from ftbench.store.rundir import RunDir
 from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, read_standing
 from ftbench.sweep.plan.base import Options, Plan
 
@@ -24,13 +27,14 @@ class Grid(Plan):
 
     def add(self, jobs: Iterable[Job], refused: dict[Job, str]) -> None:
         """Add more jobs behind those that wait; one that the plan has already is not run again."""
+        begun = set(os.listdir(self.options.folder)) if self.options.folder.is_dir() else set()
         for each in jobs:
             if each in self.standings:
                 continue
             if each in refused:
                 self.standings[each] = Standing("skipped", refused[each])
                 continue
-            now = read_standing(each.run)
+            now = read_standing(each.run) if each.run.run_id in begun else PENDING
             again = self.options.force and now.state != "running"
             self.record(each, PENDING if again else on_resume(now, self.options.retry_failed))
             if self.standings[each] == PENDING:
@@ -73,14 +77,23 @@ class Grid(Plan):
                 self.standings[each] = Standing("skipped", f"oom at batch {limit}")
 
 
-def jobs_of(cells: Iterable[GridCell], options: Options) -> list[Job]:
-    """Return the jobs of a grid of resolved specs: every cell once before any cell twice. Cells that turn out to be the
-    same spec are one."""
-    jobs: dict[Path, Job] = {}
-    specs = [(cell, cell.spec) for cell in cells if cell.spec is not None]
-    for repeat in range(1, max((spec.measure.repeats for _, spec in specs), default=1) + 1):
-        for cell, spec in specs:
-            if repeat <= spec.measure.repeats:
-                each = job(spec, (*options.sets, *cell.sets), cell.values, repeat, options.folder, options.gpu)
-                jobs.setdefault(each.run.path, each)
+def first_jobs(cells: Iterable[GridCell], options: Options) -> list[Job]:
+    """Return the first job of each cell of a grid of resolved specs that can work."""
+    known: dict[int, Any] = {}
+    return [
+        job(cell.spec, (*options.sets, *cell.sets), cell.values, 1, options.folder, options.gpu, known)
+        for cell in cells if cell.spec is not None
+    ]  # fmt: skip
+
+
+def with_repeats(firsts: Sequence[Job]) -> list[Job]:
+    """Return the jobs of a grid: every cell once before any cell twice. Cells that turn out to be the same spec are
+    one."""
+    jobs: dict[str, Job] = {}
+    for repeat in range(1, max((first.spec.measure.repeats for first in firsts), default=1) + 1):
+        for first in firsts:
+            name = f"{first.cell}-r{repeat}"
+            if repeat <= first.spec.measure.repeats and name not in jobs:
+                run = first.run if repeat == 1 else RunDir(first.run.path.with_name(name))
+                jobs[name] = replace(first, run=run, repeat=repeat)
     return list(jobs.values())
