@@ -16,9 +16,8 @@ from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
 from ftbench.report.data.collect import collect
 from ftbench.report.page import bars, document, head
-from ftbench.report.page.markup import Markup, data_block, element, join
 from ftbench.report.page.view import view
-from ftbench.report.render.document import Report
+from ftbench.report.render.document import Report, Section, Table
 from ftbench.report.render.formats import render
 
 
@@ -169,20 +168,25 @@ def test_runs_that_all_failed_still_make_a_page(tmp_path):
     assert any("No run ended well" in word for word in page.words)
 
 
-@pytest.mark.parametrize("content", ["<b>", "a & b", '"quoted"', "</td><script>"])
-def test_text_becomes_markup_only_through_an_element(content):
-    made_of = element("td", content, title=content)
-    assert content not in made_of
-    assert Page(made_of).words == [content]
-    assert Page(made_of).tags == [("td", {"title": content})]
-    assert join(Markup("<b>"), content).startswith("<b>")
+@pytest.mark.parametrize("content", ["<b>", "a & b", '"quoted"', "</td><script>", "</section>"])
+def test_text_is_no_markup_wherever_it_stands(content, tmp_path):
+    made(tmp_path, "lora", 4)
+    table = Table({content: content}, [content, "GPU"], [[content, content]], [content])
+    sections = [Section("decision", content, table, [content])]
+    text = render(Report(collect([tmp_path]), sections=sections), "html")
+    body = text.partition("<main>")[2].partition("</main>")[0]
+    plain = Page(render(Report(collect([tmp_path]), sections=[Section("decision", "x", None, ["x"])]), "html"))
+    assert content not in body or content == "</section>"
+    assert Page(text).words.count(content) == 6
+    assert {tag for tag, _ in Page(text).tags} <= {tag for tag, _ in plain.tags}
 
 
 @pytest.mark.parametrize("value", [HOSTILE, "<!--", "\u2028", "]]>", JAPANESE])
-def test_data_cannot_end_their_element(value):
-    block = data_block("data", {"x": value})
-    assert block.count("</script") == 1
-    assert Page(block).data == {"x": value}
+def test_data_cannot_end_their_element(value, tmp_path):
+    made(tmp_path, "lora", 4, state="error", reason=f"x{value}y")
+    page = Page(render(Report(collect([tmp_path])), "html"))
+    assert len(page.scripts) == 2
+    assert page.data["runs"][0]["reason"] == f"x{value}y"
 
 
 @pytest.mark.parametrize("format", ["table", "md", "csv", "json", "latex", "html"])

@@ -31,7 +31,7 @@ def table(rows: int) -> Table:
 
 
 def test_a_table_has_its_rules_its_caption_and_its_notes():
-    text = latex(table(2), ["method"], "foot & note")
+    text = latex(table(2), "foot & note")
     assert r"\begin{tabular}{lr}" in text
     assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
     assert r"\caption{GPU H\_100}" in text
@@ -41,7 +41,7 @@ def test_a_table_has_its_rules_its_caption_and_its_notes():
 
 
 def test_a_long_table_goes_over_pages():
-    text = latex(table(100), ["method"])
+    text = latex(table(100))
     assert r"\begin{longtable}{lr}" in text
     assert text.count(r"\end{longtable}") == 1
     assert r"\begin{table}" not in text

@@ -9,31 +9,17 @@ from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import noise_of, pair_of
 from ftbench.report.compare.words import change_in_words
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
-from ftbench.report.page.markup import Markup, element
 from ftbench.report.page.view import View
 
-_MOST = 8  # workloads with cards of their own
+Card = tuple[str, str, str, str]  # label, answer, figures, more
+MOST = 8  # workloads with cards of their own
 _MOST_NAMES = 6
 
 
-def head(view: View) -> Markup:
-    """Return the title, what all runs share, and the answers."""
-    workloads = view.workloads
-    context = " · ".join(f"{key} {value}" for key, value in view.context.items())
-    warned = sum(bool(row.record["warnings"]) for row in view.rows)
-    parts = [
-        element("p", context, class_="context") if context else None,
-        *(_workload(view.cells_of(name), name if len(workloads) > 1 else None) for name in workloads[:_MOST]),
-    ]
-    if len(workloads) > _MOST:
-        parts.append(element("p", f"{len(workloads) - _MOST} more workloads are in the table below.", class_="quiet"))
-    if warned:
-        about = "1 run carries a warning" if warned == 1 else f"{warned} of {len(view.rows)} runs carry warnings"
-        parts.append(
-            element("p", element("span", "!", class_="mark", aria_hidden="true"), f"{about}. ",
-                    element("a", "Read them", href="#notes"), class_="caution")
-        )  # fmt: skip
-    return element("header", element("h1", title(view)), *parts, class_="head")
+def answers(view: View) -> list[tuple[str, list[Card]]]:
+    """Return the cards of the first workloads."""
+    names = view.workloads[:MOST]
+    return [(name, _cards(view.cells_of(name))) for name in names]
 
 
 def title(view: View) -> str:
@@ -62,27 +48,23 @@ def smallest(cells: Sequence[Cell]) -> Cell | None:
     return min(fitting, key=lambda cell: (cell.figure(PEAK), -(cell.figure(SAMPLES) or 0.0)), default=None)
 
 
-def _workload(cells: Sequence[Cell], name: str | None) -> Markup:
-    cards = [card for card in (_fastest_card(cells), _smallest_card(cells), _failed_card(cells)) if card]
-    return element(
-        "section", element("h2", name, class_="workload") if name else None,
-        element("div", *cards, class_="cards"), class_="answers",
-    )  # fmt: skip
+def _cards(cells: Sequence[Cell]) -> list[Card]:
+    return [_fastest_card(cells), *_smallest_card(cells), _failed_card(cells)]
 
 
-def _fastest_card(cells: Sequence[Cell]) -> Markup:
+def _fastest_card(cells: Sequence[Cell]) -> Card:
     label, ranked = "Fastest that fits", fastest_first(cells)
     if not ranked:
         ended = any(cell.ok for cell in cells)
         why = f"No undisturbed run has {MINIMUM_STEADY} steady steps." if ended else "No run ended well."
-        return _card(label, "none", why, "")
+        return (label, "none", why, "")
     best = ranked[0]
     figures = f"{units.rate((best.figure(SAMPLES) or 0.0) * 3600)} samples/h"
     if tokens := best.figure(TOKENS):
         figures += f", {units.rate(tokens)} real tokens/s"
     peak = best.figure(PEAK)
     memory = f"{units.gibibytes(peak)} GiB of tensors at the peak. " if peak else ""
-    return _card(label, _where(best, cells), figures, memory + _runner_up(ranked, cells))
+    return (label, _where(best, cells), figures, memory + _runner_up(ranked, cells))
 
 
 def _runner_up(ranked: Sequence[Cell], cells: Sequence[Cell]) -> str:
@@ -97,10 +79,10 @@ def _runner_up(ranked: Sequence[Cell], cells: Sequence[Cell]) -> str:
     )
 
 
-def _smallest_card(cells: Sequence[Cell]) -> Markup | None:
+def _smallest_card(cells: Sequence[Cell]) -> list[Card]:
     least, ranked = smallest(cells), fastest_first(cells)
     if least is None:
-        return None
+        return []
     speed, rate = "", least.figure(SAMPLES)
     if ranked and rate:
         share = rate / (ranked[0].figure(SAMPLES) or rate) - 1
@@ -108,14 +90,14 @@ def _smallest_card(cells: Sequence[Cell]) -> Markup | None:
         speed = "It is also the fastest." if own else f"{units.rate(rate * 3600)} samples/h, {share:+.0%} against the "
         speed += "" if own else "fastest."
     figure = f"{units.gibibytes(least.figure(PEAK))} GiB of tensors at the peak"
-    return _card("Least memory", _where(least, cells), figure, speed.replace("-", "−"))
+    return [("Least memory", _where(least, cells), figure, speed.replace("-", "−"))]
 
 
-def _failed_card(cells: Sequence[Cell]) -> Markup:
+def _failed_card(cells: Sequence[Cell]) -> Card:
     count = sum(len(cell.runs) for cell in cells)
     failed = [(run, cell) for cell in cells for run in cell.runs if not run.ok]
     if not failed:
-        return _card("Failed", "nothing", f"{count} of {count} runs ended well", "")
+        return ("Failed", "nothing", f"{count} of {count} runs ended well", "")
     states: dict[str, dict[str, None]] = {}
     for run, cell in failed:
         states.setdefault(str(run.record["state"]), {})[_where(cell, cells)] = None
@@ -123,7 +105,7 @@ def _failed_card(cells: Sequence[Cell]) -> Markup:
     for state, names in states.items():
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         listed.append(f"{_in_words(state)}: {'; '.join(list(names)[:_MOST_NAMES])}{more}.")
-    return _card("Failed", f"{len(failed)} of {count} runs", " ".join(listed), "", kind="bad")
+    return ("Failed", f"{len(failed)} of {count} runs", " ".join(listed), "")
 
 
 def _in_words(state: str) -> str:
@@ -134,10 +116,3 @@ def _where(cell: Cell, cells: Sequence[Cell]) -> str:
     """Return the cell's name, with its GPU where these differ."""
     several = len({other.facts["gpu"] for other in cells}) > 1
     return cell.name + (f", on {cell.facts['gpu']}" if several else "")
-
-
-def _card(label: str, answer: str, figures: str, more: str, kind: str = "") -> Markup:
-    return element(
-        "div", element("h3", label), element("p", answer, class_="answer"), element("p", figures, class_="figures"),
-        element("p", more, class_="quiet") if more else None, class_=f"card {kind}".strip(),
-    )  # fmt: skip

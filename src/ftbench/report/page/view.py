@@ -68,13 +68,18 @@ class View:
 
     rows: list[RunRow]
     headings: list[str]
-    context: dict[str, str]
+    context: str
     notes: list[str]
 
     @property
     def workloads(self) -> list[str]:
         """Model, weights and data, that of most runs first: only runs that share these are compared."""
         return [name for name, _ in Counter(row.workload for row in self.rows).most_common()]
+
+    @property
+    def in_words(self) -> list[bool]:
+        """Whether a column sorts by its texts."""
+        return [all(row.order[column] is None for row in self.rows) for column in range(len(self.headings))]
 
     def cells_of(self, workload: str) -> list[Cell]:
         """Return the groups of repeats of a workload, in the order of their first, without profiled runs."""
@@ -102,7 +107,7 @@ def view(report: Report) -> View:
         own = [shown[heading] for heading in headings]
         sorts_by = [_order(record, heading, shown[heading]) for heading in headings]
         rows.append(RunRow(record, cell, label, workload, context["gpu"], own, sorts_by))
-    return View(rows, headings, table.context, table.notes)
+    return View(rows, headings, table.title, table.notes)
 
 
 def _column_order(heading: str) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+_WORDS = ("model", "weights", "GPU", "data", "with", "method", "state", "where it fails", "note")
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -16,6 +18,16 @@ class Table:
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
     text: tuple[str, ...] = ()  # headings whose columns hold words, beside those every table has
+
+    @property
+    def title(self) -> str:
+        """What all rows share, in one line."""
+        return " · ".join(f"{key} {value}" for key, value in self.context.items())
+
+    @property
+    def words(self) -> list[bool]:
+        """Whether each column holds words, not figures."""
+        return [heading in (*_WORDS, *self.text) for heading in self.headings]
 
 
 @dataclass(frozen=True, slots=True)

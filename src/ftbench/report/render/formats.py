@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,9 @@ from ftbench.errors import SpecError
 from ftbench.report.data.collect import Record, named_paths
 from ftbench.report.render.document import Report, Table
 from ftbench.report.render.latex import escape, latex
-from ftbench.report.render.runs_table import CONTEXT, FOOTNOTE, runs_table
+from ftbench.report.render.runs_table import FOOTNOTE, runs_table
 from ftbench.spec.base import nearest
 
-TEXT = (*CONTEXT.values(), "method", "state", "where it fails", "note")
 _FORMULA = re.compile(r"\s*[=+\-@\t\r]")
 _NARROWEST_PAGE, _PAGE = 80, 120
 
@@ -48,9 +48,8 @@ def format_of(file: Path | None) -> str:
 
 def terminal(table: Table, footnote: str = "") -> str:
     """Return a table as wide as the terminal, without colours."""
-    words = (*TEXT, *table.text)
-    headings = [heading if heading in words else f">{heading}" for heading in table.headings]
-    parts = [folded(_title(table.context))] if table.context else []
+    headings = [heading if words else f">{heading}" for heading, words in zip(table.headings, table.words, strict=True)]
+    parts = [folded(table.title)] if table.context else []
     parts.append(text_table(headings, table.rows, _width()))
     below = [text for text in (footnote, *(f"note: {note}" for note in table.notes)) if text]
     return "\n".join([*parts, *(["", *map(folded, below)] if below else [])]) + "\n"
@@ -67,18 +66,13 @@ def _width() -> int:
     return max(_NARROWEST_PAGE, shutil.get_terminal_size((_PAGE, 24)).columns)
 
 
-def _title(context: dict[str, str]) -> str:
-    return " · ".join(f"{key} {value}" for key, value in context.items())
-
-
 def markdown(table: Table, footnote: str = "") -> str:
     """Return a table of GitHub's kind."""
-    words = (*TEXT, *table.text)
     lines = [
-        cell(_title(table.context)),
+        cell(table.title),
         "",
         "| " + " | ".join(map(cell, table.headings)) + " |",
-        "|" + "|".join("---" if heading in words else "--:" for heading in table.headings) + "|",
+        "|" + "|".join("---" if words else "--:" for words in table.words) + "|",
         *("| " + " | ".join(map(cell, row)) + " |" for row in table.rows),
         "",
         footnote,
@@ -96,38 +90,34 @@ def cell(text: str) -> str:
 # --- whole reports ---------------------------------------------------------------------------------------------------
 
 
-def _runs(report: Report) -> Table | None:
-    return runs_table(report.records, report.axes) if report.runs else None
+def _text(report: Report, table: Callable[..., str], title: str, paragraph: Callable[[str], str], end: str) -> str:
+    """Return tables and paragraphs one after the other; `title` is a pattern."""
+    runs = runs_table(report.records, report.axes) if report.runs else None
+    parts = [table(runs, FOOTNOTE)] if runs else []
+    for section in report.sections:
+        lines = [title.format(section.title)] if title else []
+        lines += [table(section.table)] if section.table else []
+        parts.append("\n".join([*lines, *map(paragraph, section.paragraphs)]) + end)
+    return "\n".join(parts)
 
 
 def _terminal(report: Report) -> str:
-    runs = _runs(report)
-    parts = [terminal(runs, FOOTNOTE)] if runs else []
-    for section in report.sections:
-        lines = [section.title.upper()] if len(report.sections) > 1 or report.runs else []
-        lines += [terminal(section.table).rstrip("\n")] if section.table else []
-        lines += map(folded, section.paragraphs)
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    several = len(report.sections) > 1 or report.runs
+    upper = [replace(section, title=section.title.upper()) for section in report.sections]
+    return _text(replace(report, sections=upper), _terminal_lines, "{}" if several else "", folded, "\n")
+
+
+def _terminal_lines(table: Table, footnote: str = "") -> str:
+    return terminal(table, footnote).rstrip("\n") + "\n" * bool(footnote)
 
 
 def _markdown(report: Report) -> str:
-    runs = _runs(report)
-    parts = [markdown(runs, FOOTNOTE)] if runs else []
-    for section in report.sections:
-        table = [markdown(section.table)] if section.table else []
-        parts.append("\n".join([f"## {section.title}\n", *table, *(f"{cell(t)}\n" for t in section.paragraphs)]))
-    return "\n".join(parts)
+    return _text(report, markdown, "## {}\n", lambda text: f"{cell(text)}\n", "")
 
 
 def _latex(report: Report) -> str:
-    runs = _runs(report)
-    parts = [latex(runs, TEXT, FOOTNOTE)] if runs else []
-    for section in report.sections:
-        table = [latex(section.table, (*TEXT, *section.table.text))] if section.table else []
-        lines = [rf"\subsection*{{{escape(section.title)}}}", *table, *map(escape, section.paragraphs)]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    titled = [replace(section, title=escape(section.title)) for section in report.sections]
+    return _text(replace(report, sections=titled), latex, r"\subsection*{{{}}}", escape, "\n")
 
 
 def _csv(report: Report) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ftbench.report.render.document import Table
 
@@ -23,11 +23,11 @@ _NEEDS = r"% needs \usepackage{booktabs,textcomp}"
 _JAPANESE = r"% Japanese: compile with LuaLaTeX and \usepackage{luatexja-fontspec}"
 
 
-def latex(table: Table, text_headings: Sequence[str], footnote: str = "") -> str:
+def latex(table: Table, footnote: str = "") -> str:
     """Return a table, or a longtable where it would not fit on a page, with the shared context as caption and the
     footnote and notes below."""
     long = len(table.rows) > _LONG
-    columns = "".join("l" if heading in text_headings else "r" for heading in table.headings)
+    columns = "".join("l" if words else "r" for words in table.words)
     context = ", ".join(f"{key} {value}" for key, value in table.context.items())
     below = [text for text in (footnote, *table.notes) if text]
     notes = [rf"\par\noindent{{\footnotesize {escape(text)}}}" for text in below]

@@ -1,0 +1,53 @@
+"""Ways of training × batch, a grid for each workload and GPU on which something was tried at several batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ftbench.core import units
+from ftbench.report.data.axes import in_order
+from ftbench.report.data.collect import Record
+from ftbench.report.data.groups import PEAK, SAMPLES, Cell
+from ftbench.report.page.view import View
+
+Spot = tuple[str, str, str]
+Grid = tuple[str, list[str], list[tuple[str, list[Spot]]]]
+
+
+def grids(view: View) -> list[Grid]:
+    """Return the caption of each grid, its batches, and a line for each way of training with a spot for each batch (one
+    spec each): the kind of its end, what it came to, and more on that."""
+    groups: dict[str, list[Cell]] = {}
+    for workload in view.workloads:
+        for cell in view.cells_of(workload):
+            groups.setdefault(f"{workload} · {cell.facts['gpu']}", []).append(cell)
+    return [_grid(caption, cells) for caption, cells in groups.items() if len({cell.batch for cell in cells}) > 1]
+
+
+def _grid(caption: str, cells: Sequence[Cell]) -> Grid:
+    lines: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        lines.setdefault(cell.way, {})[cell.batch] = cell
+    batches = in_order("train.batch_size", (cell.batch for cell in cells))
+    return caption, batches, [(way, [_spot(line.get(batch)) for batch in batches]) for way, line in lines.items()]
+
+
+def _spot(cell: Cell | None) -> Spot:
+    if cell is None:
+        return "none", "", "not tried"
+    failed = [run for run in cell.runs if not run.ok]
+    if not cell.ok:
+        states = dict.fromkeys(str(run.record["state"]) for run in failed)
+        words = " / ".join("out of memory" if state == "oom" else state for state in states)
+        return "oom" if "oom" in states else "weak", words, _where_it_failed(failed[0].record)
+    count = f" ({len(cell.ok)} of {len(cell.runs)})" if failed else ""
+    peaks, rate = cell.values(PEAK), cell.figure(SAMPLES)
+    figure = f"{units.gibibytes(max(peaks))} GiB" if peaks else "fits"
+    return "some" if failed else "fits", figure + count, f"{units.rate(rate * 3600)} /h" if rate else ""
+
+
+def _where_it_failed(record: Record) -> str:
+    phase, step, reason = record.get("oom.phase"), record.get("oom.step"), record.get("reason")
+    if isinstance(phase, str) and isinstance(step, (int, float)):
+        return f"{phase}, step {step:.0f}"
+    return reason[:40] if record["state"] != "oom" and isinstance(reason, str) else ""
