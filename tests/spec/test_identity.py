@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.identity import fingerprint, slug
 from ftbench.store.rundir import find_runs, first_gpu, read_json
@@ -147,3 +148,9 @@ def test_a_slug_says_model_method_and_batch():
 def test_a_slug_is_safe_as_a_file_name_whatever_the_model_is_called(name):
     found = slug(spec(model={"id": name}))
     assert re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}", found)
+
+
+def test_equal_data_sets_are_one_key_of_a_table():
+    names = {"image": "photo", "answer": "finding"}
+    first, second = (Dataset(name="file", path="scans.jsonl", columns=dict(names)) for _ in range(2))
+    assert {first: 1}[second] == 1

@@ -113,6 +113,9 @@ class Dataset(Part):
             known(value, LIKE, "length profile")
         return value
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.path, self.samples, self.seed))  # `columns` is a dictionary, which has no hash
+
     @model_validator(mode="after")
     def _check(self) -> Dataset:
         if self.name == "file" and not self.path:
