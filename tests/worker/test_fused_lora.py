@@ -28,6 +28,7 @@ SHAPE = {
     "num_key_value_heads": 2, "vocab_size": 512,
 }  # fmt: skip
 IDS = torch.randint(0, 512, (2, 17), generator=torch.Generator().manual_seed(0))
+BF16 = torch.finfo(torch.bfloat16).eps
 
 
 def model_of(kind: str = "qwen3", rank: int = 6, targets=PROJECTIONS, dtype=torch.float32):
@@ -135,15 +136,18 @@ def losses(run) -> list[float]:
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_a_run_learns_the_same_and_saves_the_same_adapter(train_here, method):
-    given = {"dataset": {"samples": 6}, "method": {"name": method}, "measure": {"save_adapter": True}}
+    # SGD, whose steps are as near to each other as the gradients; Adam's go either way where one is nearly zero.
+    given = {"dataset": {"samples": 6}, "method": {"name": method}, "measure": {"save_adapter": True},
+             "train": {"optimizer": "sgd", "learning_rate": 0.5}}  # fmt: skip
     plain = train_here(**given)
     ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True, "gradient_checkpointing": True})
     assert losses(ours) == pytest.approx(losses(plain), rel=2e-4)
     assert read_json(ours.applied)["fused_lora_layers"] == 14
     saved, expected = (load_file(run.adapter / "adapter_model.safetensors") for run in (ours, plain))
     assert saved.keys() == expected.keys()
-    if method == "lora":  # qlora's adapters are bfloat16: where a gradient is nearly zero, noise decides Adam's step
-        torch.testing.assert_close(saved, expected, atol=5e-4, rtol=1e-2)
+    for name, value in expected.items():
+        rounding = 2 * torch.finfo(value.dtype).eps + 64 * torch.finfo(torch.float32).eps  # of values, and of sums
+        assert (saved[name] - value).abs().max() <= 2 * rounding * value.abs().max()
 
 
 REFUSED = [
@@ -177,10 +181,10 @@ def test_a_weight_cast_once_multiplies_as_the_values_that_8_bits_hold(recipe):
 
     weight = held(base.weight, torch.float8_e4m3fn)
     expected = held(x.detach(), torch.float8_e4m3fn) @ weight.t() + base.bias
-    torch.testing.assert_close(layer(x).float(), expected, atol=0.03, rtol=0.02)
+    assert (layer(x) - expected).abs().max() < 2 * BF16 * expected.abs().max()  # the product and its bias are rounded
     turned = held(base.weight.t(), torch.float8_e4m3fn)
     gradient = held(dy, fp8.GRADIENT[recipe]) @ turned.t()
-    torch.testing.assert_close(x.grad.float(), gradient, atol=0.03, rtol=0.02)
+    assert (x.grad - gradient).abs().max() < 2 * BF16 * gradient.abs().max()
     assert (layer(x) - base(x)).norm() < 0.05 * base(x).norm()
 
 
@@ -213,7 +217,7 @@ def test_adapters_beside_8_bit_products_are_pefts():
     assert {parameter.dtype for parameter in base} == {torch.float8_e4m3fn}  # the 16-bit weights are gone
     fused_lora.apply(ours, FP8.model_copy(update={"train": FP8.train.model_copy(update={"precision": "bf16"})}))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(learned(ours)[0], learned(plain)[0], rtol=0.01, atol=0)
+        torch.testing.assert_close(learned(ours)[0], learned(plain)[0], rtol=2 * BF16, atol=0)
         ours.zero_grad(), plain.zero_grad()
         x, found = torch.randn(2, 9, 64, dtype=torch.bfloat16), []
         for model in (ours, plain):
@@ -229,7 +233,7 @@ def test_adapters_beside_8_bit_products_are_pefts():
                 ]
             )
     for mine, theirs in zip(*found, strict=True):
-        assert (mine.float() - theirs.float()).norm() < 0.02 * theirs.float().norm()
+        assert (mine.float() - theirs.float()).norm() < 3 * BF16 * theirs.float().norm()
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
