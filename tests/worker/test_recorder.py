@@ -106,7 +106,7 @@ def test_each_rank_writes_a_file_of_its_own(tmp_path, monkeypatch):
     spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"gpus": 2})})  # refused until it is built
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
-        made = train._recorder(RunDir(tmp_path), spec)
+        made = train.recorder_of(spec, RunDir(tmp_path))
         made.start()
         made.begin_step()
         made.micro_batch(BatchCount(real=5, padded=8, labels=5, samples=1, longest=5), torch.tensor(1.0 + rank))

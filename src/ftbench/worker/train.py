@@ -1,4 +1,8 @@
-"""One training run, top to bottom: data, model, method, optimizations, trainer, train, evaluate, answer."""
+"""One training run, top to bottom: data, model, method, optimizations, trainer, train, evaluate, answer.
+
+`train` names each stage in the order in which it happens; below it stand the stages, and last what a run keeps for its
+end. What is done in a stage is done by the module of its name.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,139 @@ from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.model import loading
 from ftbench.worker.model.loading_report import require_complete
 from ftbench.worker.model.tokenizer import build_tokenizer
+
+
+def train(run: TrainingRun) -> None:
+    """Train the spec and leave applied.json and steps.csv. Raises what goes wrong."""
+    spec, phases = run.spec, run.phases
+    check_device(first_gpu(read_json(run.directory.machine)))
+    method = methods.load(spec.method.name)
+
+    phases.enter("make_weights")
+    source = loading.source_of(spec.model, spec.method)
+    phases.enter("prepare_data")
+    tokenizer, data = prepared(spec, source)
+
+    phases.enter("load")
+    _watch_memory(phases)
+    with require_complete(spec.model) as weights_left_out:
+        model = method.load(spec, source)
+
+    phases.enter("setup")
+    recorder = run.recorder = recorder_of(spec, run.directory)
+    loop = assembled(spec, run.directory, model, tokenizer, data)
+    _attach(run, loop, recorder)
+    facts = applied.of_model(loop.model, spec)
+    warnings = [*weights_left_out, *data.warnings, *applied.warnings(loop.model, spec, facts)]
+    run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
+    run.require_applied(method.verify(loop.model, spec))
+
+    answers = Answers(spec, run.directory, tokenizer)
+    if spec.measure.generate is not None:
+        phases.enter("generate")
+        answers.ask(loop.model, "before")
+
+    phases.enter("train")
+    loop.train()
+
+    phases.enter("finish")
+    if data.evaluation and spec.measure.eval == "end" and run.profiler is None:
+        loop.evaluate()
+    run.finish()
+    order = {"order_hash": recorder.order_hash}
+    run.write_facts(dataset=data.description | order, gpu_busy_method=recorder.busy_method)
+    if spec.measure.generate is not None:
+        phases.enter("generate")
+        answers.ask(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
+    if spec.measure.save_adapter:
+        phases.enter("save")
+        loop.save_model(str(run.directory.adapter))
+    shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
+
+
+def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
+    """Return the tokenizer, and the data in the order in which they are trained on."""
+    config = loading.load_config(spec.model, source)
+    vocabulary = config.get_text_config().vocab_size
+    synthetic = spec.dataset.name == "synthetic"
+    tokenizer = build_tokenizer(vocabulary) if synthetic else loading.load_tokenizer(spec.model, source)
+    pixels = None if synthetic else loading.load_pixels(spec.model, source, config, tokenizer)
+    return tokenizer, prepare(spec, tokenizer, vocabulary, pixels)
+
+
+def _watch_memory(phases: Phases) -> None:
+    """Let each phase from here on say the memory peak within it."""
+    _, memory = meters(device())
+
+    def peaks() -> dict[str, float]:
+        values = memory.read()
+        memory.reset()
+        return {name: values[name] for name in ("peak_memory_gb", "peak_reserved_gb") if name in values}
+
+    phases.read_peaks = peaks
+
+
+def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
+    """Return the recorder of this process, with samples of the host and of the GPU that trains."""
+    gpu, host = device(), HostLoad()
+    nvml = nvml_module() if gpu.type == "cuda" else None
+    handle = nvml and handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
+    if handle is None:
+        sampler = Sampler(others=[host])
+    else:
+        before = first_gpu(read_json(directory.machine)).get("process_ids") or ()
+        sampler = Sampler(nvml, handle, [host, GpuLoad(nvml, handle, own_processes(nvml, handle, before))])
+    rank = int(os.environ["RANK"]) if spec.launch.gpus > 1 else 0
+    writer = StepsWriter(directory.rank_steps(rank) if spec.launch.gpus > 1 else directory.steps)
+    return Recorder(writer, gpu, sampler, count_graphs=bool(spec.optimizations.compile), rank=rank)
+
+
+def assembled(spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared) -> trainer.Trainer:
+    """Return the trainer, around the loaded model with what its method trains and with its optimizations."""
+    set_seed(spec.train.seed)
+    model.config.use_cache = False
+    model = methods.load(spec.method.name).adapt(model, spec)
+    optimizations.apply(model, spec)
+    loop = trainer.build(spec, directory, model, tokenizer, data)
+    for callback in optimizations.callbacks(spec):
+        loop.add_callback(callback)
+    return loop
+
+
+def _attach(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> None:
+    """Attach to the trainer what reports, spoils, records, compares, verifies and profiles its steps: each hears of a
+    step before the next does."""
+    spec, directory = run.spec, run.directory
+    run.reporter = Reporter.of(loop, directory, recorder)  # before the recorder: what starts up is not timed
+    if spec.measure.control != "off":
+        loop.add_callback(Control(spec))
+    recording = HfRecording(recorder, run.phases, loop.counts).attach(loop)
+    if spec.measure.gradients:
+        loop.add_callback(Gradients(spec.measure.gradients, directory, recording))
+    loop.add_callback(_AfterFirstStep(run, loop))
+    if spec.measure.profile != "off":
+        from ftbench.worker.profile.callback import Profiler
+
+        run.profiler = Profiler(spec, directory, loop, recorder.clock)
+        loop.add_callback(run.profiler)
+
+
+class _AfterFirstStep(TrainerCallback):
+    """Verifies what was asked for once the first step is done: graphs are compiled, the optimizer has a state."""
+
+    def __init__(self, run: TrainingRun, loop: trainer.Trainer) -> None:
+        self._run, self._loop = run, loop
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != 1:
+            return
+        run, spec = self._run, self._run.spec
+        run.write_facts(**applied.of_trainer(self._loop, spec))
+        if "warm" in (run.facts["compile_cache"] or ""):
+            run.warn("graphs came from the compiler's cache on disk: where it is empty the first step takes longer")
+        run.require_applied(optimizations.verify(self._loop.model, spec) + trainer.verify(self._loop, spec))
+        if run.recorder:
+            run.recorder.restart()  # verifying is no part of the second step
 
 
 class TrainingRun:
@@ -76,142 +213,3 @@ class TrainingRun:
         if problems and not self.spec.measure.allow_fallback:
             raise NotAppliedError("; ".join(problems) + " (measure.allow_fallback=on measures it all the same)")
         self.warn(*problems)
-
-
-def train(run: TrainingRun) -> None:
-    """Train the spec and leave applied.json and steps.csv. Raises what goes wrong."""
-    spec, phases = run.spec, run.phases
-    check_device(first_gpu(read_json(run.directory.machine)))
-    method = methods.load(spec.method.name)
-
-    phases.enter("make_weights")
-    source = loading.source_of(spec.model, spec.method)
-    phases.enter("prepare_data")
-    tokenizer, data = prepared(spec, source)
-
-    phases.enter("load")
-    _watch_memory(phases)
-    with require_complete(spec.model) as weights_left_out:
-        model = method.load(spec, source)
-
-    phases.enter("setup")
-    run.recorder = _recorder(run.directory, spec)
-    loop = assembled(spec, run.directory, model, tokenizer, data)
-    _listen(run, loop, run.recorder)
-    facts = applied.of_model(loop.model, spec)
-    warnings = [*weights_left_out, *data.warnings, *applied.warnings(loop.model, spec, facts)]
-    run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
-    run.require_applied(method.verify(loop.model, spec))
-    loop.add_callback(_AfterFirstStep(run, loop))
-    _profile(run, loop, run.recorder)
-
-    answers = Answers(spec, run.directory, tokenizer)
-    if spec.measure.generate is not None:
-        phases.enter("generate")
-        answers.ask(loop.model, "before")
-
-    phases.enter("train")
-    loop.train()
-
-    phases.enter("finish")
-    if data.evaluation and spec.measure.eval == "end" and run.profiler is None:
-        loop.evaluate()
-    run.finish()
-    run.write_facts(
-        dataset=data.description | {"order_hash": run.recorder.order_hash}, gpu_busy_method=run.recorder.busy_method
-    )
-    if spec.measure.generate is not None:
-        phases.enter("generate")
-        answers.ask(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
-    if spec.measure.save_adapter:
-        phases.enter("save")
-        loop.save_model(str(run.directory.adapter))
-    shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
-
-
-def _listen(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> None:
-    """Attach to the trainer what reports, controls, records and compares gradients, in this order."""
-    spec = run.spec
-    run.reporter = Reporter.of(loop, run.directory, recorder)  # before the recorder: what starts up is not timed
-    if spec.measure.control != "off":
-        loop.add_callback(Control(spec))
-    recording = HfRecording(recorder, run.phases, loop.counts).attach(loop)
-    if spec.measure.gradients:
-        loop.add_callback(Gradients(spec.measure.gradients, run.directory, recording))
-
-
-def _profile(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> None:
-    """Attach the profiler where the spec asks for a profile."""
-    if run.spec.measure.profile != "off":
-        from ftbench.worker.profile.callback import Profiler
-
-        run.profiler = Profiler(run.spec, run.directory, loop, recorder.clock)
-        loop.add_callback(run.profiler)
-
-
-def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
-    """Return the tokenizer, and the data in the order in which they are trained on."""
-    config = loading.load_config(spec.model, source)
-    vocabulary = config.get_text_config().vocab_size
-    synthetic = spec.dataset.name == "synthetic"
-    tokenizer = build_tokenizer(vocabulary) if synthetic else loading.load_tokenizer(spec.model, source)
-    pixels = None if synthetic else loading.load_pixels(spec.model, source, config, tokenizer)
-    return tokenizer, prepare(spec, tokenizer, vocabulary, pixels)
-
-
-def assembled(spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared) -> trainer.Trainer:
-    """Return the trainer, around the loaded model with what its method trains and with its optimizations."""
-    set_seed(spec.train.seed)
-    model.config.use_cache = False
-    model = methods.load(spec.method.name).adapt(model, spec)
-    optimizations.apply(model, spec)
-    loop = trainer.build(spec, directory, model, tokenizer, data)
-    for callback in optimizations.callbacks(spec):
-        loop.add_callback(callback)
-    return loop
-
-
-class _AfterFirstStep(TrainerCallback):
-    """Verifies what was asked for once the first step is done: graphs are compiled, the optimizer has a state."""
-
-    def __init__(self, run: TrainingRun, loop: trainer.Trainer) -> None:
-        self._run, self._loop = run, loop
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != 1:
-            return
-        run, spec = self._run, self._run.spec
-        run.write_facts(**applied.of_trainer(self._loop, spec))
-        if "warm" in (run.facts["compile_cache"] or ""):
-            run.warn("graphs came from the compiler's cache on disk: where it is empty the first step takes longer")
-        run.require_applied(optimizations.verify(self._loop.model, spec) + trainer.verify(self._loop, spec))
-        if run.recorder:
-            run.recorder.restart()  # verifying is no part of the second step
-
-
-def _watch_memory(phases: Phases) -> None:
-    """Let each phase from here on say the memory peak within it."""
-    _, memory = meters(device())
-
-    def peaks() -> dict[str, float]:
-        values = memory.read()
-        memory.reset()
-        return {name: values[name] for name in ("peak_memory_gb", "peak_reserved_gb") if name in values}
-
-    phases.read_peaks = peaks
-
-
-def _recorder(directory: RunDir, spec: Experiment) -> Recorder:
-    """Return the recorder of this process, with samples of the host and of its GPU."""
-    gpu = device()
-    host = HostLoad()
-    sampler = Sampler(others=[host])
-    if gpu.type == "cuda" and (nvml := nvml_module()) is not None:
-        handle = handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
-        if handle is not None:
-            before = first_gpu(read_json(directory.machine)).get("process_ids") or ()
-            own = own_processes(nvml, handle, before)
-            sampler = Sampler(nvml, handle, [host, GpuLoad(nvml, handle, own)])
-    rank = int(os.environ["RANK"]) if spec.launch.gpus > 1 else 0
-    writer = StepsWriter(directory.rank_steps(rank) if spec.launch.gpus > 1 else directory.steps)
-    return Recorder(writer, gpu, sampler, count_graphs=bool(spec.optimizations.compile), rank=rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -31,25 +32,29 @@ def save_tokenizer(folder: Path, vocab_size: int, reads_images: bool = False) ->
 def build_tokenizer(vocab_size: int, reads_images: bool = False) -> Any:
     """Train a byte-level BPE on the sample data set. The same text gives the same tokenizer; ids stay below
     `vocab_size`. One that `reads_images` knows a token for them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
+
+    template = CHAT_TEMPLATE.replace("{{ message['content'] }}", _PARTS) if reads_images else CHAT_TEMPLATE
+    special = (*SPECIAL, *([IMAGE] if reads_images else []))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_trained(min(vocab_size, MAX_VOCABULARY), special), pad_token="<pad>", bos_token="<bos>",
+        eos_token="<eos>", chat_template=template,
+    )  # fmt: skip
+
+
+@cache
+def _trained(vocab_size: int, special: tuple[str, ...]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=min(vocab_size, MAX_VOCABULARY),
-        special_tokens=[*SPECIAL, *([IMAGE] if reads_images else [])],
+        vocab_size=vocab_size,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(), trainer)
-    template = CHAT_TEMPLATE.replace("{{ message['content'] }}", _PARTS) if reads_images else CHAT_TEMPLATE
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=template
-    )
-
-
-def _texts() -> list[str]:
     lines = (files("ftbench.facts") / "sample.jsonl").read_text("utf-8").splitlines()
-    return [text for line in lines for text in json.loads(line).values() if text]
+    tokenizer.train_from_iterator((text for line in lines for text in json.loads(line).values() if text), trainer)
+    return tokenizer
