@@ -166,13 +166,10 @@ def test_too_few_steps_are_a_sentence_before_anything_is_loaded(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_too_few_samples_are_a_sentence(tmp_path, cache):
-    ended = profile(write_spec(tmp_path, dataset=DATA | {"samples": 8}, train=TRAIN), tmp_path / "out")
-    assert ended.returncode == 2
-    reason = Left(tmp_path / "out").state()["reason"]
-    assert reason.startswith(
-        "measure.profile needs 11 steps to profile 3 of them and this run has 2: set train.max_steps=11"
-    )
+def test_too_few_samples_are_a_sentence(train_here):
+    needs = "needs 11 steps to profile 3 of them and this run has 2: set train.max_steps=11"
+    with pytest.raises(SpecError, match=needs):
+        train_here(dataset=DATA | {"samples": 8, "mean_length": None}, train=TRAIN, measure={"profile": "on"})
 
 
 def test_interrupted_it_is_interrupted(tmp_path, cache):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ftbench.core.phases import BACKWARD
@@ -51,30 +51,31 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
 
 
 def _groups(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
-    times: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
-    for each in work:
-        times[each.group] += each.end - each.begin
-        calls[each.group] += each.call
+    sums = _sums(work, lambda each: each.group)
+    order = sorted(sums.items(), key=lambda pair: (-pair[1][0], GROUPS.index(pair[0])))
     return [
-        {"group": group, "time_ms": times[group], "share": times[group] / total, "calls": calls[group]}
-        for group in sorted(times, key=lambda group: (-times[group], GROUPS.index(group)))
-        if total
-    ]
+        {"group": group, "time_ms": time, "share": time / total, "calls": calls}
+        for group, (time, calls) in order if total
+    ]  # fmt: skip
+
+
+def _sums(work: Iterable[DeviceWork], key: Callable[[DeviceWork], Any]) -> dict[Any, tuple[float, int]]:
+    """Return time and calls of the work by a key of it."""
+    sums: dict[Any, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    for each in work:
+        time, calls = sums[key(each)]
+        sums[key(each)] = time + (each.end - each.begin), calls + each.call
+    return sums
 
 
 def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
     """Return a row for each name and group, as one name may serve several; the longest first, what is left in one
     line."""
-    times: dict[tuple[str, str], float] = defaultdict(float)
-    calls: dict[tuple[str, str], int] = defaultdict(int)
-    for each in work:
-        times[each.name, each.group] += each.end - each.begin
-        calls[each.name, each.group] += each.call
-    order = sorted(times, key=lambda key: -times[key])
-    rows = [(name, group, times[name, group], calls[name, group]) for name, group in order[:_MOST_KERNELS]]
-    if rest := order[_MOST_KERNELS:]:
-        rows.append((f"{len(rest)} others", OTHER, sum(times[key] for key in rest), sum(calls[key] for key in rest)))
+    sums = _sums(work, lambda each: (each.name, each.group))
+    order = sorted(sums.items(), key=lambda pair: -pair[1][0])
+    rows = [(*key, *both) for key, both in order[:_MOST_KERNELS]]
+    if rest := [both for _, both in order[_MOST_KERNELS:]]:
+        rows.append((f"{len(rest)} others", OTHER, sum(time for time, _ in rest), sum(calls for _, calls in rest)))
     return [
         {"name": name, "group": group, "time_ms": time, "calls": count, "share": time / total,
          "mean_us": time * 1e3 / count if count else None}

@@ -7,9 +7,10 @@ from collections import defaultdict
 from typing import Any
 
 from ftbench.profile.trace import Span, Trace
-from ftbench.profile.work import PhaseSpans, complement, union
+from ftbench.profile.work import PhaseSpans, complement, enclosing, union
 
 _MOST_CAUSES = 3
+_WAITS = ("ynchronize", "Malloc", "Free")  # in the names of calls that wait for the device
 PYTHON = "Python between operators"
 
 
@@ -35,19 +36,9 @@ def _outermost(spans: list[Span]) -> list[Span]:
     that waits explains more than the operator that waits."""
     return [
         span for span in spans
-        if (span.kind == "call" and _waits(span)) or (span.kind == "op" and not _within_operator(span))
+        if (span.kind == "op" and not any(each.kind == "op" for each in enclosing(span)))
+        or (span.kind == "call" and any(wait in span.name for wait in _WAITS))
     ]  # fmt: skip
-
-
-def _waits(span: Span) -> bool:
-    return "ynchronize" in span.name or "Malloc" in span.name or "Free" in span.name
-
-
-def _within_operator(span: Span) -> bool:
-    around = span.parent
-    while around is not None and around.kind != "op":
-        around = around.parent
-    return around is not None
 
 
 def _meanwhile(threads: list[list[Span]], begin: float, end: float) -> list[dict[str, Any]]:

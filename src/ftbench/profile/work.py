@@ -64,7 +64,7 @@ def _on_gpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> Iterator[Device
     }  # fmt: skip
     for kernel in trace.kernels:
         call = calls.get(kernel.correlation)
-        around = list(_around(call))
+        around = list(enclosing(call))
         operators = [span.name for span in around if span.kind == "op"]
         phase = phases.at(call.begin) if call else OTHER
         group = group_of_kernel(
@@ -90,7 +90,7 @@ def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator
     def stretch(until: float) -> Iterator[DeviceWork]:
         if stack and until > begin:
             span = stack[-1]
-            around = list(_around(span))
+            around = list(enclosing(span))
             phase, first = phases.at(span.begin), id(span) not in begun
             begun.add(id(span))
             group = group_of_operator(
@@ -110,7 +110,7 @@ def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator
         begin = max(begin, stack.pop().end)
 
 
-def _around(span: Span | None) -> Iterator[Span]:
+def enclosing(span: Span | None) -> Iterator[Span]:
     """Return what a span happened in, innermost first; calls of the driver's library are left out."""
     while span is not None and (span := span.parent) is not None:
         if span.kind != "call":

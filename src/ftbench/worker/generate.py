@@ -45,7 +45,9 @@ class Answers:
                 for prompt in settings.prompts
             ]
         begun = time.monotonic()
-        with plain(model, self._spec), _own_random_numbers(settings.seed, model.device), torch.no_grad():
+        devices = [model.device] if model.device.type == "cuda" else []
+        with plain(model, self._spec), torch.random.fork_rng(devices), torch.no_grad():  # training draws as without it
+            torch.manual_seed(settings.seed)
             count, answers = answer(model, self._tokenizer, settings)
         self._seconds[when] = time.monotonic() - begun
         for row, tokens, (text, new, stop) in zip(self._rows, count, answers, strict=True):
@@ -106,14 +108,6 @@ def _config(settings: Generate, ends: list[int], filler: int) -> GenerationConfi
         eos_token_id=ends or None,
         pad_token_id=filler,
     )
-
-
-@contextmanager
-def _own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
-    """Start sampling at `seed` within the block; what follows goes on as if nothing had been drawn."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 @contextmanager

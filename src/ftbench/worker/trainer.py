@@ -139,7 +139,8 @@ def verify(trainer: Trainer, spec: Experiment) -> list[str]:
         problems.append(f"train.optimizer is {spec.train.optimizer} and the trainer uses {name}")
     if spec.train.optimizer == "adamw_torch_fused" and not optimizer.defaults.get("fused"):
         problems.append(f"train.optimizer is adamw_torch_fused and {name} is not fused")
-    if "8bit" in spec.train.optimizer and not _has_8bit_state(optimizer):
+    kept = {getattr(value, "dtype", None) for state in optimizer.state.values() for value in state.values()}
+    if "8bit" in spec.train.optimizer and torch.uint8 not in kept:
         problems.append(
             f"train.optimizer is {spec.train.optimizer} and {name} keeps no state in 8 bits "
             "(bitsandbytes leaves tensors of fewer than 4,096 elements in 32)"
@@ -151,8 +152,3 @@ def verify(trainer: Trainer, spec: Experiment) -> list[str]:
     if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
         problems.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")
     return problems
-
-
-def _has_8bit_state(optimizer: Any) -> bool:
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return any(torch.is_tensor(value) and value.dtype == torch.uint8 for value in values)

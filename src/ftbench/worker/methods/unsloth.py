@@ -107,9 +107,13 @@ def _in_fp8(parameter: Any) -> bool:
     return parameter.dtype == torch.float8_e4m3fn or type(parameter).__name__ == "Float8Tensor"  # plain, or torchao's
 
 
-def reads_boundaries() -> bool:
-    """Return whether unsloth's attention was told, in a step that was done, where the samples of a row begin."""
-    return bool(getattr(sys.modules.get("unsloth.utils.packing"), "_PACKED_INFO_CACHE", None))
+def unread_boundaries(spec: Experiment, optimization: str) -> list[str]:
+    """Return what of an optimization that lays samples end to end is not there: unsloth tells them apart in its own
+    way, and keeps what it was told in a step."""
+    read = getattr(sys.modules.get("unsloth.utils.packing"), "_PACKED_INFO_CACHE", None)
+    if not getattr(spec.optimizations, optimization) or spec.method.name != "unsloth" or read:
+        return []
+    return [f"optimizations.{optimization} is on and unsloth's attention was not told where samples begin"]
 
 
 def applied(model: Any) -> dict[str, Any]:

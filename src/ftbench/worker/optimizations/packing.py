@@ -14,7 +14,4 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return what unsloth needs to tell samples apart in its own way (`unsloth/utils/packing.py`)."""
-    if not spec.optimizations.packing or spec.method.name != "unsloth" or unsloth.reads_boundaries():
-        return []
-    return ["optimizations.packing is on and unsloth's attention was not told where samples begin"]
+    return unsloth.unread_boundaries(spec, "packing")

@@ -30,18 +30,9 @@ def main(path: Path) -> int:
     spec = Experiment.model_validate(request["spec"])
     try:
         result = simulate(spec, RunDir(path), tuple(request["capability"]), int(request["memory_bytes"]))
-    except FtbenchError as error:
-        write_json(path / "error.json", {"message": str(error), "exit_code": error.exit_code})
-        return 1
-    except Unknown as error:
-        message = f"{spec.model.id}: {error}, so that it cannot be simulated: {OTHERWISE}"
-        write_json(path / "error.json", {"message": message, "exit_code": 2})
-        return 1
     except Exception as error:  # noqa: BLE001 - the libraries under the worker raise anything
-        traceback.print_exc()
-        reason = (str(error).strip().splitlines() or [""])[0][:300]
-        message = f"{spec.model.id} cannot be simulated: {type(error).__name__}: {reason}; {OTHERWISE}"
-        write_json(path / "error.json", {"message": message, "exit_code": 1})
+        message, code = _sentence(error, spec.model.id)
+        write_json(path / "error.json", {"message": message, "exit_code": code})
         return 1
     head = {
         "schema": SCHEMA,
@@ -51,6 +42,17 @@ def main(path: Path) -> int:
     }
     write_json(path / "simulation.json", head | result)
     return 0
+
+
+def _sentence(error: Exception, model: str) -> tuple[str, int]:
+    """Return what to tell the user, and the exit code of its kind."""
+    if isinstance(error, FtbenchError):
+        return str(error), error.exit_code
+    if isinstance(error, Unknown):
+        return f"{model}: {error}, so that it cannot be simulated: {OTHERWISE}", 2
+    traceback.print_exception(error)
+    reason = (str(error).strip().splitlines() or [""])[0][:300]
+    return f"{model} cannot be simulated: {type(error).__name__}: {reason}; {OTHERWISE}", 1
 
 
 if __name__ == "__main__":
