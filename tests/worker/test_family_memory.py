@@ -20,7 +20,7 @@ from ftbench.spec.experiment import Experiment, resolve
 GPU = find_gpu("NVIDIA GeForce RTX 4090")
 CAPABILITY = (8, 9)
 _DECODER = {
-    "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "vocab_size": 1024, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "tie_word_embeddings": False, "max_position_embeddings": 4096,
 }  # fmt: skip
@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
     },
     "qwen3_next": _WIDE | _MOE | {
-        "num_hidden_layers": 4, "shared_expert_intermediate_size": 160, "linear_num_key_heads": 4,
+        "shared_expert_intermediate_size": 160, "linear_num_key_heads": 4,
         "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     },
 }  # fmt: skip
