@@ -23,6 +23,7 @@ from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.data import prepare as preparing
 from ftbench.worker.data import synthetic
+from ftbench.worker.data import tokens as tokens_module
 from ftbench.worker.data.formats import BadRow, detect, example
 from ftbench.worker.data.tokens import IGNORE, tokenise
 from ftbench.worker.model.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
@@ -160,6 +161,57 @@ def test_every_answer_and_its_end_carry_loss_where_a_template_writes_it_differen
 
 def test_answers_of_a_dialogue_that_ends_with_a_question_carry_loss_with_their_end(thinking):
     assert learned_parts(thinking, "Hi", "Hello.", "And", "Yes.", "Bye") == ["Hello." + CLOSED, "Yes." + CLOSED]
+
+
+class Renderings:
+    """A tokenizer that counts how many turns its template was given."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.turns = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *arguments, **options):
+        return self._tokenizer(*arguments, **options)
+
+    def apply_chat_template(self, messages, **options):
+        self.turns += len(messages)
+        return self._tokenizer.apply_chat_template(messages, **options)
+
+
+TRIMMING = THINKING.replace("message.content", "message.content | trim")
+CHANGING = THINKING.replace("message.content", "message.content | upper")
+
+
+@pytest.mark.parametrize("template", [THINKING, TRIMMING, CHANGING, CHAT_TEMPLATE])
+def test_a_long_dialogue_carries_loss_where_one_comparison_an_answer_finds_it(thinking, monkeypatch, template):
+    monkeypatch.setattr(thinking, "chat_template", template)
+    chance, words = np.random.default_rng(5), ["a", "Hello.", "?", "! ", " x", "\n", "日本", "<think>", "qx0x", "  "]
+    for count in (18, 25, 40):
+        contents = [f"{''.join(chance.choice(words, 4))}.{chance.choice(['', ' '])}" for _ in range(count)]
+        marked = learned_parts(thinking, *contents)
+        with monkeypatch.context() as patch:
+            patch.setattr(tokens_module, "FEW", count)
+            assert marked == learned_parts(thinking, *contents)
+
+
+@pytest.mark.parametrize("template", [THINKING, TRIMMING, CHAT_TEMPLATE])
+def test_a_long_dialogue_is_rendered_a_few_times_whatever_its_length(thinking, monkeypatch, template):
+    monkeypatch.setattr(thinking, "chat_template", template)
+    tokenizer = Renderings(thinking)
+    learned_parts(tokenizer, *(f"words and words {n}. " for n in range(400)))
+    assert tokenizer.turns < 10 * 400
+
+
+def test_a_template_that_does_not_end_is_an_error_that_names_the_row(tokenizer, data_file, monkeypatch):
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", endless + CHAT_TEMPLATE)
+    monkeypatch.setattr(preparing, "ROW_S", 0.2)
+    with pytest.raises(
+        DataError, match=r"data\.jsonl, line 1: .*chat template.* not written it after 0\.2 s of computing"
+    ):
+        prepare(data_file([PAIR]), tokenizer, 8192, 1)
 
 
 @pytest.mark.parametrize("answers", [("Hello.", "See you."), ("Who ?", "What ?"), ("Same.", "Same.")], ids=str)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +26,8 @@ from ftbench.worker.data.pictures import read
 from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.sources import Rows, open_rows
 from ftbench.worker.data.tokens import IGNORE, ShownImages, Tokens, tokenise
+
+ROW_S = 20  # of computing for one row: a long dialogue takes a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -159,13 +163,35 @@ def _images(rows: Rows, index: int, parsed: Example, dataset: Dataset, pixels: P
         raise DataError(f"{rows.where(index)}: {error}") from None
 
 
+@contextmanager
+def _limited(limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in the block once it has computed for so long; time that others take does not count."""
+
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def _tokens(
     rows: Rows, index: int, parsed: Example, dataset: Dataset, tokenizer: Any, images: ShownImages | None
 ) -> Tokens:
     try:
-        return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
+        with _limited(ROW_S):
+            return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
     except BadRow as error:
         raise DataError(f"{rows.where(index)}: {error}") from None
+    except TimeoutError:
+        raise DataError(
+            f"{rows.where(index)}: the tokenizer and its chat template have not written it after {ROW_S} s of "
+            "computing: split the row, or mend the template if it does not end"
+        ) from None
     except (TypeError, ValueError, TemplateError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{rows.where(index)}: the tokenizer or its chat template refuses it ({reason})") from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -13,6 +15,7 @@ from ftbench.worker.data.formats import BadRow, Example
 from ftbench.worker.data.pictures import Picture
 
 IGNORE = -100
+FEW = 8  # answers whose ends are looked for one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +85,76 @@ def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int]
     until = messages[: answers[-1] + 1]
     ended = ids if len(until) == len(messages) else _template(tokenizer, until, answer=False)
     closing = ended[_end_of_content(tokenizer, until, answers[-1], ended) :]
+    spans = _marked_spans(tokenizer, messages, answers, ids) if len(answers) > FEW else None
+    for begin, end in spans or _compared_spans(tokenizer, messages, answers, ids):
+        closed = end + _common(ids[end:], closing)
+        labels[begin:closed] = ids[begin:closed]
+    return ids, labels
+
+
+def _compared_spans(
+    tokenizer: Any, messages: Sequence[dict[str, str]], answers: Sequence[int], ids: list[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield where each answer begins and where its text ends, two dialogues an answer."""
     for turn in answers:
         begin = _common(ids, _template(tokenizer, messages[:turn], answer=True)) if turn else 0
-        end = len(ids) if turn == len(messages) - 1 else _end_of_content(tokenizer, messages, turn, ids)
-        end += _common(ids[end:], closing)
-        labels[begin:end] = ids[begin:end]
-    return ids, labels
+        yield begin, len(ids) if turn == len(messages) - 1 else _end_of_content(tokenizer, messages, turn, ids)
+
+
+def _marked_spans(
+    tokenizer: Any, messages: Sequence[dict[str, str]], answers: Sequence[int], ids: list[int]
+) -> list[tuple[int, int]] | None:
+    """Return the same from a few dialogues, whatever their length: one in which every turn ends with a mark, and those
+    before the first, the middle and the last answer, which are all to open an answer alike. None where they do not, or
+    where the template does more to a text than write it."""
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, strftime_now=_fixed_date)
+    written = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast)
+    ends = _marked_ends(tokenizer, messages, text)
+    if ends is None or written.get("offset_mapping") is None or written["input_ids"] != ids:
+        return None
+    openings = dict[str, str]()
+    for role in {messages[turn - 1]["role"] for turn in answers if turn}:
+        after = [turn for turn in answers if turn and messages[turn - 1]["role"] == role]
+        prompts = {turn: _before(tokenizer, messages, turn) for turn in (after[0], after[len(after) // 2], after[-1])}
+        opened = {prompt[ends[turn - 1] :] for turn, prompt in prompts.items()}
+        if len(opened) > 1 or not all(text.startswith(prompt[: ends[turn - 1]]) for turn, prompt in prompts.items()):
+            return None
+        (openings[role],) = opened
+    first, last = np.array(written["offset_mapping"]).reshape(-1, 2).T
+    spans = []
+    for turn in answers:
+        opening = openings[messages[turn - 1]["role"]] if turn else ""
+        before = ends[turn - 1] if turn else 0
+        begin = before + _common(text[before : before + len(opening)], opening)
+        end = len(text) if turn == len(messages) - 1 else ends[turn]
+        spans.append((int(np.searchsorted(last, begin, "right")), int(np.searchsorted(first, end))))
+    return spans
+
+
+def _before(tokenizer: Any, messages: Sequence[dict[str, str]], turn: int) -> str:
+    """Return the text before a turn, opened for an answer."""
+    return str(
+        tokenizer.apply_chat_template(
+            list(messages[:turn]), tokenize=False, add_generation_prompt=True, strftime_now=_fixed_date
+        )
+    )
+
+
+def _marked_ends(tokenizer: Any, messages: Sequence[dict[str, str]], text: str) -> list[int] | None:
+    """Return where in the text of a dialogue each turn's own text ends; None where marks at their ends are not found
+    there, each once and with nothing else changed."""
+    mark = next(word for i in itertools.count() if (word := f"qx{i}x") not in text)
+    for strip in (False, True):  # some templates write a text without the space at its end
+        contents = [str(message["content"]) for message in messages]
+        marked = [
+            message | {"content": f"{content.rstrip() if strip else content}{mark}{turn}q"}
+            for turn, (message, content) in enumerate(zip(messages, contents, strict=True))
+        ]
+        whole = tokenizer.apply_chat_template(marked, tokenize=False, strftime_now=_fixed_date)
+        pieces = re.split(f"{mark}([0-9]+)q", whole)
+        if "".join(pieces[::2]) == text and pieces[1::2] == [str(turn) for turn in range(len(messages))]:
+            return list(itertools.accumulate(map(len, pieces[:-1:2])))
+    return None
 
 
 def _end_of_content(tokenizer: Any, messages: Sequence[dict[str, str]], turn: int, ids: list[int]) -> int:
@@ -112,7 +179,7 @@ def _fixed_date(pattern: str) -> str:
     return date(2025, 1, 1).strftime(pattern)
 
 
-def _common(first: list[int], second: list[int]) -> int:
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the common beginning."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
