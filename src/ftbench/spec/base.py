@@ -13,7 +13,9 @@ MAX_NUMBER = 2**63 - 1  # no count and no seed is larger
 class Part(BaseModel):
     """A frozen section of a spec. Every field's type, default, bound and meaning stand in its one declaration."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 def _number(value: Any) -> Any:
