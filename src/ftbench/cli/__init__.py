@@ -1,4 +1,4 @@
-"""The commands, a file each: parse, one call, print, exit code. stdout carries the result, stderr the story."""
+"""The commands: parse, one call, print, exit code. stdout carries the result, stderr the story."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ from ftbench import __version__
 from ftbench.cli.shared import app, guard, tell
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 
-COMMANDS = (  # in the order of --help
-    "run", "profile", "sweep", "ablate", "parity", "report", "bundle", "verify", "import_", "estimate", "recommend",
-    "probe", "doctor", "list_",
-)  # fmt: skip
-for _name in COMMANDS:
-    importlib.import_module(f"ftbench.cli.{_name}")  # each registers its command with `app`
+for _name in ("train", "plans", "report", "exchange", "estimate", "machine"):  # in the order of --help
+    importlib.import_module(f"ftbench.cli.{_name}")  # each registers its commands with `app`
 
 
 @app.callback(invoke_without_command=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -16,7 +20,6 @@ from ftbench.core.redact import clean, secretless
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
     from ftbench.launch.runner import FinishedRun
-    from ftbench.store.rundir import RunDir
     from ftbench.sweep.command import Ready
     from ftbench.sweep.output.table import Tables
 
@@ -38,10 +41,41 @@ Prices = Annotated[Path | None, typer.Option(help="what GPUs cost: also energy a
 Config = Annotated[Path | None, typer.Option(help="config.json of a model that is not known")]
 Store = Annotated[Path, typer.Option(help="runs and probes to learn from")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
-Budget = Annotated[str | None, typer.Option("--time-budget", help="start nothing that would end later", metavar="8h")]
-Retry = Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")]
-Force = Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The options of every command that runs a plan."""
+
+    sets: Sets = None
+    out: Out = Path("results")
+    time_budget: Annotated[
+        str | None, typer.Option("--time-budget", help="start nothing that would end later", metavar="8h")
+    ] = None
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")] = False
+    force: Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")] = False
+    as_json: Json = False
+
+    def request(self) -> dict[str, Any]:
+        """Return what is part of each request for a plan."""
+        return {"sets": [*(self.sets or [])], "out": self.out, "time_budget": self.time_budget,
+                "retry_failed": self.retry_failed, "force": self.force}  # fmt: skip
+
+
+def plan_command(function: Callable[..., None]) -> None:
+    """Register a command that has, after its own options, those of `PlanOptions`: it gets them as `options`."""
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[:-1]
+    shared = list(inspect.signature(PlanOptions, eval_str=True).parameters.values())
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        options = PlanOptions(**{each.name: given.pop(each.name) for each in shared})
+        function(**given, options=options)
+
+    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
+    app.command()(command)
 
 
 def deliver(text: str, output: Path | None) -> None:
@@ -84,51 +118,42 @@ def train(spec: Path, sets: list[str], out: Path) -> FinishedRun:
     from ftbench.launch import runner
     from ftbench.store.rundir import first_gpu
 
-    progress = Progress()
+    line = ProgressLine()
     result = runner.run(
-        spec, sets, out, progress.start, progress.tick,
+        spec, sets, out, lambda run: tell(f"run {run.path}"), line.show,
         lambda resolved, described: preflight.announce(
-            resolved, first_gpu(described) or None, out, progress.warn, progress.expect
+            resolved, first_gpu(described) or None, out, lambda warning: tell(f"ftbench: {warning}"), tell
         ),
     )  # fmt: skip
-    progress.stop()
+    line.clear()
     return result
 
 
-def run_plan(ready: Ready, dry_run: bool, as_json: bool) -> tuple[int, Tables]:
+def run_plan(ready: Ready, options: PlanOptions) -> tuple[int, Tables]:
     """Run a plan and print its tables; return the exit code and the tables. With --dry-run say what would run, and end
     the command."""
     from ftbench.sweep import command
     from ftbench.sweep import dry_run as planned
 
-    if dry_run:
+    if options.dry_run:
         lines = planned.dry_run(ready)
-        emit([dataclasses.asdict(line) for line in lines] if as_json else planned.as_text(lines))
+        emit([dataclasses.asdict(line) for line in lines] if options.as_json else planned.as_text(lines))
         raise typer.Exit
     code, tables = command.run(ready)
-    emit(tables.document() if as_json else tables.terminal(), end="\n" * as_json)
+    emit(tables.document() if options.as_json else tables.terminal(), end="\n" * options.as_json)
     return code, tables
 
 
-class Progress:
+class ProgressLine:
     """One line on stderr that follows the run, on a terminal only."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
 
-    def start(self, run: RunDir) -> None:
-        tell(f"run {run.path}")
-
-    def expect(self, text: str) -> None:
-        tell(text)
-
-    def warn(self, text: str) -> None:
-        tell(f"ftbench: {text}")
-
-    def tick(self, follower: Follower) -> None:
+    def show(self, follower: Follower) -> None:
         if self._live:
             print(f"\r\033[K  {printable(follower.text())}", end="", file=sys.stderr, flush=True)
 
-    def stop(self) -> None:
+    def clear(self) -> None:
         if self._live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

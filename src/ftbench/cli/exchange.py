@@ -1,13 +1,44 @@
-"""`ftbench import`."""
+"""`ftbench bundle`, `ftbench verify` and `ftbench import`: runs that go to others, and those of others."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Out, app, emit
+from ftbench.cli.shared import Json, Out, Runs, app, emit, tell
+
+
+@app.command()
+def bundle(
+    paths: Runs,
+    output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")],
+    with_logs: Annotated[bool, typer.Option("--with-logs", help="also what the libraries printed")] = False,
+) -> None:
+    """Pack runs into one file that others can report and verify; weights, adapters and secrets stay here."""
+    from ftbench.store.bundle import pack
+
+    made = pack.make(paths, output, with_logs)
+    for path in made.left_out:
+        tell(f"left out, still running: {path}")
+    redacted = f", {made.redacted} secrets redacted" if made.redacted else ""
+    emit(f"{output}: {made.runs} runs, {made.files} files{redacted}")
+
+
+@app.command()
+def verify(
+    bundle: Annotated[Path, typer.Argument(help="an archive of `ftbench bundle`")], as_json: Json = False
+) -> None:
+    """Check every hash of a bundle, and recompute every figure of its summaries from the steps; 1 for what differs or
+    could not be checked."""
+    from ftbench.store.bundle import verify as command
+
+    checked = command.verify(bundle)
+    document = dataclasses.asdict(checked)
+    emit(document if as_json else command.as_text(checked, bundle))
+    raise typer.Exit(1 if checked.problems or checked.unchecked else 0)
 
 
 @app.command("import")

@@ -1,0 +1,47 @@
+"""`ftbench probe`, `ftbench doctor` and `ftbench list`: what this machine can do, and what a spec can name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ftbench.cli.shared import Json, Out, Sets, app, emit, tell
+from ftbench.errors import MissingError
+
+
+@app.command()
+def probe(out: Out = Path("results"), as_json: Json = False) -> None:
+    """Measure this machine's ceilings, in a minute at most: products, memory, links, power."""
+    from ftbench.probe import command
+    from ftbench.probe.text import as_text
+
+    tell(f"probing this machine, {command.LIMIT_S:.0f} s at the most")
+    document, path = command.probe(out)
+    emit(document if as_json else f"{as_text(document)}\nfile        {path}")
+
+
+@app.command()
+def doctor(
+    spec: Annotated[Path | None, typer.Argument(help="a spec that is to run here")] = None,
+    sets: Sets = None,
+    out: Out = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Say what is installed, what works on this machine, and what to do about the rest."""
+    from ftbench.doctor.examine import examine
+
+    diagnosis = examine(spec, sets or [], out)
+    emit(diagnosis.as_dict() if as_json else diagnosis.as_text())
+    raise typer.Exit(MissingError.exit_code if diagnosis.can_run is False else 0)
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, optimizations, recipes, models, datasets, gpus or keys")],
+) -> None:
+    """Show what can be named in a spec."""
+    from ftbench.report.catalogue import catalogue
+
+    emit(catalogue(what), end="")
