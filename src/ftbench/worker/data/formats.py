@@ -91,9 +91,9 @@ def _messages(row: dict[str, Any]) -> Example:
 
 
 def _image_text(row: dict[str, Any], prompt: str) -> Example:
-    asked = next((row[name] for name in _QUESTIONS if row.get(name)), prompt)
+    question = next((row[name] for name in _QUESTIONS if row.get(name)), prompt)
     answer = next((name for name in _ANSWERS if row.get(name) is not None), _ANSWERS[0])
-    return _pair(asked, _text(row, answer), _images(row) or [])
+    return _pair(question, _text(row, answer), _images(row) or [])
 
 
 def _images(row: dict[str, Any]) -> list[Any] | None:
