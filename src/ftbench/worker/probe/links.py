@@ -1,8 +1,8 @@
 """Several GPUs: do they sum a tensor together without hanging, and how fast; how fast is each link.
 
 NCCL can hang for ever where the path between two GPUs is broken (peer access over PCIe on some boards), and a hanging
-call cannot be ended from within. So the ranks are processes in a group of their own, with a time limit, and the group
-is killed when it is over. `python -m ftbench.worker.probe.links BACKEND RANK WORLD MEETING_FILE OUT_FILE` is one rank.
+call cannot be ended from within. So the ranks are processes with a time limit, each in a group of its own, which are
+killed when it is over. `python -m ftbench.worker.probe.links BACKEND RANK WORLD MEETING_FILE OUT_FILE` is one rank.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def attempt(
 def supervise(
     commands: Sequence[Sequence[str]], environment: Mapping[str, str], folder: Path, timeout_s: float
 ) -> str | None:
-    """Run the commands side by side in one process group; kill the group as soon as one fails or the time is over.
+    """Run the commands side by side; as soon as one fails or the time is over kill the others, with what they started.
     None when all went well, else what happened, as the end of a sentence about them."""
     end = time.monotonic() + timeout_s
     logs = [folder / f"rank-{number}.log" for number in range(len(commands))]
@@ -76,15 +76,12 @@ def supervise(
     try:
         for command, log in zip(commands, logs, strict=True):
             with log.open("wb") as output:
-                group = children[0].pid if children else 0
-                children.append(
-                    subprocess.Popen(
-                        command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output,
-                        stderr=subprocess.STDOUT, process_group=group,
-                    )
-                )  # fmt: skip
+                children.append(subprocess.Popen(
+                    command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    process_group=0,
+                ))  # fmt: skip
         while True:
-            codes = [_ended(child) for child in children]
+            codes = [child.poll() for child in children]
             for rank, code in enumerate(codes):
                 if code:
                     return f"failed: rank {rank} ended with exit code {code}: {_last_line(logs[rank])}"
@@ -94,26 +91,13 @@ def supervise(
                 return f"did not finish within {timeout_s:.0f} s and were killed: a collective or a link hangs"
             time.sleep(POLL_S)
     finally:
-        _kill_group(children)
-
-
-def _ended(child: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code of a child that has ended, without reaping it: the first one's number names the group."""
-    with suppress(ChildProcessError):
-        ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    return child.returncode
-
-
-def _kill_group(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    if children:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(children[0].pid, signal.SIGKILL)
-    for child in children:
-        with suppress(subprocess.TimeoutExpired):  # one that waits in the kernel for a broken GPU outlives KILL
-            child.wait(timeout=2)
+        left = [child for child in children if child.poll() is None]
+        for child in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+        for child in left:
+            with suppress(subprocess.TimeoutExpired):  # one that waits in the kernel for a broken GPU outlives KILL
+                child.wait(timeout=2)
 
 
 def _last_line(log: Path) -> str:

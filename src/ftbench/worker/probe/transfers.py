@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ftbench.worker.measure.meters import Clock
-from ftbench.worker.probe.timing import best, faster_half, first_call
+from ftbench.worker.probe.timing import Call, best, faster_half, first_call
 
 MEMORY_BYTES = 2**30  # a tensor; eight times the largest cache of an NVIDIA GPU (128 MB)
 LINK_BYTES = 2**28
@@ -26,17 +26,16 @@ def memory(device: torch.device, clock: Clock, free: float) -> dict[str, Any]:
     first, second, third = (torch.empty(count, device=device).fill_(number) for number in (1.0, 2.0, 0.0))
     bytes_each = 4 * count
 
-    def copy() -> object:
-        return third.copy_(first)
-
-    def triad() -> object:
-        return torch.add(first, second, alpha=3.0, out=third)
-
     return {
-        "copy_gbs": 2 * bytes_each / best(copy, clock, SECONDS, first_call(copy, clock)) / 1e9,
-        "triad_gbs": 3 * bytes_each / best(triad, clock, SECONDS, first_call(triad, clock)) / 1e9,
+        "copy_gbs": _rate(2 * bytes_each, lambda: third.copy_(first), clock),
+        "triad_gbs": _rate(3 * bytes_each, lambda: torch.add(first, second, alpha=3.0, out=third), clock),
         "tensor_bytes": bytes_each,
     }
+
+
+def _rate(size: int, call: Call, clock: Clock) -> float:
+    """Return GB/s of a call that moves `size` bytes."""
+    return size / best(call, clock, SECONDS, first_call(call, clock)) / 1e9
 
 
 def host_link(device: torch.device, clock: Clock) -> dict[str, Any]:
@@ -44,15 +43,9 @@ def host_link(device: torch.device, clock: Clock) -> dict[str, Any]:
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
 
-    def up() -> object:
-        return there.copy_(host, non_blocking=True)
-
-    def down() -> object:
-        return host.copy_(there, non_blocking=True)
-
     return {
-        "to_device_gbs": LINK_BYTES / best(up, clock, SECONDS, first_call(up, clock)) / 1e9,
-        "to_host_gbs": LINK_BYTES / best(down, clock, SECONDS, first_call(down, clock)) / 1e9,
+        "to_device_gbs": _rate(LINK_BYTES, lambda: there.copy_(host, non_blocking=True), clock),
+        "to_host_gbs": _rate(LINK_BYTES, lambda: host.copy_(there, non_blocking=True), clock),
         "buffer_bytes": LINK_BYTES,
     }
 
