@@ -3,6 +3,7 @@ import json
 import pytest
 from gpu_traces import training
 
+from ftbench.core.allocations import CATEGORIES
 from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
 from ftbench.launch import runner
@@ -72,7 +73,8 @@ def test_a_full_disk_is_told(run, monkeypatch):
 
 def test_the_table_tells_all_of_it(run):
     files.finish(run)
-    memory = {"categories": ["weights"], "peak": {"total_gb": 2.0, "weights": 2.0, "phase": "forward"},
+    memory = {"categories": ["weights"], "timeline": [],
+              "peak": dict.fromkeys(CATEGORIES, 0.0) | {"total_gb": 2.0, "weights": 2.0, "phase": "forward"},
               "alive": [{"category": "weights", "gb": 2.0, "tensors": 3, "made_by": "a.py:1 f"}]}  # fmt: skip
     (run.profile / "memory.json").write_text(json.dumps(memory))
     text = as_text(files.load(run.profile), run.profile)

@@ -12,8 +12,7 @@ from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.sections.answers import answers, frontier, memory, night, trained
 from ftbench.report.sections.decision import decision
-from ftbench.report.sections.generations import generations
-from ftbench.report.sections.profiles import kernels
+from ftbench.report.sections.profiles import generations, groups, kernels
 from ftbench.store import rundir
 from made_runs import MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
 
@@ -118,33 +117,50 @@ def test_without_applied_there_is_no_table(tmp_path):
 
 # --- samples and kernels ---------------------------------------------------------------------------------------------
 
-SAMPLES = [
-    {"prompt": "京都は?", "before": "…", "after": "日本の古都です。"},
-    {"prompt": "no answer"},
-    {"before": "x"},
-    3,
-]
+SAMPLES = {
+    "schema": 1,
+    "prompts": [
+        {"prompt": "京都は?", "before": "…", "after": "日本の古都です。"},
+        {"prompt": "no answer", "after": None},
+    ],
+}
 
 
-@pytest.mark.parametrize("document", [SAMPLES, {"samples": SAMPLES}, {"schema": 1, "prompts": SAMPLES}])
-def test_generations_stand_side_by_side(tmp_path, document):
-    make_run(tmp_path, "a").samples.write_text(json.dumps(document))
+def test_generations_stand_side_by_side(tmp_path):
+    make_run(tmp_path, "a").samples.write_text(json.dumps(SAMPLES))
     rows = generations(cells(tmp_path)).table.rows
     assert [row[2:] for row in rows] == [["京都は?", "…", "日本の古都です。"], ["no answer", "", ""]]
 
 
-@pytest.mark.parametrize("text", ["", "{", "3", "[]", '{"samples": 7}', '[{"prompt": 1}]'])
+@pytest.mark.parametrize("text", ["", "{", "3", "[]", '{"prompts": 7}', '{"prompts": [{"prompt": 1}]}', "[" * 100_000])
 def test_samples_of_another_form_are_passed_over(tmp_path, text):
     make_run(tmp_path, "a").samples.write_text(text)
     assert generations(cells(tmp_path)) is None
 
 
+PROFILE = {
+    "steps": 3, "window_ms": 30.0, "busy_share": 0.5, "busy_share_unprofiled": None, "step_ms": {"before": 9.0},
+    "groups": [], "idle": {"ms": 1.0}, "kernels": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "part", [{"kernels": [{"name": 3, "time_ms": 1}]}, {"steps": "3"}, {"idle": {}}, {"groups": 1}]
+)
+def test_a_profile_of_another_form_is_passed_over(tmp_path, part):
+    folder = make_run(tmp_path, "a").path / "profile"
+    folder.mkdir()
+    (folder / "kernels.json").write_text(json.dumps(PROFILE | part))
+    assert kernels(cells(tmp_path)) is None
+    assert groups(cells(tmp_path)) is None
+
+
 def test_kernels_are_sorted_with_their_share(tmp_path):
     folder = make_run(tmp_path, "a").path / "profile"
     folder.mkdir()
-    found = [{"name": "gemm", "time_us": 3000, "calls": 7}, {"name": "softmax", "time_ms": 9.0}, {"name": 3}, None]
-    (folder / "kernels.json").write_text(json.dumps({"kernels": found}))
-    (folder / "trace.json").write_text("[")
+    found = [{"name": "gemm", "time_ms": 3.0, "calls": 7}, {"name": "softmax", "time_ms": 9.0}]
+    document = PROFILE | {"kernels": found}
+    (folder / "kernels.json").write_text(json.dumps(document))
     rows = kernels(cells(tmp_path)).table.rows
     assert [row[2:] for row in rows] == [["softmax", "", "9.0", "75.0 %", ""], ["gemm", "", "3.0", "25.0 %", "7"]]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from types import NoneType
 from typing import Any
 
+from ftbench.core.allocations import CATEGORIES
+
 LARGEST = 1e60  # no number that a run writes is larger, and the product of several is still a float
 DEEPEST = 40
 _COUNT, _REAL, _NAME, _FLAG = {int}, {int, float}, {str}, {bool}
@@ -29,12 +31,30 @@ _GPU = {
 )  # fmt: skip
 _MATMUL_SHAPE = {"attention_width": [_COUNT], "windows": [_KNOWN_COUNT], "*": _COUNT}
 
+_MEMORY = ("total_gb", "phase", *CATEGORIES)
 _JOB = {"!": ("run", "what", "state"), "run": _NAME, "what": _NAME, "state": _NAME, "reason": _TEXT, "wall_s": _NUMBER}
 
 SHAPES: dict[str, Any] = {
     "sweep.json": {"!": ("jobs", "running", "at"), "at": _NAME, "left_s": _NUMBER, "running": [_NAME], "jobs": [_JOB]},
     "manifest.json": {"!": ("files",), "files": {"*": {"sha256": _NAME, "redacted": _COUNT}}},  # of a bundle
     "digest.json": {"!": ("files",), "files": {"*": _NAME}},
+    "samples.json": {"prompts": [{"!": ("prompt",), "prompt": _NAME, "before": _TEXT, "after": _TEXT}]},
+    "kernels.json": {
+        "!": ("steps", "window_ms", "busy_share", "busy_share_unprofiled", "groups", "idle", "step_ms", "kernels"),
+        "steps": _COUNT, "window_ms": _REAL, "busy_share": _REAL, "busy_share_unprofiled": _NUMBER,
+        "step_ms": {"!": ("before",), "*": _NUMBER}, "idle": {"!": ("ms",), "ms": _REAL},
+        "groups": [{"!": ("group", "time_ms"), "group": _NAME, "time_ms": _REAL}],
+        "kernels": [{"!": ("name", "time_ms"), "name": _NAME, "group": _TEXT, "time_ms": _REAL, "calls": _NUMBER}],
+    },
+    "timeline.json": {
+        "!": ("device", "ms", "groups", "phases", "idle"), "device": _NAME, "ms": _REAL, "groups": {"*": [[_REAL]]},
+        "phases": [[_REAL | _NAME]], "idle": [[_REAL]],
+    },
+    "memory.json": {
+        "!": ("categories", "alive", "peak", "timeline"), "categories": [_NAME],
+        "peak": {"!": _MEMORY, "phase": _NAME, "*": _REAL},
+        "timeline": [{"!": ("at_ms", *_MEMORY), "phase": _TEXT, "*": _REAL}],
+    },
     "state.json": {
         "state": _NAME, "reason": _TEXT, "started_at": _TEXT, "ended_at": _TEXT, "wall_s": _NUMBER,
         "child_exit": _NUMBER, "exit_code": _KNOWN_COUNT, "signal": _KNOWN_COUNT, "oom": _OOM,

@@ -4,7 +4,7 @@ machine, and only those. Each group has one short name, unlike those of its neig
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,33 +259,3 @@ def long_reason(record: Mapping[str, Any]) -> str:
     reason = record.get("reason")
     shortened = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] not in ("ok", "skipped")
     return str(reason) if shortened else ""
-
-
-# --- rows of tables --------------------------------------------------------------------------------------------------
-
-HEADINGS = ("model", "GPU", "data", "trained by", "batch")
-
-
-def first_of(cell: Cell, read: Callable[[Run], Any]) -> Any:
-    """Return what the first of a cell's runs that has something has."""
-    return next((content for run in (*cell.ok, *cell.runs) if (content := read(run))), None)
-
-
-def who(cell: Cell) -> dict[str, Any]:
-    """Return what names a cell, as fields of a flat record."""
-    facts = cell.facts
-    return {
-        "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data, "name": cell.name,
-        "trained_by": cell.way, "method": facts.get("method.name", ""), "with": value_at(OPTIMIZATIONS, facts) or "",
-        "batch": facts.get(_BATCH, ""), "run_ids": " ".join(run.run_id for run in cell.runs),
-    }  # fmt: skip
-
-
-def shown(record: dict[str, Any]) -> list[str]:
-    """Return the texts under `HEADINGS`."""
-    model = str(record["model"]).rsplit("/", 1)[-1]
-    return [
-        model,
-        *(str(record[name]) for name in ("gpu", "data", "trained_by")),
-        str(record["name"]).rpartition(" ")[2],
-    ]

@@ -4,16 +4,17 @@ tell."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ftbench.core import units
 from ftbench.core.stats import quantile
 from ftbench.report.data.axes import in_order
 from ftbench.report.data.collect import known
-from ftbench.report.data.groups import HEADINGS, PEAK, SAMPLES, TOKENS, Cell, Run, first_of, shown, who
+from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, Run
 from ftbench.report.render.document import Section, Table
-from ftbench.report.sections import generations
 from ftbench.report.sections.cost import NIGHT_H
+from ftbench.report.sections.profiles import generations
+from ftbench.report.sections.rows import HEADINGS, Record, field, first_of, names_of, section
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_columns
 
@@ -23,8 +24,8 @@ _BEFORE = ("import", "prepare_data", "load", "setup")  # weights are made once o
 def answers(cells: Sequence[Cell], hours: float = NIGHT_H, *, curves: bool = True) -> list[Section]:
     """Return every answer that these cells can give; `curves` with memory and time over progress, which reads every
     step."""
-    parts = [night(cells, hours), frontier(cells), memory(cells) if curves else None, trained(cells),
-             generations.generations(cells)]  # fmt: skip
+    over_progress = memory(cells) if curves else None
+    parts = [night(cells, hours), frontier(cells), over_progress, trained(cells), generations(cells)]
     return [part for part in parts if part is not None]
 
 
@@ -37,28 +38,21 @@ def night(cells: Sequence[Cell], hours: float = NIGHT_H) -> Section | None:
     tokens over the mean length of the data."""
     records = []
     for cell in cells:
-        rate = cell.figure(SAMPLES)
-        if rate is None:
+        if (rate := cell.figure(SAMPLES)) is None:
             continue
-        start = max((_start_s(run) for run in cell.ok), default=0.0)
+        start, tokens = max((_start_s(run) for run in cell.ok), default=0.0), cell.figure(TOKENS)
         left = max(0.0, hours * 3600 - start)
-        tokens = cell.figure(TOKENS)
         records.append({
-            **who(cell), "samples_per_hour": rate * 3600, "start_s": start, "hours": hours,
+            **names_of(cell), "samples_per_hour": rate * 3600, "start_s": start, "hours": hours,
             "samples": rate * left, "real_tokens": None if tokens is None else tokens * left,
         })  # fmt: skip
-    if not records:
-        return None
-    label = f"in {hours:g} h"
-    headings = [*HEADINGS, "samples/h", "start", f"samples {label}", f"tokens {label}"]
-    rows = [
-        [*shown(record), units.rate(record["samples_per_hour"]), units.seconds(record["start_s"]),
-         units.count(record["samples"]), _millions(record["real_tokens"])]
-        for record in records
-    ]  # fmt: skip
+    columns = {
+        "samples/h": field("samples_per_hour", units.rate), "start": field("start_s", units.seconds),
+        f"samples in {hours:g} h": field("samples", units.count),
+        f"tokens in {hours:g} h": field("real_tokens", _millions),
+    }  # fmt: skip
     words = ("Samples are real tokens over the mean length of the data.",)
-    title = f"Samples an hour and in {hours:g} hours"
-    return Section("night", title, Table({}, headings, rows, [], HEADINGS), words, records)
+    return section("night", f"Samples an hour and in {hours:g} hours", records, columns, words)
 
 
 def _start_s(run: Run) -> float:
@@ -79,24 +73,16 @@ _COLUMNS = ("progress_ratio", "elapsed_time_sec", "memory_allocated_gb", "memory
 def memory(cells: Sequence[Cell]) -> Section | None:
     """Return, for the first run of each cell that ended well, GiB allocated and reserved halfway (the median step) and
     at their highest, the highest peak, and seconds until a quarter, half and all of the steps."""
-    records = [
-        who(cell) | progress for cell in cells if cell.ok and (progress := _over_progress(cell.ok[0])) is not None
-    ]
-    if not records:
-        return None
-    gib = ("allocated_gb", "reserved_gb", "peak_gb")
-    times = ("elapsed_25_s", "elapsed_50_s", "elapsed_100_s")
-    headings = [*HEADINGS, "allocated", "reserved", "peak", "at 25 %", "at 50 %", "at the end"]
-    rows = [
-        [*shown(r), *(units.gibibytes(r[name]) for name in gib), *(units.seconds(r[name]) for name in times)]
-        for r in records
-    ]
+    records = [names_of(cell) | part for cell in cells if cell.ok and (part := _over_progress(cell.ok[0]))]
+    columns = {name: field(f"{name}_gb", units.gibibytes) for name in ("allocated", "reserved", "peak")}
+    shares = {"at 25 %": "25", "at 50 %": "50", "at the end": "100"}
+    columns |= {name: field(f"elapsed_{share}_s", units.seconds) for name, share in shares.items()}
     words = ("GiB allocated and reserved at the end of the median step, peak within a step; "
              "time from the first step on.",)  # fmt: skip
-    return Section("memory", "Memory and time over progress", Table({}, headings, rows, [], HEADINGS), words, records)
+    return section("memory", "Memory and time over progress", records, columns, words)
 
 
-def _over_progress(run: Run) -> dict[str, float | None] | None:
+def _over_progress(run: Run) -> Record | None:
     """Return memory and time of a run over its progress; None for one without a step that knows its progress."""
     columns = read_columns(run.dir.steps, _COLUMNS)
     rows = [row for row in zip(*columns.values(), strict=True) if row[0] is not None and row[0] == row[0]]
@@ -123,8 +109,8 @@ def frontier(cells: Sequence[Cell]) -> Section | None:
     does not. Needs two batches, or one that did not fit."""
     lines: dict[tuple[str, ...], dict[str, Cell]] = {}
     for cell in cells:
-        texts = shown(who(cell))
-        lines.setdefault(tuple(texts[:-1]), {})[texts[-1]] = cell
+        model, _, data = cell.workload
+        lines.setdefault((model.rsplit("/", 1)[-1], cell.facts["gpu"], data, cell.way), {})[cell.batch] = cell
     batches = in_order("train.batch_size", (batch for line in lines.values() for batch in line))
     if len(batches) < 2 and all(cell.ok for cell in cells):
         return None
@@ -133,10 +119,10 @@ def frontier(cells: Sequence[Cell]) -> Section | None:
         fitting = [batch for batch in batches if batch in line and line[batch].ok]
         rows.append([*names, *(_spot(line.get(batch)) for batch in batches), fitting[-1] if fitting else "none"])
         tried = [line[batch] for batch in batches if batch in line]
-        records += [who(cell) | {"state": cell.state, "peak_gb": cell.figure(PEAK)} for cell in tried]
-    headings = [*HEADINGS[:-1], *batches, "fits"]
+        records += [names_of(cell) | {"state": cell.state, "peak_gb": cell.figure(PEAK)} for cell in tried]
+    table = Table({}, [*HEADINGS[:-1], *batches, "fits"], rows, [], HEADINGS[:-1])
     words = ("Columns are batch sizes: peak GiB of tensors where it fits.",)
-    return Section("frontier", "Which batch fits", Table({}, headings, rows, [], HEADINGS[:-1]), words, records)
+    return Section("frontier", "Which batch fits", table, words, records)
 
 
 def _spot(cell: Cell | None) -> str:
@@ -152,31 +138,33 @@ def _spot(cell: Cell | None) -> str:
 
 def trained(cells: Sequence[Cell]) -> Section | None:
     """Return trainable parameters per module kind, a row for each way of training."""
-    trainable: dict[tuple[str, ...], dict[str, int]] = {}
+    lines: dict[tuple[str, ...], Record] = {}
     for cell in cells:
-        by_kind = first_of(cell, _by_kind)
-        if by_kind:
+        if by_kind := first_of(cell, _by_kind):
             facts = cell.facts
-            model = facts.get("model.id", "").rsplit("/", 1)[-1]
-            trainable.setdefault((model, facts.get("method.name", ""), facts.get("method.rank", "")), by_kind)
-    kinds = [kind for kind in dict.fromkeys(k for line in trainable.values() for k in line)
-             if any(line.get(kind) for line in trainable.values())]  # fmt: skip
-    if not kinds:
-        return None
-    headings = ["model", "method", "rank", *kinds, "all"]
-    rows = [
-        [*way, *(units.parameters(line.get(kind)) for kind in kinds), units.parameters(sum(line.values()))]
-        for way, line in trainable.items()
-    ]
-    records = [dict(zip(("model", "method", "rank"), way, strict=True)) | line for way, line in trainable.items()]
-    return Section(
-        "trained", "Trained parameters by kind of module", Table({}, headings, rows, [], ("model",)), (), records
-    )
+            way = {"model": facts.get("model.id", "").rsplit("/", 1)[-1], "method": facts.get("method.name", ""),
+                   "rank": facts.get("method.rank", "")}  # fmt: skip
+            lines.setdefault(tuple(way.values()), way | by_kind)
+    records = list(lines.values())
+    kinds = [kind for kind in dict.fromkeys(key for record in records for key in record) if kind not in _WAY]
+    kinds = [kind for kind in kinds if any(record.get(kind) for record in records)]
+    columns: dict[str, Callable[[Record], str]] = {name: field(name) for name in _WAY}
+    columns |= {kind: _parameters(kind) for kind in kinds} | {"all": _parameters(*kinds)}
+    title = "Trained parameters by kind of module"
+    return section("trained", title, records if kinds else [], columns, named=False, text=("model",))
+
+
+_WAY = ("model", "method", "rank")
+
+
+def _parameters(*kinds: str) -> Callable[[Record], str]:
+    def text(record: Record) -> str:
+        counts = [record[kind] for kind in kinds if record.get(kind) is not None]
+        return units.parameters(sum(counts) if counts else None)
+
+    return text
 
 
 def _by_kind(run: Run) -> dict[str, int]:
-    parameters = read_json(run.dir.applied).get("parameters")
-    kinds = parameters.get("by_kind") if isinstance(parameters, dict) else None
-    lines = kinds.items() if isinstance(kinds, dict) else ()
-    return {kind: line["trainable"] for kind, line in lines
-            if isinstance(line, dict) and isinstance(line.get("trainable"), int)}  # fmt: skip
+    kinds = read_json(run.dir.applied).get("parameters", {}).get("by_kind", {})
+    return {kind: line["trainable"] for kind, line in kinds.items() if line.get("trainable") is not None}

@@ -5,14 +5,15 @@ Currencies stay as they were given: amounts in two of them are shown side by sid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ftbench.core import cost, units
 from ftbench.core.hardware import canonical_name
 from ftbench.report.data.collect import Record, known
-from ftbench.report.data.groups import ENERGY, HEADINGS, SAMPLES, TOKENS, Cell, gpu_of, shown, who
-from ftbench.report.render.document import Section, Table
+from ftbench.report.data.groups import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
+from ftbench.report.render.document import Section
+from ftbench.report.sections.rows import field, names_of, section
 from ftbench.spec.cost import HourlyCost, hourly_costs, running
 from ftbench.spec.prices import Owned, Price, Prices, Rent
 
@@ -84,37 +85,33 @@ def energy(cells: Sequence[Cell]) -> Section | None:
     for cell in cells:
         joules, samples, tokens = (cell.figure(name) for name in (ENERGY, SAMPLES, TOKENS))
         if joules is not None:
-            records.append(who(cell) | {
+            records.append(names_of(cell) | {
                 "joules_per_1k_samples": joules,
                 "joules_per_1m_real_tokens": cost.joules_per_1m_tokens(joules, samples, tokens),
                 "mean_watts": _watts(joules, samples, cell.figure(WATTS)), "idle_watts": cell.figure(IDLE),
             })  # fmt: skip
-    if not records:
-        return None
-    headings = [*HEADINGS, "J/1k samples", "J/1M tokens", "mean W", "idle W"]
-    names = ("joules_per_1k_samples", "joules_per_1m_real_tokens", "mean_watts", "idle_watts")
-    rows = [[*shown(record), *(units.count(record[name]) for name in names)] for record in records]
+    names = {"J/1k samples": "joules_per_1k_samples", "J/1M tokens": "joules_per_1m_real_tokens",
+             "mean W": "mean_watts", "idle W": "idle_watts"}  # fmt: skip
+    columns = {heading: field(name, units.count) for heading, name in names.items()}
     words = ("The GPU only, by the driver's counter over the steady window; real tokens. What it draws idle is part of "
              "it, and is beside it where it was measured before the run.",)  # fmt: skip
-    return Section("energy", "Energy (GPU only)", Table({}, headings, rows, [], HEADINGS), words, records)
+    return section("energy", "Energy (GPU only)", records, columns, words)
 
 
 def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
     """Return a row for each cell and each way of having its GPU; None where no GPU of the runs has a price."""
     records = [record for cell in cells for record in _records(cell, prices, hours)]
-    if not records:
-        return None
-    headings = [*HEADINGS, "way", "1 h", "1k samples", "1M tokens", f"{hours:g} h", "buying pays after"]
-    amounts = ("per_hour", "per_1k_samples", "per_1m_real_tokens", "per_night")
-    rows = [
-        [*shown(record), record["way"], *(units.money(record[name], record["currency"]) for name in amounts),
-         record["buying_pays_after"]]
-        for record in records
-    ]  # fmt: skip
-    table = Table({}, headings, rows, _notes(cells, prices, records), (*HEADINGS, "way"))
+    amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
+               f"{hours:g} h": "per_night"}  # fmt: skip
+    columns = {"way": field("way")} | {heading: _amount(name) for heading, name in amounts.items()}
+    columns |= {"buying pays after": field("buying_pays_after")}
     words = ("One GPU, while it trains at its steady speed; real tokens, and samples by the mean length of the data.",
              *_cheapest(records))  # fmt: skip
-    return Section("cost", "Cost", table, words, records)
+    return section("cost", "Cost", records, columns, words, text=("way",), notes=_notes(cells, prices, records))
+
+
+def _amount(name: str) -> Callable[[Record], str]:
+    return lambda record: units.money(record[name], record["currency"])
 
 
 def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:
@@ -125,7 +122,7 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
     even, text = break_even(price, watts)
     for hourly in hourly_costs(price, cell.figure(SAMPLES), cell.figure(TOKENS), watts, hours):
         owned = hourly.way == "owned"
-        yield who(cell) | {"way": hourly.way} | _amounts(hourly) | {
+        yield names_of(cell) | {"way": hourly.way} | _amounts(hourly) | {
             "why": hourly.why, "break_even_hours": even if owned else None, "buying_pays_after": text if owned else "",
         }  # fmt: skip
 

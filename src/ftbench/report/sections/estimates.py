@@ -3,8 +3,7 @@ error."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ftbench.core import units
 from ftbench.core.hardware import gpus
@@ -14,8 +13,9 @@ from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import TimedRun, timed_run
 from ftbench.estimate.time.run_index import Store
 from ftbench.report.data.facts import CPU
-from ftbench.report.data.groups import HEADINGS, Run, cells_of, shown, who
-from ftbench.report.render.document import Section, Table
+from ftbench.report.data.groups import Run, cells_of
+from ftbench.report.render.document import Section
+from ftbench.report.sections.rows import Record, field, names_of, section
 
 _TITLE = "Memory: estimated and measured"
 
@@ -23,7 +23,7 @@ _TITLE = "Memory: estimated and measured"
 def memory(runs: Sequence[Run]) -> Section | None:
     """Return each run's memory as `ftbench estimate` predicts it for the batch that it had, with the constants in use.
     Of runs without a GPU it says that they have no row; None where there are neither."""
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     rows: list[calibrate.RunErrors] = []
     stored: list[measured.Measured] = []
     for cell in cells_of(runs):
@@ -33,17 +33,16 @@ def memory(runs: Sequence[Run]) -> Section | None:
                 continue
             stored.append(known)
             if not known.fits:
-                records.append(who(cell) | _ended(known))
+                records.append(names_of(cell) | _ended(known))
             elif known_rows := calibrate.rows([known], constants.constants()):
                 rows += known_rows
-                records.append(who(cell) | _record(known_rows[0]))
+                records.append(names_of(cell) | _record(known_rows[0]))
     without = _without_gpu(runs)
     if not records:
         return Section("estimates", _TITLE, None, without) if without else None
-    tiers = [f"{tier} GiB" for tier in measured.TIERS]
-    headings = [*HEADINGS, *tiers, *(f"{tier} estimated" for tier in measured.TIERS), "verdict"]
-    table = Table({}, headings, [_texts(record) for record in records], [], (*HEADINGS, "verdict"))
-    return Section("estimates", _TITLE, table, [*_errors(rows, stored), *without], records)
+    columns = {f"{tier} GiB": _measured(tier) for tier in measured.TIERS}
+    columns |= {f"{tier} estimated": _estimated(tier) for tier in measured.TIERS} | {"verdict": field("verdict")}
+    return section("estimates", _TITLE, records, columns, [*_errors(rows, stored), *without], text=("verdict",))
 
 
 def _without_gpu(runs: Sequence[Run]) -> list[str]:
@@ -55,30 +54,33 @@ def _without_gpu(runs: Sequence[Run]) -> list[str]:
     return [f"{ran} no row: memory and time are estimated for GPUs only."]
 
 
-def _record(row: calibrate.RunErrors) -> dict[str, Any]:
-    fields: dict[str, Any] = {"verdict": row.estimate.verdict, "state": "ok"}
+def _record(row: calibrate.RunErrors) -> Record:
+    fields: Record = {"verdict": row.estimate.verdict, "state": "ok"}
     for tier in measured.TIERS:
         fields |= {tier: getattr(row.run, tier), f"{tier}_estimated": getattr(row.estimate, tier).expected}
         fields[f"{tier}_error"] = row.errors.get(tier)
     return fields
 
 
-def _ended(run: measured.Measured) -> dict[str, Any]:
+def _ended(run: measured.Measured) -> Record:
     """Return a run that ran out of memory: its peaks say only what it had when it ended."""
     estimate = run.estimate(constants.constants())
-    fields: dict[str, Any] = {"verdict": estimate.verdict, "state": "oom"}
+    fields: Record = {"verdict": estimate.verdict, "state": "oom"}
     for tier in measured.TIERS:
         fields |= {tier: None, f"{tier}_estimated": getattr(estimate, tier).expected, f"{tier}_error": None}
     return fields
 
 
-def _texts(record: dict[str, Any]) -> list[str]:
-    real = [units.gibibytes(record[tier]) or ("oom" if record["state"] == "oom" else "") for tier in measured.TIERS]
-    texts = []
-    for tier in measured.TIERS:
+def _measured(tier: str) -> Callable[[Record], str]:
+    return lambda record: units.gibibytes(record[tier]) or ("oom" if record["state"] == "oom" else "")
+
+
+def _estimated(tier: str) -> Callable[[Record], str]:
+    def text(record: Record) -> str:
         error = record[f"{tier}_error"]
-        texts.append(units.gibibytes(record[f"{tier}_estimated"]) + (f" ({error:+.1%})" if error is not None else ""))
-    return [*shown(record), *real, *texts, record["verdict"]]
+        return units.gibibytes(record[f"{tier}_estimated"]) + (f" ({error:+.1%})" if error is not None else "")
+
+    return text
 
 
 def _errors(rows: Sequence[calibrate.RunErrors], stored: Sequence[measured.Measured]) -> list[str]:
@@ -104,22 +106,19 @@ def time(runs: Sequence[Run]) -> Section | None:
     for cell, known in stored:
         if (estimated := _step(known, store)) is not None:
             measured_s = known.step_s * estimated.samples / known.samples
-            records.append(who(cell) | {
+            records.append(names_of(cell) | {
                 "step_s": measured_s, "step_s_estimated": estimated.step_s.expected,
                 "step_s_error": estimated.step_s.expected / measured_s - 1, "basis": estimated.basis,
             })  # fmt: skip
     if not records:
         return None
-    rows = [
-        [*shown(record), units.seconds(record["step_s"]), units.seconds(record["step_s_estimated"]),
-         f"{record['step_s_error']:+.1%}", record["basis"]]
-        for record in records
-    ]  # fmt: skip
     errors = [abs(record["step_s_error"]) for record in records]
     words = [f"Errors: {sum(errors) / len(errors):.1%} in the mean of {len(errors)} runs, {max(errors):.1%} at worst."]
-    headings = [*HEADINGS, "mean step", "estimated", "error", "from"]
-    table = Table({}, headings, rows, [], (*HEADINGS, "from"))
-    return Section("estimated_times", "Time: estimated and measured", table, words, records)
+    columns = {
+        "mean step": field("step_s", units.seconds), "estimated": field("step_s_estimated", units.seconds),
+        "error": field("step_s_error", "{:+.1%}".format), "from": field("basis"),
+    }  # fmt: skip
+    return section("estimated_times", "Time: estimated and measured", records, columns, words, text=("from",))
 
 
 def _step(known: TimedRun, store: Store) -> DurationEstimate | None:

@@ -1,154 +1,136 @@
-"""What profiled runs recorded: kernels by group, the kernels that take most, memory, pictures of a step. Files of
-another form are passed over: these may be written by tools of several versions, and come out of a bundle."""
+"""What runs leave beside their figures: kernels by group, the kernels that take most, memory, pictures of a step; what
+the model answers before and after."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftbench.core import units
 from ftbench.core.allocations import CATEGORIES
-from ftbench.profile import memory as held
+from ftbench.core.redact import clean
+from ftbench.profile import memory as memory_picture
 from ftbench.profile import timeline
 from ftbench.profile.files import KERNELS, TIMELINE
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.names import short
-from ftbench.report.data.groups import HEADINGS, Cell, Run, first_of, shown, who
-from ftbench.report.render.document import Section, Table
-from ftbench.report.sections.generations import read_document
-from ftbench.store.rundir import MEMORY
+from ftbench.report.data.groups import Cell, Run
+from ftbench.report.render.document import Section
+from ftbench.report.sections.rows import Record, field, first_of, names_of, section
+from ftbench.store.rundir import MEMORY, read_json
 
-_MOST_KERNELS = 10
+_MOST_KERNELS, _MOST_SAMPLES = 10, 5
 _NOTE = (
-    "Profiling slows launches, so busy is the GPU's time in the profiled steps over the steps just before them; "
-    "without a GPU it is the operators' time over the profiled steps themselves."
+    "Milliseconds a step. Profiling slows launches, so busy is the GPU's time in the profiled steps over the steps "
+    "just before them; without a GPU it is the operators' time over the profiled steps themselves."
 )
 
 
 def groups(cells: Sequence[Cell]) -> Section | None:
     """Return milliseconds a step by kernel group, a row a profile, with a picture of one step each."""
-    records = [who(cell) | part for cell in cells if (part := first_of(cell, _groups)) is not None]
-    if not records:
-        return None
-    present = [group for group in GROUPS if any(record["groups_ms"].get(group) for record in records)]
-    rows = [
-        [*shown(r), _ms(r["step_ms"]), _ms(r["step_before_ms"]), units.percent(r["busy_share"]), _ms(r["idle_ms"]),
-         *(_ms(r["groups_ms"].get(group)) for group in present)]
-        for r in records
-    ]  # fmt: skip
-    headings = [*HEADINGS, "step, profiled", "step", "busy", "idle", *present]
-    pictures = [svg for cell in cells if (svg := first_of(cell, _picture)) is not None]
-    words = ("Milliseconds a step. " + _NOTE,)
-    title = "Where the time of a step goes"
-    return Section("kernel_groups", title, Table({}, headings, rows, [], HEADINGS), words, records, pictures)
+    records = [names_of(cell) | part for cell in cells if (part := first_of(cell, _groups))]
+    columns = {
+        "step, profiled": field("step_ms", _ms), "step": field("step_before_ms", _ms),
+        "busy": field("busy_share", units.percent), "idle": field("idle_ms", _ms),
+    }  # fmt: skip
+    columns |= {group: _group(group) for group in GROUPS if any(record["groups_ms"].get(group) for record in records)}
+    pictures = _pictures(cells, TIMELINE, timeline.svg)
+    return section("kernel_groups", "Where the time of a step goes", records, columns, (_NOTE,), pictures=pictures)
+
+
+def _group(name: str) -> Callable[[Record], str]:
+    return lambda record: _ms(record["groups_ms"].get(name))
 
 
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:,.1f}"
 
 
-def _groups(run: Run) -> dict[str, Any] | None:
-    document = read_document(run.dir.profile / KERNELS)
-    try:
-        steps, busy = document["steps"], document["busy_share_unprofiled"]
-        listed = {str(group["group"]): float(group["time_ms"]) / steps for group in document["groups"]}
-        before = document["step_ms"]["before"]
-        return {
-            "step_ms": float(document["window_ms"]) / steps,
-            "step_before_ms": None if before is None else float(before),
-            "busy_share": float(document["busy_share"] if busy is None else busy),
-            "idle_ms": float(document["idle"]["ms"]) / steps, "groups_ms": listed,
-        }  # fmt: skip
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+def _groups(run: Run) -> Record | None:
+    document = _document(run, KERNELS)
+    if not (steps := document.get("steps")):
         return None
+    busy = document["busy_share_unprofiled"]
+    return {
+        "step_ms": document["window_ms"] / steps, "step_before_ms": document["step_ms"]["before"],
+        "busy_share": document["busy_share"] if busy is None else busy, "idle_ms": document["idle"]["ms"] / steps,
+        "groups_ms": {group["group"]: group["time_ms"] / steps for group in document["groups"]},
+    }  # fmt: skip
 
 
-def _picture(run: Run) -> str | None:
-    picture = read_document(run.dir.profile / TIMELINE)
-    try:
-        return timeline.svg(picture, run.run_id)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
+def _document(run: Run, name: str) -> dict[str, Any]:
+    return dict(clean(read_json(run.dir.profile / name)))
+
+
+def _pictures(cells: Sequence[Cell], name: str, svg: Callable[[dict[str, Any], str], str]) -> list[str]:
+    def picture(run: Run) -> str | None:
+        document = _document(run, name)
+        try:
+            return svg(document, run.run_id) if document else None
+        except (LookupError, TypeError, ValueError):  # a list in it is not what `ftbench profile` writes
+            return None
+
+    return [drawn for cell in cells if (drawn := first_of(cell, picture))]
 
 
 def memory(cells: Sequence[Cell]) -> Section | None:
     """Return GiB at the highest moment of a step by what they are for, a row a profile, with a picture of the step
     each."""
-    records = [who(cell) | part for cell in cells if (part := first_of(cell, _memory)) is not None]
-    if not records:
-        return None
-    present = [kind for kind in CATEGORIES if any(record["peak"].get(kind) for record in records)]
-    rows = [
-        [*shown(r), units.gibibytes(r["peak"]["total_gb"]), str(r["peak"]["phase"]),
-         *(units.gibibytes(r["peak"].get(kind)) for kind in present)]
-        for r in records
-    ]  # fmt: skip
-    headings = [*HEADINGS, "GiB", "in", *present]
-    pictures = [svg for cell in cells if (svg := first_of(cell, _held)) is not None]
+    records = [names_of(cell) | part for cell in cells if (part := first_of(cell, _peak))]
+    columns: dict[str, Callable[[Record], str]] = {"GiB": _peak_gb("total_gb"), "in": lambda r: r["peak"]["phase"]}
+    columns |= {kind: _peak_gb(kind) for kind in CATEGORIES if any(record["peak"][kind] for record in records)}
     words = ("GiB of tensors at the highest moment of one step. Activations are kept for the backward pass.",)
-    table = Table({}, headings, rows, [], (*HEADINGS, "in"))
-    return Section("memory_by_category", "What memory is for", table, words, records, pictures)
+    pictures = _pictures(cells, MEMORY, memory_picture.svg)
+    return section(
+        "memory_by_category", "What memory is for", records, columns, words, text=("in",), pictures=pictures
+    )  # fmt: skip
 
 
-def _memory(run: Run) -> dict[str, Any] | None:
-    document = read_document(run.dir.profile / MEMORY)
-    try:
-        peak = document["peak"]
-        kinds = {kind: float(peak[kind]) for kind in ("total_gb", *CATEGORIES)}
-        return {"peak": {"phase": str(peak["phase"]), **kinds}}
-    except (KeyError, TypeError, ValueError):
-        return None
+def _peak(run: Run) -> Record | None:
+    peak = _document(run, MEMORY).get("peak")
+    return {"peak": {name: peak[name] for name in ("phase", "total_gb", *CATEGORIES)}} if peak else None
 
 
-def _held(run: Run) -> str | None:
-    document = read_document(run.dir.profile / MEMORY)
-    try:
-        return held.svg(document, run.run_id)
-    except (KeyError, TypeError, ValueError, IndexError):
-        return None
-
-
-_TIMES = (("time_ms", 1.0), ("time_us", 1e-3), ("time_s", 1e3))
+def _peak_gb(kind: str) -> Callable[[Record], str]:
+    return lambda record: units.gibibytes(record["peak"][kind])
 
 
 def kernels(cells: Sequence[Cell]) -> Section | None:
-    """Return the kernels that take most of the time, from profile/*.json: `kernels`, a list of `{name, time_ms (or _us,
-    _s), calls, group}`; files of another form are left out."""
-    records = [who(cell) | kernel for cell in cells for kernel in (first_of(cell, _kernels) or [])]
-    if not records:
-        return None
-    rows = [
-        [r["trained_by"], r["batch"], short(r["kernel"]), r["group"] or "", f"{r['time_ms']:,.1f}",
-         units.percent(r["share"]), str(r["calls"] or "")]
-        for r in records
+    """Return the kernels that take most of the time."""
+    records = [names_of(cell) | kernel for cell in cells for kernel in first_of(cell, _kernels) or []]
+    columns = {
+        "trained by": field("trained_by"), "batch": field("batch"), "kernel": field("kernel", short),
+        "group": field("group", _known), "ms": field("time_ms", _ms), "share": field("share", units.percent),
+        "calls": field("calls", _known),
+    }  # fmt: skip
+    text = ("trained by", "kernel", "group")
+    return section("kernels", "Where the time goes", records, columns, named=False, text=text)
+
+
+def _known(value: Any) -> str:
+    return str(value or "")
+
+
+def _kernels(run: Run) -> list[Record]:
+    listed = sorted(_document(run, KERNELS).get("kernels", []), key=lambda kernel: -kernel["time_ms"])
+    total = sum(kernel["time_ms"] for kernel in listed)
+    return [
+        {"kernel": kernel["name"], "group": kernel.get("group"), "time_ms": kernel["time_ms"],
+         "calls": kernel.get("calls"), "share": kernel["time_ms"] / total if total else None}
+        for kernel in listed[:_MOST_KERNELS]
     ]  # fmt: skip
-    headings = ["trained by", "batch", "kernel", "group", "ms", "share", "calls"]
-    return Section(
-        "kernels", "Where the time goes", Table({}, headings, rows, [], ("trained by", "kernel", "group")), (), records
-    )
 
 
-def _kernels(run: Run) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = []
-    for path in sorted(run.dir.profile.glob("*.json")):
-        document = read_document(path)
-        listed = document.get("kernels") if isinstance(document, dict) else None
-        entries = [
-            {"kernel": entry["name"], "group": entry["group"] if isinstance(entry.get("group"), str) else None,
-             "time_ms": time, "calls": entry.get("calls")}
-            for entry in (listed if isinstance(listed, list) else [])
-            if isinstance(entry, dict) and isinstance(entry.get("name"), str) and (time := _time_ms(entry)) is not None
-        ]  # fmt: skip
-        if entries:
-            break
-    total = sum(kernel["time_ms"] for kernel in entries)
-    entries.sort(key=lambda kernel: -kernel["time_ms"])
-    return [kernel | {"share": kernel["time_ms"] / total if total else None} for kernel in entries[:_MOST_KERNELS]]
+def generations(cells: Sequence[Cell]) -> Section | None:
+    """Return what the model answers before and after."""
+    records = [names_of(cell) | sample for cell in cells for sample in first_of(cell, _samples) or []]
+    columns = {
+        "trained by": field("trained_by"), "batch": field("batch"), "prompt": field("prompt"),
+        "before": field("before"), "after": field("after"),
+    }  # fmt: skip
+    return section("generations", "Before and after", records, columns, named=False, text=tuple(columns))
 
 
-def _time_ms(entry: dict[str, Any]) -> float | None:
-    for name, scale in _TIMES:
-        value = entry.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
-            return float(value) * scale
-    return None
+def _samples(run: Run) -> list[Record]:
+    listed = clean(read_json(run.dir.samples)).get("prompts", [])[:_MOST_SAMPLES]
+    return [{name: sample.get(name) or "" for name in ("prompt", "before", "after")} for sample in listed]
