@@ -34,6 +34,41 @@ class MatmulShape:
     windows: tuple[int | None, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class VisionMatmulShape:
+    """What a patch of an image passes through, counted on the live model.
+
+    encoder, encoder_trained: parameters of the encoder's matrices, and of these the trained ones.
+    projector, projector_trained: the same of the projector, as a share of one patch where several become one token.
+    encoder_adapters, projector_adapters: parameters of the adapters on them.
+    width: heads x head_dim of a layer of the encoder.
+    windows: patches that a patch sees in each layer, None for all of its image or tile.
+    """
+
+    encoder: int
+    encoder_trained: int
+    encoder_adapters: int
+    projector: float
+    projector_trained: float
+    projector_adapters: float
+    width: int
+    windows: tuple[int | None, ...]
+
+
+def vision_per_patch(shape: VisionMatmulShape, length: float, recompute: float = 0.0) -> float:
+    """Return the FLOPs that a patch needs in encoder and projector, among `length` patches that see each other, all of
+    them in both directions. What is frozen and has nothing trained before it needs a forward pass alone: the gradient
+    ends there. `recompute` is the share of the encoder's layers whose forward pass is made again."""
+    learns = bool(shape.encoder_trained or shape.encoder_adapters)
+    attention = sum(4 * shape.width * min(length, window or length) for window in shape.windows)
+    passes = (3 + recompute) if learns else 1
+    encoder = 2 * shape.encoder * (2 + recompute if learns else 1) + 2 * shape.encoder_trained
+    reached = learns or bool(shape.projector_trained or shape.projector_adapters)
+    projector = 2 * shape.projector * (2 if reached else 1) + 2 * shape.projector_trained
+    adapters = (6 + 2 * recompute) * shape.encoder_adapters + 6 * shape.projector_adapters
+    return encoder + passes * attention + projector + adapters
+
+
 def linear_per_token(shape: MatmulShape) -> int:
     """Return the FLOPs a token needs in the layers' products with weights: forward 2 N, gradient of the input 2 N,
     gradient of the weights 2 N for those that are trained; adapters are trained, so 6 of each."""

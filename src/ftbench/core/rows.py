@@ -64,6 +64,11 @@ class StepRow:
     data_rank: int | None = _column("", "share of the batch: ranks with the same one trained on the same tokens")
     host_cpu_by_others: float | None = _column("", "share of the host's CPUs that other processes used")
     gpu_by_others: float | None = _column("", "share of the time in which other processes' kernels ran on the GPU")
+    images: int | None = _column("", "images of the step; like the columns after it empty without images")
+    image_tokens: int | None = _column("tokens", "real tokens that stand for images")
+    text_tokens: int | None = _column("tokens", "real tokens that do not")
+    tiles: int | None = _column("", "parts that the images were cut into, each seen by itself")
+    image_patches: int | None = _column("", "patches of the images that the vision encoder saw")
 
 
 SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # of the seconds, tokens, GiB, joules and learning rates of a run
@@ -169,6 +174,8 @@ class RunSummary:
     first_step_cache: str | None = field(default=None, metadata=_LATER)
     # of several ranks: their `count` and the `spread` (`lowest`, `highest`) of what the figures tell the worst of
     ranks: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
+    # `images` and `tiles` a second; empty without images
+    images_per_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
 
 
 # Of a summary.json; one with fewer was written by an earlier version. What came later is absent from older ones.

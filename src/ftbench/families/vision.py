@@ -27,6 +27,12 @@ class ImageSize:
     tiles: int
     patches: int
 
+    def __add__(self, other: ImageSize) -> ImageSize:
+        return ImageSize(self.tokens + other.tokens, self.tiles + other.tiles, self.patches + other.patches)
+
+
+NOTHING = ImageSize(0, 0, 0)
+
 
 @dataclass(frozen=True)
 class VisionShape:

@@ -42,7 +42,9 @@ def _speed(summary: RunSummary) -> str:
     if not summary.samples_per_hour:
         return ""
     tokens = units.rate(summary.tokens_per_s["real"])
-    return f"{tokens} real tokens/s, {units.rate(summary.samples_per_hour)} samples/h"
+    images = summary.images_per_s.get("images")
+    shown = f", {units.rate(images)} images/s" if images else ""
+    return f"{tokens} real tokens/s, {units.rate(summary.samples_per_hour)} samples/h{shown}"
 
 
 def _memory(memory: dict[str, Any]) -> str:

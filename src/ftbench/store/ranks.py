@@ -17,7 +17,17 @@ from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
 SPREAD = ("step_time_s", "peak_memory_gb", "peak_reserved_gb", "device_memory_gb")
-_COUNTED_ONCE = ("real_tokens", "padded_tokens", "label_tokens", "samples")  # for each share of the batch
+_COUNTED_ONCE = (
+    "real_tokens",
+    "padded_tokens",
+    "label_tokens",
+    "samples",
+    "images",
+    "image_tokens",
+    "text_tokens",
+    "tiles",
+    "image_patches",
+)  # for each share of the batch
 _ADDED = ("energy_j", "power_w", "host_memory_gb")
 _LOWEST = ("sm_clock_mhz",)
 _MEAN = ("gpu_busy", "tensor_busy", "memory_busy", "host_cpu_by_others")

@@ -20,7 +20,8 @@ _OOM = ({"kind": _TEXT, "bytes_requested": _NUMBER, "phase": _TEXT, "step": _KNO
 _LENGTHS = {"histogram": {"edges": [_REAL], "counts": [_COUNT]}, "*": _NUMBER}
 _DATASET = {
     "name": _TEXT, "hash": _TEXT, "order_hash": _TEXT, "samples": _NUMBER, "eval_samples": _NUMBER,
-    "max_length": _NUMBER, "tokens": _LENGTHS, "tokens_before_truncation": _LENGTHS,
+    "max_length": _NUMBER, "images": {"tokens": _LENGTHS, "patches": _LENGTHS, "*": _NUMBER},
+    "tokens": _LENGTHS, "tokens_before_truncation": _LENGTHS,
 }  # fmt: skip
 _GPU = {
     "name": _TEXT, "uuid": _TEXT, "driver": _TEXT, "compute_capability": ([_COUNT],), "mig": _FLAG | {NoneType},
@@ -69,7 +70,7 @@ SHAPES: dict[str, Any] = {
     "applied.json": {
         "warnings": [_NAME], "loss": _TEXT, "product_precision": _TEXT, "gpu_busy_method": _TEXT,
         "compile_cache": _TEXT, "gradient_checkpointing": _NUMBER | _FLAG, "dataset": _DATASET,
-        "matmul_shape": (_MATMUL_SHAPE,),
+        "matmul_shape": (_MATMUL_SHAPE,), "vision_shape": (_MATMUL_SHAPE | {"*": _NUMBER},),
         "model": {"class": _TEXT, "weights_gb_by_dtype": {"*": _NUMBER}, "modules": {"*": _COUNT}},
         "optimizer": {"class": _TEXT, "state": {"*": _COUNT}},
         "parameters": {
@@ -95,7 +96,7 @@ SHAPES: dict[str, Any] = {
         "loss": {"*": _NUMBER}, "parameters": {"*": _KNOWN_COUNT}, "phases_s": {"*": _REAL}, "dataset": _DATASET,
         "oom": _OOM, "warnings": [_NAME], "learning": {"state": _TEXT, "first_step": _NUMBER, "count": _NUMBER},
         "contention": {"contended": _FLAG, "*": _NUMBER}, "first_step_cache": _TEXT,
-        "ranks": {"count": _COUNT, "spread": {"*": {"*": _REAL}}},
+        "images_per_s": {"*": _NUMBER}, "ranks": {"count": _COUNT, "spread": {"*": {"*": _REAL}}},
     },
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ftbench.core import flops, hardware, stats
 from ftbench.core.bottleneck import classify_bottleneck
@@ -18,6 +18,8 @@ from ftbench.store.rundir import RunDir, first_gpu, read_documents, state_of
 from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
+_Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
+_OF_IMAGES = ("images", "tiles", "image_tokens", "text_tokens")
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
 
 
@@ -152,6 +154,10 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
     summary.tokens_per_s = {
         name: _rate([getattr(row, f"{name}_tokens") for row in steady], window) for name in ("real", "padded", "label")
     }
+    if any(row.images for row in steady):
+        rates = {name: _rate([getattr(row, name) or 0 for row in steady], window) for name in _OF_IMAGES}
+        summary.tokens_per_s |= {name: rates[f"{name}_tokens"] for name in ("image", "text")}
+        summary.images_per_s = {name: rates[name] for name in ("images", "tiles")}
     summary.samples_per_s = _rate([row.samples for row in steady], window)
     if summary.samples_per_s is not None:
         summary.samples_per_hour = summary.samples_per_s * 3600
@@ -193,14 +199,29 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
 
 def _rates(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> tuple[float, float] | None:
     """Return TFLOP/s of the model's mathematics and of what was computed for it; None where a count is not known."""
-    shape, length = _shape(applied), summary.dataset.get("tokens", {}).get("weighted_mean")
+    shape, length = (
+        _shape(applied, "matmul_shape", flops.MatmulShape),
+        summary.dataset.get("tokens", {}).get("weighted_mean"),
+    )
     window = total(row.step_time_s for row in steady)
     if shape is None or not length or not window or any(None in (row.real_tokens, row.label_tokens) for row in steady):
         return None
     real, labels = total(row.real_tokens for row in steady), total(row.label_tokens for row in steady)
     model = flops.model_flops(shape, real, labels, length)
     computed = sum(_computed(shape, row, applied) for row in steady)
-    return model / window / 1e12, computed / window / 1e12
+    seeing = _of_images(summary, steady, applied)
+    return (model + seeing[0]) / window / 1e12, (computed + seeing[1]) / window / 1e12
+
+
+def _of_images(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> tuple[float, float]:
+    """Return the FLOPs of encoder and projector: the mathematics', and with what checkpointing makes again."""
+    shape = _shape(applied, "vision_shape", flops.VisionMatmulShape)
+    patches = total(row.image_patches for row in steady)
+    length = summary.dataset.get("images", {}).get("patches", {}).get("weighted_mean")
+    if shape is None or not patches or not length:
+        return 0.0, 0.0
+    again = float(applied.get("gradient_checkpointing") or 0.0)
+    return patches * flops.vision_per_patch(shape, length), patches * flops.vision_per_patch(shape, length, again)
 
 
 def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -> float:
@@ -219,13 +240,12 @@ def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -
     )
 
 
-def _shape(applied: dict[str, Any]) -> flops.MatmulShape | None:
-    values = applied.get("matmul_shape")
+def _shape(applied: dict[str, Any], key: str, kind: type[_Shape]) -> _Shape | None:
+    values = applied.get(key)
     if not values:
         return None
-    lists = {key: tuple(values.get(key, ())) for key in ("attention_width", "windows")}
     try:
-        return flops.MatmulShape(**{**values, **lists})
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     except TypeError:  # written by another version
         return None
 

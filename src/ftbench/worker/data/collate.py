@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ftbench.families.vision import NOTHING
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.pixels import Pixels
@@ -53,7 +54,9 @@ class Collator:
             labels=int((batch["labels"][:, 1:] != IGNORE).sum()),
             samples=len(samples),
             longest=max(len(ids) for ids, _ in samples),
-            tokens=[ids.tobytes() for ids, _ in samples],
+            images=len(pictures),
+            of_images=sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else NOTHING,
+            tokens=[*(ids.tobytes() for ids, _ in samples), *(picture.key.encode() for picture in pictures)],
         )
         self._shapes.add(batch["input_ids"].shape)
         self._has_padding |= count.padded > count.real

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 
-from ftbench.core.flops import MatmulShape
+from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.core.units import GIB
+from ftbench.families import vision as families
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import optimizations
 from ftbench.worker.methods import lora, unsloth
 from ftbench.worker.model.parts import base_model, decoder_layers, part_of
+from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import fp8
 
 SCHEMA = 1
@@ -40,6 +43,7 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
             "by_kind": kinds,
         },
         "matmul_shape": asdict(matmul_shape(model)),
+        **({"vision_shape": asdict(seen)} if (seen := vision_shape(model)) else {}),
         **({"unsloth": unsloth.applied(model)} if spec.method.name == "unsloth" else {}),
     }
 
@@ -144,19 +148,42 @@ def matmul_shape(model: Any) -> MatmulShape:
     visited = _visited_share(config)
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
     layers, head, adapters = [0, 0], [0, 0], 0  # all, trained
-    for name, parameter in model.named_parameters():
-        state = getattr(parameter, "quant_state", None)
-        kind = module_kind(name)
-        if (parameter.ndim < 2 and state is None) or name.endswith("bias") or kind in ("vision", "projector"):
+    for name, kind, count, trained in _matrices(model):
+        if kind in ("vision", "projector"):
             continue
-        count = round(numel(name, parameter) * (visited if kind == "experts" else 1))
+        count = round(count * (visited if kind == "experts" else 1))
         if "lora_" in name:
             adapters += count
         elif kind != "embedding" or tied:
             part = head if kind in ("head", "embedding") else layers
             part[0] += count
-            part[1] += count if parameter.requires_grad else 0
+            part[1] += count if trained else 0
     return MatmulShape(layers[0], layers[1], head[0], head[1], adapters, *_attention(config))
+
+
+def vision_shape(model: Any) -> VisionMatmulShape | None:
+    """Return what a patch of an image passes through; None in a model that reads none."""
+    if not reads_images(model.config):
+        return None
+    shape = families.describe(model.config.model_type, model.config.to_dict())
+    counts: dict[str, Any] = {field.name: 0 for field in fields(VisionMatmulShape)}
+    for name, kind, count, trained in _matrices(model):
+        is_table = "pos" in name.rsplit(".", 2)[-2]  # of the embeddings of positions
+        if is_table or kind not in ("vision", "projector"):
+            continue
+        part = "encoder" if kind == "vision" else "projector"
+        share = count / shape.merge**2 if kind == "projector" else count
+        counts[f"{part}_adapters" if "lora_" in name else part] += share
+        counts[f"{part}_trained"] += share if trained and "lora_" not in name else 0
+    return VisionMatmulShape(**counts | {"width": shape.hidden, "windows": shape.windows})
+
+
+def _matrices(model: Any) -> Iterator[tuple[str, str, int, bool]]:
+    """Yield name, kind, parameters and whether they are trained of each matrix, quantised or not."""
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        if (parameter.ndim >= 2 or state is not None) and not name.endswith("bias"):
+            yield name, module_kind(name), numel(name, parameter), parameter.requires_grad
 
 
 def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:

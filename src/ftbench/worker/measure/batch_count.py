@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftbench.families.vision import NOTHING, ImageSize
+
 
 @dataclass(slots=True)
 class BatchCount:
-    """Counts of tokens and samples, and the bytes of the real tokens in order where the host has them. `real` and
-    `labels` may be tensors on the device; `samples` and `longest` are None where rows hold an unknown number."""
+    """Counts of tokens and samples, and the bytes of the real tokens and of what tells images apart, in order, where
+    the host has them. `real` and `labels` may be tensors on the device; `samples` and `longest` are None where rows
+    hold an unknown number; of `images` there are none in text."""
 
     real: Any = 0
     padded: int = 0
     labels: Any = 0
     samples: int | None = 0
     longest: int | None = 0
+    images: int = 0
+    of_images: ImageSize = NOTHING
     tokens: list[bytes] = field(default_factory=list)
 
     def add(self, other: BatchCount) -> None:
@@ -23,6 +28,8 @@ class BatchCount:
         self.real = self.real + other.real
         self.padded += other.padded
         self.labels = self.labels + other.labels
+        self.images += other.images
+        self.of_images += other.of_images
         known = self.samples is not None and other.samples is not None
         self.samples = (self.samples or 0) + (other.samples or 0) if known else None
         self.longest = max(self.longest or 0, other.longest or 0) if known else None
@@ -31,5 +38,10 @@ class BatchCount:
         """Return the counts by their column of steps.csv; empty where nothing was counted."""
         if not self.padded:
             return {}
-        return {"real_tokens": self.real, "padded_tokens": self.padded, "label_tokens": self.labels,
-                "samples": self.samples, "longest_sequence": self.longest}  # fmt: skip
+        columns = {"real_tokens": self.real, "padded_tokens": self.padded, "label_tokens": self.labels,
+                   "samples": self.samples, "longest_sequence": self.longest}  # fmt: skip
+        if self.images:
+            seen = self.of_images
+            columns |= {"images": self.images, "tiles": seen.tiles, "image_patches": seen.patches,
+                        "image_tokens": seen.tokens, "text_tokens": self.real - seen.tokens}  # fmt: skip
+        return columns

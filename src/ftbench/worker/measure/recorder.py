@@ -285,4 +285,4 @@ def _number(name: str, value: Any) -> Any:
     """Return a column's value as steps.csv holds it: tokens are whole numbers; None stays unknown."""
     if value is None:
         return None
-    return int(value) if name.endswith("_tokens") or name in ("samples", "longest_sequence") else float(value)
+    return float(value) if name in ("loss", "grad_norm") else int(value)

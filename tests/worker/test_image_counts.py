@@ -1,0 +1,129 @@
+"""Images, tiles and their tokens are counted apart from text; the work of encoder and projector enters the FLOPs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from conftest import spec_of
+from ftbench.core import flops
+from ftbench.core.architectures import architectures
+from ftbench.core.rows import StepRow
+from ftbench.families import describe
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
+from ftbench.store.summary import summarise
+from ftbench.worker import methods
+from ftbench.worker.measure import applied
+from ftbench.worker.model import loading
+
+LLAVA, QWEN25, QWEN3 = MODELS = ["tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"]
+MADE = {"name": "images", "samples": 12, "image_size": [300, 200], "mean_length": 20, "max_length": 1024}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_images_and_their_tokens_are_counted_apart(train_here, model):
+    run = train_here(model={"id": model}, dataset=MADE | {"images_per_sample": 2}, train={"max_steps": 6})
+    size = describe(architectures()[model]).vision.size(200, 300)
+    rows, _ = read_steps(run.steps)
+    for row in rows:
+        assert (row.images, row.tiles) == (4, 4 * size.tiles)
+        assert row.image_tokens == 4 * size.tokens
+        assert row.image_patches == 4 * size.patches
+        assert row.image_tokens + row.text_tokens == row.real_tokens
+        assert 0 < row.label_tokens < row.text_tokens
+    summary = summarise(run)
+    steps = summary.samples_per_s / 2
+    assert summary.images_per_s == pytest.approx({"images": 4 * steps, "tiles": 4 * size.tiles * steps})
+    assert summary.tokens_per_s["image"] == pytest.approx(4 * size.tokens * steps)
+    assert summary.tokens_per_s["image"] + summary.tokens_per_s["text"] == pytest.approx(summary.tokens_per_s["real"])
+    assert summary.dataset["images"]["count"] == 24
+    assert summary.dataset["images"]["tokens"]["max"] == size.tokens
+
+
+def test_a_run_of_text_has_no_counts_of_images(train_here):
+    run = train_here(train={"max_steps": 2})
+    assert all(
+        row.images is row.image_tokens is row.text_tokens is row.tiles is None for row in read_steps(run.steps)[0]
+    )
+    assert summarise(run).images_per_s == {}
+    assert "image" not in summarise(run).tokens_per_s
+    assert "vision_shape" not in read_json(run.applied)
+
+
+def test_evaluation_sees_images_too(train_here):
+    run = train_here(model={"id": QWEN3}, dataset=MADE | {"eval_samples": 3}, train={"max_steps": 2})
+    (row,) = [row for row in read_steps(run.steps)[0] if row.phase == "evaluate"]
+    assert row.images == 3
+    assert row.loss > 0
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """Writes the config.json of a narrow model with as many layers, and patches in a tile, as the published ones."""
+
+    def write(model):
+        config = json.loads(json.dumps(architectures()[model]))
+        config["vision_config"]["num_hidden_layers" if model == LLAVA else "depth"] = 24
+        if model == LLAVA:
+            config["vision_config"]["image_size"] = 336
+            config["image_grid_pinpoints"] = [[336, 672], [672, 672]]
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        return {"id": model, "path": str(path)}, describe(config).vision
+
+    return write
+
+
+def parts(model, seen):
+    """FLOPs of encoder and projector of one image, forward and where something is trained backward, as torch counts
+    them."""
+    torch.manual_seed(0)
+    image = {"pixel_values": torch.randn(seen["pixels"])} | {
+        key: torch.tensor([seen[key]]) for key in seen if "image" in key
+    }
+    applied.base_model(model).set_attn_implementation("eager")  # torch's counter knows no attention of a CPU
+    base = applied.base_model(model).model
+    with FlopCounterMode(display=False) as counter:
+        out = base.get_image_features(**image, return_dict=True)
+        made = [*out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        if any(each.requires_grad for each in made):
+            sum(each.float().sum() for each in made).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("parts_trained", [("frozen", "frozen"), ("frozen", "full"), ("full", "full")])
+def test_the_work_of_an_image_is_what_torch_counts(cache, wide, model, parts_trained):
+    """All but what is small: the class token passes no projector, LLaVA's last layer is computed and not used, and the
+    first product of what learns needs no gradient of its input."""
+    described, shape = wide(model)
+    method = dict(zip(("vision", "projector"), parts_trained, strict=True))
+    spec = spec_of(model=described, method=method)
+    loaded = methods.load("lora").adapt(methods.load("lora").load(spec, loading.source_of(spec.model)), spec)
+    high, wide_ = (672, 672) if model == LLAVA else (14 * 32, 14 * 32) if model == QWEN25 else (512, 512)
+    size = shape.size(high, wide_)
+    if shape.tile:
+        seen = {"pixels": (1, size.tiles, 3, 336, 336), "image_sizes": (high, wide_)}
+    else:
+        rows, columns = shape.grid(high, wide_)
+        seen = {"pixels": (rows * columns, 3 * 2 * shape.patch**2), "image_grid_thw": (1, rows, columns)}
+    counted = size.patches * flops.vision_per_patch(applied.vision_shape(loaded), size.patches / size.tiles)
+    assert counted == pytest.approx(parts(loaded, seen), rel=0.06)
+
+
+def test_the_work_of_images_enters_the_models_flops(train_here):
+    run = train_here(model={"id": QWEN3}, dataset=MADE, train={"max_steps": 6})
+    summary, facts = summarise(run), read_json(run.applied)
+    rows = [row for row in read_steps(run.steps)[0] if row.phase == "train"][summary.steps["warmup"] :]
+    window = sum(row.step_time_s for row in rows)
+    text = facts | {"vision_shape": None}
+    (run.applied).write_text(json.dumps(text))
+    without = summarise(run).model_tflops
+    patches, shape = sum(row.image_patches for row in rows), flops.VisionMatmulShape(**facts["vision_shape"])
+    expected = patches * flops.vision_per_patch(shape, rows[0].image_patches / 2) / window / 1e12
+    assert summary.model_tflops - without == pytest.approx(expected, rel=1e-6)
+    assert StepRow().images is None
