@@ -6,19 +6,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from ftbench.core import flops, hardware, stats
+from ftbench.core import hardware, stats
 from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
-from ftbench.store import health, run_warnings
+from ftbench.store import flop_rates, health, run_warnings
 from ftbench.store.ranks import merge, read_ranks, spread
 from ftbench.store.rundir import RunDir, first_gpu, read_documents, state_of
 from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
-_Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
 _OF_IMAGES = ("images", "tiles", "image_tokens", "text_tokens")
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
 
@@ -171,7 +170,7 @@ def _rate(counts: Sequence[int | None], window: float) -> float | None:
 def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
     """Set model TFLOP/s from real tokens, their share of what the GPU can do at the precision used, and what the run
     was bound by. A share above 100 % is a mistake in a count or in a table: it is named and the field stays empty."""
-    rates = _rates(summary, steady, applied)
+    rates = flop_rates.of_steps(steady, applied, summary.dataset)
     precision = applied.get("product_precision", "")
     gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
     peak = gpu.peak_tflops(precision) if gpu else None
@@ -195,59 +194,6 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
     summary.bound = classify_bottleneck(
         steady, summary.gpu is not None, products, applied.get("gpu_busy_method")
     ).as_dict()
-
-
-def _rates(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> tuple[float, float] | None:
-    """Return TFLOP/s of the model's mathematics and of what was computed for it; None where a count is not known."""
-    shape, length = (
-        _shape(applied, "matmul_shape", flops.MatmulShape),
-        summary.dataset.get("tokens", {}).get("weighted_mean"),
-    )
-    window = total(row.step_time_s for row in steady)
-    if shape is None or not length or not window or any(None in (row.real_tokens, row.label_tokens) for row in steady):
-        return None
-    real, labels = total(row.real_tokens for row in steady), total(row.label_tokens for row in steady)
-    model = flops.model_flops(shape, real, labels, length)
-    computed = sum(_computed(shape, row, applied) for row in steady)
-    seeing = _of_images(summary, steady, applied)
-    return (model + seeing[0]) / window / 1e12, (computed + seeing[1]) / window / 1e12
-
-
-def _of_images(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any]) -> tuple[float, float]:
-    """Return the FLOPs of encoder and projector: the mathematics', and with what checkpointing makes again."""
-    shape = _shape(applied, "vision_shape", flops.VisionMatmulShape)
-    patches = total(row.image_patches for row in steady)
-    length = summary.dataset.get("images", {}).get("patches", {}).get("weighted_mean")
-    if shape is None or not patches or not length:
-        return 0.0, 0.0
-    again = float(applied.get("gradient_checkpointing") or 0.0)
-    return patches * flops.vision_per_patch(shape, length), patches * flops.vision_per_patch(shape, length, again)
-
-
-def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -> float:
-    """Return the FLOPs of one step as computed: a loss over chunks makes logits of label tokens only, trl's makes them
-    twice (and so did ftbench's while it was called `chunked`)."""
-    loss = str(applied.get("loss"))
-    chunked = loss.startswith("chunked")
-    positions = row.padded_tokens or 0
-    return flops.hardware_flops(
-        shape,
-        positions,
-        (row.label_tokens or 0) if "chunk" in loss else positions,
-        row.longest_sequence or 0,
-        recompute=float(applied.get("gradient_checkpointing") or 0.0),
-        head_recompute=chunked,
-    )
-
-
-def _shape(applied: dict[str, Any], key: str, kind: type[_Shape]) -> _Shape | None:
-    values = applied.get(key)
-    if not values:
-        return None
-    try:
-        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-    except TypeError:  # written by another version
-        return None
 
 
 def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, Any]) -> None:
