@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import SpecError
-from ftbench.profile import memory, timeline
+from ftbench.profile import pictures
 from ftbench.profile.analyse import analyse
 from ftbench.profile.trace import Trace, each_event, read
 from ftbench.profile.work import work_of
@@ -33,13 +33,13 @@ def finish(run: RunDir) -> None:
     work = work_of(trace)
     document = analyse(trace, work, step_before(run))
     document["trace"] = pack(raw, run.profile / PACKED, trace)
-    picture = timeline.reduce(trace, work)
+    picture = pictures.reduce(trace, work)
     try:
         rundir.write_json(run.profile / KERNELS, document)
         rundir.write_json(run.profile / TIMELINE, picture, indent=None)
-        rundir.write_text(run.profile / PICTURE, timeline.svg(picture, run.run_id))
+        rundir.write_text(run.profile / PICTURE, pictures.step_svg(picture, run.run_id))
         if (held := rundir.read_json(run.profile / rundir.MEMORY)).get("timeline"):
-            rundir.write_text(run.profile / HELD, memory.svg(held, run.run_id))
+            rundir.write_text(run.profile / HELD, pictures.memory_svg(held, run.run_id))
         raw.unlink()
     except OSError as error:
         raise rundir.disk_error(run.profile, error) from None

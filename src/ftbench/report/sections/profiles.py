@@ -9,8 +9,7 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.allocations import CATEGORIES
 from ftbench.core.redact import clean
-from ftbench.profile import memory as memory_picture
-from ftbench.profile import timeline
+from ftbench.profile import pictures as drawings
 from ftbench.profile.files import KERNELS, TIMELINE
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.names import short
@@ -34,7 +33,7 @@ def groups(cells: Sequence[Cell]) -> Section | None:
         "busy": field("busy_share", units.percent), "idle": field("idle_ms", _ms),
     }  # fmt: skip
     columns |= {group: _group(group) for group in GROUPS if any(record["groups_ms"].get(group) for record in records)}
-    pictures = _pictures(cells, TIMELINE, timeline.svg)
+    pictures = _pictures(cells, TIMELINE, drawings.step_svg)
     return section("kernel_groups", "Where the time of a step goes", records, columns, (_NOTE,), pictures=pictures)
 
 
@@ -80,7 +79,7 @@ def memory(cells: Sequence[Cell]) -> Section | None:
     columns: dict[str, Callable[[Record], str]] = {"GiB": _peak_gb("total_gb"), "in": lambda r: r["peak"]["phase"]}
     columns |= {kind: _peak_gb(kind) for kind in CATEGORIES if any(record["peak"][kind] for record in records)}
     words = ("GiB of tensors at the highest moment of one step. Activations are kept for the backward pass.",)
-    pictures = _pictures(cells, MEMORY, memory_picture.svg)
+    pictures = _pictures(cells, MEMORY, drawings.memory_svg)
     return section(
         "memory_by_category", "What memory is for", records, columns, words, text=("in",), pictures=pictures
     )  # fmt: skip

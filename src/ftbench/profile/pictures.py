@@ -1,23 +1,31 @@
-"""One profiled step as a picture: what the device did by group, what the training thread was in, where nothing ran."""
+"""The pictures of a profile, one step each: self-contained SVG whose every text is escaped. What the device did by
+group, what the training thread was in and where nothing ran (`step_svg`); what memory was for (`memory_svg`)."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ftbench.profile.drawing import LEFT, WIDE, drawing, escape, label, ticks
+from ftbench.core.allocations import CATEGORIES
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.trace import Trace
 from ftbench.profile.work import DeviceWork, complement, union
 
+WIDTH, LEFT = 960, 150
+WIDE = WIDTH - LEFT - 10  # of the part with an axis, from LEFT on
+_TICKS = ((0.0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (1.0, "end"))
 SCHEMA = 1
 BINS = 600  # stretches of the step that a lane tells apart
 _LEAST_GAP = 0.004  # share of the step below which an idle stretch is not drawn
 _LANE, _TOP = 18, 26
 # Told apart by lightness too, and on both light and dark paper.
-COLOURS = dict(zip(GROUPS, ("#3b6fb6", "#d9822b", "#6aa84f", "#9b59b6", "#b5446e", "#c0392b", "#17a2a2", "#8d8d8d",
-                            "#5d5d5d"), strict=True))  # fmt: skip
+GROUP_COLOURS = dict(zip(GROUPS, ("#3b6fb6", "#d9822b", "#6aa84f", "#9b59b6", "#b5446e", "#c0392b", "#17a2a2",
+                                  "#8d8d8d", "#5d5d5d"), strict=True))  # fmt: skip
 _PHASE, _IDLE = "#8aa0b8", "#e0b000"
+_TALL = 150
+COLOURS = dict(zip(CATEGORIES, ("#3b6fb6", "#17a2a2", "#c0392b", "#b5446e", "#6aa84f", "#d9822b", "#8d8d8d"),
+                   strict=True))  # fmt: skip
 
 
 def reduce(trace: Trace, work: Iterable[DeviceWork]) -> dict[str, Any]:
@@ -62,7 +70,7 @@ def _lane(work: Iterable[DeviceWork], group: str, begin: float, end: float) -> l
     return [[round(first * size, 4), round(last * size, 4), tenths / 10] for first, last, tenths in lane]
 
 
-def svg(picture: dict[str, Any], name: str) -> str:
+def step_svg(picture: dict[str, Any], name: str) -> str:
     """Return a self-contained SVG that says whose it is; every text in it is escaped."""
     total = picture["ms"] or 1.0
     lanes = list(picture["groups"])
@@ -82,7 +90,7 @@ def svg(picture: dict[str, Any], name: str) -> str:
     for lane, group in enumerate(lanes):
         parts.append(label(group, 4, _baseline(lane)))
         boxes = [(b, e, 0.25 + 0.75 * s, f"{b:.2f} to {e:.2f} ms") for b, e, s in picture["groups"][group]]
-        parts.append(row(lane, COLOURS.get(group, "#5d5d5d"), boxes))
+        parts.append(row(lane, GROUP_COLOURS.get(group, "#5d5d5d"), boxes))
     below = len(lanes)
     parts += [label("nothing", 4, _baseline(below)), label("training thread", 4, _baseline(below + 1))]
     parts.append(row(below, _IDLE, ((b, e, 1.0, f"idle for {e - b:.2f} ms") for b, e in picture["idle"])))
@@ -101,3 +109,56 @@ def _baseline(lane: int) -> int:
 
 def _summary(picture: dict[str, Any], lanes: Sequence[str]) -> str:
     return f"One step of {picture['ms']:.1f} ms on the {picture['device']}: {', '.join(lanes)}, and when nothing ran"
+
+
+def memory_svg(document: dict[str, Any], name: str) -> str:
+    """Return a self-contained SVG of memory.json that says whose it is; every text in it is escaped."""
+    points = document["timeline"]
+    present = [kind for kind in CATEGORIES if any(point[kind] for point in points)]
+    last = points[-1]["at_ms"] or 1.0
+    highest = max(point["total_gb"] for point in points) or 1.0
+    edges = [point["at_ms"] / last * WIDE + LEFT for point in points]
+    below = [0.0] * len(points)
+    parts = [label(f"{name}: memory of one step, {highest:.3g} GiB at the highest", 4, 14)]
+    for kind in present:
+        above = [base + point[kind] for base, point in zip(below, points, strict=True)]
+        outline = [*_steps(edges, above, highest), *reversed(_steps(edges, below, highest))]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
+        parts.append(f'<polygon points="{path}" fill="{COLOURS[kind]}"><title>{escape(kind)}</title></polygon>')
+        below = above
+    for row, kind in enumerate(reversed(present)):
+        y = _TOP + 16 * row
+        parts.append(f'<rect x="4" y="{y}" width="10" height="10" fill="{COLOURS[kind]}"/>')
+        parts.append(label(f"{kind} {document['peak'][kind]:.3g}", 20, y + 9))
+    parts += ticks(last, "ms", _TOP + _TALL + 16)
+    return drawing(_TOP + _TALL + 22, f"Memory of one step by what it is for, {', '.join(present)}", parts)
+
+
+def _steps(edges: list[float], values: list[float], highest: float) -> list[tuple[float, float]]:
+    """Return corners of a line that keeps a value until the next that can be told from it."""
+    heights = [round(_TOP + _TALL * (1 - value / highest), 1) for value in values]
+    corners = [(edges[0], heights[0])]
+    for x, before, after in zip(edges[1:], heights, heights[1:], strict=False):
+        corners += [(x, before), (x, after)] if before != after else []
+    return [*corners, (edges[-1], heights[-1])]
+
+
+def drawing(height: float, title: str, parts: Iterable[str]) -> str:
+    """Return the SVG element of parts, as wide as there is room."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" role="img" '
+        f'font-family="sans-serif" font-size="11"><title>{escape(title)}</title>{"".join(parts)}</svg>\n'
+    )
+
+
+def label(text: str, x: float, y: float, colour: str = "currentColor", anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def ticks(total: float, unit: str, y: float) -> list[str]:
+    """Return labels of an axis from 0 to `total`."""
+    return [label(f"{share * total:.4g} {unit}", LEFT + share * WIDE, y, anchor=anchor) for share, anchor in _TICKS]
+
+
+def escape(text: str) -> str:
+    return html.escape(str(text))
