@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_a_learned_model_loads_its_rows_are_equally_long_and_it_has_learned_something(tmp_path):
-    size = ("--size", "tiny", "--minutes", "0.1", "--megabytes", "0.4", "--rows", "30")
+    size = ("--size", "tiny", "--steps", "60", "--megabytes", "0.4", "--rows", "30")
     command = [sys.executable, "scripts/learn-model", str(tmp_path / "learned"), *size]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=280)
     facts = json.loads((tmp_path / "learned" / "learned.json").read_text())
