@@ -15,7 +15,7 @@ import pytest
 from ftbench.core import rows
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.errors import MissingError
-from ftbench.store import process_identity, rundir, shapes
+from ftbench.store import ceilings, process_identity, rundir, shapes
 from ftbench.store.rundir import RunDir, claim, find_runs, read_json, read_state, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -440,11 +440,18 @@ def test_every_field_of_a_summary_has_a_shape():
     assert shapes.SHAPES["summary.json"].keys() | {"schema"} == rows.FIELDS | rows.LATER
 
 
-@pytest.mark.parametrize("name", sorted(shapes.SHAPES))
-def test_the_documents_of_committed_runs_have_the_shapes(name):
-    problems = [rundir.read_document(path)[1] for path in RESULTS.rglob(name)]
-    assert len(problems) > 100
-    assert not any(problems)
+def test_the_documents_of_committed_runs_and_probes_have_the_shapes():
+    paths = [path for path in RESULTS.rglob("*.json") if shapes.shape_of(path)]
+    assert len(paths) > 800
+    assert {path.parent.name for path in paths} > {"probe"}
+    assert [problem for path in paths if (problem := rundir.read_document(path)[1])] == []
+
+
+def test_a_probe_of_another_form_is_none(tmp_path):
+    (tmp_path / "probe").mkdir()
+    for number, content in enumerate(({"machine": {"gpus": 3}}, {"machine": []}, {"products": {"bf16": 7}})):
+        write_json(tmp_path / "probe" / f"{number}.json", content)
+    assert ceilings.of(tmp_path, "NVIDIA H200") == {}
 
 
 def test_a_folder_in_place_of_the_state_is_a_run_that_cannot_be_read(run):

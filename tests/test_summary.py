@@ -243,8 +243,14 @@ OLD_SHAPE = {key: value for key, value in SHAPE.items() if key != "head_trained"
 
 @pytest.mark.parametrize(
     "missing",
-    [{"matmul_shape": None}, {"dataset": {}}, {"matmul_shape": OLD_SHAPE}, {"matmul_shape": SHAPE | {"new": 1}}],
-    ids=["none", "no lengths", "older", "newer"],
+    [
+        {"matmul_shape": None},
+        {"dataset": {}},
+        {"matmul_shape": OLD_SHAPE},
+        {"matmul_shape": SHAPE | {"new": 1}},
+        {"matmul_shape": SHAPE | {"windows": []}},
+    ],
+    ids=["none", "no lengths", "older", "newer", "layers of two counts"],
 )
 def test_without_shape_or_lengths_there_are_no_flops(run, missing):
     found = summarise(run(applied=APPLIED | missing))

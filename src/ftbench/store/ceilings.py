@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,25 @@ def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
     not free, says little about what others of its kind can do.
     """
     documents = _documents(store, gpu_name)
-    precisions = {name for document in documents for name in _section(document, "products")}
-    rates = {name: _best(documents, max, "products", name, "best_tflops") for name in sorted(precisions)}
+    products = [document.get("products", {}) for document in documents]
+    memory, link, capacity = ([d.get(name) for d in documents] for name in ("memory", "host_link", "capacity"))
+    rates = {kind: _best(max, [each.get(kind) for each in products], "best_tflops")
+             for kind in sorted({kind for each in products for kind in each})}  # fmt: skip
     ceilings = {
-        "tflops": {name: rate for name, rate in rates.items() if rate is not None},
-        "memory_gbs": _best(documents, max, "memory", "copy_gbs"),
-        "to_device_gbs": _best(documents, max, "host_link", "to_device_gbs"),
-        "to_host_gbs": _best(documents, max, "host_link", "to_host_gbs"),
-        "launch_us": _best(documents, min, "launch_us"),
-        "usable_gb": _best(documents, min, "capacity", "total_gb"),
-        "driver_total_gb": _best(documents, min, "capacity", "driver_total_gb"),
+        "tflops": {kind: rate for kind, rate in rates.items() if rate is not None},
+        "memory_gbs": _best(max, memory, "copy_gbs"),
+        "to_device_gbs": _best(max, link, "to_device_gbs"),
+        "to_host_gbs": _best(max, link, "to_host_gbs"),
+        "launch_us": _best(min, documents, "launch_us"),
+        "usable_gb": _best(min, capacity, "total_gb"),
+        "driver_total_gb": _best(min, capacity, "driver_total_gb"),
     }
     return {name: value for name, value in ceilings.items() if value not in (None, {})}
+
+
+def _best(pick: Any, parts: Iterable[dict[str, Any] | None], name: str) -> float | None:
+    figures = [float(figure) for part in parts if part and (figure := part.get(name)) and figure > 0]
+    return pick(figures) if figures else None
 
 
 def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
@@ -43,29 +51,13 @@ def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
 
 
 def _documents(store: Path, gpu_name: str | None) -> list[dict[str, Any]]:
+    if gpu_name is None:
+        return []
+    documents = [rundir.read_json(path) for path in sorted((store / FOLDER).glob("*.json"))]
     return [
         document
-        for path in sorted((store / FOLDER).glob("*.json"))
-        if (document := rundir.read_json(path))
-        and isinstance(name := rundir.first_gpu(_section(document, "machine")).get("name"), str)
-        and gpu_name is not None
+        for document in documents
+        if (document.get("device") or {}).get("kind") == "cuda"
+        and (name := rundir.first_gpu(document.get("machine", {})).get("name"))
         and canonical_name(name) == canonical_name(gpu_name)
-        and _value(document, "device", "kind") == "cuda"
     ]
-
-
-def _best(documents: list[dict[str, Any]], pick: Any, *keys: str) -> float | None:
-    figures = [_value(document, *keys) for document in documents]
-    values = [float(value) for value in figures if isinstance(value, (int, float)) and value > 0]
-    return pick(values) if values else None
-
-
-def _section(document: Any, key: str) -> dict[str, Any]:
-    section = _value(document, key)
-    return section if isinstance(section, dict) else {}
-
-
-def _value(document: Any, *keys: str) -> Any:
-    for key in keys:
-        document = document.get(key) if isinstance(document, dict) else None
-    return document

@@ -55,8 +55,10 @@ def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -
 
 def _shape(applied: dict[str, Any], key: str, kind: type[_Shape]) -> _Shape | None:
     values: dict[str, Any] = applied.get(key) or {}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    if len(set(map(len, lists.values()))) > 1:  # each has a value a layer
+        return None
     try:
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return kind(**(values | lists))
     except TypeError:  # not written, or by another version
         return None

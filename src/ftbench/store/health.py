@@ -59,9 +59,3 @@ def _over_time(rows: Sequence[StepRow], name: str) -> float | None:
     known = [(row.step_time_s or 0.0, value) for row in rows if (value := getattr(row, name)) is not None]
     seconds = sum(time for time, _ in known)
     return sum(time * value for time, value in known) / seconds if seconds else None
-
-
-def first_step_cache(applied: dict[str, Any]) -> str | None:
-    """Return where the first step found its compiled graphs: `cold` (it compiled them), `warm` or `partly warm` (the
-    compiler's cache on disk), `none` where nothing is compiled; None where that is not known."""
-    return str(applied["compile_cache"] or "none") if "compile_cache" in applied else None

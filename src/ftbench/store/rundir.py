@@ -164,7 +164,7 @@ def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
     name hold (`shapes.py`). An absent file is an empty object: a run that was killed early has fewer files."""
     try:
         with open_plain_file(path, MOST_JSON_BYTES) as file:
-            return parse_document(file.read(), path.name), None
+            return parse_document(file.read(), path), None
     except FileNotFoundError:
         return {}, None
     except OSError as error:
@@ -173,16 +173,16 @@ def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
         return {}, f"{path.name}: {error}"
 
 
-def parse_document(data: bytes, name: str) -> dict[str, Any]:
-    """Return the object of a JSON text. Raises ValueError with the reason where it is not what files of this name
-    hold."""
+def parse_document(data: bytes, path: Path) -> dict[str, Any]:
+    """Return the object of a JSON text. Raises ValueError with the reason where it is not what a file of this name
+    holds."""
     try:
         document = json.loads(data)
     except json.JSONDecodeError as error:
         raise ValueError(f"is no JSON (line {error.lineno})") from None
     except (ValueError, RecursionError):
         raise ValueError("is no UTF-8, nested too deeply or has a number of thousands of digits") from None
-    shapes.check(document, shapes.SHAPES.get(name, {}))
+    shapes.check(document, shapes.shape_of(path))
     return dict(document)
 
 

@@ -6,6 +6,7 @@ A shape is a set of types, `{key: shape}` (`*` is any other key, `!` names those
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -33,6 +34,11 @@ _GPU = {
 _MATMUL_SHAPE = {"attention_width": [_COUNT], "windows": [_KNOWN_COUNT], "*": _COUNT}
 
 _MEMORY = ("total_gb", "phase", *CATEGORIES)
+_MACHINE = {
+    "gpu": (_GPU,), "gpus": ([_GPU],), "ceilings": ({"tflops": {"*": _NUMBER}},), "ftbench": {"*": _TEXT},
+    "cpu": {"model": _TEXT, "*": _NUMBER}, "os": {"*": _TEXT}, "versions": {"*": _TEXT},
+    "environment": {"*": _TEXT}, "shared_host": _FLAG | {NoneType},
+}  # fmt: skip
 _JOB = {"!": ("run", "what", "state"), "run": _NAME, "what": _NAME, "state": _NAME, "reason": _TEXT, "wall_s": _NUMBER}
 
 SHAPES: dict[str, Any] = {
@@ -62,10 +68,11 @@ SHAPES: dict[str, Any] = {
         "owner": {"pid": _KNOWN_COUNT, "start": _KNOWN_COUNT, "boot": _TEXT, "host": _TEXT},
     },
     "phases.json": {"phases": [{"!": ("name", "start_s"), "name": _NAME, "start_s": _REAL, "*": _NUMBER}]},
-    "machine.json": {
-        "gpu": (_GPU,), "gpus": ([_GPU],), "ceilings": ({"tflops": {"*": _NUMBER}},), "ftbench": {"*": _TEXT},
-        "cpu": {"model": _TEXT, "*": _NUMBER}, "os": {"*": _TEXT}, "versions": {"*": _TEXT},
-        "environment": {"*": _TEXT}, "shared_host": _FLAG | {NoneType},
+    "machine.json": _MACHINE,
+    "probe/*.json": {
+        "machine": _MACHINE, "device": ({"kind": _TEXT},), "products": {"*": ({"best_tflops": _NUMBER},)},
+        "memory": ({"*": _NUMBER},), "host_link": ({"*": _NUMBER},), "capacity": ({"*": _NUMBER},),
+        "launch_us": _NUMBER,
     },
     "applied.json": {
         "warnings": [_NAME], "loss": _TEXT, "product_precision": _TEXT, "gpu_busy_method": _TEXT,
@@ -102,6 +109,11 @@ SHAPES: dict[str, Any] = {
 
 _WORDS = {NoneType: "null", bool: "yes or no", int: "a whole number", float: "a number", str: "text", list: "a list",
           dict: "an object"}  # fmt: skip
+
+
+def shape_of(path: Path) -> Any:
+    """Return the shape of a file by its name, or by its folder's."""
+    return SHAPES.get(path.name) or SHAPES.get(f"{path.parent.name}/*.json", {})
 
 
 class Misfit(ValueError):

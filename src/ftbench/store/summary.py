@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import hardware, stats
@@ -78,26 +78,19 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
 def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[str, Any]) -> RunSummary:
     """Return a summary that says which run it is of, without a figure."""
     spec, applied = documents["spec_json"], documents["applied"]
-    train = spec.get("train", {})
+    model, train = spec.get("model", {}), spec.get("train", {})
+    shared = [SHARED] if spec.get("measure", {}).get("share_gpu") else []
     return RunSummary(
-        name=spec.get("name", run.path.parent.name),
-        run_id=run.run_id,
-        state=state["state"],
-        reason=state.get("reason"),
-        method=spec.get("method", {}).get("name", ""),
-        model=spec.get("model", {}).get("id", ""),
-        weights=spec.get("model", {}).get("weights", ""),
-        gpu=first_gpu(documents["machine"]).get("name"),
+        name=spec.get("name", run.path.parent.name), run_id=run.run_id, state=state["state"],
+        reason=state.get("reason"), method=spec.get("method", {}).get("name", ""), model=model.get("id", ""),
+        weights=model.get("weights", ""), gpu=first_gpu(documents["machine"]).get("name"),
         batch_size=train.get("batch_size", 0),
         gradient_accumulation_steps=train.get("gradient_accumulation_steps", 0),
-        optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})),
-        steps={},
+        optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})), steps={},
         parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},
-        dataset=applied.get("dataset", {}),
-        oom=state.get("oom"),
-        warnings=[*applied.get("warnings", []), *([SHARED] if spec.get("measure", {}).get("share_gpu") else [])],
-        first_step_cache=health.first_step_cache(applied),
-    )
+        dataset=applied.get("dataset", {}), oom=state.get("oom"), warnings=[*applied.get("warnings", []), *shared],
+        first_step_cache=(applied["compile_cache"] or "none") if "compile_cache" in applied else None,
+    )  # fmt: skip
 
 
 def _learning(summary: RunSummary, everything: Sequence[StepRow], spec: dict[str, Any]) -> None:
@@ -122,10 +115,6 @@ def profiled(spec: dict[str, Any]) -> bool:
 
 def as_dict(summary: RunSummary) -> dict[str, Any]:
     return dataclasses.asdict(summary)
-
-
-def _known(values: Iterable[Any]) -> list[Any]:
-    return [value for value in values if value is not None]
 
 
 def optimizations_on(section: dict[str, Any]) -> list[str]:
@@ -218,13 +207,12 @@ def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, A
 
 
 def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
-    losses = [x for x in _known(row.loss for row in everything if row.phase == "train") if math.isfinite(x)]
-    evaluated = [x for x in _known(row.loss for row in everything if row.phase == "evaluate") if math.isfinite(x)]
+    finite = [(row.phase, row.loss) for row in everything if row.loss is not None and math.isfinite(row.loss)]
+    trained, evaluated = ([loss for phase, loss in finite if phase == name] for name in ("train", "evaluate"))
     return {
-        "first": losses[0] if losses else None,
-        "last": losses[-1] if losses else None,
-        "eval": evaluated[-1] if evaluated else None,
-    }
+        "first": next(iter(trained), None), "last": next(reversed(trained), None),
+        "eval": next(reversed(evaluated), None),
+    }  # fmt: skip
 
 
 def _memory(
@@ -240,8 +228,8 @@ def _memory(
     highest = max(((name, peak) for name, peak in stages if peak is not None), key=lambda s: s[1], default=(None, None))
 
     def peak(name: str) -> float | None:
-        values = _known(getattr(row, name) for row in everything) + _known(phase.get(name) for phase in phases)
-        return max(values, default=None)
+        values = [getattr(row, name) for row in everything] + [phase.get(name) for phase in phases]
+        return max((value for value in values if value is not None), default=None)
 
     return {
         "allocated_peak": highest[1],

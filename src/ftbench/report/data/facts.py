@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -42,7 +42,7 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
 @lru_cache(maxsize=8192)
 def _facts_of(data: bytes) -> Mapping[str, str]:
     """Return the facts of a spec.json: repeats share one, and a report asks for each several times."""
-    written = clean(parse_document(data, "spec.json"))
+    written = clean(parse_document(data, Path("spec.json")))
     facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}
     if facts.get("launch.mock", "off") == "off":
         facts.pop("launch.mock", None)

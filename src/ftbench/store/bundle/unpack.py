@@ -109,7 +109,7 @@ def _exactly(packed: BufferedIOBase, size: int) -> bytes:
 
 def _manifest(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        manifest = parse_document(data, MANIFEST)
+        manifest = parse_document(data, Path(MANIFEST))
     except ValueError as error:
         raise SpecError(f"{path}: its {MANIFEST} cannot be read ({error})") from None
     if manifest.get("schema") != SCHEMA:
