@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -549,6 +550,20 @@ def test_a_run_whose_state_cannot_be_read_is_run_again_and_kept(tmp_path, torn):
     assert (again.code, again.told()) == (0, ["ok"] * 2)
     assert again.started()[2:] == [run.run_id]
     assert [RunDir(found.path).steps.exists() for found in again.superseded()] == [True]
+
+
+@pytest.mark.parametrize("deleted", ["the run", "the sweep"])
+def test_a_folder_that_is_deleted_in_the_night_ends_the_sweep_with_a_sentence(tmp_path, deleted):
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **SLOW), tmp_path / "out"
+    with Night(spec, out) as night:
+        run = night.until_training()
+        shutil.rmtree(run.path if deleted == "the run" else night.path)
+        night.finish()
+    assert "Traceback" not in night.stderr
+    assert night.code == 3
+    assert "was deleted meanwhile; the same command makes it anew" in night.stderr
+    again = sweep(spec, out)
+    assert (again.code, again.told()) == (0, ["ok", "ok"])
 
 
 @pytest.mark.parametrize("change", ["edited", "deleted"])

@@ -194,7 +194,8 @@ def _close(run: RunDir, ended: process.Exit) -> FinishedRun:
         rundir.write_json(run.summary, summary.as_dict(summarised))
         digests.write(run)
     except MissingError as error:
-        raise MissingError(f"{error}\nthe steps that were finished are in {run.steps}") from None
+        kept = f"\nthe steps that were finished are in {run.steps}" if run.steps.exists() else ""
+        raise MissingError(f"{error}{kept}") from None
     run.reserve.unlink(missing_ok=True)
     return FinishedRun(run, summarised, _exit_code(state))
 

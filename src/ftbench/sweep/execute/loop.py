@@ -208,6 +208,8 @@ class Sitting:
             self._write(last=event == "end")
         except FtbenchError as error:
             self._fail(error)
+        except FileNotFoundError as error:
+            self._fail(rundir.disk_error(self.folder, error))
 
     def _write(self, last: bool) -> None:
         """Write the tables and the board. With thousands of runs they take seconds: then not after each run, but in no
