@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import typing
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from pydantic import BaseModel, ValidationError
 
 from ftbench.errors import SpecError
 from ftbench.spec import recipes
-from ftbench.spec.base import nearest, shortened, shown
+from ftbench.spec.base import shortened, shown
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.generate import Generate, with_prompts
+from ftbench.spec.generate import with_prompts
 from ftbench.spec.methods import METHODS
+from ftbench.spec.mistakes import sentence
 from ftbench.spec.reading import line_of, parse_value, read_yaml
 
 SHORT_FORMS = {"model": "id", "method": "name", "dataset": "name"}
@@ -193,8 +193,11 @@ def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]
     sentences: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         key = _key(problem["loc"])
-        sentence = f"{_origin(key, layers)}: {'.'.join(key) + ': ' if key else ''}{_sentence(problem, key)}"
-        sentences.setdefault(".".join(key) + problem["type"].split("_")[0] * (not key), sentence)
+        what = sentence(problem, Experiment, ("extends", "recipe", "sweep"))
+        if len(key) == 1 and key != ("model",) and problem["type"].startswith("model_"):
+            what += ", or leave it out"
+        text = f"{_origin(key, layers)}: {'.'.join(key) + ': ' if key else ''}{what}"
+        sentences.setdefault(".".join(key) + problem["type"].split("_")[0] * (not key), text)
     return list(sentences.values())
 
 
@@ -222,43 +225,6 @@ def _origin(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
 
 
 _MISSING = object()
-
-
-def _sentence(problem: Any, key: tuple[str, ...]) -> str:
-    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
-    if kind == "extra_forbidden":
-        allowed = _allowed_keys(key[:-1], problem["loc"])
-        return f"no such key{nearest(key[-1], allowed)} (allowed: {', '.join(allowed)})"
-    if kind == "missing":
-        return "is missing"
-    if kind in ("model_type", "model_attributes_type"):
-        allowed = ["name"] if key == ("method",) else _allowed_keys(key, problem["loc"])
-        problem_text = "is empty" if value is None else f"{shown(value)} is no section"
-        otherwise = "" if key == ("model",) else ", or leave it out"
-        return f"{problem_text}: give it keys (allowed: {', '.join(allowed)}){otherwise}"
-    if kind == "literal_error" or kind == "union_tag_invalid":
-        allowed = [word.strip(" '\"") for word in str(context.get("expected", context.get("expected_tags")))
-                   .replace(" or ", ", ").split(",")]  # fmt: skip
-        value = value.get("name") if isinstance(value, dict) else value
-        return f"{shown(value)} is not allowed{nearest(str(value), allowed)} (allowed: {', '.join(allowed)})"
-    if kind == "value_error":
-        text = str(context["error"])
-        return text if isinstance(value, dict) or text.startswith(shown(value)) else f"{shown(value)} {text}"
-    message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{shown(value)}: {message.replace('input should be', 'must be')}"
-
-
-def _allowed_keys(section: tuple[str, ...], loc: tuple[int | str, ...]) -> list[str]:
-    if not section:
-        return ["extends", "recipe", "sweep", *Experiment.model_fields]
-    if section[0] == "method":
-        return list(METHODS[str(loc[1])].model_fields)
-    if section[1:] == ("generate",):
-        return list(Generate.model_fields)
-    model = Experiment.model_fields[section[0]].annotation
-    if isinstance(model, type) and issubclass(model, BaseModel):
-        return list(model.model_fields)
-    return [name for part in typing.get_args(model) for name in getattr(part, "model_fields", ())]
 
 
 def spec_keys() -> list[tuple[str, str, str]]:

@@ -7,13 +7,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ftbench.core.hardware import canonical_name, gpus
 from ftbench.errors import SpecError
 from ftbench.spec.base import Float, Part, nearest
+from ftbench.spec.mistakes import sentence
 from ftbench.spec.reading import line_of, read_yaml
 
 
@@ -100,30 +101,15 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
         try:
             by_gpu[gpu] = Price.model_validate(values)
         except ValidationError as error:
-            problems += [_sentence(path, name, problem) for problem in error.errors(include_url=False)]
+            problems += [
+                _at(path, [name, *map(str, problem["loc"])], sentence(problem, Price))
+                for problem in error.errors(include_url=False)
+            ]
     if problems:
         raise SpecError(*problems)
     return Prices(path, by_gpu)
 
 
-def _at(path: Path, key: Sequence[str], sentence: str) -> str:
+def _at(path: Path, key: Sequence[str], what: str) -> str:
     line = line_of(path, key)
-    return f"{path}{f':{line}' if line else ''}: {'.'.join(key)}: {sentence}"
-
-
-def _sentence(path: Path, name: str, problem: Any) -> str:
-    key = [name, *map(str, problem["loc"])]
-    kind, value = problem["type"], problem["input"]
-    section: Any = {"rent": Rent, "owned": Owned}.get(key[1], Price) if len(key) > 1 else Price
-    if kind == "extra_forbidden":
-        allowed = list((section if len(key) > 2 else Price).model_fields)
-        return _at(path, key, f"no such key{nearest(key[-1], allowed)} (allowed: {', '.join(allowed)})")
-    if kind == "missing":
-        return _at(path, key, "is missing")
-    if kind.startswith("model_"):
-        return _at(path, key, f"needs keys (allowed: {', '.join(section.model_fields)})")
-    if kind == "value_error":
-        text = str(problem["ctx"]["error"])
-        return _at(path, key, text if isinstance(value, dict) else f"{value!r} {text}")
-    message = problem["msg"][0].lower() + problem["msg"][1:]
-    return _at(path, key, f"{str(value)[:80]!r}: {message.replace('input should be', 'must be')}")
+    return f"{path}{f':{line}' if line else ''}: {'.'.join(key)}: {what}"

@@ -31,6 +31,7 @@ from ftbench.spec.load import (
     spec_keys,
     validated,
 )
+from ftbench.spec.mistakes import sentence
 from ftbench.spec.reading import line_of, parse_value
 from ftbench.spec.recipes import FOLDER, named
 
@@ -139,12 +140,9 @@ def _section(values: object, layers: Sequence[SpecLayer]) -> SweepSection:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         keys = [str(part) for part in problem["loc"] if isinstance(part, str)]
-        what = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        what = sentence(problem, SweepSection)
         if problem["type"] in ("model_type", "dict_type"):
             what = "must be a section of keys: {axes: {train.batch_size: [1, 2, 4]}}"
-        if problem["type"] == "extra_forbidden":
-            allowed = list(SweepSection.model_fields)
-            what = f"no such key{nearest(keys[-1], allowed)} (allowed: {', '.join(allowed)})"
         raise SpecError(f"{_origin(layers, *keys[:1])}: {'.'.join(['sweep', *keys])}: {what}") from None
 
 
