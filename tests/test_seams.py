@@ -66,11 +66,12 @@ def test_every_family_of_a_known_model_is_described_and_counts_its_parameters():
     assert all(describe(config).total > 0 for config in architectures().values())
 
 
-def test_every_module_of_the_command_line_is_a_command_and_the_other_way_round():
+def test_every_module_of_the_command_line_holds_commands_and_the_other_way_round():
     files = {path.stem for path in (SOURCE / "cli").glob("*.py")} - {"__init__", "shared"}
-    assert sorted(files) == sorted(cli.COMMANDS)
-    named = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
-    assert named == {name.strip("_") for name in cli.COMMANDS}
+    assert sorted(files) == sorted(cli.MODULES)
+    assert {command.callback.__module__ for command in cli.app.registered_commands} == {
+        f"ftbench.cli.{name}" for name in cli.MODULES
+    }
 
 
 def test_every_section_of_a_report_is_made_somewhere():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core.architectures import architectures
-from ftbench.core.workspace import cublas_workspace
+from ftbench.core.hardware import cublas_workspace
 from ftbench.estimate.memory import layer, loss, share, transient, weights
 from ftbench.estimate.memory.phases import MemoryPlan, peak, phases, resident
 from ftbench.estimate.workload.batches import BatchShape

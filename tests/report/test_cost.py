@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import warm
-from ftbench.core import cost, rows, units
+from ftbench.core import rows, units
 from ftbench.core.hardware import canonical_name
 from ftbench.errors import SpecError
+from ftbench.spec import cost
 from ftbench.spec.prices import load_prices
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir

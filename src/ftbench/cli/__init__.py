@@ -15,7 +15,8 @@ from ftbench import __version__
 from ftbench.cli.shared import app, guard, tell
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 
-for _name in ("train", "plans", "report", "exchange", "estimate", "machine"):  # in the order of --help
+MODULES = ("train", "plans", "report", "exchange", "estimate", "machine")  # in the order of --help
+for _name in MODULES:
     importlib.import_module(f"ftbench.cli.{_name}")  # each registers its commands with `app`
 
 

@@ -105,3 +105,10 @@ _ROCM = {"cdna3": (9, 4), "cdna4": (9, 5)}
 def capability_of(gpu: Gpu) -> tuple[int, int] | None:
     """Return the compute capability that torch reports on such a GPU."""
     return gpu.compute_capability or _ROCM.get(gpu.arch)
+
+
+def cublas_workspace(capability: tuple[int, int]) -> int:
+    """Return the bytes of cuBLAS's workspace in each thread that multiplies, on a GPU of this compute capability: 32
+    MiB on Hopper and data-centre Blackwell, else 4096 KiB twice and 16 KiB eight times
+    (at::cuda::getChosenWorkspaceSize, in torch's CUDABlas.cpp or CublasHandlePool.cpp)."""
+    return 32 * 2**20 if capability in ((9, 0), (10, 0)) else (4096 * 2 + 16 * 8) * 1024

@@ -1,11 +1,16 @@
-"""What an hour of a GPU costs, rented or owned, and what training costs by it. Pure; amounts keep their currency."""
+"""What an hour of a GPU costs, rented or owned, and what training costs by it, in energy and money: plain arithmetic.
+
+Money keeps the currency it was given in; what is not known is None.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftbench.core import cost, units
+from ftbench.core import units
 from ftbench.spec.prices import Owned, Price
+
+HOURS_PER_YEAR = 365.25 * 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,8 @@ def hourly_costs(
     return [
         HourlyCost(
             way, terms.currency, hour,
-            None if hour is None else cost.per_1k_samples(hour, samples),
-            None if hour is None else cost.per_1m_tokens(hour, tokens),
+            None if hour is None else per_1k_samples(hour, samples),
+            None if hour is None else per_1m_tokens(hour, tokens),
             None if hour is None else hour * hours,
             terms.date.isoformat(), terms.source, why,
         )
@@ -67,13 +72,46 @@ def running(owned: Owned, watts: float | None) -> float | None:
     """Return electricity for an hour of training; None where it is wanted and the GPU's power is not known."""
     if owned.electricity_per_kwh is None:
         return 0.0
-    return (
-        None if watts is None else cost.electricity_per_hour(owned.electricity_per_kwh, watts + owned.host_idle_watts)
-    )
+    return None if watts is None else electricity_per_hour(owned.electricity_per_kwh, watts + owned.host_idle_watts)
 
 
 def _owned(owned: Owned, watts: float | None) -> tuple[float | None, str]:
     spent = running(owned, watts)
     if spent is None:
         return None, "the GPU's power was not measured, so what its electricity costs is not known"
-    return owned.price / cost.use_hours(owned.lifetime_years, owned.utilisation) + spent, ""
+    return owned.price / use_hours(owned.lifetime_years, owned.utilisation) + spent, ""
+
+
+def joules_per_1m_tokens(
+    joules_per_1k_samples: float | None, samples_per_s: float | None, tokens_per_s: float | None
+) -> float | None:
+    """Return the joules per million tokens, from joules per thousand samples and how many tokens a sample has on
+    average."""
+    if joules_per_1k_samples is None or not samples_per_s or not tokens_per_s:
+        return None
+    return joules_per_1k_samples / 1e3 * samples_per_s / tokens_per_s * 1e6
+
+
+def electricity_per_hour(per_kwh: float, watts: float) -> float:
+    """Return the money for an hour at a power in W."""
+    return per_kwh * watts / 1000
+
+
+def use_hours(lifetime_years: float, utilisation: float) -> float:
+    """Return the hours that something works within its life; `utilisation` is the share of all hours."""
+    return lifetime_years * HOURS_PER_YEAR * utilisation
+
+
+def per_1k_samples(per_hour: float, samples_per_s: float | None) -> float | None:
+    return None if not samples_per_s else per_hour / 3600 / samples_per_s * 1e3
+
+
+def per_1m_tokens(per_hour: float, tokens_per_s: float | None) -> float | None:
+    return None if not tokens_per_s else per_hour / 3600 / tokens_per_s * 1e6
+
+
+def break_even_hours(price: float, running_per_hour: float, rent_per_hour: float) -> float | None:
+    """Return the hours of use after which buying at `price`, with `running_per_hour` for electricity, has cost as much
+    as renting; None where it never does. All three in one currency."""
+    saved = rent_per_hour - running_per_hour
+    return price / saved if saved > 1e-9 * rent_per_hour else None  # equal but for rounding is equal

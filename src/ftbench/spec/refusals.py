@@ -3,6 +3,7 @@ or one optimization excludes stands in its own file."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
@@ -10,7 +11,7 @@ from ftbench.families import FAMILIES
 from ftbench.families.vision import TRAINED
 from ftbench.spec.methods import NO_UNSLOTH, family, reads_images
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
-from ftbench.spec.optimizations.declaration import Capability
+from ftbench.spec.optimizations.declaration import OFF, Capability
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
@@ -26,8 +27,9 @@ def refusals(spec: Experiment) -> list[str]:
     if spec.method.name == "unsloth":
         pairs = ((name, OPTIMIZATIONS[name].unsloth) for name in switched)
         sentences += [f"optimizations.{name} with method unsloth: {why}" for name, why in pairs if why]
-    for name in switched:
-        sentences += OPTIMIZATIONS[name].refusals(spec)
+    for kept in (OPTIMIZATIONS[name] for name in switched):
+        reasons = {why: None for key, why in kept.excludes.items() if attrgetter(key)(spec) not in OFF}
+        sentences += [*reasons, *kept.refusals(spec)]
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         sentences.append("measure.eval: epoch needs dataset.eval_samples")
     return sentences + _of_images(spec) + _of_profile(spec) + _not_built_yet(spec)

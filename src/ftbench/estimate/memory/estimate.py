@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ftbench.core.hardware import Gpu
+from ftbench.core.hardware import Gpu, cublas_workspace
 from ftbench.core.units import GIB
-from ftbench.core.workspace import cublas_workspace
 from ftbench.errors import SpecError
 from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity

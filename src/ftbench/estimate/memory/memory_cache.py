@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ftbench.core.hardware import Gpu, capability_of
-from ftbench.core.workspace import cublas_workspace
+from ftbench.core.hardware import Gpu, capability_of, cublas_workspace
 from ftbench.estimate.memory.capacity import RESERVE, capacity
 from ftbench.estimate.memory.estimate import MODERN, MOST_BATCH, MemoryEstimate, estimate_memory, verdict_of
 from ftbench.spec.experiment import Experiment, resolve

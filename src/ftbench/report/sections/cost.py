@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ftbench.core import cost, units
+from ftbench.core import units
 from ftbench.core.hardware import canonical_name
 from ftbench.report.data.collect import Record, known
 from ftbench.report.data.groups import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
 from ftbench.report.render.document import Section
 from ftbench.report.sections.rows import field, names_of, section
+from ftbench.spec import cost
 from ftbench.spec.cost import HourlyCost, hourly_costs, running
 from ftbench.spec.prices import Owned, Price, Prices, Rent
 

@@ -45,7 +45,8 @@ class Optimization:
 
     `description` says what it does and what it costs; `verified`, how a run shows that it was applied; `tolerance`, how
     closely the loss must follow; `unsloth`, why not beside method unsloth and what to do instead (None: it does).
-    `refusals` are what it excludes or needs on any machine, `refusals_on` on a machine of this compute capability.
+    `excludes` holds, for each key of the spec that may not be on beside it, the reason; `refusals` are what else it
+    excludes or needs on any machine, `refusals_on` on a machine of this compute capability.
     `unsimulated` is why `--simulate` does not follow it, or a function that says so of a spec and names the `--set`
     that it would follow. It is applied after those named in `after`. An ablation tries each value on the plain recipe
     with `beside[value]` switched on, and not those in `not_ablated`."""
@@ -56,6 +57,7 @@ class Optimization:
     verified: str
     tolerance: Tolerance
     unsloth: str | None = None
+    excludes: Mapping[str, str] = field(default_factory=dict)
     refusals: Callable[[Experiment], Iterable[str]] = _nothing
     refusals_on: Callable[[Experiment, Capability], Iterable[str]] = _anywhere
     needs_gpu: bool = False

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils
 
-from ftbench.core.workspace import cublas_workspace
+from ftbench.core.hardware import cublas_workspace
 from ftbench.worker.simulate.functions import Functions
 from ftbench.worker.simulate.guard import ensure_guard, ensure_kernels
 from ftbench.worker.simulate.mode import SimulationMode
