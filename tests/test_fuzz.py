@@ -1,0 +1,19 @@
+"""Hostile inputs of every kind, the same each time; `scripts/fuzz` tries others for as long as it is told to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+def test_hostile_inputs_of_every_kind_end_in_a_sentence(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "fuzz", "--rounds", "1", "--seed", "1", "--keep", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ": 0 ways to fail" in done.stdout
