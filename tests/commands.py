@@ -16,7 +16,8 @@ import psutil
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-from waiting import eventually, without_supervisors
+from waiting import eventually, processes_about, without_supervisors
+from warm import Warm
 
 TINY = {"id": "tiny/qwen3", "weights": "random"}
 # Small enough for a step to take some 20 ms, and more steps than any test waits for.
@@ -56,11 +57,8 @@ class Left:
         return read_steps(self.run.steps)[0]
 
     def children(self) -> list[psutil.Process]:
-        """Every process whose command line names the run's directory: the training process and its supervisor."""
-        if not any(self.out.glob("*/*/state.json")):
-            return []
-        path = str(self.run.path)
-        return [p for p in psutil.process_iter(["cmdline"]) if path in (p.info["cmdline"] or [])]
+        """The training process, its supervisor, and what they started."""
+        return processes_about(self.run.path) if any(self.out.glob("*/*/state.json")) else []
 
     def worker(self) -> psutil.Process:
         """The training process."""
@@ -79,18 +77,23 @@ class Left:
 
 
 class Command(Left):
-    """One `ftbench run --json` in a process of its own; a context that leaves no process behind."""
+    """One `ftbench run --json` in a process of its own; a context that leaves no process behind. `cold` begins it, and
+    its training process, with an interpreter that has imported nothing."""
 
-    def __init__(self, spec: Path, out: Path, *arguments: str, **popen: Any) -> None:
+    def __init__(
+        self, spec: Path, out: Path, *arguments: str, cold: bool = False, cwd: Path | None = None, **popen: Any
+    ) -> None:
         super().__init__(out)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ftbench", "run", str(spec), "--out", str(out), "--json", *arguments],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **popen,
-        )
+        words = ["run", str(spec), "--out", str(out), "--json", *arguments]
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self.process = (
+            subprocess.Popen(
+                [sys.executable, "-m", "ftbench", *words], env=env, cwd=cwd, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, **popen,
+            )
+            if cold
+            else Warm(words, env, cwd)
+        )  # fmt: skip
 
     def __enter__(self) -> Command:
         return self
@@ -132,14 +135,14 @@ class Command(Left):
         eventually(going)
 
 
-def trained_once(folder: Path, *arguments: str, **spec: Any) -> Left:
+def trained_once(folder: Path, *arguments: str, cold: bool = False, **spec: Any) -> Left:
     """A run in `folder` that went well; the first of the test processes that asks for it trains, the others wait."""
     folder.mkdir(parents=True, exist_ok=True)
     found, kept = Left(folder / "results"), folder / "command.json"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            with Command(write_spec(folder, **spec), found.out, *arguments) as command:
+            with Command(write_spec(folder, **spec), found.out, *arguments, cold=cold) as command:
                 command.finish()
             assert command.code == 0, command.stderr
             kept.write_text(json.dumps({name: getattr(command, name) for name in ("code", "stdout", "stderr")}))

@@ -3,7 +3,9 @@ runs keep their random weights in a cache of this session's own."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +17,8 @@ from hypothesis import settings
 from ftbench import cli
 
 collect_ignore = [] if importlib.util.find_spec("torch") else ["worker", "gpu"]
+# Before anything imports torch: threads that wait for each other cost test processes side by side most of their time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("ftbench", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("ftbench")
 
@@ -33,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(each[-1].scope == "module" for each in item._fixtureinfo.name2fixturedefs.values()):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
     items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("xdist_group")))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: each training collects it, and need not look through all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

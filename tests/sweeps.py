@@ -16,7 +16,7 @@ from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 from ftbench.sweep.execute.journal import JOURNAL
-from waiting import eventually, without_supervisors
+from waiting import eventually, processes_about, without_supervisors
 from warm import Warm
 
 MOCK = {
@@ -37,16 +37,6 @@ def write_sweep(folder: Path, axes: dict[str, Any] | None = None, **parts: Any) 
     path = folder / "spec.yaml"
     path.write_text(json.dumps(values | ({"sweep": {"axes": axes}} if axes else {})))
     return path
-
-
-def processes_about(folder: Path) -> list[psutil.Process]:
-    """Every process whose command line names something in `folder`."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        told = any(str(folder) in argument for argument in process.info["cmdline"] or [])
-        if told and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

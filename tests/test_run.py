@@ -51,7 +51,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str, cache: Path
 
 @pytest.fixture(scope="session")
 def command(shared: Path) -> Left:
-    return trained_once(shared / "short", **SHORT_LAST_STEP)
+    return trained_once(shared / "short", cold=True, **SHORT_LAST_STEP)
 
 
 @pytest.fixture(scope="session")
@@ -168,7 +168,7 @@ def contended(shared: Path) -> Left:
     program = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(program) for _ in range(len(os.sched_getaffinity(0)) // 2 + 1)]
     try:
-        return trained_once(shared / "contended", **MANY_STEPS)
+        return trained_once(shared / "contended", cold=True, **MANY_STEPS)
     finally:
         for process in busy:
             process.kill()

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from ftbench.launch import supervisor
-
 LIMIT_S = 90.0
 
 
+def processes_about(folder: Path) -> list[psutil.Process]:
+    """Every process that writes to a run's log in `folder`: supervisors, what trains under them and what it started."""
+    found = []
+    for process in psutil.process_iter(["ppid"]):
+        with suppress(OSError):
+            found += [process] if os.readlink(f"/proc/{process.pid}/fd/1").startswith(f"{folder.resolve()}/") else []
+    return found
+
+
 def without_supervisors(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that train."""
-    return [process for process in processes if supervisor.__file__ not in process.info["cmdline"]]
+    """Return the processes that train: those whose parent is one of them."""
+    pids = {process.pid for process in processes}
+    return [process for process in processes if process.info["ppid"] in pids]
 
 
 def eventually(holds: Callable[[], Any], what: str = "waited too long") -> Any:

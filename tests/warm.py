@@ -1,30 +1,126 @@
-"""The command in a process of its own that has its modules already: forked from a server that imported them once."""
+"""Commands, and the runs that they start, in processes of their own that have their modules already: forked from a
+server that imported them once. What ends such a process, and what it leaves, is as real as of one that began cold."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
+import io
 import multiprocessing
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+from ftbench.launch import supervisor
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["ftbench.cli", "ftbench.sweep.command", "ftbench.sweep.execute.loop", "ftbench.report.command"]
-)
+_SERVER.set_forkserver_preload([
+    "ftbench.cli", "ftbench.sweep.command", "ftbench.sweep.execute.loop", "ftbench.report.command",
+    "ftbench.launch.mock", "ftbench.worker.train", "ftbench.worker.simulate.run", "ftbench.estimate.simulation",
+])  # fmt: skip
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+RUNS = ("ftbench.worker", "ftbench.worker.simulate", "ftbench.launch.mock")
 
 
-def _command(arguments: list[str], env: dict[str, str], output: Path, errors: Path) -> None:
-    for path, number in ((output, 1), (errors, 2)):
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), number)
+class ForkingPopen(subprocess.Popen):
+    """A child that is forked instead of executed where its command is a run of ftbench under a supervisor."""
+
+    def _execute_child(self, args: Sequence[str], *options: Any) -> None:
+        if len(args) < 8 or args[3] != supervisor.__file__ or args[7] not in RUNS:
+            super()._execute_child(args, *options)
+            return
+        _, _, _, _, cwd, env, _, _, _, read_in, _, _, write_out, _, write_err, *_, new_session, _ = options
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid == 0:
+            files = {0: read_in, 1: write_out, 2: write_err}
+            _leave(lambda: _supervise(args[4:], env, cwd, files, new_session))
+
+
+def _leave(function: Callable[[], object]) -> None:
+    """End this process with what the function does; nothing of what is below it on the stack goes on."""
+    code = 1
+    try:
+        function()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does with what nobody catches
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _supervise(
+    command: list[str], env: Mapping[str, str], cwd: str | None, files: dict[int, int], new_session: bool
+) -> None:
+    """Become the supervisor of a run that it forks too."""
+    if new_session:
+        os.setsid()
+    for number, file in files.items():
+        if file not in (-1, number):
+            os.dup2(file, number)
+    os.chdir(cwd or ".")
+    _enter(env, command)
+    _forget_parent()
+    supervisor._become = _become
+    supervisor.main(command)
+
+
+def _become(command: list[str], parent: int) -> None:
+    """Become the process that executing `python -P -m MODULE ARGUMENTS` would have made."""
+    if os.getppid() == parent:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        _forget_parent()
+        sys.argv = command[3:]
+        _leave(lambda: runpy.run_module(command[3], run_name="__main__", alter_sys=True))
+    os._exit(127)
+
+
+def _forget_parent() -> None:
+    """Do without what executing a program takes away: files, locks and pipes (their numbers stay taken), handlers."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            os.dup2(nothing, int(name))
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _enter(env: Mapping[str, str], arguments: Sequence[str]) -> None:
+    """Have the environment, arguments and streams of a process that has just begun."""
     tempfile.tempdir = None
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = ["ftbench", *arguments]
+    sys.argv = [*arguments]
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+
+
+def _begin() -> None:
+    """Fork the runs that this process starts, and keep collections from looking at all that the server has imported."""
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    gc.freeze()
+
+
+def _command(arguments: list[str], env: dict[str, str], cwd: str, output: Path, errors: Path) -> None:
+    for path, number in ((output, 1), (errors, 2)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(cwd)
+    _enter(env, ["ftbench", *arguments])
+    _begin()
     from ftbench import cli
 
     try:
@@ -36,10 +132,11 @@ def _command(arguments: list[str], env: dict[str, str], output: Path, errors: Pa
 class Warm:
     """One command, with the methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, arguments: list[str], env: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
-        self._process = _SERVER.Process(target=_command, args=(arguments, env, *self._files))
+        self._process = _SERVER.Process(target=_command, args=(arguments, env, str(cwd or os.getcwd()), *self._files))
+        self._printed: tuple[str, ...] | None = None
         self._process.start()
         self.pid = self._process.pid
 
@@ -65,8 +162,10 @@ class Warm:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
-        output, errors = (file.read_text(errors="replace") if file.exists() else "" for file in self._files)
-        return output, errors
+        if self._printed is None:
+            self._printed = tuple(file.read_text(errors="replace") if file.exists() else "" for file in self._files)
+            self._folder.cleanup()
+        return self._printed
 
 
 def run(arguments: Iterable[object], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -74,3 +173,53 @@ def run(arguments: Iterable[object], env: dict[str, str]) -> subprocess.Complete
     process = Warm([str(argument) for argument in arguments], env)
     output, errors = process.communicate(120)
     return subprocess.CompletedProcess("ftbench", process.returncode, output, errors)
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    _begin()
+    try:
+        pipe.send((True, function(*arguments)))
+    except Exception as error:  # noqa: BLE001 - raised again where it was asked for
+        pipe.send((False, error))
+
+
+def returned(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a process of its own; return what it returns, raise what it raises."""
+    reader, writer = _SERVER.Pipe(duplex=False)
+    process = _SERVER.Process(target=_answer, args=(writer, function, arguments))
+    process.start()
+    writer.close()
+    try:
+        well, value = reader.recv()
+    finally:
+        process.join()
+        reader.close()
+    if not well:
+        raise value
+    return value
+
+
+def _each(function: Callable[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
+    return [function(*arguments) for arguments in calls]
+
+
+def each(function: Callable[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
+    """Call a function of a module with each of the arguments, all in one process of its own; return what it returns."""
+    return returned(_each, function, calls)
+
+
+def _script(name: str, arguments: tuple[str, ...]) -> str:
+    """Run a script as a program; return what it printed. Raise RuntimeError where it does not end with 0."""
+    sys.argv, printed = [name, *arguments], io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise RuntimeError(f"{name} ended with {end.code}") from end
+    return printed.getvalue()
+
+
+def script(name: str, *arguments: object) -> str:
+    """Run `scripts/NAME ARGUMENTS` in a process of its own, which must end well; return what it printed."""
+    return returned(_script, name, tuple(map(str, arguments)))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import warm
 from ftbench.core.learning import CANNOT_TELL, DIFFERS, FOLLOWS, NOT_FINITE, Learning
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.identity import fingerprint
@@ -21,6 +19,7 @@ from ftbench.sweep import gradients
 from ftbench.sweep.output.parity import ParityTables
 from ftbench.sweep.plan.base import Options
 from ftbench.sweep.plan.parity import CONTROLS, FAILED, PENDING, Contender, Judgement, ParityPlan, SeedSpread, _together
+from waiting import eventually
 
 SPEC = {
     "name": "learning",
@@ -236,21 +235,22 @@ def test_the_command_refuses_what_it_cannot_judge(ftbench, tmp_path):
 def test_a_killed_check_keeps_what_has_ended_and_the_same_command_goes_on(tmp_path, cache):
     path = tmp_path / "spec.yaml"
     path.write_text(json.dumps(SPEC | CHECKPOINTING))
-    command = [sys.executable, "-m", "ftbench", "parity", str(path), "--seeds", "1", "--out", str(tmp_path / "out")]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = ["parity", str(path), "--seeds", "1", "--out", str(tmp_path / "out")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     folder = tmp_path / "out" / "learning"
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as begun:
-        while not (ended := [run for run in rundir.find_runs(folder) if rundir.read_json(run.state)["state"] == "ok"]):
-            assert begun.poll() is None
-            time.sleep(0.05)
-        begun.kill()
-    first = ended[0].steps.read_bytes()
-    done = subprocess.run(
-        [*command, "--json"], env=environment, capture_output=True, text=True, check=False, timeout=250
-    )
+
+    def ended() -> list[rundir.RunDir]:
+        assert begun.poll() is None
+        return [run for run in rundir.find_runs(folder) if rundir.read_json(run.state)["state"] == "ok"]
+
+    begun = warm.Warm(command, environment)
+    first = eventually(ended)[0]
+    begun.kill()
+    steps = first.steps.read_bytes()
+    done = warm.run([*command, "--json"], environment)
     document = json.loads(done.stdout)
     assert (done.returncode, document["passed"]) == (0, True), document
-    assert ended[0].steps.read_bytes() == first
+    assert first.steps.read_bytes() == steps
     assert [control["caught"] for control in document["controls"]] == [True] * 3
     assert {row["module"] for row in document["gradients"]["learning"]["modules"]} > {"q_proj", "norm"}
     assert (folder / "parity.json").exists()

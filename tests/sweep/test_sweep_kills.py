@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from ftbench.store import rundir
-from sweeps import Folder, Night, processes_about, sweep, write_sweep
-from waiting import eventually
+from sweeps import Folder, Night, sweep, write_sweep
+from waiting import eventually, processes_about
 
 KILLS = int(os.environ.get("FTBENCH_KILLS", "15"))  # a night of them: FTBENCH_KILLS=500
 AXES = {

@@ -25,8 +25,8 @@ import warm
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-from sweeps import ENVIRONMENT, MOCK, Folder, Night, processes_about, sweep, write_sweep
-from waiting import eventually
+from sweeps import ENVIRONMENT, MOCK, Folder, Night, sweep, write_sweep
+from waiting import eventually, processes_about
 
 BATCHES = {"train.batch_size": [1, 2, 4]}
 RATES = {"train.learning_rate": [1e-4, 2e-4, 3e-4, 4e-4, 5e-4]}

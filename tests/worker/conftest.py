@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,6 @@ from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.worker.measure.phases import Phases
 from ftbench.worker.train import TrainingRun, train
-
-gc.freeze()  # a trainer collects garbage at its end: what the libraries made as they were imported is none
 
 TINY: dict[str, Any] = {
     "name": "tiny",

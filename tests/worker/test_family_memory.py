@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,13 @@ import pytest
 
 pytest.importorskip("torch", reason="training libraries are not installed")
 
+import warm
 from ftbench.core.hardware import find_gpu
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.families import FAMILIES
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.store.rundir import RunDir
+from ftbench.worker.simulate.run import simulate
 
 GPU = find_gpu("NVIDIA GeForce RTX 4090")
 CAPABILITY = (8, 9)
@@ -46,17 +47,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 METHODS = ("lora", "full")
-CHILD = """
-import json, sys
-from pathlib import Path
-from ftbench.store.rundir import RunDir
-from ftbench.spec.experiment import Experiment
-from ftbench.worker.simulate.run import simulate
-specs, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-found = {n: simulate(Experiment.model_validate(s), RunDir(folder), (8, 9), 24 * 10**9) for n, s in specs.items()}
-peaks = {name: each["peak"]["gb"] for name, each in found.items()}
-(folder / "peaks.json").write_text(json.dumps(peaks))
-"""
 
 
 def spec_of(family: str, method: str, folder: Path, on: dict[str, Any] | None = None) -> Experiment:
@@ -74,10 +64,8 @@ def spec_of(family: str, method: str, folder: Path, on: dict[str, Any] | None = 
 def largest_errors(families: tuple[str, ...], folder: Path, **on: Any) -> dict[str, float]:
     """Estimated over simulated allocated memory, less 1, by family and method."""
     specs = {f"{family} {method}": spec_of(family, method, folder, on) for family in families for method in METHODS}
-    values = json.dumps({name: spec.model_dump(mode="json") for name, spec in specs.items()})
-    ran = subprocess.run([sys.executable, "-P", "-c", CHILD, values, str(folder)], capture_output=True, check=False)
-    assert ran.returncode == 0, ran.stderr.decode()[-3000:]
-    peaks = json.loads((folder / "peaks.json").read_text())
+    found = warm.each(simulate, [(spec, RunDir(folder), CAPABILITY, 24 * 10**9) for spec in specs.values()])
+    peaks = {name: simulated["peak"]["gb"] for name, simulated in zip(specs, found, strict=True)}
     assert GPU is not None
     return {name: estimate_memory(spec, GPU).allocated.expected / peaks[name] - 1 for name, spec in specs.items()}
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="training libraries are not installed")
 
+import warm
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
 from ftbench.worker import train
 from ftbench.worker.model import loading
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.slow
 def test_a_learned_model_loads_its_rows_are_equally_long_and_it_has_learned_something(tmp_path):
     size = ("--size", "tiny", "--steps", "60", "--megabytes", "0.4", "--rows", "30")
-    command = [sys.executable, "scripts/learn-model", str(tmp_path / "learned"), *size]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=280)
+    warm.script("learn-model", tmp_path / "learned", *size)
     facts = json.loads((tmp_path / "learned" / "learned.json").read_text())
     assert facts["held_out_loss"] < 0.98 * facts["first_loss"]
     spec = resolve(load(tmp_path / "learned" / "spec.yaml", ["dataset.eval_samples=4"]), None)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch", reason="training libraries are not installed")
 
+import warm
 from commands import TINY, Command, Left, write_spec
 from ftbench.errors import SpecError
 from ftbench.launch import nsys
@@ -33,10 +33,8 @@ TRAIN = {"batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 def profile(spec: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ftbench", "profile", str(spec), "--out", str(out), "--json", *arguments],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+    words = ("profile", spec, "--out", out, "--json", *arguments)
+    return warm.run(words, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import warm
 from conftest import TINY, spec_of
 from ftbench.core.hardware import find_gpu
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
+from ftbench.estimate import simulation
 from ftbench.estimate.memory.estimate import estimate_memory
-from ftbench.estimate.simulation import simulate as simulate_in_child
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.refusals import check_simulated
@@ -26,7 +25,7 @@ from ftbench.worker import methods
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.model.loading import source_of
 from ftbench.worker.simulate.account import account, rounded
-from ftbench.worker.simulate.run import Watch, heaviest, shortened
+from ftbench.worker.simulate.run import Watch, heaviest, shortened, simulate
 from ftbench.worker.simulate.tracker import ACCUMULATE, Storage, Tracker
 from ftbench.worker.train import assembled, prepared
 
@@ -50,16 +49,6 @@ OLMO = {
     "model_type": "olmo", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
-CHILD = """
-import json, sys
-from pathlib import Path
-from ftbench.store.rundir import RunDir
-from ftbench.spec.experiment import Experiment
-from ftbench.worker.simulate.run import simulate
-specs, folder = json.loads(sys.argv[1]), RunDir(Path(sys.argv[2]))
-found = {n: simulate(Experiment.model_validate(s), folder, (9, 0), 141 * 10**9) for n, s in specs.items()}
-(folder.path / "found.json").write_text(json.dumps(found))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +58,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config = folder / "config.json"
     config.write_text(json.dumps(OLMO))
     cases = CASES | {"olmo": {"model": {"id": "my/olmo", "path": str(config)}}}
-    specs = {name: spec_of(**changes).model_dump(mode="json") for name, changes in cases.items()}
-    ran = subprocess.run([sys.executable, "-P", "-c", CHILD, json.dumps(specs), str(folder)], capture_output=True)
-    assert ran.returncode == 0, ran.stderr.decode()[-3000:]
-    return json.loads((folder / "found.json").read_text())
+    calls = [(spec_of(**changes), RunDir(folder), (9, 0), 141 * 10**9) for changes in cases.values()]
+    return dict(zip(cases, warm.each(simulate, calls), strict=True))
 
 
 def live_bytes(tmp_path: Path, **changes: Any) -> dict[str, int]:
@@ -126,7 +113,7 @@ def test_parts_add_up_to_the_peak_and_the_second_step_holds_the_optimizers_state
 
 def test_attention_without_a_mask_never_holds_the_square_of_the_length_and_eager_does(found: dict[str, Any]) -> None:
     squares = {
-        name: sum(group["shape"][2:] == [64, 64] for group in found[name]["peak"]["tensors"])
+        name: sum(list(group["shape"][2:]) == [64, 64] for group in found[name]["peak"]["tensors"])
         for name in ("sdpa", "eager")
     }
     assert squares["sdpa"] == 0 < squares["eager"]
@@ -214,7 +201,7 @@ def test_estimate_and_simulation_take_the_same_workspaces(found: dict[str, Any])
 def test_what_the_child_says_reaches_the_user_as_a_sentence(tmp_path: Path) -> None:
     spec = spec_of(model={"id": "tiny/llama", "weights": "pretrained", "path": str(tmp_path)})
     with pytest.raises(SpecError, match="model_type"):
-        simulate_in_child(spec, gpu("NVIDIA H200"))
+        warm.returned(simulation.simulate, spec, gpu("NVIDIA H200"))
 
 
 def gpu(name: str) -> Any:
@@ -229,7 +216,7 @@ def test_an_8b_model_from_its_shape_alone_peaks_where_the_h200_did(run: str) -> 
     directory = RunDir(H200 / run)
     values = json.loads(directory.spec_json.read_text())
     spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
-    found = simulate_in_child(spec, gpu(first_gpu(read_json(directory.machine))["name"]))
+    found = warm.returned(simulation.simulate, spec, gpu(first_gpu(read_json(directory.machine))["name"]))
     with directory.steps.open() as file:
         first, second = [float(row["peak_memory_gb"]) for row in csv.DictReader(file)][:2]
     assert found.steps_gb == pytest.approx((first, second), rel=0.002)
