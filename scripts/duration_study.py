@@ -13,9 +13,10 @@ import yaml
 
 from ftbench.estimate.time import accuracy, speeds
 from ftbench.estimate.time.accuracy import LeftOut
-from ftbench.estimate.time.observations import Observation
+from ftbench.estimate.time.neighbor_correction import Observation
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.time.speeds import Ideal, Term, step
+from ftbench.estimate.time.speeds import Term, step
+from ftbench.estimate.time.work import StepWork
 
 _NOISE = 0.05  # spread of the log of a run's step time around a perfect model
 _DOUBT = 0.35  # spread of the log of a coefficient around its prior
@@ -54,13 +55,12 @@ class StepSum:
     update: np.ndarray
 
     @classmethod
-    def of(cls, ideal: Ideal, names: Sequence[str]) -> StepSum:
+    def of(cls, ideal: StepWork, names: Sequence[str]) -> StepSum:
         columns = {name: column for column, name in enumerate(names)}
         device, host = (np.zeros((len(ideal.groups), len(names))) for _ in range(2))
-        for row, (weight, terms, operations) in enumerate(ideal.groups):
-            host[row, columns["host"]] = operations * weight * ideal.passes
+        for row, (weight, terms) in enumerate(ideal.groups):
             for name, value in terms.items():
-                device[row, columns[name]] = value * weight * ideal.passes
+                (host if name == "host" else device)[row, columns[name]] = value * weight * ideal.passes
         update = np.zeros(len(names))
         for name, value in ideal.update.items():
             update[columns[name]] = value

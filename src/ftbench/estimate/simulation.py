@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,36 +29,23 @@ _ERRORS: dict[int, type[FtbenchError]] = {1: FtbenchError, 2: SpecError, 3: Miss
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
-    """Tensors of one kind alive at the peak: how many, of which shape and dtype, made by which operation of which
-    module (`*` for the number of a layer), and their sum in GiB."""
-
-    part: str
-    module: str
-    operation: str
-    shape: tuple[int, ...]
-    dtype: str
-    count: int
-    gb: float
-
-
-@dataclass(frozen=True, slots=True)
 class Simulation:
     """What two steps on the heaviest batch would have allocated, in GiB: torch's `max_memory_allocated`.
 
     `parts_gb` adds up to `peak_gb`: weights, adapters, gradients, optimizer, activations, loss (logits and what is made
     of them), workspace (cuBLAS), inputs, temporary. `phase` is where the peak stands: load, setup, data, forward,
     backward or optimizer; `phases_gb` the highest of each. `steps_gb` is the peak of each step: the first runs without
-    the optimizer's state. `after_step_gb` stays allocated between steps. `tensors` are the largest at the peak.
+    the optimizer's state. `after_step_gb` stays allocated between steps. `tensors` are the largest at the peak by their
+    kind: part, shape and dtype, made by which operation of which module (`*` for the number of a layer), count and sum.
     """
 
     peak_gb: float
     phase: str
     parts_gb: Mapping[str, float]
     phases_gb: Mapping[str, float]
-    steps_gb: tuple[float, ...]
+    steps_gb: Sequence[float]
     after_step_gb: float
-    tensors: tuple[Tensors, ...]
+    tensors: Sequence[Mapping[str, Any]]
     batch: Mapping[str, int]
     torch: str
     transformers: str
@@ -87,53 +72,29 @@ def simulate(spec: Experiment, gpu: Gpu, limit_s: float = LIMIT_S) -> Simulation
         }
         rundir.write_json(scratch / "request.json", request)
         _run(spec, scratch, limit_s)
-        return read(rundir.read_json(scratch / "simulation.json"))
+        document = rundir.read_json(scratch / "simulation.json")
+    peak, steps = document["peak"], document["steps"]
+    head = {name: document[name] for name in ("batch", "torch", "transformers", "seconds")}
+    return Simulation(
+        peak_gb=peak["gb"], phase=peak["phase"], parts_gb=peak["parts_gb"], phases_gb=document["phases"],
+        steps_gb=[step["peak_gb"] for step in steps], after_step_gb=steps[-1]["end_gb"], tensors=peak["tensors"],
+        **head,
+    )  # fmt: skip
 
 
 def _run(spec: Experiment, scratch: Path, limit_s: float) -> None:
     """Run the child to its end. Raise what it said, or how it ended."""
-    log = scratch / "log.txt"
-    argv = [sys.executable, "-P", "-m", "ftbench.worker.simulate", str(scratch.resolve())]
-    environment = trl.environment(os.environ, spec) | {
-        "CUDA_VISIBLE_DEVICES": ""
-    }  # a real GPU would be asked and waited for
-    end = time.monotonic() + limit_s
-    late = process.Stop("timeout", f"took longer than {limit_s:.0f} s")
-    with process.signals() as ended_by:
-        ended = process.run_child(argv, environment, log, ended_by, lambda: late if time.monotonic() > end else None)
-    if ended.stop and ended.stop.state == "interrupted":
-        raise KeyboardInterrupt
-    error = rundir.read_json(scratch / "error.json")
-    if error:
+    environment = trl.environment(os.environ, spec) | {"CUDA_VISIBLE_DEVICES": ""}  # a real GPU would be waited for
+    ended, why = process.run_module(
+        "ftbench.worker.simulate", [str(scratch.resolve())], environment, scratch / "log.txt", limit_s,
+        f"took longer than {limit_s:.0f} s",
+    )  # fmt: skip
+    if error := rundir.read_json(scratch / "error.json"):
         raise _ERRORS.get(int(error["exit_code"]), FtbenchError)(error["message"])
     if ended.kernel_oom:
         raise MissingError("the simulation ran out of the host's memory: free some, or estimate without --simulate")
-    if ended.stop or ended.code != 0:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        why = (
-            ended.stop.reason
-            if ended.stop
-            else f"ended with exit code {ended.code}: {(lines or ['no output'])[-1][:300]}"
-        )
+    if why:
         raise FtbenchError(f"the process that simulates {why}")
-
-
-def read(document: dict[str, Any]) -> Simulation:
-    """Return simulation.json as an object."""
-    peak = document["peak"]
-    return Simulation(
-        peak_gb=peak["gb"],
-        phase=peak["phase"],
-        parts_gb=peak["parts_gb"],
-        phases_gb=document["phases"],
-        steps_gb=tuple(step["peak_gb"] for step in document["steps"]),
-        after_step_gb=document["steps"][-1]["end_gb"],
-        tensors=tuple(Tensors(**entry | {"shape": tuple(entry["shape"])}) for entry in peak["tensors"]),
-        batch=document["batch"],
-        torch=document["torch"],
-        transformers=document["transformers"],
-        seconds=document["seconds"],
-    )
 
 
 # --- ftbench estimate --simulate --------------------------------------------------------------------------------------
@@ -202,7 +163,8 @@ def as_text(simulation: Simulation, spec: Experiment, gpu: str, has: Capacity, v
     return "\n".join(lines)
 
 
-def _line(tensors: Tensors) -> str:
-    shape = "x".join(map(str, tensors.shape)) or "scalar"
-    where = ".".join(tensors.module.split(".")[-3:]) or tensors.operation
-    return f"  {gibibytes(tensors.gb):>8}  {tensors.count:>4} x {tensors.dtype} {shape:<20} {tensors.part} ({where})"
+def _line(tensors: Mapping[str, Any]) -> str:
+    shape = "x".join(map(str, tensors["shape"])) or "scalar"
+    where = ".".join(tensors["module"].split(".")[-3:]) or tensors["operation"]
+    size, count = gibibytes(tensors["gb"]), tensors["count"]
+    return f"  {size:>8}  {count:>4} x {tensors['dtype']} {shape:<20} {tensors['part']} ({where})"

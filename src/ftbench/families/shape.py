@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -186,6 +187,10 @@ class ModelShape:
         """The different layers, and how many there are of each."""
         return tuple(Counter(self.layers).items())
 
+    def summed(self, count: Callable[[Layer], int]) -> int:
+        """Return something of all layers."""
+        return sum(layers * count(layer) for layer, layers in self.kinds)
+
     @cached_property
     def order(self) -> tuple[int, ...]:
         """Which of `kinds` each layer is."""
@@ -216,11 +221,11 @@ class ModelShape:
     @cached_property
     def linear_parameters(self) -> int:
         """Parameters of the linear layers' matrices, which 4-bit storage reaches: no biases, no fused experts."""
-        return sum(each.inputs * each.outputs * count for layer, count in self.kinds for each in layer.linears)
+        return self.summed(lambda layer: sum(linear.inputs * linear.outputs for linear in layer.linears))
 
     @cached_property
     def expert_matrices(self) -> int:
-        return sum(layer.expert_matrices * count for layer, count in self.kinds)
+        return self.summed(lambda layer: layer.expert_matrices)
 
     @cached_property
     def largest_layer(self) -> int:

@@ -77,6 +77,24 @@ def run_child(
     return Exit(child.returncode, stop, killed and _kernel_oom_kills() > kills, time.monotonic() - begin)
 
 
+def run_module(
+    name: str, arguments: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float, late: str
+) -> tuple[Exit, str | None]:
+    """Run a module of ftbench's in a child process to its end, at most `limit_s` seconds; return how it ended, and in
+    words why not well (`late`, its exit code, its last words). Raise KeyboardInterrupt where a signal ended it."""
+    end = time.monotonic() + limit_s
+    stop = Stop("timeout", late)
+    argv = [sys.executable, "-P", "-m", name, *arguments]
+    with signals() as signals_pipe:
+        ended = run_child(argv, env, log, signals_pipe, lambda: stop if time.monotonic() > end else None)
+    if ended.stop and ended.stop.state == "interrupted":
+        raise KeyboardInterrupt
+    if ended.stop or ended.code == 0:
+        return ended, ended.stop.reason if ended.stop else None
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return ended, f"ended with exit code {ended.code}: {(lines or ['no output'])[-1][:300]}"
+
+
 def _wait(child: subprocess.Popen[bytes], signals_pipe: int, watch: Callable[[], Stop | None]) -> Stop | None:
     with _pidfd(child) as ended:
         while True:

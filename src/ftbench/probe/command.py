@@ -9,7 +9,6 @@ import platform
 import re
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +72,13 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
 def _measure(scratch: Path) -> dict[str, Any]:
     """Return what the child has measured, also where it was stopped half-way."""
     path, log = scratch / "probe.json", scratch / "log.txt"
-    argv = [sys.executable, "-P", "-m", "ftbench.worker.probe", str(path.resolve()), f"{_CHILD_S:g}"]
-    end = time.monotonic() + LIMIT_S
-    late = process.Stop("timeout", f"was stopped after {LIMIT_S:.0f} s")
-    with process.signals() as signals:
-        ended = process.run_child(argv, environment(), log, signals, lambda: late if time.monotonic() > end else None)
-    if ended.stop and ended.stop.state == "interrupted":
-        raise KeyboardInterrupt
+    arguments, late = [str(path.resolve()), f"{_CHILD_S:g}"], f"was stopped after {LIMIT_S:.0f} s"
+    ended, why = process.run_module("ftbench.worker.probe", arguments, environment(), log, LIMIT_S, late)
     document = rundir.read_json(path)
     doing = document.pop("doing", None)
     if missing := document.pop("missing", None):
         raise MissingError(missing)
-    if ended.stop or ended.code != 0:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1][:300] if lines else "no output"
-        why = ended.stop.reason if ended.stop else f"ended with exit code {ended.code}: {last}"
+    if why:
         if not any(document.get("products", {}).values()):
             raise FtbenchError(f"probe: the process that measures {why}; nothing was measured")
         document["notes"] = [*document["notes"], f"{doing}: not measured: the process that measures {why}"]

@@ -11,7 +11,7 @@ from ftbench.core.hardware import Gpu, gpus
 from ftbench.estimate.time import speeds
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import TimedRun
-from ftbench.estimate.time.observations import Observation
+from ftbench.estimate.time.neighbor_correction import Observation
 from ftbench.estimate.time.run_index import Store
 from ftbench.store.summary import optimizations_on
 

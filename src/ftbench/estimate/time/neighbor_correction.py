@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ftbench.estimate.time.history import Settings, TimedRun, settings_of
-from ftbench.estimate.time.observations import Observation
 from ftbench.estimate.time.speeds import Step, step
+from ftbench.estimate.time.work import StepWork
 from ftbench.spec.experiment import Experiment
 
 # How far apart two specs are: the log of the ratio of their steps, and this much for each thing they differ in. The
@@ -27,6 +28,19 @@ class Correction:
     factor: float
     runs: int
     alike: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A run's mean step, and its work in seconds at the ceilings; runs of one `key` took the same step and count as
+    one."""
+
+    run: TimedRun
+    ideal: StepWork
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.run.gpu, *self.run.key)
 
 
 @dataclass(frozen=True, slots=True)

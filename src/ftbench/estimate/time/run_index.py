@@ -13,9 +13,8 @@ from ftbench.core.hardware import Gpu
 from ftbench.errors import SpecError
 from ftbench.estimate.time.ceilings import limits_of
 from ftbench.estimate.time.history import StepKey, TimedRun, step_key, timed_runs
-from ftbench.estimate.time.neighbor_correction import Neighbour, neighbours
-from ftbench.estimate.time.observations import Observation
-from ftbench.estimate.time.speeds import Ideal, ideal
+from ftbench.estimate.time.neighbor_correction import Neighbour, Observation, neighbours
+from ftbench.estimate.time.speeds import ideal
 from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.lengths import Batch, Lengths, lengths_of
 from ftbench.estimate.workload.method import TrainableShape, trainable_shape
@@ -110,7 +109,7 @@ class Store:
                     self._seen[gpu.name].append(Observation(run, self._ideal(run, gpu)))
         return self._seen[gpu.name]
 
-    def _ideal(self, run: TimedRun, gpu: Gpu) -> Ideal:
+    def _ideal(self, run: TimedRun, gpu: Gpu) -> StepWork:
         limits = limits_of(gpu, run.spec.train.precision, run.spec.optimizations.fp8 != "off", self.path)
         return ideal(step_work(run.spec, self._shape(run.spec, None), [run.batch]), limits)
 

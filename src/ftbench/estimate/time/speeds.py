@@ -9,10 +9,12 @@ from functools import cache
 from typing import Any
 
 from ftbench.estimate.time.ceilings import Ceilings
-from ftbench.estimate.time.work import StepWork, Work
+from ftbench.estimate.time.work import StepWork
 from ftbench.facts import read_facts
 
-HOST_OPERATION_S = 10e-6  # one operation of Python and its launch; its coefficient says what it really is
+HOST_OPERATIONS_S = (
+    1e5  # operations of Python and their launches in a second; the coefficient says what they really are
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +26,6 @@ class Term:
     prior: float
     runs: int
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ideal:
-    """A step in seconds at the ceilings: of each group of micro-batches its weight, the device's terms and the host's
-    seconds; `passes` micro-batches a step; the optimizer's terms once."""
-
-    groups: tuple[tuple[float, Mapping[str, float], float], ...]
-    passes: int
-    update: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +61,38 @@ def values(terms: Mapping[str, Term]) -> dict[str, float]:
     return {name: term.value for name, term in terms.items()}
 
 
-def ideal(work: StepWork, limits: Ceilings) -> Ideal:
-    """Return every term at its ceiling."""
-    groups = tuple((weight, _seconds(each, limits), each.operations * HOST_OPERATION_S) for weight, each in work.groups)
-    return Ideal(groups, work.passes, _seconds(work.update, limits))
+def ideal(work: StepWork, limits: Ceilings) -> StepWork:
+    """Return the step in seconds, every term at its ceiling."""
+    groups = tuple((weight, _seconds(terms, limits)) for weight, terms in work.groups)
+    return StepWork(groups, work.passes, _seconds(work.update, limits))
 
 
-def _seconds(work: Work, limits: Ceilings) -> dict[str, float]:
-    seconds = {name: amount / limits.memory for name, amount in work.bytes.items()}
-    seconds |= {name: amount / limits.link for name, amount in work.link.items()}
-    for name, amount in work.flops.items():
-        rate = limits.products_fp8 if name == "products.fp8" else limits.products
+def _seconds(terms: Mapping[str, float], limits: Ceilings) -> dict[str, float]:
+    return {name: amount / _rate(name, limits) for name, amount in terms.items()}
+
+
+def _rate(term: str, limits: Ceilings) -> float:
+    """Return the most that a second can do of a term: FLOPs, operations of the host, bytes over the link or in the
+    GPU's memory."""
+    if term.startswith(("products", "attention")):
+        rate = limits.products_fp8 if term == "products.fp8" else limits.products
         assert rate is not None
-        seconds[name] = amount / rate
-    return seconds
+        return rate
+    return HOST_OPERATIONS_S if term == "host" else limits.link if term.startswith("offload") else limits.memory
 
 
-def step(ideal_step: Ideal, coefficients: Mapping[str, float]) -> Step:
+def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
     """Return how long a step takes: of each micro-batch the slower of device and host, and the update."""
     parts: dict[str, float] = defaultdict(float)
     device = host = seconds = 0.0
-    for weight, terms, operations in ideal_step.groups:
-        alone = 0.0
-        for name, value in terms.items():
-            spent = coefficients[name] * value * weight * ideal_step.passes
-            parts[name] += spent
-            alone += spent
-        started = coefficients["host"] * operations * weight * ideal_step.passes
+    for weight, terms in ideal_step.groups:
+        spent = {name: coefficients[name] * value * weight * ideal_step.passes for name, value in terms.items()}
+        started = spent.pop("host")
+        alone = sum(spent.values())
+        for name, value in spent.items():
+            parts[name] += value
         device, host, seconds = device + alone, host + started, seconds + max(alone, started)
     for name, value in ideal_step.update.items():
-        spent = coefficients[name] * value
-        parts[name] += spent
-        device, seconds = device + spent, seconds + spent
+        parts[name] += (spent_once := coefficients[name] * value)
+        device, seconds = device + spent_once, seconds + spent_once
     return Step(seconds, device, host, dict(parts))

@@ -8,14 +8,13 @@ operations at once move fewer, which is the coefficient of their term.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ftbench.core import flops
 from ftbench.estimate.workload.lengths import Batch
-from ftbench.estimate.workload.method import Fused, TrainableShape, fused, is_eager, is_upcast
+from ftbench.estimate.workload.method import Fused, Recipe, TrainableShape, is_upcast, recipe_of
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.methods import Unsloth
 
 # Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
 # one each of queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
@@ -46,92 +45,75 @@ _DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Amounts by the name of their term: `flops` at the rate of 16-bit products (or 8-bit for `products.fp8`), `bytes`
-    at the memory's, `operations` of the host. `link` are bytes over the link to the host."""
+class StepWork:
+    """An optimizer step: `passes` micro-batches, of each group of like size its weight and its amounts by the name of
+    their term, and the update's, once. FLOPs of `products` and `attention` (8-bit ones in `products.fp8`), bytes over
+    the link to the host in `offload`, operations of the host in `host`, and bytes of the GPU's memory in the others."""
 
-    flops: dict[str, float]
-    bytes: dict[str, float]
-    link: dict[str, float]
-    operations: float
-
-
-def kind_of(spec: Experiment) -> str:
-    """Return whose kernels do the elementwise work: eager, compiled, liger or unsloth."""
-    if spec.method.name == "unsloth":
-        return "unsloth"
-    if spec.optimizations.compile:
-        return "compiled"
-    return "liger" if spec.optimizations.liger else "eager"
+    groups: tuple[tuple[float, Mapping[str, float]], ...]
+    passes: int
+    update: Mapping[str, float]
 
 
-def recomputed(spec: Experiment) -> float:
-    """Return the share of the layers whose forward pass is done twice."""
-    own = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
-    if spec.optimizations.gradient_checkpointing == "selective":
-        return 0.5
-    return float(bool(spec.optimizations.gradient_checkpointing) or own != "off")
+def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
+    """Return the work of an optimizer step; a spec whose products have no known rate is for `ceilings.py` to refuse."""
+    groups = tuple((batch.weight, micro_step(spec, shape, batch)) for batch in batches)
+    return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))
 
 
-def micro_step(spec: Experiment, shape: TrainableShape, batch: Batch) -> Work:
+def micro_step(spec: Experiment, shape: TrainableShape, batch: Batch) -> dict[str, float]:
     """Return one forward and backward pass."""
-    again = recomputed(spec)
-    done = _products(spec, shape, batch, again)
-    if is_eager(spec, shape.model):  # products like those with weights, of all pairs
-        done["products"] += _whole_square(shape, batch, again)
+    recipe = recipe_of(spec, shape.model)
+    again = {"off": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)  # share of the layers
+    work = _products(spec, recipe, shape, batch, again)
+    if recipe.attention == "eager":  # products like those with weights, of all pairs
+        work["products"] += _whole_square(shape, batch, again)
     else:
-        done[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again)
-    return Work(
-        {name: value for name, value in done.items() if value},
-        _moved(spec, shape, batch, again),
-        _linked(spec, shape, batch),
-        _operations(spec, shape, batch, again),
-    )
-
-
-def _linked(spec: Experiment, shape: TrainableShape, batch: Batch) -> dict[str, float]:
-    """Return bytes to the host and back."""
-    if spec.optimizations.activation_offload:
-        return {"offload": 2 * _kept(shape) * batch.positions}
-    if spec.optimizations.gradient_checkpointing == "offload":
+        work[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again)
+    work = {name: value for name, value in work.items() if value}
+    work |= _moved(spec, recipe, shape, batch, again)
+    if recipe.offload:
+        work["offload"] = 2 * _kept(shape) * batch.positions
+    elif recipe.checkpointing == "offload":
         stream = 4 if is_upcast(spec.method, shape.model) else 2
-        return {"offload.checkpoints": 2 * stream * shape.model.hidden * len(shape.model.layers) * batch.positions}
-    return {}
+        work["offload.checkpoints"] = 2 * stream * shape.model.hidden * len(shape.model.layers) * batch.positions
+    return work | {"host": _operations(recipe, shape, batch, again)}
 
 
-def _products(spec: Experiment, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
+def _products(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
     """Return FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and
     Liger's take the gradient in the forward pass; the others make the logits again."""
     matmul, n = shape.matmul, batch.positions
     layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
     once = spec.optimizations.liger or spec.optimizations.chunked_loss
     head = batch.labels * (flops.head_per_token(matmul) + (0 if once else 2 * matmul.head))
-    experts = n * (4 + 2 * again + 2 * (spec.method.name == "full")) * shape.expert_matmul
-    fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if spec.optimizations.fp8 != "off" else 0.0
+    experts = n * (4 + 2 * again + 2 * recipe.full) * shape.expert_matmul
+    fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if recipe.fp8 else 0.0
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 
-def _moved(spec: Experiment, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
+def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
     """Return bytes read and written, by term."""
-    n, kind, compiled = batch.positions, kind_of(spec), bool(spec.optimizations.compile)
+    n, kind, compiled = batch.positions, recipe.kernels, recipe.compiled
     moved: dict[str, float] = defaultdict(float)
     base, adapters = _elementwise(shape, again)
-    adapters *= _FUSED_PASSES[fused(spec)]
+    adapters *= _FUSED_PASSES[recipe.fused]
     moved[f"elementwise.{kind}"] += base * n
     moved["elementwise.eager" if kind == "liger" else f"elementwise.{kind}"] += adapters * n
     if is_upcast(spec.method, shape.model):  # and so is the stream between the layers
         moved["elementwise.float32"] += (base + adapters) * n
-    if spec.method.mxfp4:
+    if recipe.mxfp4:
         moved["dequantise.mxfp4"] += (2 + again) * shape.model.expert_matrices * _MXFP4_OUT
-    elif spec.method.quantised:  # 4 bits are read and 16 written for each product
-        moved["dequantise"] += (2 + again) * shape.quantisable * 2.5
-    if spec.optimizations.fp8 != "off":
+    elif recipe.quantised:  # 4 bits are read and 16 written for each product
+        moved["dequantise"] += (2 + again) * shape.model.linear_parameters * 2.5
+    if recipe.fp8:
         each = shape.linears.inputs * (1 + again) + shape.linears.outputs
         moved["casts"] += each * n * (_CAST if compiled else _CAST_EAGER)
     ours = spec.optimizations.chunked_loss
     bytes_ = (_OUR_LOGIT_COMPILED if compiled else _OUR_LOGIT) if ours else _LOGIT
-    moved[f"logits.{_loss(spec, kind)}"] += batch.labels * shape.model.vocab * bytes_
-    if is_eager(spec, shape.model):  # scores are written, scaled, masked and normalised, forward and back
+    # trl's own loss computes entropy and accuracy too
+    moved[f"logits.{'trl' if recipe.loss == 'trl' else 'chunked'}"] += batch.labels * shape.model.vocab * bytes_
+    if recipe.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
         scores = batch.square * shape.heads
         moved["elementwise.eager"] += _SCORE * scores * (1 + _RECOMPUTED * again)
     if shape.expert_matmul:  # the weights of all experts that some token visits are read
@@ -160,46 +142,24 @@ def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
     return base * (1 + _BACKWARD + again), adapters * (1 + _ADAPTER_BACKWARD + again)
 
 
-def _loss(spec: Experiment, kind: str) -> str:
-    """Return the work of the loss; trl's own computes entropy and accuracy too."""
-    own = spec.optimizations.chunked_loss or spec.optimizations.liger or kind == "unsloth"
-    return "chunked" if own else "trl"
-
-
 def _kept(shape: TrainableShape) -> float:
     """Return bytes a position that the backward pass needs, in all layers: norms and products keep their inputs."""
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
-def _operations(spec: Experiment, shape: TrainableShape, batch: Batch, again: float) -> float:
+def _operations(recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> float:
     each = _LAYER_OPS + (_MASK_OPS if batch.masked else 0)
-    total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[fused(spec)]
-    total += _QUANTISED_OPS * shape.linears.count if spec.method.quantised and not spec.method.mxfp4 else 0
+    total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[recipe.fused]
+    total += _QUANTISED_OPS * shape.linears.count if recipe.quantised and not recipe.mxfp4 else 0
     total += _EXPERT_OPS * shape.moe_layers
-    return total * _HOST_SHARE[kind_of(spec)] * (1 + _RECOMPUTED * again)
+    return total * _HOST_SHARE[recipe.kernels] * (1 + _RECOMPUTED * again)
 
 
-def update(spec: Experiment, shape: TrainableShape) -> Work:
-    """Return the work of clipping and of the optimizer's update, once a step."""
-    full = spec.method.name == "full"
-    weight = _DTYPE_BYTES[spec.model.dtype] if full else 4  # adapters are trained in float32
+def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:
+    """Return the bytes of clipping and of the optimizer's update, once a step."""
+    weight = _DTYPE_BYTES[spec.model.dtype] if spec.method.name == "full" else 4  # adapters are trained in float32
     moment = _MOMENT_BYTES.get(spec.train.optimizer, 0.0)
     state = 4 * (weight if moment is None else moment)
     clipped = 3 * weight if spec.train.max_grad_norm else 0
     name = _OPTIMIZER_TERM.get(spec.train.optimizer, "optimizer.fused")
-    return Work({}, {name: shape.trained * (3 * weight + state + clipped)}, {}, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """An optimizer step: `passes` micro-batches, of each group of like size weight and work; and the update once."""
-
-    groups: tuple[tuple[float, Work], ...]
-    passes: int
-    update: Work
-
-
-def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
-    """Return the work of an optimizer step; a spec whose products have no known rate is for `ceilings.py` to refuse."""
-    groups = tuple((batch.weight, micro_step(spec, shape, batch)) for batch in batches)
-    return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))
+    return {name: shape.trained * (3 * weight + state + clipped)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -75,12 +75,17 @@ class Recipe:
         """Whether adapters read the very tensor that the layer reads."""
         return self.adapter == self.stream == self.compute
 
+    @property
+    def kernels(self) -> Literal["eager", "liger", "compiled", "unsloth"]:
+        """Whose kernels do the elementwise work."""
+        return "unsloth" if self.unsloth else "compiled" if self.compiled else "liger" if self.liger else "eager"
+
     def adapted(self, layer: Layer) -> int:
         """Return how many matrices of a layer have adapters."""
         return len(layer.reached(self.targets)) + ("experts" in self.targets and layer.experts is not None)
 
 
-def recipe_of(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Recipe:
+def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bool = False) -> Recipe:
     """Return the recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
     `whole` that every sample has max_length tokens."""
     method, on = spec.method, spec.optimizations
@@ -198,17 +203,16 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class TrainableShape:
-    """A model with a method on it. `linears` are those of all layers, `adapters` the ones among them with adapters.
-    `quantisable` are the parameters that 4-bit storage reaches: fused expert matrices stay as they are. A token uses
-    `expert_matmul` of the experts' parameters. `inner`, `heads` and `query_key` are sums over all layers: the widths of
-    the gated products a token passes, its attention heads, and its queries and keys; `moe_layers` have experts."""
+    """A model with a method on it. `linears` are those of all layers, `adapters` the ones among them with adapters. A
+    token uses `expert_matmul` of the experts' parameters. `inner`, `heads` and `query_key` are sums over all layers:
+    the widths of the gated products a token passes, its attention heads, and its queries and keys; `moe_layers` have
+    experts."""
 
     model: ModelShape
     matmul: MatmulShape
     linears: Linears
     adapters: Linears
     trained: int
-    quantisable: int
     expert_matmul: int
     inner: int
     heads: int
@@ -228,36 +232,37 @@ def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> T
 def _trainable(model: ModelShape, names: frozenset[str], rank: int) -> TrainableShape:
     """Return what is trained; `rank` 0 trains every weight."""
     full = not rank
-    reached = _summed((count, _adapted(layer, names)) for layer, count in model.kinds)
-    experts = sum(count * _visited(layer) for layer, count in model.kinds)
-    others = sum(c * (each.matrices + each.parameters["router"] - each.router_biases) for each, c in model.kinds)
+    reached = _summed(model, lambda layer: _adapted(layer, names))
+    experts = model.summed(
+        lambda layer: layer.expert_matrices * layer.experts.active // layer.experts.count if layer.experts else 0
+    )
+    others = model.summed(lambda layer: layer.matrices + layer.parameters["router"] - layer.router_biases)
     base, head = model.linear_parameters + experts + others, model.vocab * model.hidden
-    adapters = rank * (reached.inputs + reached.outputs)
     return TrainableShape(
         model=model,
-        matmul=MatmulShape(base, base if full else 0, head, head if full else 0, adapters,
+        matmul=MatmulShape(base, base if full else 0, head, head if full else 0,
+                           rank * (reached.inputs + reached.outputs),
                            tuple((layer.query + layer.output) // 2 for layer in model.layers),
                            tuple(layer.window for layer in model.layers)),
-        linears=_summed((count, _used(layer)) for layer, count in model.kinds),
+        linears=_summed(model, _used),
         adapters=reached,
         trained=model.total if full else adapter_parameters(model, names, rank),
-        quantisable=model.linear_parameters,
         expert_matmul=experts,
-        inner=sum(count * (layer.inner + (layer.experts.active * layer.experts.inner if layer.experts else 0))
-                  for layer, count in model.kinds),
-        heads=sum(count * layer.heads for layer, count in model.kinds),
-        query_key=sum(count * (layer.query + layer.key) for layer, count in model.kinds),
-        moe_layers=sum(count for layer, count in model.kinds if layer.experts),
+        inner=model.summed(lambda each: each.inner + (each.experts.active * each.experts.inner if each.experts else 0)),
+        heads=model.summed(lambda layer: layer.heads),
+        query_key=model.summed(lambda layer: layer.query + layer.key),
+        moe_layers=model.summed(lambda layer: layer.experts is not None),
     )  # fmt: skip
 
 
 def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> int:
     """Return the trained parameters of LoRA: r (in + out) for each targeted matrix (Hu et al. 2021), of each expert for
     gate and up together and for down."""
-    return rank * sum(
-        count * sum(linear.inputs + linear.outputs for linear in layer.reached(names))
-        + count * (layer.experts.count * expert_adapter(layer) if layer.experts and "experts" in names else 0)
-        for layer, count in model.kinds
+    return rank * model.summed(
+        lambda layer: (
+            sum(linear.inputs + linear.outputs for linear in layer.reached(names))
+            + (layer.experts.count * expert_adapter(layer) if layer.experts and "experts" in names else 0)
+        )
     )
 
 
@@ -265,11 +270,6 @@ def expert_adapter(layer: Layer) -> int:
     """Return the inputs and outputs of one expert's two fused matrices."""
     assert layer.experts is not None
     return (layer.hidden + 2 * layer.experts.inner) + (layer.experts.inner + layer.hidden)
-
-
-def _visited(layer: Layer) -> int:
-    """Return the parameters of the experts' matrices that one token uses."""
-    return layer.expert_matrices * layer.experts.active // layer.experts.count if layer.experts else 0
 
 
 def _used(layer: Layer) -> list[tuple[int, int]]:
@@ -288,13 +288,8 @@ def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
     return reached + [(h, 2 * i), (i, h)] * active
 
 
-def _summed(layers: Iterable[tuple[int, list[tuple[int, int]]]]) -> Linears:
-    """Return the matrices of some kinds of layers, of each so many."""
-    total = Linears(0, 0, 0)
-    for count, matrices in layers:
-        total = Linears(
-            total.count + count * len(matrices),
-            total.inputs + count * sum(inputs for inputs, _ in matrices),
-            total.outputs + count * sum(outputs for _, outputs in matrices),
-        )
-    return total
+def _summed(model: ModelShape, matrices: Callable[[Layer], list[tuple[int, int]]]) -> Linears:
+    """Return some matrices of each layer, of the whole model."""
+    counted = [(count, matrices(layer)) for layer, count in model.kinds]
+    inputs, outputs = (sum(count * sum(pair[side] for pair in pairs) for count, pairs in counted) for side in (0, 1))
+    return Linears(sum(count * len(pairs) for count, pairs in counted), inputs, outputs)
