@@ -14,6 +14,9 @@ from ftbench.estimate.memory import calibrate, constants, measured
 from ftbench.estimate.memory.estimate import MEASURED
 from ftbench.estimate.workload.model import shape_of
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import estimate_study as study
+
 RESULTS = Path("results")
 # Mean and worst relative error that hold on the committed runs. The worst reserved memory is that of models so small
 # that half a GiB is a fifth of it, and of batches of many lengths, which depends on the order in which they come.
@@ -22,12 +25,12 @@ BOUNDS = {"allocated": (0.01, 0.065), "reserved": (0.05, 0.22), "device": (0.05,
 
 @pytest.fixture(scope="module")
 def runs() -> list[measured.Measured]:
-    return measured.once(measured.read([RESULTS]))
+    return study.once(measured.read([RESULTS]))
 
 
 @pytest.mark.parametrize("part", ["fitted", "held out"])
 def test_the_shipped_estimator_stays_within_its_bounds(runs: list[measured.Measured], part: str) -> None:
-    found = [run for run in runs if measured.held_out(run) == (part == "held out")]
+    found = [run for run in runs if study.held_out(run) == (part == "held out")]
     rows = calibrate.rows(found, constants.shipped())
     assert len(rows) >= 40
     for tier, (mean, worst) in BOUNDS.items():
@@ -42,11 +45,11 @@ def test_runs_of_the_same_step_are_on_one_side_of_the_hold_out(runs: list[measur
         data = run.spec.dataset.model_copy(update={"samples": 7, "seed": 1})
         train = run.spec.train.model_copy(update={"max_steps": 3, "learning_rate": 1.0})
         twin = run.spec.model_copy(update={"dataset": data, "train": train})
-        assert measured.is_held_out(twin, run.gpu) == measured.held_out(run)
+        assert study.is_held_out(twin, run.gpu) == study.held_out(run)
     other = [
         run.spec.model_copy(update={"train": run.spec.train.model_copy(update={"batch_size": 61})}) for run in runs
     ]
-    assert {measured.is_held_out(spec, "NVIDIA H200") for spec in other} == {True, False}
+    assert {study.is_held_out(spec, "NVIDIA H200") for spec in other} == {True, False}
 
 
 def test_nothing_that_ran_out_of_memory_is_said_to_fit(runs: list[measured.Measured]) -> None:
@@ -67,7 +70,7 @@ def test_what_a_run_measured_lies_in_the_band(runs: list[measured.Measured], tie
 
 def test_the_shipped_constants_are_those_of_the_fitted_runs(runs: list[measured.Measured]) -> None:
     """`scripts/estimate-table --fit` made facts/estimator.yaml, and from no held-out run."""
-    again = calibrate.fit([run for run in runs if not measured.held_out(run)])
+    again = calibrate.fit([run for run in runs if not study.held_out(run)])
     shipped = constants.shipped()
     assert again.runs == shipped.runs
     for name in constants.FITTED:

@@ -19,6 +19,7 @@ from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import preflight
 from ftbench.estimate.memory import measured
+from ftbench.estimate.recorded import is_older
 from ftbench.estimate.time import accuracy, speeds, text
 from ftbench.estimate.time.duration import (
     MEASURED,
@@ -29,7 +30,7 @@ from ftbench.estimate.time.duration import (
     epochs_samples,
     estimate_duration,
 )
-from ftbench.estimate.time.history import is_older, timed_runs
+from ftbench.estimate.time.history import timed_runs
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import micro_step
 from ftbench.estimate.workload.lengths import batches_of, lengths_of, per_step
@@ -285,6 +286,14 @@ def test_runs_of_another_gpu_and_runs_that_are_too_short_or_failed_teach_nothing
     assert [run.run_id for run in kept.runs] == ["qwen3-8b-lora/other"]
     assert estimate_duration(kept.runs[0].spec, H200, kept).basis == OTHER
     assert estimate_duration(kept.runs[0].spec, named("RTX PRO 6000 Blackwell Max-Q"), kept).basis == MEASURED
+
+
+def test_runs_at_a_lowered_power_limit_tell_of_gpus_that_are_held_to_it(tmp_path):
+    make_run(tmp_path, "lowered", machine={"gpu.power_limit_w": 450.0})
+    kept = Store.read(tmp_path)
+    lowered = limited_gpu({"name": "NVIDIA H200", "power_limit_w": 450.0})
+    assert estimate_duration(kept.runs[0].spec, H200, kept).basis == OTHER
+    assert estimate_duration(kept.runs[0].spec, lowered, kept).basis == MEASURED
 
 
 def test_few_steps_that_agree_say_how_long_a_step_takes(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 from ftbench.core.hardware import find_gpu, limited_gpu
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
-from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, largest_batch, likely_largest_batch
+from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.spec.experiment import Experiment
@@ -41,14 +41,6 @@ def on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> MemoryEstimate |
         return None
 
 
-def largest_on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> int | None:
-    """Return the largest batch that is estimated to fit the GPU of a machine.json; None where none is, or nothing is
-    known."""
-    if gpu is None or on_machine(spec, gpu) is None:
-        return None
-    return largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
-
-
 def first_trial(spec: Experiment, gpu: dict[str, Any] | None, most: int) -> int | None:
     """Return the batch at which a search for the largest one is expected to end, at most `most`: its trials have the
     longest samples first, and synthetic data as many samples as it takes."""
@@ -58,15 +50,15 @@ def first_trial(spec: Experiment, gpu: dict[str, Any] | None, most: int) -> int 
     if spec.dataset.is_made:
         changed["samples"] = max(spec.dataset.samples or 0, most)
     spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update=changed)})
-    return likely_largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
+    return largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], likely=True, total=gpu["memory_gb"])
 
 
 def warning(spec: Experiment, gpu: dict[str, Any] | None) -> str | None:
     """Return a sentence where a run will not fit the GPU of a machine.json."""
     memory = on_machine(spec, gpu)
-    if memory is None or memory.verdict != "does not fit":
+    if gpu is None or memory is None or memory.verdict != "does not fit":
         return None
-    largest = largest_on_machine(spec, gpu)
+    largest = largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
     way_out = f"train.batch_size={largest} would fit" if largest else "`ftbench estimate` shows what takes it"
     return (
         f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "

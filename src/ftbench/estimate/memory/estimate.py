@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ftbench.core.hardware import Gpu, cublas_workspace
@@ -15,10 +15,8 @@ from ftbench.estimate.memory.constants import Constants, constants
 from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
 from ftbench.estimate.memory.weights import kept_by, paged_state
 from ftbench.estimate.workload import batches
-from ftbench.estimate.workload.batches import BatchShape
-from ftbench.estimate.workload.method import Recipe, recipe_of
+from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import check_modelled, shape_of
-from ftbench.families.shape import ModelShape
 from ftbench.spec.experiment import Experiment, resolve
 
 Verdict = Literal["fits", "uncertain", "does not fit"]
@@ -82,43 +80,33 @@ def estimate_memory(
     """Return the memory of one GPU, the table's or one of so many GiB. `total` is what its driver says, GiB, where
     it was asked; `config` the model's config.json where facts do not know it; `batch` the realised largest batch.
     Raises SpecError for a model whose shape is not known and for a strategy that does not exist."""
+    expected, most, largest, varies = _plans(spec, gpu, config, gpus, strategy, batch)
+    try:
+        named = phases(expected)
+        highest = named if most is expected else phases(most)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+    return _estimate(expected, named, highest, capacity(gpu, total), known or constants(), largest, varies)
+
+
+def _plans(
+    spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None, gpus: int, strategy: str,
+    batch: batches.Largest | None,
+) -> tuple[MemoryPlan, MemoryPlan, batches.Largest, bool]:  # fmt: skip
+    """Return the run with the batch that is expected to be the largest and with the largest that can be, both, and
+    whether batches differ in shape, so that the pool holds blocks of many sizes. cuBLAS keeps a workspace for the
+    forward and one for the backward thread."""
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
     check_modelled(spec)
-    model = shape_of(spec.model, config)
-    largest = batch or batches.largest(spec)
-    fitted = known or constants()
-    recipe = recipe_of(spec, model, largest.padded, largest.whole)
-    expected = _plan(spec, model, recipe, largest.expected, capability, gpus, strategy)
-    try:
-        named = phases(expected)
-        most = named
-        if largest.most != largest.expected:
-            most = phases(_plan(spec, model, recipe, largest.most, capability, gpus, strategy))
-    except ValueError as error:
-        raise SpecError(str(error)) from None
-    return _estimate(expected, named, most, capacity(gpu, total), fitted, largest, _varies(spec, largest))
-
-
-def _plan(
-    spec: Experiment,
-    model: ModelShape,
-    recipe: Recipe,
-    batch: BatchShape,
-    capability: tuple[int, int],
-    gpus: int,
-    strategy: str,
-) -> MemoryPlan:
-    """Return what cuBLAS keeps: a workspace for the forward and one for the backward thread."""
-    workspace = 2 * cublas_workspace(capability)
-    accumulates = spec.train.gradient_accumulation_steps > 1
-    return MemoryPlan(model, recipe, batch, accumulates, gpus, strategy, workspace)
-
-
-def _varies(spec: Experiment, largest: batches.Largest) -> bool:
-    """Return whether batches differ in shape, so that the pool holds blocks of many sizes."""
+    model, largest = shape_of(spec.model, config), batch or batches.largest(spec)
+    plan = MemoryPlan(
+        model, recipe_of(spec, model, largest.padded, largest.whole), largest.expected,
+        spec.train.gradient_accumulation_steps > 1, gpus, strategy, 2 * cublas_workspace(capability),
+    )  # fmt: skip
     steady = largest.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
-    return largest.padded and not steady
+    most = plan if largest.most == largest.expected else replace(plan, batch=largest.most)
+    return plan, most, largest, largest.padded and not steady
 
 
 def _estimate(
@@ -214,13 +202,8 @@ def slack_basis(plan: MemoryPlan, named: dict[str, dict[str, float]], varies: bo
 
 def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: batches.Largest | None) -> SlackBasis:
     """Return the basis of a run's slack, for fitting."""
-    capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
-    spec = resolve(spec, capability)
-    largest = batch or batches.largest(spec)
-    model = shape_of(spec.model)
-    recipe = recipe_of(spec, model, largest.padded, largest.whole)
-    plan = _plan(spec, model, recipe, largest.expected, capability, 1, "none")
-    return slack_basis(plan, phases(plan), _varies(spec, largest))
+    plan, _, _, varies = _plans(spec, gpu, None, 1, "none", batch)
+    return slack_basis(plan, phases(plan), varies)
 
 
 def slack(basis: SlackBasis, known: Constants) -> float:
@@ -230,35 +213,46 @@ def slack(basis: SlackBasis, known: Constants) -> float:
     return sum(share * amount for share, amount in zip(shares, amounts, strict=True))
 
 
-def largest_batch(spec: Experiment, gpu: Gpu | float, **options: Any) -> int | None:
+def largest_batch(spec: Experiment, gpu: Gpu | float, *, likely: bool = False, **options: Any) -> int | None:
     """Return the largest train.batch_size whose verdict is `fits`, at most the samples that there are; None where
-    not even one does. `options` are those of `estimate_memory`."""
-    return _largest(spec, lambda trial: estimate_memory(trial, gpu, **options).verdict == "fits")
+    not even one does. With `likely` the largest that is expected to fit, with no margin: where a search may start.
+    `options` are those of `estimate_memory`."""
+    has = capacity(gpu, options.get("total"))
+
+    def needed(size: int) -> float:
+        trial = spec.model_copy(update={"train": spec.train.model_copy(update={"batch_size": size})})
+        device = estimate_memory(trial, gpu, **options).device
+        return device.expected if likely else device.high
+
+    return largest_within(spec, needed, has.usable - (0 if likely else has.margin) + RESERVE, {})
 
 
-def likely_largest_batch(spec: Experiment, gpu: Gpu | float, **options: Any) -> int | None:
-    """Return the largest train.batch_size that is expected to fit, with no margin: where a search may start."""
-
-    def fits(trial: Experiment) -> bool:
-        estimate = estimate_memory(trial, gpu, **options)
-        return estimate.device.expected - RESERVE <= estimate.usable
-
-    return _largest(spec, fits)
-
-
-def _largest(spec: Experiment, fits: Callable[[Experiment], bool]) -> int | None:
+def largest_within(
+    spec: Experiment, needed: Callable[[int], float], room: float, known: Mapping[int, float]
+) -> int | None:
+    """Return the largest batch that needs no more than `room`, in few steps: memory is nearly a straight line over the
+    batch size. `known` is what some sizes need."""
     most = min(MOST_BATCH, spec.dataset.samples or MOST_BATCH)
-
-    def at(size: int) -> bool:
-        return fits(spec.model_copy(update={"train": spec.train.model_copy(update={"batch_size": size})}))
-
-    if not at(1):
+    known = {1: needed(1)} | {size: need for size, need in known.items() if size <= most}
+    if known[1] > room:
         return None
-    low, high = 1, 2
-    while high <= most and at(high):
-        low, high = high, high * 2
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if at(middle) else (low, middle)
-    return low
+    fits = max(size for size, need in known.items() if need <= room)
+    fails = min((size for size, need in known.items() if need > room), default=most + 1)
+    while fails - fits > 1:
+        size = _between(fits, fails, known, room)
+        known[size] = needed(size)
+        fits, fails = (size, fails) if known[size] <= room else (fits, size)
+    return fits
+
+
+def _between(fits: int, fails: int, known: Mapping[int, float], room: float) -> int:
+    """Return the next size to try: where the line through the two nearest sizes meets `room`, else twice or half
+    way."""
+    other = fails if fails in known else max((size for size in known if size < fits), default=None)
+    if other is None:
+        return min(2 * fits, fails - 1)
+    slope = (known[other] - known[fits]) / (other - fits)
+    if slope <= 0:
+        return (fits + fails) // 2
+    step = max(1, int((room - known[fits]) / slope))
+    return max(fits + 1, min(fits + step + (fails not in known), fails - 1))

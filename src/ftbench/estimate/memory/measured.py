@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ftbench.core.hardware import find_gpu
-from ftbench.errors import FtbenchError, SpecError
+from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import Constants
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
-from ftbench.estimate.time.history import is_older
+from ftbench.estimate.recorded import recorded
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.batches import BatchShape
-from ftbench.estimate.workload.model import check_modelled, shape_of
-from ftbench.spec import identity
-from ftbench.spec.experiment import Experiment, Measure, Train
-from ftbench.store import rundir
-from ftbench.store.rundir import RunDir, find_runs, first_gpu
+from ftbench.estimate.workload.model import shape_of
+from ftbench.spec.experiment import Experiment
+from ftbench.store.rundir import RunDir, find_runs
 from ftbench.store.steps import read_steps
 
 TIERS = ("allocated", "reserved", "device")
@@ -59,39 +56,30 @@ def read(paths: Iterable[Path]) -> list[Measured]:
 
 
 def measured(run: RunDir) -> Measured | None:
-    """Return one run; None where it says nothing of memory, or of that of other code than today's
-    (`history.is_older`), where no formula describes its step, or its model's configuration is not on this machine."""
+    """Return one run; None where it says nothing of the memory that today's code takes, or its model's configuration is
+    not on this machine."""
+    known = recorded(run)
+    state = known.summary.get("state") if known else None
+    if known is None or state not in ("ok", "oom") or not known.gpu.get("memory_gb"):
+        return None
     try:
-        spec = spec_of(run)
-        check_modelled(spec)
-        shape_of(spec.model)
-        summary, described = rundir.read_json(run.summary), rundir.read_json(run.machine)
-    except (FtbenchError, OSError, ValueError):
+        shape_of(known.spec.model)
+    except SpecError:
         return None
-    gpu, state = first_gpu(described), summary.get("state")
-    if is_older(run) or spec.launch.mock != "off" or not gpu.get("memory_gb") or state not in ("ok", "oom"):
-        return None
-    memory = summary.get("memory_gb") or {}
+    ended_well, memory = state == "ok", known.summary.get("memory_gb", {}) if state == "ok" else {}
     reserved, device = memory.get("reserved_peak"), memory.get("device_peak")
     late = device is None or reserved is None or device < reserved
-    ok = state == "ok"
     return Measured(
         name=run.path.name,
-        spec=spec,
-        gpu=gpu["name"],
-        total=gpu["memory_gb"],
-        fits=ok,
-        allocated=memory.get("allocated_peak") if ok else None,
-        reserved=reserved if ok else None,
-        device=None if late or not ok or spec.measure.share_gpu else device,
-        batch=realised(run, spec) if ok else None,
+        spec=known.spec,
+        gpu=known.gpu["name"],
+        total=known.gpu["memory_gb"],
+        fits=ended_well,
+        allocated=memory.get("allocated_peak"),
+        reserved=reserved,
+        device=None if late or known.spec.measure.share_gpu else device,
+        batch=realised(run, known.spec) if ended_well else None,
     )
-
-
-def spec_of(run: RunDir) -> Experiment:
-    """Return the resolved spec of a run."""
-    values = rundir.read_json(run.spec_json)
-    return Experiment.model_validate({key: value for key, value in values.items() if key not in ("schema", "set")})
 
 
 def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
@@ -112,42 +100,3 @@ def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
     most = spec.dataset.max_length
     whole = all(row.real_tokens == row.padded_tokens == (row.samples or 0) * most for row in rows)
     return batches.Largest(batch, batch, padded, whole, "as the run had it")
-
-
-def facts(run: Measured) -> dict[str, Any]:
-    """Return what tells one run from another in a table."""
-    on = run.spec.optimizations.model_dump(mode="json")
-    named = [
-        name if value is True else f"{name} {value}"
-        for name, value in on.items()
-        if value not in (False, "off", "auto")
-    ]
-    return {
-        "model": run.spec.model.id,
-        "method": run.spec.method.name,
-        "batch": run.spec.train.batch_size,
-        "length": run.batch.expected.length if run.batch else None,
-        "optimizations": ", ".join(named),
-    }
-
-
-def held_out(run: Measured) -> bool:
-    """Return whether a run is never fitted to."""
-    return is_held_out(run.spec, run.gpu)
-
-
-def is_held_out(spec: Experiment, gpu: str | None) -> bool:
-    """Return whether a spec belongs to the third of all experiments that is held out, by their hash, which nobody
-    chooses; those with the same step are on one side."""
-    keep = {"batch_size", "gradient_accumulation_steps", "optimizer", "precision"}
-    alike = spec.model_copy(update={
-        "train": Train.model_validate(spec.train.model_dump(include=keep)),
-        "dataset": spec.dataset.model_copy(update={"samples": None, "eval_samples": 0, "seed": 42}),
-        "measure": Measure(),
-    })  # fmt: skip
-    return int(identity.fingerprint(alike, gpu), 16) % 3 == 0
-
-
-def once(runs: Iterable[Measured]) -> list[Measured]:
-    """Return the first run of each experiment on each GPU: repeats of a run are no further rows."""
-    return list({identity.fingerprint(run.spec, run.gpu): run for run in reversed(list(runs))}.values())[::-1]

@@ -9,13 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from ftbench.core.hardware import canonical_name
+from ftbench.core.hardware import canonical_name, limited_gpu
 from ftbench.core.stats import MINIMUM_STEADY
-from ftbench.errors import SpecError
+from ftbench.estimate.recorded import recorded
 from ftbench.estimate.workload.lengths import Batch, mean_batch
-from ftbench.estimate.workload.model import check_modelled
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
 from ftbench.spec.optimizations import Optimizations, switched_on
@@ -30,9 +27,10 @@ MOST_RUNS = 500  # reading them takes a second at the most
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """A run that ended well. `gpu` is the table's name; `step_s` the mean of the steady steps, and `samples` and real
-    `tokens` how many a step had; `start_s` the seconds before the first steady step, `watts` the mean power,
-    `described` the data set. Beside a `contended` run others used the machine: its speed is no measurement."""
+    """A run that ended well. `gpu` is the table's name and `limit_w` the watts that its machine held it to; `step_s`
+    the mean of the steady steps, and `samples` and real `tokens` how many a step had; `start_s` the seconds before the
+    first steady step, `watts` the mean power, `described` the data set. Beside a `contended` run others used the
+    machine: its speed is no measurement."""
 
     run_id: str
     spec: Experiment
@@ -47,6 +45,7 @@ class TimedRun:
     settings: Settings
     tokens: float
     contended: bool = False
+    limit_w: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +108,23 @@ def _changed(run: RunDir) -> float:
 def timed_run(run: RunDir) -> TimedRun | None:
     """Return what a run says of its step; None where it says nothing: it failed, was too short, had no GPU, was a mock,
     or its files are not what they should be."""
+    if (known := recorded(run)) is None or known.spec.measure.share_gpu:
+        return None
+    spec, summary = known.spec, known.summary
     try:
-        return _timed_run(run)
-    # What no formula describes; or a file of somebody else: a list for a section, a text.
-    except (SpecError, AttributeError, KeyError, TypeError, ValueError):
+        step = summary["step_time_s"].get("mean") or 0.0
+        if summary["state"] != "ok" or not summary["gpu"] or not 0 < step < math.inf or not says_step_time(summary):
+            return None
+        phases, limited = summary["phases_s"], limited_gpu(known.gpu)
+        return TimedRun(
+            f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), step,
+            summary["samples_per_s"] * step,
+            sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
+            summary["energy"].get("mean_watts"), summary["dataset"], _batch(summary, spec, step),
+            step_key(spec), settings_of(spec), summary["tokens_per_s"]["real"] * step,
+            bool(summary.get("contention", {}).get("contended")), limited.watts if limited else None,
+        )  # fmt: skip
+    except (AttributeError, KeyError, TypeError):  # a file of somebody else
         return None
 
 
@@ -123,49 +135,9 @@ def says_step_time(summary: dict[str, Any]) -> bool:
     return steady >= MINIMUM_STEADY or (steady > 1 and spread is not None and spread <= AGREE)
 
 
-def _timed_run(run: RunDir) -> TimedRun | None:
-    summary = rundir.read_json(run.summary)
-    step = (summary.get("step_time_s") or {}).get("mean") or 0.0
-    if summary.get("state") != "ok" or not summary.get("gpu") or not 0 < step < math.inf or not says_step_time(summary):
-        return None
-    spec = _spec(rundir.read_json(run.spec_json))
-    if spec is None or spec.launch.mock != "off" or spec.measure.share_gpu:
-        return None
-    check_modelled(spec)
-    if spec.optimizations.chunked_loss and is_older(run):
-        return None
-    phases = summary.get("phases_s") or {}
-    start = sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None
-    return TimedRun(
-        f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), step,
-        summary["samples_per_s"] * step,
-        start, (summary.get("energy") or {}).get("mean_watts"), summary.get("dataset") or {},
-        _batch(summary, spec, step),
-        step_key(spec), settings_of(spec), summary["tokens_per_s"]["real"] * step,
-        bool((summary.get("contention") or {}).get("contended")),
-    )  # fmt: skip
-
-
 def _batch(summary: dict[str, Any], spec: Experiment, step: float) -> Batch:
     """Return the mean micro-batch of the steady steps."""
     passes, rates = spec.train.gradient_accumulation_steps, summary["tokens_per_s"]
     positions, real, labels = (rates[kind] * step / passes for kind in ("padded", "real", "label"))
     samples = summary["samples_per_s"] * step / passes
     return mean_batch(spec, samples, positions, real, labels, summary["dataset"]["tokens"]["weighted_mean"])
-
-
-def is_older(run: RunDir) -> bool:
-    """Return whether the code of that day did more than today's: its loss over chunks made the logits again."""
-    return rundir.read_json(run.applied).get("loss") == "chunked (ftbench)"
-
-
-def _spec(values: dict[str, Any]) -> Experiment | None:
-    """Return the spec of a spec.json; None where it is no spec of this version (a later key), or of an imported log."""
-    if "imported" in values:
-        return None
-    try:
-        return Experiment.model_validate(
-            {key: value for key, value in values.items() if key in Experiment.model_fields}
-        )
-    except ValidationError:
-        return None

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from ftbench.estimate.workload.method import TrainableShape, trainable_shape
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment, Model
 
+SAME_WATTS = 0.02  # how far limits of power may differ that are taken for the same
+
 
 class Store:
     """The runs that a folder holds, without those that were `contended` (how many, by GPU), and the probes below it
@@ -29,16 +32,11 @@ class Store:
     def __init__(self, path: Path | None = None, runs: Sequence[TimedRun] = ()) -> None:
         self.path, self.runs = path, [run for run in runs if not run.contended]
         self.contended = Counter(run.gpu for run in runs if run.contended)
-        self._same: dict[Any, list[TimedRun]] = {}
-        self._on: dict[str, list[TimedRun]] = {}
-        for run in self.runs:
-            self._on.setdefault(run.gpu, []).append(run)
-            self._same.setdefault((run.gpu, *run.key), []).append(run)
-        self._seen: dict[str, list[Observation]] = {}
+        self._seen: dict[Gpu, list[Observation]] = {}
         self._near: dict[Any, list[Neighbour]] = {}
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
-        self._shapes: dict[Any, TrainableShape] = {}
         self._lengths: dict[tuple[Dataset, Model], Lengths] = {}
+        self._on: dict[Gpu, dict[StepKey, list[TimedRun]]] = {}
         self._left_out: StepKey | None = None
 
     @classmethod
@@ -56,14 +54,22 @@ class Store:
 
     def same(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
         """Return runs that took the very step which `spec` (resolved) asks for, on such a GPU."""
-        if gpu.name not in self._on:
+        if not (steps := self._steps(gpu)):
             return []
         key = step_key(spec)
-        return [] if key == self._left_out else self._same.get((gpu.name, *key), [])
+        return [] if key == self._left_out else steps.get(key, [])
 
     def on(self, gpu: Gpu) -> list[TimedRun]:
-        """Return the runs on such a GPU."""
-        return self._on.get(gpu.name, [])
+        """Return the runs on such a GPU, held to as many watts."""
+        return list(chain.from_iterable(self._steps(gpu).values()))
+
+    def _steps(self, gpu: Gpu) -> dict[StepKey, list[TimedRun]]:
+        if gpu not in self._on:
+            self._on[gpu] = {}
+            for run in self.runs:
+                if run.gpu == gpu.name and abs((run.limit_w or gpu.watts) / gpu.watts - 1) < SAME_WATTS:
+                    self._on[gpu].setdefault(run.key, []).append(run)
+        return self._on[gpu]
 
     def lengths(self, spec: Experiment) -> Lengths:
         """Return the lengths of a spec's samples, as the runs know them."""
@@ -89,33 +95,25 @@ class Store:
         """Return the model with its method on it, and what a step asks for: the same on every GPU."""
         key = (id(config), *step_key(spec))
         if key not in self._work:
-            shape = self._shape(spec, config)
+            shape = trainable_shape(spec, config)
             self._work[key] = shape, step_work(spec, shape, batches)
         return self._work[key]
-
-    def _shape(self, spec: Experiment, config: dict[str, Any] | None) -> TrainableShape:
-        key = (id(config), spec.model, spec.method)
-        if key not in self._shapes:
-            self._shapes[key] = trainable_shape(spec, config)
-        return self._shapes[key]
 
     def observations(self, gpu: Gpu) -> list[Observation]:
         """Return the runs on such a GPU with their work; not those of a model whose shape is not known, or in a
         precision of which no rate is."""
-        if gpu.name not in self._seen:
-            self._seen[gpu.name] = []
+        if gpu not in self._seen:
+            self._seen[gpu] = []
             for run in self.on(gpu):
                 with suppress(SpecError):
-                    self._seen[gpu.name].append(Observation(run, self._ideal(run, gpu)))
-        return self._seen[gpu.name]
-
-    def _ideal(self, run: TimedRun, gpu: Gpu) -> StepWork:
-        limits = limits_of(gpu, run.spec.train.precision, run.spec.optimizations.fp8 != "off", self.path)
-        return ideal(step_work(run.spec, self._shape(run.spec, None), [run.batch]), limits)
+                    limits = limits_of(gpu, run.spec.train.precision, run.spec.optimizations.fp8 != "off", self.path)
+                    work = step_work(run.spec, trainable_shape(run.spec), [run.batch])
+                    self._seen[gpu].append(Observation(run, ideal(work, limits)))
+        return self._seen[gpu]
 
     def neighbours(self, gpu: Gpu, coefficients: Mapping[str, float]) -> list[Neighbour]:
         """Return the observations with what the coefficients say of them."""
-        key = (gpu.name, *coefficients.values())
+        key = (gpu, *coefficients.values())
         if key not in self._near:
             self._near[key] = neighbours(self.observations(gpu), coefficients)
         return [near for near in self._near[key] if near.run.key != self._left_out]
