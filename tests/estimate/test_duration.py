@@ -33,7 +33,8 @@ from ftbench.estimate.time.duration import (
 from ftbench.estimate.time.history import timed_runs
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import micro_step
-from ftbench.estimate.workload.lengths import batches_of, lengths_of, per_step
+from ftbench.estimate.workload.batches import batches_of, per_step
+from ftbench.estimate.workload.lengths import lengths_of
 from ftbench.estimate.workload.method import trainable_shape
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir

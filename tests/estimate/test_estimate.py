@@ -20,6 +20,7 @@ from ftbench.estimate.memory.capacity import capacity
 from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
 from ftbench.estimate.workload import batches
+from ftbench.estimate.workload.lengths import sample_lengths
 from ftbench.estimate.workload.method import trainable_shape
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment
@@ -121,7 +122,7 @@ def test_no_more_samples_are_put_in_a_batch_than_there_are() -> None:
 @pytest.mark.parametrize("seed", [0, 42])
 def test_synthetic_lengths_are_known_before_they_are_drawn(like: str, seed: int) -> None:
     dataset = spec(dataset={"name": "synthetic", "samples": 500, "like": like, "seed": seed}).dataset
-    assert batches.sample_lengths(dataset)[0] == synthetic_lengths(dataset, 500)
+    assert sample_lengths(dataset)[0] == tuple(synthetic_lengths(dataset, 500))
 
 
 def test_the_largest_batch_of_each_way_to_lay_samples_out() -> None:

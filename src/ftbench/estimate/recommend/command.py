@@ -17,7 +17,7 @@ from ftbench.estimate.recommend.ranking import OBJECTIVES, Goal, Objective, Reco
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.text import MOST_SAMPLES
-from ftbench.estimate.workload.lengths import batches_of, per_step
+from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load

@@ -16,7 +16,7 @@ from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.lengths import batches_of, per_step
+from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices

@@ -15,7 +15,7 @@ from ftbench.estimate.time.ceilings import Ceilings, limits_of
 from ftbench.estimate.time.history import TimedRun
 from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.lengths import batches_of, per_step
+from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.method import TrainableShape
 from ftbench.estimate.workload.model import check_modelled
 from ftbench.spec.experiment import Experiment, resolve

@@ -12,7 +12,7 @@ from typing import Any
 from ftbench.core.hardware import canonical_name, limited_gpu
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.estimate.recorded import recorded
-from ftbench.estimate.workload.lengths import Batch, mean_batch
+from ftbench.estimate.workload.batches import Batch, mean_batch
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
 from ftbench.spec.optimizations import Optimizations, switched_on

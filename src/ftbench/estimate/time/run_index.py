@@ -17,7 +17,8 @@ from ftbench.estimate.time.history import StepKey, TimedRun, step_key, timed_run
 from ftbench.estimate.time.neighbor_correction import Neighbour, Observation, neighbours
 from ftbench.estimate.time.speeds import ideal
 from ftbench.estimate.time.work import StepWork, step_work
-from ftbench.estimate.workload.lengths import Batch, Lengths, lengths_of
+from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.lengths import Lengths, lengths_of
 from ftbench.estimate.workload.method import TrainableShape, trainable_shape
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment, Model

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ftbench.core import flops
-from ftbench.estimate.workload.lengths import Batch
+from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.method import Fused, Recipe, TrainableShape, is_upcast, recipe_of
 from ftbench.spec.experiment import Experiment
 

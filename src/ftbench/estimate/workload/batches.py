@@ -1,18 +1,63 @@
-"""The largest batch of a spec's data set, before the data is read: exact for synthetic data, a bound for real data."""
+"""How samples become batches, before the data is read: the largest, which takes the most memory (exact for synthetic
+data, a bound for real data), and the mean micro-batches, which take the time."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from statistics import NormalDist
+from typing import TypeAlias
 
-from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, synthetic_lengths
+from ftbench.estimate.workload.lengths import Lengths, sample_lengths
+from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, length_windows, packed
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
-DRAWN = 20_000  # samples whose lengths are drawn one by one; of more the longest is taken from the distribution
+CLASSES = 8  # groups of micro-batches of like size that are computed with: time is not proportional to size
+BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")  # know where a sample ends
+
+Column: TypeAlias = tuple[int, ...]  # a figure of each row
+LaidOut: TypeAlias = tuple[int, int, int, int, bool]  # positions, samples, real tokens, pairs, whether they are masked
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a spec says of how samples become batches of `size` rows: laid end to end (`packing`, `padding_free`), all
+    of one shape (`fixed`), of samples of like length (`grouping`), in order of length (`ordered`: the longest come
+    first). `seen` are the samples that a limit on steps leaves. `boundaries` are told to the attention kernel;
+    `unmasked` kernels are given no mask of the padding."""
+
+    size: int
+    max_length: int
+    packing: bool
+    padding_free: bool
+    fixed: bool
+    grouping: bool
+    ordered: bool
+    seen: int | None
+    boundaries: bool
+    unmasked: bool
+
+    @property
+    def flat(self) -> bool:
+        return self.packing or self.padding_free
+
+
+def _layout(spec: Experiment) -> _Layout:
+    on, train, data = spec.optimizations, spec.train, spec.dataset
+    seen = None if train.max_steps is None else train.max_steps * train.batch_size * train.gradient_accumulation_steps
+    # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
+    return _Layout(
+        train.batch_size, data.max_length, on.packing, on.padding_free, on.fixed_shape, on.length_grouping,
+        data.longest_first or on.length_grouping, seen, on.attention in BOUNDARIES, spec.method.name == "unsloth",
+    )  # fmt: skip
+
+
+# --- the largest ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,36 +85,13 @@ class Largest:
     basis: str
 
 
-@dataclass(frozen=True, slots=True)
-class _BatchLayout:
-    """What a spec says of how samples become batches of `size`. Of data in order of length the longest come first;
-    `seen` are the samples that a limit on steps leaves."""
-
-    size: int
-    seen: int | None
-    packing: bool
-    padding_free: bool
-    fixed: bool
-    ordered: bool
-
-    @property
-    def flat(self) -> bool:
-        return self.packing or self.padding_free
-
-
 def largest(spec: Experiment) -> Largest:
     """Return the batch with the most positions among those that the spec trains on."""
-    on, train = spec.optimizations, spec.train
-    steps, passes = train.max_steps, train.gradient_accumulation_steps
-    seen = None if steps is None else steps * train.batch_size * passes
-    ordered = spec.dataset.longest_first or on.length_grouping
-    return _largest(
-        spec.dataset, _BatchLayout(train.batch_size, seen, on.packing, on.padding_free, on.fixed_shape, ordered)
-    )
+    return _largest(spec.dataset, _layout(spec))
 
 
 @lru_cache(maxsize=1024)
-def _largest(dataset: Dataset, layout: _BatchLayout) -> Largest:
+def _largest(dataset: Dataset, layout: _Layout) -> Largest:
     lengths, basis = sample_lengths(dataset)
     flat = layout.flat
     if layout.packing:
@@ -91,30 +113,12 @@ def _largest(dataset: Dataset, layout: _BatchLayout) -> Largest:
     return Largest(expected, most, not (even and not flat) and not alone, whole, basis)
 
 
-def sample_lengths(dataset: Dataset) -> tuple[list[int] | None, str]:
-    """Return the lengths of all samples in tokens where they are known, and in words what is known."""
-    if dataset.name != "synthetic":
-        return None, f"no sample is longer than max_length {dataset.max_length:,}"
-    count = (dataset.samples or 0) + dataset.eval_samples
-    if dataset.length is not None:
-        return [dataset.length] * min(count, DRAWN), f"every sample has {dataset.length:,} tokens"
-    if count > DRAWN:
-        return None, f"lengths drawn, at most max_length {dataset.max_length:,}"
-    lengths = _drawn(dataset, count)
-    return lengths[: dataset.samples], f"synthetic lengths, the longest {max(lengths):,}"
-
-
-@lru_cache(maxsize=32)
-def _drawn(dataset: Dataset, count: int) -> list[int]:
-    return synthetic_lengths(dataset, count)
-
-
 @lru_cache(maxsize=32)
 def _longest_first(dataset: Dataset) -> list[int]:
     return sorted(sample_lengths(dataset)[0] or (), reverse=True)
 
 
-def _trained(layout: _BatchLayout, lengths: Sequence[int]) -> list[Sequence[int]]:
+def _trained(layout: _Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
     """Return the batches that are trained on, as lengths; of samples ordered by length, the first."""
     if layout.ordered:
         return [lengths[: layout.size]]
@@ -122,14 +126,14 @@ def _trained(layout: _BatchLayout, lengths: Sequence[int]) -> list[Sequence[int]
     return [lengths[at : at + layout.size] for at in range(0, seen, layout.size)]
 
 
-def _shape(layout: _BatchLayout, batch: Sequence[int], longest: int) -> BatchShape:
+def _shape(layout: _Layout, batch: Sequence[int], longest: int) -> BatchShape:
     labels = sum(batch) - len(batch)
     if layout.padding_free:
         return BatchShape(1, sum(batch), labels)
     return BatchShape(len(batch), longest if layout.fixed else max(batch), labels)
 
 
-def _packed(dataset: Dataset, layout: _BatchLayout, lengths: Sequence[int] | None) -> BatchShape:
+def _packed(dataset: Dataset, layout: _Layout, lengths: Sequence[int] | None) -> BatchShape:
     """Return the rows filled to max_length, laid end to end; fewer where the data set is too small to fill them, which
     a fixed shape fills with padding."""
     room = layout.size * dataset.max_length
@@ -138,7 +142,7 @@ def _packed(dataset: Dataset, layout: _BatchLayout, lengths: Sequence[int] | Non
     return BatchShape(1, laid, tokens - layout.size)
 
 
-def _unknown(dataset: Dataset, layout: _BatchLayout) -> BatchShape:
+def _unknown(dataset: Dataset, layout: _Layout) -> BatchShape:
     """Return the real data: the longest sample of a batch is as long as the longest of the data set is expected to be,
     from the mean that facts know of it, else max_length."""
     source, size = DATASETS[dataset.like] if dataset.like else dataset.source, layout.size
@@ -157,3 +161,95 @@ def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int
     """Return the median of the longest of `count` log-normal lengths with this mean (before the cut at `longest`)."""
     quantile = NormalDist().inv_cdf(0.5 ** (1 / max(count, 1)))
     return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
+
+
+# --- the mean ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Mean micro-batch of a group that is `weight` of all. `positions` are computed, padding included; `square` is the
+    number of query and key pairs of one layer without a window; `masked` says that attention computes all of them
+    with a mask, and not only the causal half."""
+
+    weight: float
+    samples: float
+    positions: float
+    real: float
+    labels: float
+    square: float
+    masked: bool
+
+
+def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
+    """Return the micro-batches of a spec in at most CLASSES groups of like size, which differ in weight."""
+    return _batches(lengths, _layout(spec))
+
+
+def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
+    """Return the mean of a field of the micro-batches, of all micro-batches of an optimizer step."""
+    passes = spec.train.gradient_accumulation_steps
+    return passes * sum(batch.weight * float(getattr(batch, name)) for batch in batches)
+
+
+def mean_batch(
+    spec: Experiment, samples: float, positions: float, real: float, labels: float, of_a_token: float
+) -> Batch:
+    """Return the micro-batch of a run, from its means; `of_a_token` is the mean length of the sample a token is in."""
+    on, padded = spec.optimizations, positions > real * 1.0001
+    if on.attention in BOUNDARIES:
+        return Batch(1.0, samples, positions, real, labels, real * of_a_token, False)
+    if on.packing or on.padding_free:
+        return Batch(1.0, samples, positions, real, labels, positions**2, padded or samples > 1)
+    masked = padded and spec.method.name != "unsloth"
+    return Batch(1.0, samples, positions, real, labels, positions**2 / samples, masked)
+
+
+@lru_cache(maxsize=4096)
+def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
+    totals, squares, counts = _rows(lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length)
+    size, more = layout.size, -(-layout.size // len(totals))
+    if more > 1:  # what was drawn fills no whole batch of this size: it is drawn over and over
+        totals, squares, counts = totals * more, squares * more, counts * more
+    whole = len(totals) // size
+    longest = max(totals)
+    starts = range(0, whole * size, size)
+    laid = [
+        _laid_out(layout, totals[at : at + size], squares[at : at + size], counts[at : at + size], longest)
+        for at in starts
+    ]
+    laid.sort(key=itemgetter(0))
+    classes = 1 if laid[0][0] == laid[-1][0] else min(CLASSES, whole)
+    edges = [-(-whole * index // classes) for index in range(classes + 1)]
+    return tuple(_mean(laid[a:b], (b - a) / whole, lengths.labels) for a, b in itertools.pairwise(edges))
+
+
+def _mean(laid: Sequence[LaidOut], weight: float, labels: float) -> Batch:
+    positions, samples, real, square, masked = (sum(column) / len(laid) for column in zip(*laid, strict=True))
+    return Batch(weight, samples, positions, real, real * labels, square, masked > 0.5)
+
+
+@lru_cache(maxsize=64)
+def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tuple[Column, Column, Column]:
+    """Return of each row its tokens, the sum of its samples' squared lengths, and its samples; the rows of a batch
+    after one another. `grouping` is the size of the batches that hold samples of like length, 0 where they do not."""
+    values = lengths.values
+    if packing:
+        rows = [[values[index] for index in row] for row in packed(values, max_length)]
+        squares = tuple(sum([length * length for length in row]) for row in rows)
+        return tuple(map(sum, rows)), squares, tuple(map(len, rows))
+    if grouping:
+        windows = length_windows(values, grouping)
+        values = tuple(values[index] for window in windows for batch in window for index in batch)
+    return values, tuple([length * length for length in values]), (1,) * len(values)
+
+
+def _laid_out(layout: _Layout, totals: Column, squares: Column, counts: Column, longest: int) -> LaidOut:
+    """Return a batch as `worker/data/collate.py` lays it out."""
+    real, samples, wide = sum(totals), sum(counts), longest if layout.fixed else max(totals)
+    positions = real if layout.flat and not layout.fixed else max(real, wide * layout.size)
+    if layout.boundaries:
+        return positions, samples, real, sum(squares), False
+    if layout.flat:
+        return positions, samples, real, positions * positions, samples > 1 or positions > real
+    return positions, samples, real, layout.size * wide * wide, positions > real and not layout.unmasked

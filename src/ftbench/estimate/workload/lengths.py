@@ -1,27 +1,30 @@
-"""How long the samples of a spec are, and what its micro-batches compute: exactly for synthetic data, else from runs on
-the same data, else from what is known of the data set."""
+"""How long the samples of a spec are: exactly for synthetic data, else from runs on the same data, else from the file's
+text (by the model's own tokenizer where it is on this machine), else from what is known of the data set."""
 
 from __future__ import annotations
 
-import itertools
+import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
-from typing import Any, TypeAlias
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
-from ftbench.estimate.workload.file_lengths import file_lengths
-from ftbench.spec import batches
+from ftbench.core.data_files import read_file
+from ftbench.errors import FtbenchError
+from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
-from ftbench.spec.experiment import Experiment, Model
+from ftbench.spec.experiment import Model
 
-MOST_SAMPLES = 4096  # drawn for an estimate; more change the mean of a batch by about 1 %
-CLASSES = 8  # groups of micro-batches of like size that are computed with: time is not proportional to size
-BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")  # know where a sample ends
-
-Column: TypeAlias = tuple[int, ...]  # a figure of each row
-LaidOut: TypeAlias = tuple[int, int, int, int, bool]  # positions, samples, real tokens, pairs, whether they are masked
+MOST_SAMPLES = 4096  # drawn for an estimate, or of a file every n-th; more change the mean of a batch by about 1 %
+DRAWN = 20_000  # samples whose lengths are drawn one by one; of more the longest is taken from the distribution
+# UTF-8 bytes for each token. Published tokenizers: Qwen's documentation has 3 to 4 English characters or 1.5 to 1.8
+# Chinese ones. That of a model with random weights is made of the shipped sample: 6.7 there and 2.6 on other text.
+_BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.7
+_TURN = 5  # tokens that a chat template adds to a turn: role, beginning and end
+_COLUMNS = ("instruction", "input", "output", "prompt", "completion", "messages", "conversations", "text")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,21 +42,6 @@ class Lengths:
     @property
     def mean(self) -> float:
         return sum(self.values) / len(self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Mean micro-batch of a group that is `weight` of all. `positions` are computed, padding included; `square` is the
-    number of query and key pairs of one layer without a window; `masked` says that attention computes all of them
-    with a mask, and not only the causal half."""
-
-    weight: float
-    samples: float
-    positions: float
-    real: float
-    labels: float
-    square: float
-    masked: bool
 
 
 def lengths_of(
@@ -88,9 +76,22 @@ def _of_file(dataset: Dataset, lengths: Sequence[int], rows: int, source: str) -
     return Lengths(tuple(min(length, dataset.max_length) for length in shuffled), 1.0, source, rows=rows)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
-    return tuple(batches.synthetic_lengths(dataset, min(count, 1024) if dataset.length is not None else count))
+    return tuple(synthetic_lengths(dataset, min(count, 1024) if dataset.length is not None else count))
+
+
+def sample_lengths(dataset: Dataset) -> tuple[tuple[int, ...] | None, str]:
+    """Return the lengths of all samples in tokens where they are known, and in words what is known."""
+    if dataset.name != "synthetic":
+        return None, f"no sample is longer than max_length {dataset.max_length:,}"
+    count = (dataset.samples or 0) + dataset.eval_samples
+    if dataset.length is not None:
+        return (dataset.length,) * min(count, DRAWN), f"every sample has {dataset.length:,} tokens"
+    if count > DRAWN:
+        return None, f"lengths drawn, at most max_length {dataset.max_length:,}"
+    lengths = _drawn(dataset, count)
+    return lengths[: dataset.samples], f"synthetic lengths, the longest {max(lengths):,}"
 
 
 def _same_data(wanted: Dataset, other: Dataset) -> bool:
@@ -115,95 +116,58 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
     return Lengths(cut, labels, f"recorded by a run on {dataset.name}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What a spec says of how samples become batches of `size` rows. `flat` rows are laid end to end; `boundaries` are
-    told to the attention kernel; `unmasked` kernels are given no mask of the padding."""
-
-    size: int
-    max_length: int
-    packing: bool
-    grouping: bool
-    flat: bool
-    fixed: bool
-    boundaries: bool
-    unmasked: bool
+# --- of a file --------------------------------------------------------------------------------------------------------
 
 
-def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
-    """Return the micro-batches of a spec in at most CLASSES groups of like size, which differ in weight."""
-    on = spec.optimizations
-    # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
-    return _batches(lengths, _Layout(
-        spec.train.batch_size, spec.dataset.max_length, on.packing, on.length_grouping,
-        on.packing or on.padding_free, on.fixed_shape, on.attention in BOUNDARIES, spec.method.name == "unsloth",
-    ))  # fmt: skip
+@lru_cache(maxsize=8)
+def file_lengths(dataset: Dataset, model: Model) -> tuple[tuple[int, ...], int, str] | str:
+    """Return the lengths of at most MOST_SAMPLES rows of a file before they are cut, how many rows it has, and in words
+    how they were counted; only a reason where the file cannot be read here."""
+    path = Path(dataset.path) if dataset.path else Path(str(files("ftbench.facts") / "sample.jsonl"))
+    try:
+        rows = read_file(path)
+    except (FtbenchError, ImportError) as error:
+        return str(error)
+    texts = [list(_texts(rows[at])) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))]
+    tokenizer = _local_tokenizer(model)
+    if tokenizer is not None:
+        counts: Sequence[float] = [
+            sum(len(encoded.ids) for encoded in tokenizer.encode_batch(turns, add_special_tokens=False))
+            for turns in texts
+        ]
+        how = f"counted in {path.name} by the model's tokenizer"
+    else:
+        ratio = _BYTES if model.weights != "random" else _BYTES_RANDOM if dataset.path else _BYTES_SAMPLE
+        counts = [sum(len(turn.encode()) for turn in turns) / ratio for turns in texts]
+        how = f"{path.name} at {ratio:g} bytes a token, as the model's tokenizer is not on this machine"
+    lengths = (round(count) + _TURN * len(turns) for count, turns in zip(counts, texts, strict=True))
+    return tuple(max(2, length) for length in lengths), len(rows), how
 
 
-def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
-    """Return the mean of a field of the micro-batches, of all micro-batches of an optimizer step."""
-    passes = spec.train.gradient_accumulation_steps
-    return passes * sum(batch.weight * float(getattr(batch, name)) for batch in batches)
+def _texts(row: dict[str, Any]) -> Iterator[str]:
+    """Yield the texts of a row's columns that are trained on, in any of the formats."""
+    for name in _COLUMNS:
+        value = row.get(name)
+        for turn in value if isinstance(value, list) else [value]:
+            text = turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
+            if isinstance(text, str) and text:
+                yield text
 
 
-def mean_batch(
-    spec: Experiment, samples: float, positions: float, real: float, labels: float, of_a_token: float
-) -> Batch:
-    """Return the micro-batch of a run, from its means; `of_a_token` is the mean length of the sample a token is in."""
-    on, padded = spec.optimizations, positions > real * 1.0001
-    if on.attention in BOUNDARIES:
-        return Batch(1.0, samples, positions, real, labels, real * of_a_token, False)
-    if on.packing or on.padding_free:
-        return Batch(1.0, samples, positions, real, labels, positions**2, padded or samples > 1)
-    masked = padded and spec.method.name != "unsloth"
-    return Batch(1.0, samples, positions, real, labels, positions**2 / samples, masked)
+def _local_tokenizer(model: Model) -> Any | None:
+    """Return the tokenizer in the model's directory or in the hub's cache; None where there is none, or where the
+    tokenizers package is not installed."""
+    if model.weights == "random":
+        return None
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    snapshots = cache.expanduser() / f"models--{model.id.replace('/', '--')}" / "snapshots"
+    result = Path(model.path).glob("tokenizer.json") if model.path else snapshots.glob("*/tokenizer.json")
+    path = next(iter(sorted(result)), None)
+    if path is None:
+        return None
+    try:
+        from tokenizers import Tokenizer
 
-
-@lru_cache(maxsize=4096)
-def _batches(lengths: Lengths, layout: _Layout) -> tuple[Batch, ...]:
-    totals, squares, counts = _rows(lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length)
-    size, more = layout.size, -(-layout.size // len(totals))
-    if more > 1:  # what was drawn fills no whole batch of this size: it is drawn over and over
-        totals, squares, counts = totals * more, squares * more, counts * more
-    whole = len(totals) // size
-    longest = max(totals)
-    starts = range(0, whole * size, size)
-    laid = [
-        _laid_out(layout, totals[at : at + size], squares[at : at + size], counts[at : at + size], longest)
-        for at in starts
-    ]
-    laid.sort(key=itemgetter(0))
-    classes = 1 if laid[0][0] == laid[-1][0] else min(CLASSES, whole)
-    edges = [-(-whole * index // classes) for index in range(classes + 1)]
-    return tuple(_mean(laid[a:b], (b - a) / whole, lengths.labels) for a, b in itertools.pairwise(edges))
-
-
-def _mean(laid: Sequence[LaidOut], weight: float, labels: float) -> Batch:
-    positions, samples, real, square, masked = (sum(column) / len(laid) for column in zip(*laid, strict=True))
-    return Batch(weight, samples, positions, real, real * labels, square, masked > 0.5)
-
-
-@lru_cache(maxsize=64)
-def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tuple[Column, Column, Column]:
-    """Return of each row its tokens, the sum of its samples' squared lengths, and its samples; the rows of a batch
-    after one another. `grouping` is the size of the batches that hold samples of like length, 0 where they do not."""
-    values = lengths.values
-    if packing:
-        rows = [[values[index] for index in row] for row in batches.packed(values, max_length)]
-        squares = tuple(sum([length * length for length in row]) for row in rows)
-        return tuple(map(sum, rows)), squares, tuple(map(len, rows))
-    if grouping:
-        windows = batches.length_windows(values, grouping)
-        values = tuple(values[index] for window in windows for batch in window for index in batch)
-    return values, tuple([length * length for length in values]), (1,) * len(values)
-
-
-def _laid_out(layout: _Layout, totals: Column, squares: Column, counts: Column, longest: int) -> LaidOut:
-    """Return a batch as `worker/data/collate.py` lays it out."""
-    real, samples, wide = sum(totals), sum(counts), longest if layout.fixed else max(totals)
-    positions = real if layout.flat and not layout.fixed else max(real, wide * layout.size)
-    if layout.boundaries:
-        return positions, samples, real, sum(squares), False
-    if layout.flat:
-        return positions, samples, real, positions * positions, samples > 1 or positions > real
-    return positions, samples, real, layout.size * wide * wide, positions > real and not layout.unmasked
+        return Tokenizer.from_file(str(path))
+    except Exception:  # noqa: BLE001 - the library raises a plain Exception for a file that it cannot read
+        return None
