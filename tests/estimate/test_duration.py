@@ -32,7 +32,7 @@ from ftbench.estimate.time.duration import (
 )
 from ftbench.estimate.time.history import timed_runs
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.time.work import micro_step
+from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.lengths import lengths_of
 from ftbench.estimate.workload.method import trainable_shape
@@ -105,7 +105,7 @@ def test_padded_flat_grouped_and_packed_batches_hold_the_tokens_that_runs_comput
 def test_checkpointing_dequantises_a_third_time_and_computes_the_forward_pass_again():
     def work(again: bool) -> Any:
         spec = spec_of(method={"name": "qlora"}, optimizations={"gradient_checkpointing": again})
-        return micro_step(spec, trainable_shape(spec), batches_of(spec, lengths_of(spec.dataset))[0])
+        return step_work(spec, trainable_shape(spec), batches_of(spec, lengths_of(spec.dataset))).groups[0][1]
 
     plain, checkpointed = work(False), work(True)
     assert checkpointed["dequantise"] == 1.5 * plain["dequantise"]
@@ -118,7 +118,7 @@ def test_checkpointing_dequantises_a_third_time_and_computes_the_forward_pass_ag
 
 def _work(**parts: Any) -> Any:
     spec = resolve(spec_of(**parts), (9, 0))
-    return micro_step(spec, trainable_shape(spec), batches_of(spec, lengths_of(spec.dataset))[0])
+    return step_work(spec, trainable_shape(spec), batches_of(spec, lengths_of(spec.dataset))).groups[0][1]
 
 
 def test_the_loss_over_chunks_multiplies_with_the_head_twice_and_trls_three_times():

@@ -194,7 +194,7 @@ def test_an_unknown_model_says_how_to_give_its_shape(tmp_path: Path, file: Path)
      ({"memory_gb": 80.0, "gpu": "L4"}, "give one"), ({"gpu": "L4", "gpus": 0}, "1 or more"),
      ({"gpu": "L4", "gpus": 2}, "--strategy"), ({"gpu": "L4", "gpus": 2, "strategy": "none"}, "--strategy"),
      ({"gpu": "L4", "gpus": 2, "strategy": "magic"}, "none of"),
-     ({"gpu": "L4", "config": Path("/nowhere/config.json")}, "cannot be read"),
+     ({"gpu": "L4", "config": Path("/nowhere/config.json")}, "no such file"),
      ({"gpu": "L4", "sets": ["train.batch_size=0"]}, "train.batch_size"),
      ({"gpu": "L4", "sets": ["dataset.length=-5"]}, "dataset.length")],
 )  # fmt: skip
@@ -208,6 +208,21 @@ def test_a_config_that_is_none_is_a_sentence(tmp_path: Path, file: Path, text: s
     config = tmp_path / "config.json"
     config.write_text(text)
     with pytest.raises(SpecError):
+        estimate(EstimateRequest(file, memory_gb=80, config=config))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [({"model_type": ["qwen3"]}, "are not known"), ({"mlp_only_layers": 5}, "mlp_only_layers must be a list"),
+     ({"layer_types": [["x"]] * 48}, "layer_types must be a list"), ({"num_hidden_layers": 10**9}, "no model has more"),
+     ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0 and must be")],
+)  # fmt: skip
+def test_a_config_with_a_value_that_cannot_be_is_a_sentence(
+    tmp_path: Path, file: Path, change: dict[str, object], sentence: str
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(architectures()["Qwen/Qwen3-30B-A3B"] | change))
+    with pytest.raises(SpecError, match=sentence):
         estimate(EstimateRequest(file, memory_gb=80, config=config))
 
 

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from ftbench.estimate.time.history import is_older, says_step_time
+from ftbench.estimate.recorded import is_older
+from ftbench.estimate.time.history import says_step_time
 from ftbench.report.command import Request, report
 from ftbench.store.rundir import RunDir, read_json
 from made_runs import make_run

@@ -29,7 +29,7 @@ def describe(config: dict[str, Any]) -> ModelShape:
     a key that is missing, a number that cannot be, or UnknownFamilyError for a family that is not described."""
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     family = vision.FAMILIES.get(str(config.get("model_type")), text.get("model_type"))
-    if family not in _DESCRIBED:
+    if not isinstance(family, str) or family not in _DESCRIBED:
         raise UnknownFamilyError(f"the layers of model_type {family!r} are not known; known are {', '.join(FAMILIES)}")
     checked = Config(text, {})
     for key in _WHOLE_IF_GIVEN:

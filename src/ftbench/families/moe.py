@@ -65,5 +65,7 @@ def visited(config: Config, count: int) -> int:
 def dense_layers(config: Config) -> set[int]:
     """Return the layers of a Qwen mixture of experts that have an MLP instead."""
     step = config.whole("decoder_sparse_step", 1)
-    named = set(config.get("mlp_only_layers") or ())
-    return named | {index for index in range(config.layers) if (index + 1) % step}
+    named = config.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+        raise ValueError("config.json: mlp_only_layers must be a list of the layers' numbers")
+    return set(named) | {index for index in range(config.layers) if (index + 1) % step}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ftbench.core import flops
 from ftbench.estimate.workload.batches import Batch
-from ftbench.estimate.workload.method import Fused, Recipe, TrainableShape, is_upcast, recipe_of
+from ftbench.estimate.workload.method import DTYPE_BYTES, Fused, Recipe, TrainableShape, is_upcast, recipe_of
 from ftbench.spec.experiment import Experiment
 
 # Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
@@ -41,7 +41,6 @@ _RECOMPUTED = 1 / 3  # share of a layer's forward and backward that a second for
 # trained parameter the weight (r, w) and the gradient (r); clipping reads and scales the gradient.
 _MOMENT_BYTES = {"adamw_torch": None, "adamw_torch_fused": None, "adamw_bnb_8bit": 1.0, "paged_adamw_8bit": 1.0}
 _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit", "paged_adamw_8bit": "optimizer.8bit"}
-_DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +56,13 @@ class StepWork:
 
 def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
     """Return the work of an optimizer step; a spec whose products have no known rate is for `ceilings.py` to refuse."""
-    groups = tuple((batch.weight, micro_step(spec, shape, batch)) for batch in batches)
+    recipe = recipe_of(spec, shape.model)
+    groups = tuple((batch.weight, _micro_step(spec, recipe, shape, batch)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))
 
 
-def micro_step(spec: Experiment, shape: TrainableShape, batch: Batch) -> dict[str, float]:
+def _micro_step(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch) -> dict[str, float]:
     """Return one forward and backward pass."""
-    recipe = recipe_of(spec, shape.model)
     again = {"off": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)  # share of the layers
     work = _products(spec, recipe, shape, batch, again)
     if recipe.attention == "eager":  # products like those with weights, of all pairs
@@ -118,7 +117,7 @@ def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch
         moved["elementwise.eager"] += _SCORE * scores * (1 + _RECOMPUTED * again)
     if shape.expert_matmul:  # the weights of all experts that some token visits are read
         visited = min(1.0, n * shape.expert_matmul / shape.model.parameters["experts"])
-        moved["experts"] += visited * shape.model.parameters["experts"] * _DTYPE_BYTES[spec.model.dtype] * (2 + again)
+        moved["experts"] += visited * shape.model.parameters["experts"] * DTYPE_BYTES[spec.model.dtype] * (2 + again)
     return dict(moved)
 
 
@@ -157,7 +156,7 @@ def _operations(recipe: Recipe, shape: TrainableShape, batch: Batch, again: floa
 
 def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:
     """Return the bytes of clipping and of the optimizer's update, once a step."""
-    weight = _DTYPE_BYTES[spec.model.dtype] if spec.method.name == "full" else 4  # adapters are trained in float32
+    weight = DTYPE_BYTES[spec.model.dtype] if spec.method.name == "full" else 4  # adapters are trained in float32
     moment = _MOMENT_BYTES.get(spec.train.optimizer, 0.0)
     state = 4 * (weight if moment is None else moment)
     clipped = 3 * weight if spec.train.max_grad_norm else 0

@@ -19,7 +19,7 @@ Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
 Fused = Literal["off", "augmented", "beside"]
 
 CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
     """Return the recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
     `whole` that every sample has max_length tokens."""
     method, on = spec.method, spec.optimizations
-    weight = _BYTES[spec.model.dtype]
+    weight = DTYPE_BYTES[spec.model.dtype]
     autocast = spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
     return Recipe(
@@ -99,7 +99,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         unsloth=isinstance(method, Unsloth),
         weight=weight,
         upcast=4 if is_upcast(method, model) else weight,
-        compute=_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
+        compute=DTYPE_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
         autocast=autocast,
         adapter=_adapter(method),
         rank=0 if isinstance(method, Full) else method.rank,
