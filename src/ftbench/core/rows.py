@@ -15,60 +15,66 @@ from typing import Any
 SCHEMA = 1
 
 
-def _column(unit: str, meaning: str) -> Any:
-    return field(default=None, metadata={"unit": unit, "meaning": meaning})
+def _column(unit: str, meaning: str, ranks: str = "highest") -> Any:
+    """Declare a column; `ranks` says how those of several ranks become one (store/ranks.py)."""
+    return field(default=None, metadata={"unit": unit, "meaning": meaning, "ranks": ranks})
 
 
 @dataclass(slots=True)
 class StepRow:
     """One line of steps.csv: one optimizer step (`phase` train) or one evaluation (`phase` evaluate)."""
 
-    step: int | None = _column("", "optimizer step, from 1")
-    epoch: float | None = _column("", "epochs trained at the end of the step")
+    step: int | None = _column("", "optimizer step, from 1", "first")
+    epoch: float | None = _column("", "epochs trained at the end of the step", "first")
     elapsed_time_sec: float | None = _column("s", "host clock at the end of the step, since training began")
-    progress_ratio: float | None = _column("", "step / planned steps")
+    progress_ratio: float | None = _column("", "step / planned steps", "first")
     memory_allocated_gb: float | None = _column("GiB", "tensors alive at the end of the step (CPU: resident set)")
     memory_reserved_gb: float | None = _column("GiB", "the allocator's pool at the end of the step (CPU: resident set)")
     peak_memory_gb: float | None = _column("GiB", "highest allocated within the step (CPU: highest resident set)")
-    rank: int | None = _column("", "process of a multi-GPU run; empty where all ranks are merged")
-    phase: str | None = _column("", "train or evaluate")
+    rank: int | None = _column("", "process of a multi-GPU run; empty where all ranks are merged", "none")
+    phase: str | None = _column("", "train or evaluate", "first")
     step_time_s: float | None = _column("s", "device time from the end of the step before to the end of this one")
     data_time_s: float | None = _column("s", "host time spent waiting for the batches of the step")
     forward_backward_s: float | None = _column("s", "device time of forward and backward passes and gradient clipping")
     optimizer_s: float | None = _column("s", "device time of the optimizer's update")
-    real_tokens: int | None = _column("tokens", "non-padding tokens of the step")
-    padded_tokens: int | None = _column("tokens", "all positions computed, padding included")
-    label_tokens: int | None = _column("tokens", "positions that carry loss")
-    samples: int | None = _column("", "samples of the step")
+    real_tokens: int | None = _column("tokens", "non-padding tokens of the step", "shares")
+    padded_tokens: int | None = _column("tokens", "all positions computed, padding included", "shares")
+    label_tokens: int | None = _column("tokens", "positions that carry loss", "shares")
+    samples: int | None = _column("", "samples of the step", "shares")
     longest_sequence: int | None = _column("tokens", "longest sequence of the step")
-    loss: float | None = _column("nats/token", "training loss of the step, or evaluation loss")
+    loss: float | None = _column("nats/token", "training loss of the step, or evaluation loss", "loss")
     grad_norm: float | None = _column("", "gradient norm before clipping")
-    learning_rate: float | None = _column("", "learning rate used by the step")
+    learning_rate: float | None = _column("", "learning rate used by the step", "first")
     peak_reserved_gb: float | None = _column("GiB", "largest allocator pool within the step")
     device_memory_gb: float | None = _column("GiB", "what the driver says is used on the device, highest sample")
-    host_memory_gb: float | None = _column("GiB", "resident set of the process at the end of the step")
+    host_memory_gb: float | None = _column("GiB", "resident set of the process at the end of the step", "sum")
     allocator_retries: int | None = _column("", "cache flushes the allocator needed within the step")
-    power_w: float | None = _column("W", "mean of the sampled board power within the step")
+    power_w: float | None = _column("W", "mean of the sampled board power within the step", "sum")
     energy_j: float | None = _column(
         "J",
         "the board's energy counter, interpolated: sums count; what exceeds the board's limit is the next step's",
+        "sum",
     )
-    sm_clock_mhz: float | None = _column("MHz", "mean of the sampled SM clock")
+    sm_clock_mhz: float | None = _column("MHz", "mean of the sampled SM clock", "lowest")
     temperature_c: float | None = _column("°C", "highest sampled GPU temperature")
-    throttle: str | None = _column("", "throttle reasons seen, joined by |; `none` where the driver named none")
+    throttle: str | None = _column("", "throttle reasons seen, joined by |; `none` where the driver named none", "all")
     recompiles: int | None = _column("", "graphs torch.compile compiled within the step; empty without compile")
-    gpu_busy: float | None = _column("", "share of the time the GPU worked or launched, by the driver's counters")
-    tensor_busy: float | None = _column("", "share of the tensor cores' time in which they worked, by the same")
-    memory_busy: float | None = _column("", "share of the memory's bandwidth that was used, by the same")
+    gpu_busy: float | None = _column(
+        "", "share of the time the GPU worked or launched, by the driver's counters", "mean"
+    )
+    tensor_busy: float | None = _column("", "share of the tensor cores' time in which they worked, by the same", "mean")
+    memory_busy: float | None = _column("", "share of the memory's bandwidth that was used, by the same", "mean")
     allocations: int | None = _column("", "blocks that the GPU's caching allocator handed out within the step")
-    data_rank: int | None = _column("", "share of the batch: ranks with the same one trained on the same tokens")
-    host_cpu_by_others: float | None = _column("", "share of the host's CPUs that other processes used")
+    data_rank: int | None = _column(
+        "", "share of the batch: ranks with the same one trained on the same tokens", "none"
+    )
+    host_cpu_by_others: float | None = _column("", "share of the host's CPUs that other processes used", "mean")
     gpu_by_others: float | None = _column("", "share of the time in which other processes' kernels ran on the GPU")
-    images: int | None = _column("", "images of the step; like the columns after it empty without images")
-    image_tokens: int | None = _column("tokens", "real tokens that stand for images")
-    text_tokens: int | None = _column("tokens", "real tokens that do not")
-    tiles: int | None = _column("", "parts that the images were cut into, each seen by itself")
-    image_patches: int | None = _column("", "patches of the images that the vision encoder saw")
+    images: int | None = _column("", "images of the step; like the columns after it empty without images", "shares")
+    image_tokens: int | None = _column("tokens", "real tokens that stand for images", "shares")
+    text_tokens: int | None = _column("tokens", "real tokens that do not", "shares")
+    tiles: int | None = _column("", "parts that the images were cut into, each seen by itself", "shares")
+    image_patches: int | None = _column("", "patches of the images that the vision encoder saw", "shares")
 
 
 SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # of the seconds, tokens, GiB, joules and learning rates of a run

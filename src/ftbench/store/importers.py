@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -69,7 +70,8 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     batch = about.batch_size or log.batch_size
     if batch is None:
         raise SpecError(f"{file}: does not say how large a batch was: add --batch-size")
-    slug = f"{model_slug(about.model)}-{about.method}-b{batch}-{_identity(digest, about)}-r1"
+    identity = hashlib.sha256(json.dumps([digest, about.gpu, about.model]).encode()).hexdigest()[:12]
+    slug = f"{model_slug(about.model)}-{about.method}-b{batch}-{identity}-r1"
     try:
         run = rundir.claim_at(out / about.name / slug)
     except FileExistsError:
@@ -102,10 +104,6 @@ def _read(file: Path) -> bytes:
         raise SpecError(f"{file}: {error}, so it is no log of a run") from None
 
 
-def _identity(digest: str, about: About) -> str:
-    return hashlib.sha256(json.dumps([digest, about.gpu, about.model]).encode()).hexdigest()[:12]
-
-
 def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog, batch: int) -> None:
     origin = {"from": log.kind, "file": source, "sha256": digest}
     data = {key: value for key, value in (("name", about.dataset), ("samples", about.samples)) if value is not None}
@@ -119,11 +117,8 @@ def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog,
     warning = f"imported from {source} ({log.kind}), not recorded by ftbench: {log.lacks} are not known"
     facts = {"schema": rundir.SCHEMA, "imported": origin, "dataset": data, "warnings": [warning, *log.notes]}
     rundir.write_json(run.applied, facts)
-    writer = StepsWriter(run.steps)
-    try:
+    with closing(StepsWriter(run.steps)) as writer:
         writer.append(log.rows)
-    finally:
-        writer.close()
     if log.train_s is not None:
         phase = {"name": "train", "start_s": 0.0, "end_s": log.train_s}
         rundir.write_json(run.phases, {"schema": rundir.SCHEMA, "phases": [phase]})

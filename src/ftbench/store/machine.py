@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def host() -> dict[str, Any]:
             "memory_gb": psutil.virtual_memory().total / GIB,
         },
         "os": {"kernel": platform.release(), "python": platform.python_version(), "machine": platform.machine()},
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": _versions(),
         "environment": {
             key: value for key, value in sorted(os.environ.items())
             if ENVIRONMENT.fullmatch(key) and not _SECRET.search(key) and "/" not in value
@@ -112,66 +113,56 @@ def _by_uuid(nvml: Any, uuid: str) -> Any | None:
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     def ask(function: str, *arguments: Any) -> Any:
         try:
-            value = getattr(nvml, function)(handle, *arguments)
+            value = getattr(nvml, f"nvml{function}")(*arguments)
         except (nvml.NVMLError, AttributeError):
             return None
         return value.decode() if isinstance(value, bytes) else value
 
-    memory = ask("nvmlDeviceGetMemoryInfo")
-    ecc = ask("nvmlDeviceGetEccMode")
-    limits = ask("nvmlDeviceGetPowerManagementLimitConstraints")
-    processes = ask("nvmlDeviceGetComputeRunningProcesses")
+    def device(function: str, *arguments: Any) -> Any:
+        return ask(f"Device{function}", handle, *arguments)
+
+    def watts(function: str, index: int | None = None) -> float | None:
+        value = device(function)
+        return None if value is None else (value if index is None else value[index]) / 1000
+
+    memory, ecc, processes = device("GetMemoryInfo"), device("GetEccMode"), device("GetComputeRunningProcesses")
     others = None if processes is None else [p.pid for p in processes if p.pid != os.getpid()]
+    clock, highest = (device(name, nvml.NVML_CLOCK_SM) for name in ("GetClockInfo", "GetMaxClockInfo"))
+    # For some seconds after a run the GPU still draws more than idle, and its clock has not fallen.
+    idles = clock is not None and highest is not None and clock < highest / 2
     return {
-        "name": ask("nvmlDeviceGetName"),
-        "uuid": ask("nvmlDeviceGetUUID"),
-        "driver": _ask_system(nvml, "nvmlSystemGetDriverVersion"),
-        "cuda": _ask_system(nvml, "nvmlSystemGetCudaDriverVersion"),
-        "compute_capability": ask("nvmlDeviceGetCudaComputeCapability"),
+        "name": device("GetName"),
+        "uuid": device("GetUUID"),
+        "driver": ask("SystemGetDriverVersion"),
+        "cuda": ask("SystemGetCudaDriverVersion"),
+        "compute_capability": device("GetCudaComputeCapability"),
         "memory_gb": memory.total / GIB if memory else None,
         "memory_used_before_gb": memory.used / GIB if memory else None,
         "foreign_processes": len(others) if others is not None else None,
         "process_ids": others,
-        "power_limit_w": _milli(ask("nvmlDeviceGetEnforcedPowerLimit")),
-        "power_limit_max_w": _milli(limits[1]) if limits else None,
-        "idle_power_w": _milli(ask("nvmlDeviceGetPowerUsage")) if _idles(ask, nvml) else None,
-        "temperature_c": ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        "sm_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-        "memory_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
+        "power_limit_w": watts("GetEnforcedPowerLimit"),
+        "power_limit_max_w": watts("GetPowerManagementLimitConstraints", 1),
+        "idle_power_w": watts("GetPowerUsage") if idles else None,
+        "temperature_c": device("GetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        "sm_clock_mhz": clock,
+        "sm_clock_max_mhz": highest,
+        "memory_clock_max_mhz": device("GetMaxClockInfo", nvml.NVML_CLOCK_MEM),
         "ecc": bool(ecc[0]) if ecc else None,
-        "ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, 0),
-        "pcie_generation": ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-        "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
-        "mig": bool((ask("nvmlDeviceGetMigMode") or [0])[0]),
+        "ecc_uncorrected": device("GetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, 0),
+        "pcie_generation": device("GetCurrPcieLinkGeneration"),
+        "pcie_width": device("GetCurrPcieLinkWidth"),
+        "mig": bool((device("GetMigMode") or [0])[0]),
     }
 
 
-def _idles(ask: Any, nvml: Any) -> bool:
-    """Return whether the clock has fallen: for some seconds after a run the GPU still draws more than idle."""
-    now, highest = (ask(name, nvml.NVML_CLOCK_SM) for name in ("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo"))
-    return now is not None and highest is not None and now < highest / 2
-
-
-def _ask_system(nvml: Any, function: str) -> Any:
-    try:
-        value = getattr(nvml, function)()
-    except nvml.NVMLError:
-        return None
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _milli(value: int | None) -> float | None:
-    return None if value is None else value / 1000
-
-
-def _version(package: str) -> str | None:
+def _versions() -> dict[str, str]:
     from importlib import metadata
 
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    versions = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _cpu_model() -> str | None:
@@ -194,7 +185,7 @@ def commit() -> str | None:
     FTBENCH_COMMIT where the source came without its history; None for an installed package."""
     if name := os.environ.get("FTBENCH_COMMIT"):
         return name
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
     try:

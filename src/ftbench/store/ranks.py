@@ -9,30 +9,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.rows import COLUMNS, StepRow
+from ftbench.core.rows import StepRow
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
 SPREAD = ("step_time_s", "peak_memory_gb", "peak_reserved_gb", "device_memory_gb")
-_COUNTED_ONCE = (
-    "real_tokens",
-    "padded_tokens",
-    "label_tokens",
-    "samples",
-    "images",
-    "image_tokens",
-    "text_tokens",
-    "tiles",
-    "image_patches",
-)  # for each share of the batch
-_ADDED = ("energy_j", "power_w", "host_memory_gb")
-_LOWEST = ("sm_clock_mhz",)
-_MEAN = ("gpu_busy", "tensor_busy", "memory_busy", "host_cpu_by_others")
-_FIRST = ("step", "epoch", "progress_ratio", "phase", "learning_rate")
-_EMPTY = ("rank", "data_rank")
 
 
 def merge(ranks: Sequence[Sequence[StepRow]]) -> list[StepRow]:
@@ -43,31 +29,18 @@ def merge(ranks: Sequence[Sequence[StepRow]]) -> list[StepRow]:
 
 def merged(rows: Sequence[StepRow]) -> StepRow:
     """Return one row for the same step of all ranks; a figure that one of them does not know is not known."""
-    return StepRow(**{name: _value(name, rows) for name in COLUMNS if name not in _EMPTY})
+    return StepRow(**{column.name: _value(column.name, column.metadata["ranks"], rows) for column in fields(StepRow)})
 
 
-def _value(name: str, rows: Sequence[StepRow]) -> Any:
-    if name == "throttle":
-        return _throttle(rows)
-    if name in _FIRST:
-        return getattr(rows[0], name)
-    if name == "loss" or name in _COUNTED_ONCE:
+def _value(name: str, how: str, rows: Sequence[StepRow]) -> Any:
+    if how in ("shares", "loss"):
         rows = _shares(rows)
     values = [getattr(row, name) for row in rows]
+    if how in _WITH_UNKNOWN:
+        return _WITH_UNKNOWN[how](values)
     if any(value is None for value in values):
         return None
-    if name == "loss":
-        return _loss(rows)
-    return _combine(name)(values)
-
-
-def _combine(name: str) -> Callable[[list[Any]], Any]:
-    """Return how a column of several ranks becomes one: a sum, the lowest, the mean, or the highest."""
-    if name in _COUNTED_ONCE or name in _ADDED:
-        return sum
-    if name in _MEAN:
-        return statistics.fmean
-    return min if name in _LOWEST else _highest
+    return _loss(rows) if how == "loss" else _COMBINED[how](values)
 
 
 def _highest(values: list[float]) -> float:
@@ -93,9 +66,17 @@ def _loss(shares: Sequence[StepRow]) -> float:
     return sum(loss * (count or 0) for loss, count in zip(losses, labels, strict=True)) / sum(n or 0 for n in labels)
 
 
-def _throttle(rows: Sequence[StepRow]) -> str | None:
-    reasons = [reason for row in rows if row.throttle for reason in row.throttle.split("|")]
+def _all_reasons(throttles: Sequence[str | None]) -> str | None:
+    reasons = [reason for text in throttles if text for reason in text.split("|")]
     return ("|".join(dict.fromkeys(r for r in reasons if r != "none")) or "none") if reasons else None
+
+
+_COMBINED: dict[str, Callable[[list[Any]], Any]] = {
+    "sum": sum, "shares": sum, "lowest": min, "highest": _highest, "mean": statistics.fmean,
+}  # fmt: skip
+_WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
+    "first": lambda values: values[0], "none": lambda values: None, "all": _all_reasons,
+}  # fmt: skip
 
 
 def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
@@ -130,8 +111,5 @@ def write_merged(run: RunDir) -> None:
     ranks, _ = read_ranks(run)
     if not ranks or run.steps.exists():
         return
-    writer = StepsWriter(run.steps)
-    try:
+    with closing(StepsWriter(run.steps)) as writer:
         writer.append(merge(ranks))
-    finally:
-        writer.close()

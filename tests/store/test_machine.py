@@ -1,0 +1,51 @@
+"""What machine.json says of the machine and of the ftbench that ran there."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from ftbench.store import machine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_checkout_is_named_by_its_commit(monkeypatch):
+    monkeypatch.delenv("FTBENCH_COMMIT", raising=False)
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    expected = head.stdout.strip() or None  # a copy without its history has no commit
+    assert (machine.commit() or "").removesuffix("-dirty") == (expected or "")
+
+
+def test_a_commit_can_be_told_where_the_history_is_not_there(monkeypatch):
+    monkeypatch.setenv("FTBENCH_COMMIT", "abc123")
+    assert machine.commit() == "abc123"
+
+
+def test_a_gpu_that_says_nothing_of_a_figure_has_it_unknown():
+    class Driver:
+        """NVML that knows the name, and two limits in milliwatts."""
+
+        class NVMLError(Exception):
+            pass
+
+        NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = range(4)
+
+        def nvmlDeviceGetName(self, handle):
+            return b"NVIDIA H200"
+
+        def nvmlSystemGetDriverVersion(self):
+            return "570.1"
+
+        def nvmlDeviceGetPowerManagementLimitConstraints(self, handle):
+            return [200_000, 700_000]
+
+        def nvmlDeviceGetPowerUsage(self, handle):
+            return 75_000
+
+        def nvmlDeviceGetTemperature(self, handle, sensor):
+            raise self.NVMLError
+
+    found = machine._gpu(Driver(), object())
+    known = {key: value for key, value in found.items() if value is not None}
+    assert known == {"name": "NVIDIA H200", "driver": "570.1", "power_limit_max_w": 700.0, "mig": False}
