@@ -56,6 +56,7 @@ def test_an_optimization_has_its_heavy_half(name):
     elsewhere = {
         "activation_offload": ("trainer.py", "optimizations.activation_offload is on and"),
         "fixed_shape": ("data/collate.py", "optimizations.fixed_shape is on and"),
+        "image_cache": ("model/loading.py", "optimizations.image_cache"),
         "length_grouping": ("data/prepare.py", "optimizations.length_grouping"),
         "packing": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),
         "padding_free": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),

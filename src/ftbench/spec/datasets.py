@@ -96,6 +96,11 @@ class Dataset(Part):
         return self.name == "images" or "image-text" in (self.format, self.source.format)
 
     @property
+    def may_have_images(self) -> bool:
+        """Whether its samples hold images, as far as is known before they are read."""
+        return self.has_images or self.name == "file" or self.name not in DATASETS
+
+    @property
     def source(self) -> Source:
         return DATASETS.get(self.name) or Source("a data set on the hub", self.name)
 

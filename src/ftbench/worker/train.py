@@ -91,7 +91,7 @@ def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
     vocabulary = config.get_text_config().vocab_size
     synthetic = spec.dataset.name == "synthetic"
     tokenizer = build_tokenizer(vocabulary) if synthetic else loading.load_tokenizer(spec.model, source)
-    pixels = None if synthetic else loading.load_pixels(spec.model, source, config, tokenizer)
+    pixels = None if synthetic else loading.load_pixels(spec, source, config, tokenizer)
     return tokenizer, prepare(spec, tokenizer, vocabulary, pixels)
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from ftbench.errors import MissingError
 from ftbench.families.vision import ImageSize, VisionShape
 from ftbench.worker.data.formats import BadRow
 from ftbench.worker.data.pictures import Picture
@@ -14,16 +24,26 @@ from ftbench.worker.data.tokens import ShownImages
 
 
 class Pixels:
-    """Processes images for a model of `shape`, in whose text `token` stands for one."""
+    """Processes images for a model of `shape`, in whose text `token` stands for one: scaled down until their `longest`
+    side has so many pixels (0: as they are), and kept in a folder `cache`, if there is one."""
 
-    def __init__(self, shape: VisionShape, token: int, processor: Any) -> None:
+    def __init__(
+        self, shape: VisionShape, token: int, processor: Any, longest: int = 0, cache: Path | None = None
+    ) -> None:
         self.shape, self.token = shape, token
-        self._processor = processor
+        self._processor, self._longest, self._cache = processor, longest, cache
+        described = json.dumps([type(processor).__name__, longest, processor.to_dict()], sort_keys=True, default=str)
+        self._recipe = hashlib.sha256(described.encode()).hexdigest()
+
+    def side(self, picture: Picture) -> tuple[int, int]:
+        """Return height and width of a picture once it is scaled."""
+        scale = min(1.0, (self._longest or math.inf) / max(picture.height, picture.width))
+        return max(1, round(picture.height * scale)), max(1, round(picture.width * scale))
 
     def size(self, picture: Picture) -> ImageSize:
         """Return what a picture becomes. Raises BadRow for one that the processor does not take."""
         try:
-            return self.shape.size(picture.height, picture.width)
+            return self.shape.size(*self.side(picture))
         except ValueError as error:
             raise BadRow(f"an image cannot be used: {error}") from None
 
@@ -33,20 +53,52 @@ class Pixels:
 
     def process(self, picture: Picture) -> np.ndarray:
         """Return the pixels of one picture: tiles x 3 x height x width, or patches x values."""
-        pixels = np.asarray(self._processor(images=[picture.open()], return_tensors="np")["pixel_values"])
+        height, width = self.side(picture)
+        image = picture.open()
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        pixels = np.asarray(self._processor(images=[image], return_tensors="np")["pixel_values"], dtype=np.float32)
         return pixels[0] if self.shape.tile else pixels
+
+    def keep(self, pictures: Sequence[Picture]) -> None:
+        """Write the pictures that the cache has not yet, processed. Raises MissingError for a disk without room."""
+        if self._cache is None:
+            return
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(self._keep, pictures))
+        except OSError as error:
+            raise MissingError(f"{self._cache}: {error}; free some space or set FTBENCH_CACHE") from None
+
+    def _keep(self, picture: Picture) -> None:
+        path = self._path(picture)
+        if not path.exists():
+            with NamedTemporaryFile(dir=path.parent, suffix=".partial") as file:
+                np.save(file, self.process(picture))
+                file.flush()
+                with suppress(FileExistsError):  # another process was faster
+                    os.link(file.name, path)
+
+    def _path(self, picture: Picture) -> Path:
+        assert self._cache is not None
+        return self._cache / f"{hashlib.sha256(f'{self._recipe} {picture.key}'.encode()).hexdigest()}.npy"
+
+    def _pixels(self, picture: Picture) -> np.ndarray:
+        if self._cache is None:
+            return self.process(picture)
+        return np.load(self._path(picture), mmap_mode="r")
 
     def batch(self, pictures: Sequence[Picture], input_ids: np.ndarray, tiles: int = 0) -> dict[str, np.ndarray]:
         """Return what the model's forward pass takes beside `input_ids`; images are filled up to the most tiles among
         them, or to `tiles`."""
-        made = [self.process(picture) for picture in pictures]
+        made = [self._pixels(picture) for picture in pictures]
         if self.shape.tile:
             pixels = np.zeros((len(made), max(tiles, *map(len, made), 0), *made[0].shape[1:]), dtype=np.float32)
             for row, tiled in zip(pixels, made, strict=True):
                 row[: len(tiled)] = tiled
-            sizes = np.array([(picture.height, picture.width) for picture in pictures])
-            return {"pixel_values": pixels, "image_sizes": sizes}
-        grids = [(1, *self.shape.grid(picture.height, picture.width)) for picture in pictures]
+            return {"pixel_values": pixels, "image_sizes": np.array([self.side(picture) for picture in pictures])}
+        grids = [(1, *self.shape.grid(*self.side(picture))) for picture in pictures]
         return {
             "pixel_values": np.concatenate(made),
             "image_grid_thw": np.array(grids),

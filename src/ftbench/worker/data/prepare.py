@@ -88,6 +88,7 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
         if spec.optimizations.packing or spec.optimizations.padding_free:
             raise SpecError(NOT_FLAT)
         description["images"] = _describe_images(train, pixels)
+        pixels.keep([picture for sample in samples for picture in sample.pictures])
     return Prepared(rows, order.rows(evaluation), description, warnings, pixels)
 
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, ProcessorMixin
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
+from ftbench.store.machine import cache_dir
 from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.device import device
 from ftbench.worker.model import vision
@@ -55,9 +56,10 @@ def load_tokenizer(model: Model, source: Source) -> Any:
     return tokenizer
 
 
-def load_pixels(model: Model, source: Source, config: Any, tokenizer: Any) -> Pixels | None:
+def load_pixels(spec: Experiment, source: Source, config: Any, tokenizer: Any) -> Pixels | None:
     """Return what processes a model's images; None for one that reads none. The chat template may be kept with the
     processor alone: then it is given to the tokenizer."""
+    model, longest = spec.model, int(spec.optimizations.image_size)
     if not vision.reads_images(config) or not isinstance(source, str):
         return None
     kind = vision.processor_class(config.model_type)
@@ -65,7 +67,10 @@ def load_pixels(model: Model, source: Source, config: Any, tokenizer: Any) -> Pi
     if not tokenizer.chat_template:
         described = reach(model, lambda: ProcessorMixin.get_processor_dict(source, **hub_arguments(model)))
         tokenizer.chat_template = described[0].get("chat_template")
-    return Pixels(vision.shape_of(config, processor), config.image_token_id, processor)
+    if longest and hasattr(processor, "image_grid_pinpoints"):
+        processor.image_grid_pinpoints = vision.limited_pinpoints(config, longest)
+    cache = cache_dir() / "images" if spec.optimizations.image_cache else None
+    return Pixels(vision.shape_of(config, processor), config.image_token_id, processor, longest, cache)
 
 
 def load_model(spec: Experiment, source: Source, quantization_config: Any = None) -> Any:

@@ -59,6 +59,12 @@ def shape_of(config: Any, processor: Any) -> VisionShape:
     return replace(shape, pixels=(processor.size["shortest_edge"], processor.size["longest_edge"]))
 
 
+def limited_pinpoints(config: Any, longest: int) -> list[list[int]]:
+    """Return the sizes that images are cut into tiles at which have no longer side; if none, that of one tile."""
+    tile = config.vision_config.image_size
+    return [list(size) for size in config.image_grid_pinpoints if max(size) <= longest] or [[tile, tile]]
+
+
 def describe(folder: Path, config: Any, tokenizer: Any) -> None:
     """Write the processor of a model with random weights, and set the token of its tokenizer that stands for an
     image."""

@@ -12,7 +12,7 @@ import torch
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, Beside
-from ftbench.worker.model.parts import decoder
+from ftbench.worker.model.parts import base_model
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one input, by their names
 ADAPTER = "default"  # peft's name for the only one
@@ -145,7 +145,7 @@ def apply(model: Any, spec: Experiment) -> None:
         for group in groups:
             group.refresh()
 
-    decoder(model).register_forward_pre_hook(refresh)
+    base_model(model).register_forward_pre_hook(refresh)  # before an encoder of images, too
 
 
 def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:

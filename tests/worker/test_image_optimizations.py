@@ -1,0 +1,139 @@
+"""What makes images cheaper is applied, and learns the same as the plain run in float32 where it says so."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from conftest import spec_of
+from ftbench.core.architectures import architectures
+from ftbench.errors import MissingError
+from ftbench.families import describe
+from ftbench.store.steps import read_steps
+from ftbench.worker import optimizations
+from ftbench.worker.data import pixels
+from ftbench.worker.data.collate import Collator
+from ftbench.worker.model import loading
+from ftbench.worker.train import prepared
+
+LLAVA, QWEN25, QWEN3 = MODELS = ["tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"]
+MADE = {
+    "name": "images", "samples": 8, "image_size": [120, 90], "image_sizes": "photographs", "mean_length": 20,
+    "max_length": 512,
+}  # fmt: skip
+TRAIN = {"max_steps": 4, "optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0}
+METHOD = {"vision": "lora", "projector": "full"}
+
+
+def rows_of(train_here, model, dataset=MADE, **sections):
+    run = train_here(**{"model": {"id": model}, "dataset": dataset, "train": TRAIN, "method": METHOD} | sections)
+    return read_steps(run.steps)[0]
+
+
+def figures(rows):
+    return [(row.loss, row.grad_norm) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "optimization",
+    [
+        {"fixed_shape": True}, {"image_cache": True}, {"chunked_loss": True}, {"gradient_checkpointing": True},
+        {"fused_lora": True}, {"fixed_shape": True, "image_cache": True, "chunked_loss": True},
+    ],
+    ids="+".join,
+)  # fmt: skip
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_gradients_are_those_of_the_plain_run(train_here, model, optimization):
+    plain = rows_of(train_here, model)
+    other = rows_of(train_here, model, optimizations=optimization)
+    assert [row.image_tokens for row in other] == [row.image_tokens for row in plain]
+    for one, two in zip(figures(plain), figures(other), strict=True):
+        assert two == pytest.approx(one, rel=2e-4)
+    assert abs(plain[-1].loss - plain[0].loss) > 1e-3
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_image_size_is_a_run_on_images_that_were_scaled_before(train_here, tmp_path, model):
+    """And for LLaVA-NeXT tiles of no larger size: resolution and padding are two things."""
+    shape = describe(architectures()[model]).vision
+    rows = rows_of(train_here, model, MADE | {"image_size": [400, 300], "image_sizes": "fixed"},
+                   optimizations={"image_size": 60})  # fmt: skip
+    whole = rows_of(train_here, model, MADE | {"image_size": [400, 300], "image_sizes": "fixed"})
+    assert rows[0].padded_tokens >= rows[0].real_tokens
+    small = {"image_size": [60, 45], "image_sizes": "fixed"}
+    if model == LLAVA:
+        assert rows[0].tiles == whole[0].tiles
+        cut = rows_of(train_here, model, MADE | small, optimizations={"image_size": 28})
+        assert cut[0].tiles == 2 * cut[0].images < whole[0].tiles
+        assert cut[0].image_tokens < whole[0].image_tokens
+    else:
+        assert rows[0].image_tokens == 2 * shape.size(45, 60).tokens < whole[0].image_tokens
+
+
+def test_a_scaled_image_is_the_image_that_a_user_would_have_scaled(cache):
+    spec = spec_of(model={"id": QWEN25}, dataset=MADE, optimizations={"image_size": 60})
+    _, data = prepared(spec, loading.source_of(spec.model))
+    picture = data.train[0][0].pictures[0]
+    height, width = data.pixels.side(picture)
+    assert max(height, width) == 60
+    by_hand = picture.open().resize((width, height), Image.Resampling.BICUBIC)
+    made = data.pixels._processor(images=[by_hand], return_tensors="np")["pixel_values"]
+    assert (data.pixels.process(picture) == made).all()
+
+
+def test_the_model_must_know_the_tiles(cache):
+    spec = spec_of(model={"id": LLAVA}, dataset=MADE, optimizations={"image_size": 28})
+    model = loading.load_model(spec, loading.source_of(spec.model))
+    assert any("the model's tiles are" in sentence for sentence in optimizations.verify(model, spec))
+    optimizations.apply(model, spec)
+    assert not any("tiles" in sentence for sentence in optimizations.verify(model, spec))
+
+
+def test_a_fixed_shape_is_one_shape_for_images_of_many_sizes(cache):
+    spec = spec_of(model={"id": LLAVA}, dataset=MADE | {"image_size": [50, 40]}, optimizations={"fixed_shape": True})
+    _, data = prepared(spec, loading.source_of(spec.model))
+    pictures = [picture for row in data.train for picture in row[0].pictures]
+    collator = Collator(spec, 0, data.longest, 1, lambda count: None, data.pixels, pictures)
+    shapes = set()
+    for index, (sample,) in enumerate(data.train):
+        row = {"input_ids": sample.ids, "labels": sample.labels, "lengths": [len(sample.ids)], "shown": [index]}
+        batch = collator([row, row])
+        shapes.add((batch["input_ids"].shape, batch["pixel_values"].shape))
+    assert len({data.pixels.size(picture) for picture in pictures}) > 1
+    assert len(shapes) == 1
+
+
+def test_images_are_processed_once_for_all_runs_that_process_them_alike(train_here, cache, monkeypatch):
+    on = {"optimizations": {"image_cache": True}}
+    rows_of(train_here, QWEN3, **on)
+    kept = {file: file.stat().st_mtime_ns for file in (cache / "images").iterdir()}
+    assert len(kept) >= 8
+    monkeypatch.setattr(pixels.Pixels, "process", lambda *_: pytest.fail("an image was processed again"))
+    rows_of(train_here, QWEN3, **on)
+    monkeypatch.undo()
+    rows_of(train_here, QWEN3, optimizations={"image_cache": True, "image_size": 40})
+    files = set((cache / "images").iterdir())
+    assert len(files) == len(kept) + 8
+    assert all(file.stat().st_mtime_ns == written for file, written in kept.items())
+
+
+def test_a_disk_without_room_is_a_sentence(train_here, cache, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pixels.np, "save", full)
+    with pytest.raises(MissingError, match="No space left on device; free some space or set FTBENCH_CACHE"):
+        rows_of(train_here, QWEN3, MADE | {"seed": 99}, optimizations={"image_cache": True})
+
+
+@pytest.mark.parametrize("name", ["image_size", "image_cache"])
+def test_text_has_no_images_to_make_cheaper(name):
+    with pytest.raises(ValidationError, match=rf"optimizations\.{name} .*synthetic has none: leave it off"):
+        spec_of(optimizations={name: 336 if name == "image_size" else True})
+
+
+@pytest.mark.parametrize("value", [True, 0, 8, "large", 1.5])
+def test_an_image_size_is_a_number_of_pixels(value):
+    with pytest.raises(ValidationError, match="must be off or the pixels"):
+        spec_of(model={"id": QWEN3}, dataset=MADE, optimizations={"image_size": value})
