@@ -45,8 +45,9 @@ def kept_tensors(model: Any, optimizer: Any = None) -> Iterator[tuple[Any, str]]
         yield parameter, kind
         state = getattr(parameter, "quant_state", None)
         while state is not None:
-            yield from ((tensor, kind) for tensor in (state.absmax, state.code, state.offset) if tensor is not None)
-            state = state.state2
+            beside = (getattr(state, name, None) for name in ("absmax", "code", "offset"))
+            yield from ((tensor, kind) for tensor in beside if hasattr(tensor, "untyped_storage"))
+            state = getattr(state, "state2", None)
     yield from ((buffer, "weights") for buffer in model.buffers())
     for values in optimizer.state.values() if optimizer is not None else ():
         yield from ((value, "optimizer") for value in values.values() if hasattr(value, "untyped_storage"))
