@@ -19,6 +19,7 @@ from ftbench.report.page import bars, document, head
 from ftbench.report.page.view import view
 from ftbench.report.render.document import Report, Section, Table
 from ftbench.report.render.formats import render
+from ftbench.store import rundir
 
 
 class Page(HTMLParser):
@@ -149,6 +150,15 @@ def test_an_interval_is_that_of_the_steps_or_of_the_repeats(tmp_path):
     mean, low, high = bars.of_repeats([9.0, 10.0, 11.0])
     assert (mean, low, high) == pytest.approx((10.0, 10 - 4.303 / 3**0.5, 10 + 4.303 / 3**0.5), rel=1e-4)
     assert run.run_id == only.run_id
+
+
+def test_the_gpus_of_a_machine_are_read_as_they_are_written_today(tmp_path):
+    run = made(tmp_path, "lora", 4)
+    machine = rundir.read_json(run.machine)
+    rundir.write_json(run.machine, machine | {"gpus": [machine.pop("gpu") | {"memory_gb": 140.4}]})
+    data = Page(render(Report(collect([tmp_path])), "html")).data
+    shown = dict(pair for place in data["runs"][0]["facts"] for pair in data["facts"][place])
+    assert (shown["GPU name"], shown["GPU memory"]) == ("NVIDIA H200", "GiB 140.4")
 
 
 def test_runs_of_different_models_are_not_ranked_together(tmp_path):

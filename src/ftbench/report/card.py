@@ -19,9 +19,13 @@ def card(summary: RunSummary, run: RunDir) -> str:
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:
-    steps, trained = summary.steps, summary.parameters.get("trainable")
+    steps, trained, bound = summary.steps, summary.parameters.get("trainable"), summary.bound
+    verdict = bound.get("verdict")
     what = f"{summary.method} of {summary.model} ({summary.weights} weights) on {summary.gpu or 'the CPU'}"
     share = f"{units.parameters(trained)} of {units.parameters(summary.parameters['total'])} parameters"
+    rates: dict[str, Any] = summary.tokens_per_s
+    joules = (summary.energy or {}).get("joules_per_1k_samples")
+    padding = units.percent(1 - rates["real"] / rates["padded"]) if rates and rates.get("padded") else ""
     return [
         ("what", ", ".join([what, *summary.optimizations])),
         ("trained", share if trained else ""),
@@ -29,13 +33,21 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("step time", _step_time(summary.step_time_s)),
         ("first step", units.seconds(summary.first_step_s)),
         ("speed", _speed(summary)),
-        ("padding", _padding(summary.tokens_per_s)),
+        ("padding", f"{padding} of the positions computed are padding" if padding else ""),
         ("memory", _memory(summary.memory_gb)),
         ("model", _model(summary)),
-        ("bound by", _bound(summary.bound)),
-        ("energy", _energy(summary.energy)),
-        ("loss", _loss(summary.loss)),
+        ("bound by", f"{', '.join([verdict, *bound['also']])}: {bound['why']}" if verdict else ""),
+        ("energy", f"{units.rate(joules)} J per 1,000 samples (GPU only)" if joules else ""),
+        ("loss", " → ".join(f"{name} {value:.3f}" for name, value in summary.loss.items() if value is not None)),
     ]
+
+
+def _step_time(times: dict[str, Any]) -> str:
+    if not times:
+        return ""
+    interval = times.get("ci95")
+    between = f" (95 %: {units.seconds(interval[0])} to {units.seconds(interval[1])})" if interval else ""
+    return f"{units.seconds(times['median'])} median{between}"
 
 
 def _speed(summary: RunSummary) -> str:
@@ -61,33 +73,3 @@ def _model(summary: RunSummary) -> str:
     shares = [f"MFU {units.percent(summary.mfu)}"] if summary.mfu else []
     shares += [f"{units.percent(summary.mfu_measured)} of the measured rate"] if summary.mfu_measured else []
     return ", ".join([f"{summary.model_tflops:.3g} TFLOP/s", *shares])
-
-
-def _bound(bound: dict[str, Any]) -> str:
-    """Return `compute-bound, power-capped: the GPU worked 99 % of the time; …`; nothing where there is no verdict."""
-    if not bound.get("verdict"):
-        return ""
-    return f"{', '.join([bound['verdict'], *bound['also']])}: {bound['why']}"
-
-
-def _step_time(times: dict[str, Any]) -> str:
-    if not times:
-        return ""
-    interval = times.get("ci95")
-    between = f" (95 %: {units.seconds(interval[0])} to {units.seconds(interval[1])})" if interval else ""
-    return f"{units.seconds(times['median'])} median{between}"
-
-
-def _padding(rates: dict[str, Any]) -> str:
-    if not rates or not rates.get("padded"):
-        return ""
-    return f"{units.percent(1 - rates['real'] / rates['padded'])} of the positions computed are padding"
-
-
-def _energy(energy: dict[str, Any]) -> str:
-    joules = energy.get("joules_per_1k_samples") if energy else None
-    return f"{units.rate(joules)} J per 1,000 samples (GPU only)" if joules else ""
-
-
-def _loss(loss: dict[str, Any]) -> str:
-    return " → ".join(f"{name} {value:.3f}" for name, value in loss.items() if value is not None)

@@ -96,7 +96,7 @@ def sections(result: Gate) -> list[Section]:
         [
             row.pair.cell.facts.get("model.id", "").rsplit("/", 1)[-1], row.pair.cell.facts["gpu"], row.pair.cell.name,
             change(row.pair.speed), change(row.pair.memory).removesuffix(" ?"), learning_text(row.pair.learning),
-            "; ".join(row.regressed) or _fine(row),
+            "; ".join(row.regressed) or ("ok" if row.pair.cell.ok else f"as before: {row.pair.cell.state}"),
         ]
         for row in rows
     ]  # fmt: skip
@@ -104,10 +104,6 @@ def sections(result: Gate) -> list[Section]:
     verdict = f"{count} of {len(rows)} regressed by more than {units.percent(result.limit)}"
     table = Table({"against": verdict}, headings, lines, _notes(result), tuple(headings))
     return [Section("gate", "Against earlier runs", table, records=[_record(row) for row in rows])]
-
-
-def _fine(row: GateRow) -> str:
-    return "ok" if row.pair.cell.ok else f"as before: {row.pair.cell.state}"
 
 
 def _notes(result: Gate) -> list[str]:

@@ -20,26 +20,30 @@ def change(ratio: Ratio | None) -> str:
     `+12.3 % ?`; `+322.0 %, uncertain by a factor of 40` where the ends of the interval would say nothing."""
     if ratio is None:
         return ""
-    value = f"{(ratio.value - 1) * 100:+.1f} %"
+    value = _percent(ratio.value)
     if ratio.low is None or ratio.high is None:
-        return f"{value} ?"
+        return f"{value} % ?"
     sign = "≈ " if not ratio.direction else "likely " if ratio.verdict.startswith("likely") else ""
     if ratio.vague:
-        return f"{sign}{value}, uncertain by a factor of {math.sqrt(ratio.high / ratio.low):,.2g}"
-    return f"{sign}{value} [{(ratio.low - 1) * 100:+.1f}, {(ratio.high - 1) * 100:+.1f}]"
+        return f"{sign}{value} %, uncertain by a factor of {math.sqrt(ratio.high / ratio.low):,.2g}"
+    return f"{sign}{value} % [{_percent(ratio.low)}, {_percent(ratio.high)}]"
 
 
 def change_in_words(ratio: Ratio | None) -> str:
     """Return `likely +12.3 % (95 %: +11.0 to +13.6)`, for a sentence."""
     if ratio is None:
         return "by an unknown share"
-    value = f"{(ratio.value - 1) * 100:+.1f} %"
+    value = _percent(ratio.value)
     if ratio.low is None or ratio.high is None:
-        return f"{value} (too few steady steps to know the noise)"
+        return f"{value} % (too few steady steps to know the noise)"
     likely = "likely " if ratio.verdict.startswith("likely") else ""
     if ratio.vague:
-        return f"{likely}{value} (its repeats are too few or too far apart to say by how much)"
-    return f"{likely}{value} (95 %: {(ratio.low - 1) * 100:+.1f} to {(ratio.high - 1) * 100:+.1f})"
+        return f"{likely}{value} % (its repeats are too few or too far apart to say by how much)"
+    return f"{likely}{value} % (95 %: {_percent(ratio.low)} to {_percent(ratio.high)})"
+
+
+def _percent(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.1f}"
 
 
 def break_even_text(when: BreakEven | None) -> str:
@@ -97,27 +101,20 @@ def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
 
 def flat_ratio(name: str, ratio: Ratio | None) -> dict[str, Any]:
     """Return a ratio as fields of a flat record; None is unknown."""
-    return {
-        f"{name}_ratio": ratio.value if ratio else None,
-        f"{name}_low": ratio.low if ratio else None,
-        f"{name}_high": ratio.high if ratio else None,
-        f"{name}_basis": ratio.basis or None if ratio else None,
-        f"{name}_verdict": ratio.verdict if ratio else None,
-    }
+    fields = (ratio.value, ratio.low, ratio.high, ratio.basis or None, ratio.verdict) if ratio else (None,) * 5
+    return dict(zip((f"{name}_{part}" for part in ("ratio", "low", "high", "basis", "verdict")), fields, strict=True))
+
+
+_LEARNING = {
+    "learning": "verdict", "learning_reason": "reason", "loss_change": "change", "loss_tolerance": "tolerance",
+    "loss_learned": "learned", "loss_worst": "worst", "loss_worst_step": "step", "grad_norm_change": "grad_norm",
+}  # fmt: skip
 
 
 def flat_learning(learning: Learning | None) -> dict[str, Any]:
     """Return a verdict on learning as fields of a flat record; None is unknown."""
-    return {
-        "learning": learning.verdict if learning else None,
-        "learning_reason": learning.reason or None if learning else None,
-        "loss_change": learning.change if learning else None,
-        "loss_tolerance": learning.tolerance if learning else None,
-        "loss_learned": learning.learned if learning else None,
-        "loss_worst": learning.worst if learning else None,
-        "loss_worst_step": learning.step if learning else None,
-        "grad_norm_change": learning.grad_norm if learning else None,
-    }
+    fields = {field: getattr(learning, source, None) for field, source in _LEARNING.items()}
+    return fields | {"learning_reason": fields["learning_reason"] or None}
 
 
 def first_step_of(cell: Cell, states: Sequence[str] = ("none", "warm", "partly warm", "cold")) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.redact import clean
 from ftbench.report.page.view import RunRow, number
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.rundir import RunDir, first_gpu, read_json
 
 Pairs = list[tuple[str, str]]
 
@@ -46,11 +46,26 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("trained", "parameters.trainable", lambda value: units.parameters(int(value))),
     ("wall time", "phases_s.total", units.seconds),
 )
-_TRAIN = (
-    "batch_size", "gradient_accumulation_steps", "epochs", "max_steps", "learning_rate", "optimizer", "max_grad_norm",
-    "precision", "scheduler", "seed",
-)  # fmt: skip
-_METHOD = ("name", "rank", "alpha", "dropout", "targets", "double_quant", "quant_type", "compute_dtype")
+# What opens of each document: label, section (empty for the document itself), keys.
+_SHOWN: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
+    "spec_json": (
+        ("method", "method", ("name", "rank", "alpha", "dropout", "targets", "double_quant", "quant_type",
+                              "compute_dtype")),
+        ("train", "train", ("batch_size", "gradient_accumulation_steps", "epochs", "max_steps", "learning_rate",
+                            "optimizer", "max_grad_norm", "precision", "scheduler", "seed")),
+    ),
+    "applied": (
+        ("model", "model", ("class", "attention", "layers")), ("optimizer", "optimizer", ("class", "fused")),
+        ("", "", ("product_precision", "autocast", "gradient_checkpointing", "loss", "fp8_layers", "compiled_graphs",
+                  "compile_cache")),
+    ),
+    "machine": (
+        ("GPU", "gpu", ("name", "driver", "power_limit_w", "sm_clock_max_mhz", "mig")),
+        ("CPU", "cpu", ("model", "cores")), ("ftbench", "ftbench", ("version", "commit")),
+        ("", "versions", ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "unsloth",
+                          "liger-kernel")),
+    ),
+}  # fmt: skip
 
 
 def figures(row: RunRow) -> list[str]:
@@ -65,58 +80,43 @@ def figures(row: RunRow) -> list[str]:
 
 def facts(row: RunRow) -> list[Pairs]:
     """Return what was asked for, what really ran, and the machine, as labels and texts."""
-    path = folder(row)
-    files = ((requested, "spec_json"), (applied, "applied"), (machine, "machine"))
-    return [pairs(clean(read_json(getattr(RunDir(path), name)))) for pairs, name in files] if path else [[], [], []]
+    if (path := folder(row)) is None:
+        return [[], [], []]
+    run = RunDir(path)
+    documents = {name: clean(read_json(getattr(run, name))) for name in _SHOWN}
+    requested, applied, machine = documents.values()
+    machine["gpu"] = first_gpu(machine)
+    model, kinds = applied.get("model", {}), applied.get("parameters", {}).get("by_kind", {})
+    more: tuple[dict[str, str], ...] = (
+        {
+            f"optimizations {name.replace('_', ' ')}": _text(value)
+            for name, value in requested.get("optimizations", {}).items() if value not in (False, "off", None)
+        },
+        {
+            "weights, GiB": _listed(model.get("weights_gb_by_dtype", {}), units.gibibytes),
+            "optimizer state": _listed(applied.get("optimizer", {}).get("state", {}), str),
+            "trained": _listed({kind: line.get("trainable") for kind, line in kinds.items()}, units.parameters),
+        },
+        {"GPU memory": _listed({"GiB": machine["gpu"].get("memory_gb")}, units.gibibytes)},
+    )  # fmt: skip
+    return [
+        [*_pairs(document, _SHOWN[name]), *((label, text) for label, text in texts.items() if text)]
+        for (name, document), texts in zip(documents.items(), more, strict=True)
+    ]
 
 
 def folder(row: RunRow) -> Path | None:
-    """Return where the run's files are, if the frame says so."""
+    """Return where the run's files are, if the record says so."""
     path = row.record.get("path")
     return Path(path) if isinstance(path, str) else None
 
 
-def requested(spec: dict[str, Any]) -> Pairs:
-    """Return named keys of the resolved spec, and the optimizations that are on."""
-    pairs = _pairs(_section(spec, "method"), _METHOD, "method")
-    pairs += _pairs(_section(spec, "train"), _TRAIN, "train")
-    on = {key: value for key, value in _section(spec, "optimizations").items() if value not in (False, "off", None)}
-    return pairs + _pairs(on, tuple(on), "optimizations")
-
-
-def applied(values: dict[str, Any]) -> Pairs:
-    """Return what was read back from the live objects."""
-    model, optimizer = _section(values, "model"), _section(values, "optimizer")
-    pairs = _pairs(model, ("class", "attention", "layers"), "model")
-    pairs += _counts("weights, GiB", _section(model, "weights_gb_by_dtype"), lambda v: units.gibibytes(number(v)))
-    pairs += _pairs(optimizer, ("class", "fused"), "optimizer")
-    pairs += _counts("optimizer state", _section(optimizer, "state"), str)
-    pairs += _pairs(values, ("product_precision", "autocast", "gradient_checkpointing", "loss", "fp8_layers",
-                             "compiled_graphs", "compile_cache"), "")  # fmt: skip
-    kinds = _section(_section(values, "parameters"), "by_kind")
-    trained = {kind: count.get("trainable") for kind, count in kinds.items() if isinstance(count, dict)}
-    return pairs + _counts("trained", {kind: count for kind, count in trained.items() if count}, _parameters)
-
-
-def machine(values: dict[str, Any]) -> Pairs:
-    """Return GPU, driver, limits and library versions; neither names nor environment of the host."""
-    gpu, commit = _section(values, "gpu"), _section(values, "ftbench")
-    pairs = _pairs(gpu, ("name", "driver", "power_limit_w", "sm_clock_max_mhz", "mig"), "GPU")
-    pairs += _counts("GPU memory", {"GiB": gpu.get("memory_gb")}, lambda v: units.gibibytes(number(v)))
-    pairs += _pairs(_section(values, "cpu"), ("model", "cores"), "CPU")
-    pairs += _pairs(commit, ("version", "commit"), "ftbench")
-    wanted = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "unsloth", "liger-kernel")
-    return pairs + _pairs(_section(values, "versions"), wanted, "")
-
-
-def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
-    part = values.get(name)
-    return part if isinstance(part, dict) else {}
-
-
-def _pairs(values: dict[str, Any], names: tuple[str, ...], prefix: str) -> Pairs:
-    known = [(name, values[name]) for name in names if isinstance(values.get(name), (str, int, float, bool, list))]
-    return [(f"{prefix} {name.replace('_', ' ')}".strip(), _text(value)) for name, value in known]
+def _pairs(document: dict[str, Any], sections: tuple[tuple[str, str, tuple[str, ...]], ...]) -> Pairs:
+    return [
+        (f"{label} {name.replace('_', ' ')}".strip(), _text(part[name]))
+        for label, section, names in sections for part in (document.get(section, {}) if section else document,)
+        for name in names if isinstance(part.get(name), (str, int, float, list))
+    ]  # fmt: skip
 
 
 def _text(value: Any) -> str:
@@ -125,10 +125,5 @@ def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _counts(label: str, values: dict[str, Any], text: Callable[[Any], str]) -> Pairs:
-    listed = [f"{name} {text(value)}" for name, value in values.items() if value is not None]
-    return [(label, "; ".join(listed))] if listed else []
-
-
-def _parameters(value: Any) -> str:
-    return units.parameters(int(value)) if isinstance(value, (int, float)) else ""
+def _listed(values: dict[str, Any], text: Callable[[Any], str]) -> str:
+    return "; ".join(f"{name} {text(value)}" for name, value in values.items() if value)

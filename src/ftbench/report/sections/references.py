@@ -7,7 +7,7 @@ in common with the nearest run and with what it has not.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,13 +20,12 @@ from ftbench.report.render.document import Section, Table
 
 LABEL = "Published, not measured here"
 KEYS = ("model", "method", "data", "gpu", "batch")
-_NAMES = {"model": "model", "method": "method", "data": "data", "gpu": "GPU", "batch": "batch"}
-# What a source may tell: how it reads, and where the same figure of a run stands.
-FIGURES = {
-    "samples_per_hour": ("samples/h", SAMPLES), "tokens_per_s": ("tokens/s", TOKENS), "peak_gb": ("peak GiB", PEAK),
-    "first_step_s": ("first step", FIRST),
+_NAMES = {key: key for key in KEYS} | {"gpu": "GPU"}
+# What a source may tell: how it reads, where the same figure of a run stands, and how a figure becomes text.
+FIGURES: dict[str, tuple[str, str, Callable[[float | None], str]]] = {
+    "samples_per_hour": ("samples/h", SAMPLES, units.rate), "tokens_per_s": ("tokens/s", TOKENS, units.rate),
+    "peak_gb": ("peak GiB", PEAK, units.gibibytes), "first_step_s": ("first step", FIRST, units.seconds),
 }  # fmt: skip
-_ROWS = ("published", "measured here", "in common", "not the same")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ class Match:
     """A published entry beside the run that has most in common with it; `same` and `other` are keys that both know."""
 
     entry: Mapping[str, Any]
-    cell: Cell | None
-    same: tuple[str, ...]
-    other: tuple[str, ...]
+    cell: Cell | None = None
+    same: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
 
 
 def beside(cells: Sequence[Cell]) -> Section:
@@ -60,8 +59,8 @@ def beside(cells: Sequence[Cell]) -> Section:
     table = published()
     matches = sorted((match(entry, cells) for entry in table.figures), key=lambda matched: matched.cell is None)
     keys = list(dict.fromkeys(str(matched.entry["source"]) for matched in matches))
-    headings = ["source", "model", "method", "data", "GPU", "batch", *_ROWS]
-    rows = [_row(matched, keys) for matched in matches]
+    headings = ["source", *_NAMES.values(), "published", "measured here", "in common", "not the same"]
+    rows = [[f"[{keys.index(str(matched.entry['source'])) + 1}]", *_row(matched)] for matched in matches]
     notes = [f"[{number}] {table.sources[key]}" for number, key in enumerate(keys, start=1)]
     words = (
         f"{LABEL}: these figures are their sources' own, of other code, recipes and ways of counting. They are beside "
@@ -75,23 +74,19 @@ def beside(cells: Sequence[Cell]) -> Section:
 def match(entry: Mapping[str, Any], cells: Sequence[Cell]) -> Match:
     """Return the cell of the entry's model that agrees with it in most keys and that knows one of its figures; None
     where that model was not run."""
-    best: Match | None = None
+    matches = [Match(entry)]
     for cell in cells:
-        run_facts = _facts(cell)
-        if "model" not in entry or not _same("model", entry["model"], run_facts["model"]):
-            continue
-        known = [key for key in KEYS if key in entry and run_facts[key]]
-        same = tuple(key for key in known if _same(key, entry[key], run_facts[key]))
-        matched = Match(entry, cell, same, tuple(key for key in known if key not in same))
-        if best is None or (len(same), bool(cell.ok)) > (len(best.same), bool(best.cell and best.cell.ok)):
-            best = matched
-    return best or Match(entry, None, (), ())
+        measured = _facts(cell)
+        if "model" in entry and _same("model", entry["model"], measured["model"]):
+            shared = [key for key in KEYS if key in entry and measured[key]]
+            same = tuple(key for key in shared if _same(key, entry[key], measured[key]))
+            matches.append(Match(entry, cell, same, tuple(key for key in shared if key not in same)))
+    return max(matches, key=lambda found: (len(found.same), bool(found.cell and found.cell.ok)))
 
 
 def _facts(cell: Cell) -> dict[str, str]:
     facts = cell.facts
-    data = facts.get("dataset.name", "")
-    like = facts.get("dataset.like", "none")
+    data, like = facts.get("dataset.name", ""), facts.get("dataset.like", "none")
     return {
         "model": facts.get("model.id", ""), "method": facts.get("method.name", ""),
         "data": f"{data} like {like}" if like != "none" else data, "gpu": facts["gpu"],
@@ -112,46 +107,33 @@ def _plain(model: str) -> str:
     return re.sub(r"[^a-z0-9]", "", model.rsplit("/", 1)[-1].lower())
 
 
-def _figures(entry: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(entry[name]) for name in FIGURES if name in entry}
-
-
 def _measured(matched: Match) -> dict[str, float | None]:
-    if matched.cell is None:
+    """Return the figures of the run that the source tells too."""
+    if (cell := matched.cell) is None:
         return {}
-    values = {name: matched.cell.figure(FIGURES[name][1]) for name in _figures(matched.entry)}
-    if (rate := values.get("samples_per_hour")) is not None:
-        values["samples_per_hour"] = rate * 3600
-    return values
+    values = {name: cell.figure(source) for name, (_, source, _) in FIGURES.items() if name in matched.entry}
+    hourly = {name: value * 3600 for name, value in values.items() if name == "samples_per_hour" and value is not None}
+    return values | hourly
 
 
-def _text(figures: Mapping[str, float | None]) -> str:
-    parts = []
-    for name, value in figures.items():
-        if value is not None:
-            text = {"peak_gb": units.gibibytes, "first_step_s": units.seconds}.get(name, units.rate)(value)
-            parts.append(f"{FIGURES[name][0]} {text}")
-    return ", ".join(parts)
+def _text(figures: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{heading} {text(float(figures[name]))}" for name, (heading, _, text) in FIGURES.items()
+        if figures.get(name) is not None
+    )  # fmt: skip
 
 
-def _row(matched: Match, keys: Sequence[str]) -> list[str]:
-    entry, cell = matched.entry, matched.cell
-    texts = [str(entry.get(key, "")) for key in ("model", "method", "data", "gpu", "batch")]
-    texts[1] = " ".join(filter(None, (texts[1], f"with {entry['with']}" if "with" in entry else "")))
-    value = "; ".join(filter(None, (_text(_figures(entry)), entry.get("text", ""))))
-    measured = _text(_measured(matched))
-    where = f" ({cell.name} on {cell.facts['gpu']})" if cell else ""
-    run_facts = _facts(cell) if cell else {}
-    other = ", ".join(f"{_NAMES[key]} ({run_facts[key]})" for key in matched.other)
-    same = ", ".join(_NAMES[key] for key in matched.same)
+def _row(matched: Match) -> list[str]:
+    entry, cell, measured = matched.entry, matched.cell, _text(_measured(matched))
+    names = {key: str(entry.get(key, "")) for key in KEYS}
+    names["method"] = " ".join(filter(None, (names["method"], f"with {entry['with']}" if "with" in entry else "")))
+    facts = _facts(cell) if cell else {}
     return [
-        f"[{keys.index(str(entry['source'])) + 1}]",
-        *texts,
-        value,
-        f"{measured}{where}" if measured else "",
-        same,
-        other,
-    ]
+        *names.values(), "; ".join(filter(None, (_text(entry), entry.get("text", "")))),
+        f"{measured} ({cell.name} on {cell.facts['gpu']})" if measured and cell else "",
+        ", ".join(_NAMES[key] for key in matched.same),
+        ", ".join(f"{_NAMES[key]} ({facts[key]})" for key in matched.other),
+    ]  # fmt: skip
 
 
 def _record(matched: Match, table: References) -> dict[str, Any]:
