@@ -1,4 +1,5 @@
-"""An optimization is added by two files and nothing else: a copy of the package with a toy among its optimizations."""
+"""An optimization is added by two files and nothing else, a method by a class, its entries and a module: a copy of the
+package with a toy of each."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ WORKER_HALF = '''"""A toy: marks the model, after the loss is chunked."""
 
 
 def apply(model, spec):
-    model.played_with = model.get_base_model().forward.__name__
+    model.played_with = model.forward.__name__
 
 
 def verify(model, spec):
@@ -46,11 +47,36 @@ def verify(model, spec):
 def applied(model, spec):
     return {"played_with": getattr(model, "played_with", None)}
 '''
+METHOD = '''class Norms(_Method):
+    """The weights of the norms."""
+
+    name: Literal["norms"] = "norms"
+
+
+'''
+METHOD_WORKER_HALF = '''"""Norms: their weights are trained, all else is frozen."""
+
+from ftbench.worker.model import loading
+
+
+def load(spec, source):
+    return loading.load_model(spec, source)
+
+
+def adapt(model, spec):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+def verify(model, spec):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad != ("norm" in name)]
+'''
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of the package, the page and the script, with the toy's two files."""
+    """A copy of the package, the page and the script, with the toys."""
     folder = tmp_path_factory.mktemp("copy")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "src" / "ftbench", folder / "src" / "ftbench", ignore=ignored)
@@ -59,6 +85,16 @@ def copy(tmp_path_factory):
     shutil.copy(ROOT / "scripts" / "optimizations-table", folder / "scripts")
     (folder / "src" / "ftbench" / "spec" / "optimizations" / "toy.py").write_text(SPEC_HALF)
     (folder / "src" / "ftbench" / "worker" / "optimizations" / "toy.py").write_text(WORKER_HALF)
+    (folder / "src" / "ftbench" / "worker" / "methods" / "norms.py").write_text(METHOD_WORKER_HALF)
+    methods = folder / "src" / "ftbench" / "spec" / "methods.py"
+    text = methods.read_text()
+    for entry, with_norms in (
+        ("Method = Annotated[Full", f"{METHOD}Method = Annotated[Norms | Full"),
+        ('"full": Full,', '"full": Full, "norms": Norms,'),
+    ):
+        assert text.count(entry) == 1
+        text = text.replace(entry, with_norms)
+    methods.write_text(text)
     return folder
 
 
@@ -71,6 +107,7 @@ def ftbench(copy, tmp_path):
             "model": {"id": "tiny/qwen3", "weights": "random"},
             "dataset": {"name": "synthetic", "samples": 4, "length": 16},
             "train": {"batch_size": 2},
+            "method": "norms",
             "optimizations": {"toy": True, **optimizations},
         }
         (tmp_path / "spec.yaml").write_text(json.dumps(spec))
@@ -90,16 +127,26 @@ def test_the_toy_is_listed(ftbench):
     assert "play with the model" in ftbench("list", "optimizations").stdout
 
 
+def test_the_toy_method_is_listed_and_an_estimate_does_not_guess_what_it_takes(ftbench):
+    assert re.search(r"norms +The weights of the norms", ftbench("list", "methods").stdout)
+    done = ftbench("estimate", "spec.yaml", "--gpu", "H200")
+    assert done.returncode == 2
+    assert "what method norms trains no formula knows" in done.stderr
+
+
 def test_the_toy_is_examined_by_the_doctor(ftbench):
     assert re.search(r"\btoy +works\b", ftbench("doctor").stdout)
 
 
 @pytest.mark.slow
-def test_the_toy_is_applied_in_its_place_and_told_by_the_run(ftbench, tmp_path, cache):
+def test_the_toys_are_applied_and_told_by_the_run(ftbench, tmp_path, cache):
     done = ftbench("run", "spec.yaml", chunked_loss=True)
     (applied,) = tmp_path.glob("results/*/*/applied.json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(applied.read_text())["played_with"] == "chunked_forward"
+    found = json.loads(applied.read_text())
+    assert found["played_with"] == "chunked_forward"
+    kinds = found["parameters"]["by_kind"]
+    assert {kind for kind in kinds if kinds[kind]["trainable"]} == {"attention", "norm"}  # with q_norm, k_norm
 
 
 def test_the_toy_is_a_variant_of_an_ablation(ftbench, tmp_path):

@@ -25,6 +25,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 class _Method(Part):
     needs_gpu: ClassVar[bool] = False
+    adapters: ClassVar[bool] = False  # whether it trains adapters beside frozen weights
 
     @property
     def quantised(self) -> bool:
@@ -93,6 +94,8 @@ Trained = Literal["frozen", "lora", "full"]
 
 
 class _Adapters(_Method):
+    adapters: ClassVar[bool] = True
+
     rank: Int = Field(8, ge=1, le=4096, description="rank of the adapter matrices")
     alpha: Float = Field(16, gt=0, description="scale of the adapters is alpha / rank")
     dropout: Float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")

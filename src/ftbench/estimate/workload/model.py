@@ -15,9 +15,15 @@ from ftbench.spec.reading import read_config
 
 
 def check_modelled(spec: Experiment) -> None:
-    """Raise SpecError for a spec whose step no formula describes: unsloth's own packing keeps 12 % more memory than
-    its padded rows would, and its 8-bit weights were never measured."""
-    on = spec.optimizations
+    """Raise SpecError for a spec whose step no formula describes: a method that trains neither every weight nor
+    adapters; unsloth's own packing, which keeps 12 % more memory than its padded rows would, and its 8-bit weights,
+    which were never measured."""
+    method, on = spec.method, spec.optimizations
+    if not method.adapters and method.name != "full":
+        raise SpecError(
+            f"what method {method.name} trains no formula knows: `ftbench estimate --simulate` runs it without a GPU, "
+            "or train a few steps with --set train.max_steps=5"
+        )
     if spec.method.name == "unsloth" and (on.packing or on.padding_free or spec.method.load_in_fp8):
         raise SpecError(
             "what unsloth takes with rows laid end to end or with 8-bit weights is not known before it runs: estimate "

@@ -15,9 +15,9 @@ def _refusals(spec: Experiment) -> Iterator[str]:
     """Yield what its products leave out, so that it would train something else."""
     method: Any = spec.method
     name = "optimizations.fused_lora"
-    if method.name == "full":
-        yield f"{name} multiplies adapters and method full has none: use lora or qlora"
-    if method.name in ("full", "unsloth"):
+    if not method.adapters:
+        yield f"{name} multiplies adapters and method {method.name} has none: use lora or qlora"
+    if not method.adapters or method.name == "unsloth":
         return
     if method.dropout:
         yield f"{name} reads an input once for all adapters, and dropout gives each its own: set method.dropout to 0"

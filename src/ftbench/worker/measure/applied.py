@@ -84,7 +84,7 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
     kinds = applied["parameters"]["by_kind"]
     if spec.measure.control != "off":
         sentences.append(f"a control: trained with {spec.measure.control} on purpose, so that it cannot learn")
-    if spec.method.name != "full":
+    if spec.method.adapters:
         if missing := lora.unmatched_targets(model, spec):
             sentences.append(f"no layer is named {', '.join(missing)}: these targets train nothing")
         silent = [k for k in ("attention", "mlp", "experts") if kinds[k]["total"] and not kinds[k]["trainable"]]
