@@ -19,7 +19,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from ftbench.errors import MissingError
+from ftbench.errors import MissingError, SpecError
 from ftbench.store import process_identity, shapes
 
 SCHEMA = 1
@@ -268,6 +268,16 @@ def find_runs(path: Path) -> list[RunDir]:
     closed: list[OSError] = []
     runs = [folder for folder, is_run in _walk(path, closed.append) if is_run]
     return [RunDir(Path(folder)) for folder in (*runs, *(e.filename for e in closed if isinstance(e, PermissionError)))]
+
+
+def require_runs(path: Path, unpacked: Path | None = None) -> list[RunDir]:
+    """Return what `find_runs` finds at `path`, or where that bundle is `unpacked`. Raises SpecError if it is
+    nothing."""
+    if not os.path.exists(path):  # also for a name that is too long for the disk
+        raise SpecError(f"{path}: no such file or directory")
+    if not (runs := find_runs(unpacked or path)):
+        raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
+    return runs
 
 
 def _walk(path: Path, on_error: Callable[[OSError], None]) -> Iterator[tuple[str, bool]]:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.redact import clean
-from ftbench.errors import SpecError
 from ftbench.spec.methods import METHODS
-from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, find_runs, open_plain_file, read_json
+from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file, read_json, require_runs
 from ftbench.store.summary import read_summary
 
 Record = dict[str, Any]
@@ -81,11 +80,7 @@ def _judged(record: Record) -> Record:
 def _runs(paths: Sequence[Path]) -> list[RunDir]:
     directories: dict[Path, RunDir] = {}
     for path in paths:
-        if not os.path.exists(path):
-            raise SpecError(f"{path}: no such file or directory")
-        runs = find_runs(_unpacked(path) if path.is_file() else path)
-        if not runs:
-            raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
+        runs = require_runs(path, _unpacked(path) if os.path.isfile(path) else None)
         directories |= {run.path.resolve(): run for run in runs}
     times_named = Counter(run.run_id for run in directories.values())
     distinct: dict[Any, RunDir] = {}
@@ -128,12 +123,12 @@ def known(runs: Iterable[Record], name: str) -> list[float]:
 def data_labels(runs: Sequence[Record]) -> list[str]:
     """Return the data set of each record and, where known, the mean length of its samples in tokens: `alpaca ~110`. A
     run that ended before it knew the length has that of the others with the same data set, if they agree."""
-    lengths: dict[Any, set[str]] = {}
+    lengths: dict[str, set[str]] = {}
     texts = []
     for record in runs:
         name, mean = record.get("dataset.name"), record.get("dataset.tokens.mean")
-        text = f"{name} ~{mean:.0f}" if isinstance(name, str) and isinstance(mean, (int, float)) else ""
-        texts.append((name if isinstance(name, str) else "unknown", text))
+        text = f"{name} ~{mean:.0f}" if name and mean is not None else ""
+        texts.append((name or "unknown", text))
         if text:
-            lengths.setdefault(name, set()).add(text)
+            lengths.setdefault(name or "", set()).add(text)
     return [text or (next(iter(lengths[name])) if len(lengths.get(name, ())) == 1 else name) for name, text in texts]

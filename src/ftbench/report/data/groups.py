@@ -176,12 +176,11 @@ def identity(run: Run) -> Any:
 def cache_of(record: Record) -> str:
     """Return the state of the compiler's cache before a run's first step; older summaries do not tell it."""
     state = record.get("first_step_cache") or read_json(RunDir(Path(record["path"])).applied).get("compile_cache")
-    return state if isinstance(state, str) else "none"
+    return state or "none"
 
 
 def gpu_of(record: Record) -> str:
-    gpu = record.get("gpu")
-    return gpu if isinstance(gpu, str) else CPU
+    return record.get("gpu") or CPU
 
 
 def _facts(group: Sequence[Run]) -> dict[str, str]:

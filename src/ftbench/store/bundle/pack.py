@@ -24,7 +24,7 @@ from ftbench.store import digests
 from ftbench.store.bundle.unpack import BLOCK, MANIFEST, MAX_FILE, SCHEMA, unsafe, zstd
 from ftbench.store.output import output_file
 from ftbench.store.ranks import rank_files
-from ftbench.store.rundir import RunDir, disk_error, find_runs, read_state
+from ftbench.store.rundir import RunDir, disk_error, read_state, require_runs
 
 FILES = (*digests.FILES, "summary.json", "digest.json")
 PROFILE = (".json", ".csv", ".txt", ".md")  # of the tables in profile/; traces stay at home
@@ -81,7 +81,7 @@ def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Pa
     """Return names in the archive and the files that they stand for."""
     taken: dict[str, Path] = {}
     sources: dict[str, Path] = {}
-    for run in _runs(paths):
+    for run in {run.path: run for path in paths for run in require_runs(path.resolve())}.values():
         if read_state(run)["state"] == "running":
             made.left_out.append(str(run.path))
             continue
@@ -100,18 +100,6 @@ def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Pa
     if not sources:
         raise SpecError("bundle: every run found is still going on; bundle again once they are over")
     return sources
-
-
-def _runs(paths: Sequence[Path]) -> list[RunDir]:
-    by_path: dict[Path, RunDir] = {}
-    for path in paths:
-        if not path.is_dir():
-            raise SpecError(f"{path}: " + ("is no directory of runs" if path.exists() else "no such directory"))
-        runs = find_runs(path.resolve())
-        if not runs:
-            raise SpecError(f"{path}: holds no run (a run is a directory with a state.json; `ftbench run` makes one)")
-        by_path |= {run.path: run for run in runs}
-    return list(by_path.values())
 
 
 def _files_of(run: RunDir, with_logs: bool) -> Iterator[str]:
