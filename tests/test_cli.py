@@ -423,6 +423,39 @@ def test_a_name_that_no_file_can_have_is_a_sentence(ftbench, tmp_path, arguments
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("number", ["1" + "0" * 24, "1" + "0" * 400, "9" * 5000], ids=len)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sweep", "SPEC", "--dry-run", "--until-oom", "--effective-batch"],
+        ["sweep", "SPEC", "--dry-run", "--until-oom", "--trial-steps"],
+        ["sweep", "SPEC", "--dry-run", "--repeats"],
+        ["sweep", "SPEC", "--dry-run", "--batch-size"],
+        ["ablate", "SPEC", "--dry-run", "--steps"],
+        ["parity", "SPEC", "--dry-run", "--steps"],
+        ["recommend", "SPEC", "--gpu", "H200", "--effective-batch"],
+        ["recommend", "SPEC", "--gpu", "H200", "--samples"],
+        ["estimate", "SPEC", "--gpu", "H200", "--gpus"],
+        ["import", "log.csv", "--name", "n", "--model", "m", "--method", "lora", "--gpu", "cpu", "--batch-size"],
+        ["import", "log.csv", "--name", "n", "--model", "m", "--method", "lora", "--gpu", "cpu", "--samples"],
+    ],
+    ids=lambda arguments: f"{arguments[0]} {arguments[-1]}",
+)
+def test_a_number_that_nothing_has_is_refused_by_its_option(ftbench, tmp_path, arguments, number):
+    spec = write_spec(tmp_path)
+    code, out, err = ftbench(*(spec if word == "SPEC" else word for word in arguments), number)
+    assert (code, out) == (2, ""), err
+    assert "Traceback" not in err
+
+
+def test_a_message_about_a_long_input_keeps_its_reason(ftbench, study):
+    code, _, err = ftbench("report", study, "--against", study, "--fail-above", "9" * 9000)
+    assert code == 2
+    assert len(err) < 2200
+    assert "characters more" in err
+    assert err.endswith("5% or 0.05\n")
+
+
 def test_a_file_that_goes_or_is_not_ours_is_named(ftbench, tmp_path, monkeypatch):
     for error in (PermissionError(13, "Permission denied", "/store/runs"), FileNotFoundError(2, "No such file", "/a")):
 

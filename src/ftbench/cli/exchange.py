@@ -49,14 +49,15 @@ def import_(
     method: Annotated[str, typer.Option(help="one of `ftbench list methods`")],
     gpu: Annotated[str, typer.Option(help="as the driver names it: NVIDIA H200; or cpu")],
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="samples a forward pass, if the file does not say")
+        int | None, typer.Option(min=1, max=10**6, help="samples a forward pass, if the file does not say")
     ] = None,
     accumulation: Annotated[
-        int, typer.Option("--gradient-accumulation-steps", min=1, help="forward passes an optimizer step")
+        int,
+        typer.Option("--gradient-accumulation-steps", min=1, max=10**6, help="forward passes an optimizer step"),
     ] = 1,
     dataset: Annotated[str | None, typer.Option(help="what it was trained on")] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="of the data set: the last step of an epoch is short")
+        int | None, typer.Option(min=1, max=10**15, help="of the data set: the last step of an epoch is short")
     ] = None,
     out: Out = Path("results"),
 ) -> None:

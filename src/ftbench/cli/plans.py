@@ -20,9 +20,9 @@ def sweep(
     method: Annotated[str | None, typer.Option(help="the axis method", metavar="lora,qlora")] = None,
     repeats: Annotated[int | None, typer.Option(help="runs of each cell, interleaved: measure.repeats")] = None,
     until_oom: Annotated[bool, typer.Option("--until-oom", help="find the largest batch that fits")] = False,
-    trial_steps: Annotated[int, typer.Option(min=3, help="--until-oom: optimizer steps of each trial")] = 7,
+    trial_steps: Annotated[int, typer.Option(min=3, max=1000, help="--until-oom: optimizer steps of each trial")] = 7,
     effective_batch: Annotated[
-        int | None, typer.Option(min=1, help="--until-oom: samples a step, held by accumulation")
+        int | None, typer.Option(min=1, max=65_536, help="--until-oom: samples a step, held by accumulation")
     ] = None,
     gpus: Annotated[
         str | None, typer.Option(help="several single-GPU runs at once, one on each of these", metavar="0,1")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ftbench.sweep.command import Ready
     from ftbench.sweep.output.table import Tables
 
-_LONGEST = 2000  # characters of a line on stderr
+_HALF = 1000  # characters of either end of a line on stderr
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 app = typer.Typer(
@@ -101,10 +101,11 @@ def guard(stream: TextIO) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a line of the story on stderr, cut where it repeats a long input."""
+    """Print a line of the story on stderr, without the middle of one that repeats a long input."""
     line = printable(secretless(text))
-    more = len(line) - _LONGEST
-    print(line if more <= 0 else f"{line[:_LONGEST]}… ({more:,} characters more)", file=sys.stderr)
+    if (more := len(line) - 2 * _HALF) > 0:
+        line = f"{line[:_HALF]}… ({more:,} characters more) …{line[-_HALF:]}"
+    print(line, file=sys.stderr)
 
 
 def printable(text: str) -> str:

@@ -18,7 +18,7 @@ from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.text import MOST_SAMPLES
 from ftbench.estimate.workload.batches import batches_of, per_step
-from ftbench.spec.base import known
+from ftbench.spec.base import known, shortened
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.methods import METHODS
@@ -98,8 +98,8 @@ def _limits(request: RecommendRequest) -> list[str]:
     if request.max_cost is not None and not (0 < request.max_cost < math.inf):
         problems.append(f"--max-cost {request.max_cost:g}: an amount of money above 0, in the currency of --prices")
     batch = request.effective_batch
-    if batch not in (None, ANY) and not (batch.isdecimal() and 1 <= int(batch) <= MOST_BATCH):
-        problems.append(f"--effective-batch {batch}: samples a step, from 1 to {MOST_BATCH:,}, or {ANY}")
+    if batch not in (None, ANY) and not (batch.isdecimal() and len(batch) < 10 and 1 <= int(batch) <= MOST_BATCH):
+        problems.append(f"--effective-batch {shortened(batch)}: samples a step, from 1 to {MOST_BATCH:,}, or {ANY}")
     return problems
 
 
