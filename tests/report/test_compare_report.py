@@ -78,7 +78,7 @@ def test_whatever_differs_is_listed_and_strict_drops_the_pair(tmp_path, changes,
     assert pair.speed is not None
     strict = compared(tmp_path, "gpu", "H200", strict=True)
     assert (strict.pairs, strict.dropped) == ((), 1)
-    assert "1 pair is not the same recipe" in " ".join(table.table(strict).notes)
+    assert "1 pair is not the same recipe" in " ".join(table.section(strict).table.notes)
 
 
 def test_a_card_held_below_its_highest_limit_is_named(tmp_path):
@@ -148,7 +148,7 @@ def test_inside_the_noise_it_is_not_distinguishable(tmp_path):
     found = compared(tmp_path, "method", "lora")
     assert only(found).speed.verdict == "not distinguishable"
     assert only(found).break_even is None
-    assert "≈" in str(table.table(found).rows)
+    assert "≈" in str(table.section(found).table.rows)
 
 
 def test_one_run_a_side_is_likely_at_most(tmp_path):
@@ -156,7 +156,7 @@ def test_one_run_a_side_is_likely_at_most(tmp_path):
     make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
     found = compared(tmp_path, "method", "lora")
     assert (only(found).speed.basis, only(found).speed.verdict) == ("steps", "likely lower")
-    assert "likely -16." in str(table.table(found).rows)
+    assert "likely -16." in str(table.section(found).table.rows)
 
 
 def test_too_few_steps_have_a_ratio_and_no_interval(tmp_path):
@@ -164,7 +164,7 @@ def test_too_few_steps_have_a_ratio_and_no_interval(tmp_path):
     make_run(tmp_path, "b", steps(5, 2.0), spec=method("full"))
     found = compared(tmp_path, "method", "lora")
     assert (only(found).speed.verdict, only(found).break_even) == ("unknown", None)
-    assert " ?" in str(table.table(found).rows)
+    assert " ?" in str(table.section(found).table.rows)
 
 
 def test_a_failed_repeat_is_counted_and_enters_no_mean(tmp_path):
@@ -196,7 +196,7 @@ def test_a_cell_that_failed_keeps_its_place_and_its_reason(tmp_path):
     make_run(tmp_path, "b", steps(1), spec=method("full"), state=OOM)
     pair = only(compared(tmp_path, "method", "lora"))
     assert (pair.speed, pair.memory, pair.learning) == (None, None, None)
-    assert "oom" in table.table(compared(tmp_path, "method", "lora")).rows[1][-1]
+    assert "oom" in table.section(compared(tmp_path, "method", "lora")).table.rows[1][-1]
     other = only(compared(tmp_path, "method", "full"))
     assert other.reason == "the baseline did not end well"
 
@@ -243,7 +243,7 @@ def test_a_faster_run_that_does_not_learn_the_same_is_flagged(tmp_path):
     found = compared(tmp_path, "optimization")
     assert found.baseline == "none"
     assert only(found).learning.verdict == "does not follow"
-    assert "does not learn the same" in " ".join(table.table(found).notes)
+    assert "does not learn the same" in " ".join(table.section(found).table.notes)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_every_row_shows_one_metric_whatever_the_order_of_its_samples(tmp_path):
     rows = steps(count=10, seed=2, samples=12, label_tokens=3 * 8188, grad_norm=1.5,
                  loss=lambda step: 1.01 * sum(map(fall, range(3 * step - 2, 3 * step + 1))) / 3)  # fmt: skip
     make_run(tmp_path, "c", rows, spec={"optimizations.packing": True}, applied=other)
-    shown = table.table(compared(tmp_path, "optimization"))
+    shown = table.section(compared(tmp_path, "optimization")).table
     columns = [dict(zip(shown.headings, row, strict=True)) for row in shown.rows]
     # The alternate steps of the second cancel in the mean: its worst step is 0.4 % off.
     assert [row["loss"] for row in columns] == [
@@ -320,7 +320,7 @@ def test_a_baseline_that_learned_nothing_proves_nothing(tmp_path):
     make_run(tmp_path, "b", steps(seed=2, loss=12.75), spec={"optimizations.compile": True})
     found = compared(tmp_path, "optimization")
     assert only(found).learning.verdict == "cannot tell"
-    assert "the baseline learned nothing" in " ".join(table.table(found).notes)
+    assert "the baseline learned nothing" in " ".join(table.section(found).table.notes)
 
 
 def test_other_samples_in_a_step_cannot_be_checked(tmp_path):
@@ -470,7 +470,7 @@ RATIOS = ("tokens_per_s.real", "memory_gb.allocated_peak", "first_step_s", "ener
 
 def check_against_pandas(folder) -> int:
     found = compared(folder, "method", "lora")
-    records = {record["run_ids"]: record for record in table.records(found)}
+    records = {record["run_ids"]: record for record in table.section(found).records}
     runs = {run.run_id: by_pandas(run) for run in rundir.find_runs(folder) if rundir.read_state(run)["state"] == "ok"}
     checked = 0
     for ids, record in records.items():
@@ -520,7 +520,7 @@ def test_intervals_between_repeats_by_scipys_formula(tmp_path):
     for i, (a, b) in enumerate([(1.0, 1.3), (1.01, 1.34), (0.98, 1.29)]):
         make_run(tmp_path, f"a{i}", steps(seconds=a, noise=0, seed=i))
         make_run(tmp_path, f"b{i}", steps(seconds=b, noise=0, seed=i), spec=method("full"))
-    record = table.records(compared(tmp_path, "method", "lora"))[1]
+    record = table.section(compared(tmp_path, "method", "lora")).records[1]
     rates = {run.run_id: by_pandas(run)["tokens_per_s.real"] for run in rundir.find_runs(tmp_path)}
     sides = [np.log([rate for name, rate in rates.items() if name[0] == side]) for side in "ab"]
     parts = [side.var(ddof=1) / 3 for side in sides]
@@ -534,8 +534,8 @@ def test_cells_are_the_same_in_any_order(tmp_path):
     for i in range(4):
         make_run(tmp_path, f"a{i}", steps(seconds=1 + i, seed=i), spec=method("full") if i % 2 else None)
     runs = runs_of(collect([tmp_path]))
-    forward = table.records(compare(runs, "method", "lora"))
-    backward = table.records(compare(runs[::-1], "method", "lora"))
+    forward = table.section(compare(runs, "method", "lora")).records
+    backward = table.section(compare(runs[::-1], "method", "lora")).records
     assert forward[1]["speed_ratio"] == pytest.approx(backward[1]["speed_ratio"])
     assert len(cells_of(runs)) == 2
 

@@ -54,36 +54,41 @@ NOTE = (
 )
 
 
-def table(comparison: Comparison) -> Table:
-    """Return a row for each cell, the baseline's before those held against it. What all cells share stands in the
-    title; what keeps a pair from being the same recipe stands in the numbered notes."""
-    keys = _columns(comparison)
+def section(comparison: Comparison) -> Section:
+    """Return the comparison as a part of a report: a row and a flat record for each cell, the baseline's before those
+    held against it. What all cells share stands in the title; what keeps a pair from being the same recipe stands in
+    the numbered notes."""
+    keys, pairs = _columns(comparison), {id(pair.cell): pair for pair in comparison.pairs}
+    rows = [
+        (cell, pairs.get(id(cell))) for cell in _ordered(comparison)
+        if id(cell) in pairs or comparison.value(cell) == comparison.baseline
+    ]  # fmt: skip
+    title = f"Compared by {_TITLES.get(comparison.axis) or _name(comparison.axis)}"
+    records = [_record(comparison, cell, pair, keys) for cell, pair in rows]
+    return Section("comparison", title, _table(comparison, rows, keys), (), records)
+
+
+def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], keys: Sequence[str]) -> Table:
     same = [key for key in _CONTEXT if key not in (*keys, comparison.axis) and not _varies(comparison, key)]
     shared = {_name(key): _fact(key, comparison.cells[0]) for key in same}
-    pairs = {id(pair.cell): pair for pair in comparison.pairs}
-    cells = [
-        cell for cell in _ordered(comparison) if id(cell) in pairs or comparison.value(cell) == comparison.baseline
-    ]
     lists = _lists(comparison)
-    figures = [(heading, text) for heading, text in _FIGURES if any(text(cell, pairs.get(id(cell))) for cell in cells)]
-    several = any(len(cell.runs) > 1 for cell in cells)
+    figures = {heading: text for heading, text in _FIGURES.items() if any(text(cell, pair) for cell, pair in cells)}
+    several = {"runs": _runs} if any(len(cell.runs) > 1 for cell, _ in cells) else {}
     rows = [
         [
-            comparison.value(cell), *(_fact(key, cell) for key in keys), cell.way, *([_runs(cell)] if several else []),
-            *(text(cell, pairs.get(id(cell))) for _, text in figures), _recipe(pairs.get(id(cell)), lists), cell.state,
+            comparison.value(cell), *(_fact(key, cell) for key in keys), cell.way,
+            *(text(cell) for text in several.values()), *(text(cell, pair) for text in figures.values()),
+            _recipe(pair, lists), cell.state,
         ]
-        for cell in cells
+        for cell, pair in cells
     ]  # fmt: skip
-    axes = [_name(comparison.axis), *_names(keys)]
-    names = [*axes, "name", *(["runs"] if several else []), *(heading for heading, _ in figures), "recipe", "state"]
-    words = (*TEXT, *(heading for heading in axes if heading != "batch"))
-    return Table({"baseline": comparison.baseline, **shared}, names, rows, [*_notes(comparison, cells, lists)], words)
-
-
-def _names(keys: Sequence[str]) -> list[str]:
     others = [key for key in keys if key not in _HEADING]
     short = dict(zip(others, headings(others), strict=True))
-    return [short.get(key) or _name(key) for key in keys]
+    axes = [_name(comparison.axis), *(short.get(key) or _name(key) for key in keys)]
+    names = [*axes, "name", *several, *figures, "recipe", "state"]
+    words = (*TEXT, *(heading for heading in axes if heading != "batch"))
+    notes = [*_notes(comparison, [cell for cell, _ in cells], lists)]
+    return Table({"baseline": comparison.baseline, **shared}, names, rows, notes, words)
 
 
 _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZATIONS)
@@ -182,16 +187,16 @@ def _changed(name: str, text: Callable[[float | None], str], ratio: str) -> Call
     return both
 
 
-_FIGURES: tuple[tuple[str, Callable[[Cell, Pair | None], str]], ...] = (
-    ("samples/h", lambda cell, _: units.rate(_hourly(cell))),
-    ("speed", lambda _, pair: change(pair.speed) if pair else ""),
-    ("peak GiB", _changed(PEAK, units.gibibytes, "memory")),
-    ("first step", first_step_text),
-    ("energy", lambda _, pair: change(pair.energy) if pair else ""),
-    ("break-even", lambda _, pair: break_even_text(pair.break_even) if pair else ""),
-    ("loss", lambda _, pair: learning_text(pair.learning) if pair else ""),
-    ("grad norm", lambda _, pair: grad_norm_text(pair.learning) if pair else ""),
-)
+_FIGURES: dict[str, Callable[[Cell, Pair | None], str]] = {
+    "samples/h": lambda cell, _: units.rate(_hourly(cell)),
+    "speed": lambda _, pair: change(pair.speed) if pair else "",
+    "peak GiB": _changed(PEAK, units.gibibytes, "memory"),
+    "first step": first_step_text,
+    "energy": lambda _, pair: change(pair.energy) if pair else "",
+    "break-even": lambda _, pair: break_even_text(pair.break_even) if pair else "",
+    "loss": lambda _, pair: learning_text(pair.learning) if pair else "",
+    "grad norm": lambda _, pair: grad_norm_text(pair.learning) if pair else "",
+}
 
 
 def _hourly(cell: Cell) -> float | None:
@@ -224,19 +229,9 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Mapping[str, in
 # --- for programs ----------------------------------------------------------------------------------------------------
 
 
-def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return one flat record a cell, in the order of the table; what is unknown is None."""
-    pairs = {id(pair.cell): pair for pair in comparison.pairs}
-    keys = _columns(comparison)
-    return [
-        _record(comparison, cell, pairs.get(id(cell)), keys)
-        for cell in _ordered(comparison)
-        if id(cell) in pairs or comparison.value(cell) == comparison.baseline
-    ]
-
-
 def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str]) -> dict[str, Any]:
-    paired = pair is not None and pair.baseline is not None
+    """Return a cell as a flat record; what is unknown is None."""
+    before = pair.baseline if pair else None
     record: dict[str, Any] = {
         "axis": comparison.axis, "value": comparison.value(cell), "baseline": comparison.baseline, "name": cell.name,
         **{key: cell.facts.get("gpu") if key == "gpu" else _fact(key, cell) for key in keys},
@@ -246,24 +241,17 @@ def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequenc
         "samples_per_hour": _hourly(cell),
         **{name: cell.figure(name) for name in (TOKENS, PEAK, ENERGY)}, **first_step_of(cell),
         "run_ids": " ".join(run.run_id for run in cell.runs),
-        "baseline_run_ids": " ".join(run.run_id for run in pair.baseline.runs) if pair and pair.baseline else None,
-        "same_recipe": pair.iso if pair and paired else None,
-        "differences": "; ".join(map(str, pair.differences)) if pair and paired else None,
+        "baseline_run_ids": " ".join(run.run_id for run in before.runs) if before else None,
+        "same_recipe": pair.iso if pair and before else None,
+        "differences": "; ".join(map(str, pair.differences)) if pair and before else None,
         "reason": pair.reason if pair else None,
     }  # fmt: skip
     for name in ("speed", "memory", "energy"):
-        record |= flat_ratio(name, getattr(pair, name) if pair else None)
+        record |= flat_ratio(name, getattr(pair, name, None))
     for state, ratio in (pair.first_step if pair else {}).items():
         record |= flat_ratio("first_step" if state == "none" else f"first_step_{state.replace(' ', '_')}", ratio)
-    even, learning = (pair.break_even, pair.learning) if pair else (None, None)
+    even = pair.break_even if pair else None
     return record | {
-        "break_even": even.when if even else None,
-        "break_even_steps": even.steps if even else None,
-        **flat_learning(learning),
-    }
-
-
-def section(comparison: Comparison) -> Section:
-    """Return the comparison as a part of a report."""
-    title = f"Compared by {_TITLES.get(comparison.axis) or _name(comparison.axis)}"
-    return Section("comparison", title, table(comparison), (), records(comparison))
+        "break_even": even.when if even else None, "break_even_steps": even.steps if even else None,
+        **flat_learning(pair.learning if pair else None),
+    }  # fmt: skip
