@@ -137,3 +137,12 @@ def test_text_has_no_images_to_make_cheaper(name):
 def test_an_image_size_is_a_number_of_pixels(value):
     with pytest.raises(ValidationError, match="must be off or the pixels"):
         spec_of(model={"id": QWEN3}, dataset=MADE, optimizations={"image_size": value})
+
+
+@pytest.mark.parametrize("model", ["tiny/qwen3", LLAVA])
+def test_the_loss_over_chunks_is_known_under_autocast(train_here, model):
+    """Of full training, where no adapters lie between the model and what computes it in 16 bits."""
+    data = MADE if model == LLAVA else {"name": "synthetic"}
+    rows = rows_of(train_here, model, data, method={"name": "full"}, optimizations={"chunked_loss": True},
+                   train={"max_steps": 1, "precision": "bf16"})  # fmt: skip
+    assert rows[0].loss > 0

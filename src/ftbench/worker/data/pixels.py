@@ -57,7 +57,7 @@ class Pixels:
         image = picture.open()
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        pixels = np.asarray(self._processor(images=[image], return_tensors="np")["pixel_values"], dtype=np.float32)
+        pixels = np.asarray(self._processor(images=[image])["pixel_values"], dtype=np.float32)
         return pixels[0] if self.shape.tile else pixels
 
     def keep(self, pictures: Sequence[Picture]) -> None:

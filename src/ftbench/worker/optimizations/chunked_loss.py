@@ -9,6 +9,7 @@ function, which passes over the logits three times instead of eleven.
 
 from __future__ import annotations
 
+import inspect
 from types import MethodType
 from typing import Any
 
@@ -120,7 +121,8 @@ def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, wei
 
 
 def is_on(model: Any) -> bool:
-    return bool(getattr(base_model(model).forward, "__name__", "") == "chunked_forward")
+    forward = inspect.unwrap(base_model(model).forward)  # autocast may be around it
+    return bool(getattr(forward, "__name__", "") == "chunked_forward")
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
