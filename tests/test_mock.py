@@ -9,7 +9,7 @@ from ftbench.launch import mock, runner
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
-from ftbench.store.rundir import RunDir, first_gpu, read_json
+from ftbench.store.rundir import RunDir, first_gpu, read_documents, read_json
 from ftbench.store.steps import read_steps
 
 LATER = {"timeout_s": 60}  # no test waits for longer
@@ -53,6 +53,7 @@ def test_ok_leaves_what_a_run_leaves_and_says_mock_everywhere(pretend):
         "spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json",
         "digest.json", "state.json", "log.txt",
     }  # fmt: skip
+    assert read_documents(run)[1] is None
     rows, warnings = read_steps(run.steps)
     assert ([row.step for row in rows], warnings) == (list(range(1, 11)), [])
     state = read_json(run.state)
