@@ -33,16 +33,16 @@ def test_the_rules_of_thumb_are_special_cases_of_the_terms() -> None:
     n, adapted = 100 * 10**9, 10**9
 
     def total(weight_bytes: float, count: int, width: float) -> float:
-        trained = weights.plain(count, width) if count != n else 0
-        states = weights.gradients(count, width) + weights.optimizer_state("adamw_torch", count, width)
-        return (weights.plain(n, weight_bytes) + trained + states) / GB
+        trained = count * width if count != n else 0
+        states = count * width + weights.optimizer_state("adamw_torch", count, width)
+        return (n * weight_bytes + trained + states) / GB
 
     assert total(4, n, 4) == 1600
-    frozen = weights.plain(n, 4) / GB
-    states = (weights.gradients(adapted, 4) + weights.optimizer_state("adamw_torch", adapted, 4)) / GB
+    frozen = n * 4 / GB
+    states = (adapted * 4 + weights.optimizer_state("adamw_torch", adapted, 4)) / GB
     assert frozen + states == 412
-    small = (weights.gradients(adapted, 1) + weights.optimizer_state("adamw_torch", adapted, 1)) / GB
-    assert weights.plain(n, 1) / GB + small == 103
+    small = (adapted * 1 + weights.optimizer_state("adamw_torch", adapted, 1)) / GB
+    assert n / GB + small == 103
 
 
 def test_weights_of_qwen3_8b_are_what_an_h200_held() -> None:
@@ -210,7 +210,6 @@ def test_logits_are_there_for_one_chunk_and_not_for_the_whole_batch() -> None:
     shape = model("Qwen/Qwen3-8B")
     small, large = BatchShape(1, 1024, 1023), BatchShape(64, 1024, 64 * 1023)
     assert loss.logits(shape, LORA, small) == loss.logits(shape, LORA, large) == 256 * 151936 * 16
-    assert loss.plain_logits(shape, large) == 64 * 1024 * 151936 * 14
 
 
 def states(strategy: str, gpus: int, **recipe: object) -> dict[str, dict[str, float]]:

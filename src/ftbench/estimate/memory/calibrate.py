@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ftbench.core.hardware import find_gpu
@@ -42,22 +42,15 @@ def fit(runs: Sequence[Measured], base: Constants | None = None) -> Constants:
     ended = [run for run in runs if run.fits and run.allocated is not None]
     if len(ended) < FEWEST:
         raise SpecError(f"runs that say how much memory they took: {len(ended)}; calibrating needs {FEWEST} or more")
-    plain = Constants(1.0, *(getattr(base, name) for name in ("context_gib", "logits_share", "compiled_gib",
-                                                              "varying_share", "optimizer_share")))  # fmt: skip
+    plain = replace(base, allocated_factor=1.0)
     factors = [run.allocated / run.estimate(plain).allocated.expected for run in ended if run.allocated]
     context = [run.device - run.reserved for run in ended if run.device is not None and run.reserved is not None]
     held = [(slack_basis_of(run.spec, find_gpu(run.gpu) or run.total, run.batch), run.reserved - run.allocated)
             for run in ended if run.reserved is not None and run.allocated is not None]  # fmt: skip
-    shares = _slack(held, base)
     return Constants(
-        allocated_factor=median(factors),
-        context_gib=median(context) if len(context) >= FEWEST else base.context_gib,
-        logits_share=shares[0],
-        compiled_gib=shares[1],
-        varying_share=shares[2],
-        optimizer_share=shares[3],
+        median(factors), median(context) if len(context) >= FEWEST else base.context_gib, *_slack(held, base),
         runs=tuple(sorted({run.name for run in ended})),
-    )
+    )  # fmt: skip
 
 
 def _slack(held: Sequence[tuple[SlackBasis, float]], base: Constants) -> tuple[float, float, float, float]:
@@ -113,8 +106,4 @@ def error(estimated: Sequence[RunErrors], tier: str) -> Error | None:
 
 def false_fits(runs: Sequence[Measured], known: Constants) -> list[str]:
     """Return runs that ran out of memory and that the estimator says fit their GPU."""
-    return [run.name for run in runs if not run.fits and _verdict(run, known) == "fits"]
-
-
-def _verdict(run: Measured, known: Constants) -> str:
-    return run.estimate(known).verdict
+    return [run.name for run in runs if not run.fits and run.estimate(known).verdict == "fits"]

@@ -44,7 +44,7 @@ def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     product, 16 V bytes a token, and 4 V more where a tanh is saved (softcap). Ours: logits and their gradient, and in
     eager mode log-probabilities and probabilities in float32; of one chunk at a time
     (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded up to a power of two, logits twice,
-    16-bit and float32. Plain logits, for comparison: `plain_logits`.
+    16-bit and float32.
     """
     if recipe.loss == "unsloth":
         return float(min(UNSLOTH_ROWS, batch.tokens) * model.vocab * recipe.compute)
@@ -56,12 +56,6 @@ def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
         each = 2 * recipe.compute + (0 if recipe.compiled else 2 * FLOAT)
         return float(min(recipe.chunk, batch.labels) * model.vocab * each)
     return float(min(TRL_CHUNK, batch.tokens) * model.vocab * (5 if model.softcap else 4) * FLOAT)
-
-
-def plain_logits(model: ModelShape, batch: BatchShape) -> float:
-    """Return the logits of every position at once, as transformers' own loss has them: 16-bit, float32, and the
-    gradient of both (3.5 to 4 x 4 bytes a position and word, as fitcheck-llm measured)."""
-    return float(batch.tokens * model.vocab * (2 + 4 + 4 + 4))
 
 
 def head_gradient(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:

@@ -121,7 +121,7 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     cast = autocast_weights(model, recipe) if part.keeper == "torch" else 0.0
     stream = 2 * recipe.stream * model.hidden * batch.tokens if acts.kept else 0
     count, width = weights.trained(model, recipe)
-    grads = weights.gradients(count, width) * part.gradients
+    grads = count * width * part.gradients
     top = loss.head_gradient(model, recipe, batch) / (2 if recipe.loss == "chunked" else 3)
     held = {"activations": acts.there, "checkpoints": acts.marks, "cast weights": cast}
     tail = loss.tail(model, recipe, batch)

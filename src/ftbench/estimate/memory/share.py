@@ -82,7 +82,7 @@ def update(model: ModelShape, recipe: Recipe, part: Share) -> tuple[float, float
     """Return the gradients that are there while the optimizer's step is at its most, and what it takes itself. Float32
     copies get gradients in float32, made of the others, which go: in ZeRO-3 a sub-group at a time."""
     count, width = weights.trained(model, recipe)
-    gradients = weights.gradients(count, width) * part.gradients
+    gradients = count * width * part.gradients
     if not _has_masters(recipe, part):
         return gradients, weights.optimizer_step(recipe.optimizer, count, width) * part.optimizer
     if not part.optimizer:

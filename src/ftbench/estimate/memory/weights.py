@@ -15,11 +15,6 @@ PAGED_FROM = 100_000  # elements of a matrix whose state bitsandbytes pages
 BLOCK_8BIT = 256  # elements that share a scale in an 8-bit state (bitsandbytes, blockwise quantisation)
 
 
-def plain(count: float, width: float) -> float:
-    """Return the bytes of `count` parameters of `width` bytes."""
-    return count * width
-
-
 def four_bit(count: float, double_quant: bool) -> float:
     """Return the bytes of 4-bit weights with their block constants: n/2, plus n/64 constants of 4 bytes, or,
     quantised once more, of 1 byte and 4 bytes for every 256 of them (Dettmers et al. 2023; 0.5 and 0.127 bits a
@@ -38,8 +33,8 @@ def weights(model: ModelShape, recipe: Recipe) -> float:
     linear = model.linear_parameters
     if not recipe.quantised:
         eight = linear if recipe.fp8 else 0
-        return plain(model.total - eight, recipe.weight) + 2 * eight + augmented(model, recipe)
-    return four_bit(linear, recipe.double_quant) + plain(model.total - linear, recipe.upcast)
+        return (model.total - eight) * recipe.weight + 2 * eight + augmented(model, recipe)
+    return four_bit(linear, recipe.double_quant) + (model.total - linear) * recipe.upcast
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +88,7 @@ def loading(model: ModelShape, recipe: Recipe) -> float:
 def adapters(model: ModelShape, recipe: Recipe) -> float:
     """Return the bytes of the adapters: peft keeps those of a 16-bit model in float32; trl casts those of a
     quantised one to bfloat16."""
-    return plain(adapter_parameters(model, recipe.targets, recipe.rank), recipe.adapter)
+    return adapter_parameters(model, recipe.targets, recipe.rank) * recipe.adapter
 
 
 def trained(model: ModelShape, recipe: Recipe) -> tuple[float, int]:
@@ -101,11 +96,6 @@ def trained(model: ModelShape, recipe: Recipe) -> tuple[float, int]:
     if recipe.full:
         return model.total, recipe.weight
     return adapter_parameters(model, recipe.targets, recipe.rank), recipe.adapter
-
-
-def gradients(count: float, width: float) -> float:
-    """Return the bytes of the gradients: each has the type of its parameter (torch.autograd)."""
-    return count * width
 
 
 def kept_by(model: ModelShape, recipe: Recipe) -> tuple[str, float, float, float]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import Band
-from ftbench.estimate.time import power, speeds
+from ftbench.estimate.time import speeds
 from ftbench.estimate.time.ceilings import Ceilings, limits_of
-from ftbench.estimate.time.history import TimedRun
+from ftbench.estimate.time.history import TimedRun, settings_of
 from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step
@@ -110,7 +110,7 @@ def estimate_duration(
     spread = SPREAD[basis]
     if basis != MEASURED:
         spread *= (HOST_SPREAD if modelled.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
-    watts, source = power.watts(spec, gpu, same, store.on(gpu), modelled)
+    watts, source = _watts(spec, gpu, same, store.on(gpu), modelled)
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
         _start(spec, shape, same), watts, source, "host" if modelled.host_bound else "GPU", basis, confidence,
@@ -152,6 +152,37 @@ def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) ->
         return statistics.median(measured)
     compiled = spec.method.name == "unsloth" or bool(spec.optimizations.compile)
     return _IMPORT_S + 2 * shape.model.total / _LOAD_BYTES_S + (_FIRST_COMPILED_S if compiled else _FIRST_S)
+
+
+# Share of the board power that is drawn while the GPU waits, and the further share while it works without a pause:
+# H200 runs of results/h200 drew 0.33 to 0.42 where Python set the pace and 0.93 to 0.99 where the GPU did.
+_WAITING, _WORKING = 0.2, 0.77
+_WATTS_SPREAD, _WATTS_MEASURED, _WATTS_SCALED = 1.3, 1.05, 1.2
+
+
+def _watts(
+    spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], runs: Sequence[TimedRun], step: speeds.Step
+) -> tuple[Band, str]:
+    """Return the mean watts of the steady steps with their source; no more than the board may draw. `runs` are those on
+    such a GPU."""
+    if measured := [run.watts for run in same if run.watts]:
+        return _watts_band(statistics.median(measured), _WATTS_MEASURED, gpu), "measured"
+    own = settings_of(spec) if runs else None
+    alike = [run.watts for run in runs if run.watts and run.settings == own
+             and _busy(run.watts, gpu) != step.host_bound]  # fmt: skip
+    if alike:
+        return _watts_band(statistics.median(alike), _WATTS_SCALED, gpu), "from runs like it"
+    share = _WAITING + _WORKING * min(1.0, step.device / step.seconds)
+    return _watts_band(gpu.watts * share, _WATTS_SPREAD, gpu), f"{share:.0%} of the board's {gpu.watts:.0f} W"
+
+
+def _busy(drawn: float, gpu: Gpu) -> bool:
+    return drawn > 0.6 * gpu.watts
+
+
+def _watts_band(expected: float, spread: float, gpu: Gpu) -> Band:
+    expected = min(expected, gpu.watts)
+    return Band(expected / spread, expected, min(expected * spread, gpu.watts))
 
 
 def epochs_samples(spec: Experiment, a_step: float) -> float | None:

@@ -26,15 +26,15 @@ LaidOut: TypeAlias = tuple[int, int, int, int, bool]  # positions, samples, real
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What a spec says of how samples become batches of `size` rows: laid end to end (`packing`, `padding_free`), all
-    of one shape (`fixed`), of samples of like length (`grouping`), in order of length (`ordered`: the longest come
-    first). `seen` are the samples that a limit on steps leaves. `boundaries` are told to the attention kernel;
-    `unmasked` kernels are given no mask of the padding."""
+    """What a spec says of how samples become batches of `size` rows: laid end to end (`flat`), also so that they fill
+    the rows (`packing`), all of one shape (`fixed`), of samples of like length (`grouping`), in order of length
+    (`ordered`: the longest come first). `seen` are the samples that a limit on steps leaves. `boundaries` are told to
+    the attention kernel; `unmasked` kernels are given no mask of the padding."""
 
     size: int
     max_length: int
     packing: bool
-    padding_free: bool
+    flat: bool
     fixed: bool
     grouping: bool
     ordered: bool
@@ -42,18 +42,15 @@ class _Layout:
     boundaries: bool
     unmasked: bool
 
-    @property
-    def flat(self) -> bool:
-        return self.packing or self.padding_free
-
 
 def _layout(spec: Experiment) -> _Layout:
     on, train, data = spec.optimizations, spec.train, spec.dataset
     seen = None if train.max_steps is None else train.max_steps * train.batch_size * train.gradient_accumulation_steps
     # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
     return _Layout(
-        train.batch_size, data.max_length, on.packing, on.padding_free, on.fixed_shape, on.length_grouping,
-        data.longest_first or on.length_grouping, seen, on.attention in BOUNDARIES, spec.method.name == "unsloth",
+        train.batch_size, data.max_length, on.packing, on.packing or on.padding_free, on.fixed_shape,
+        on.length_grouping, data.longest_first or on.length_grouping, seen, on.attention in BOUNDARIES,
+        spec.method.name == "unsloth",
     )  # fmt: skip
 
 
@@ -128,7 +125,7 @@ def _trained(layout: _Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
 
 def _shape(layout: _Layout, batch: Sequence[int], longest: int) -> BatchShape:
     labels = sum(batch) - len(batch)
-    if layout.padding_free:
+    if layout.flat:
         return BatchShape(1, sum(batch), labels)
     return BatchShape(len(batch), longest if layout.fixed else max(batch), labels)
 
@@ -151,7 +148,7 @@ def _unknown(dataset: Dataset, layout: _Layout) -> BatchShape:
     if known:
         longest = expected_longest(known, source.sigma or DEFAULT_SIGMA, dataset.samples or 10_000, longest)
         mean = min(known, longest)
-    if layout.padding_free:
+    if layout.flat:
         tokens = round(longest + (size - 1) * mean)
         return BatchShape(1, tokens, tokens - size)
     return BatchShape(size, longest, round(size * mean) - size)
