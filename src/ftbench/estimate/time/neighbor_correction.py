@@ -70,14 +70,15 @@ def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) ->
     total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0
     own, host_bound = settings_of(spec), modelled.host_bound
     for other in others:
+        like = other.modelled.host_bound == host_bound
         far = abs(math.log(modelled.seconds / other.modelled.seconds)) / 2
         far += _apart(own, other.run.settings) + _MODEL * (spec.model.id != other.run.spec.model.id)
-        far += _SIDE * (host_bound != other.modelled.host_bound)
+        far += _SIDE * (not like)
         if far > _FARTHEST:
             continue
         weight = math.exp(-far) * other.share
         total, weights, near = total + weight * other.miss, weights + weight, near + 1
-        alike += own == other.run.settings and other.modelled.host_bound == host_bound
+        alike += like and own == other.run.settings
     return Correction(math.exp(total / weights), near, alike) if near else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from ftbench.estimate.time.ceilings import Ceilings
@@ -31,17 +31,13 @@ class Term:
 @dataclass(frozen=True, slots=True)
 class Step:
     """Seconds of one optimizer step. `device` and `host` are what each would take alone; `parts` by term, on the
-    device, add up to `device`."""
+    device, add up to `device`; `host_bound` says that the GPU waits for Python for most of the step."""
 
     seconds: float
     device: float
     host: float
     parts: Mapping[str, float]
-
-    @property
-    def host_bound(self) -> bool:
-        """The GPU waits for Python for most of the step."""
-        return self.host > self.device
+    host_bound: bool
 
 
 @cache
@@ -63,22 +59,22 @@ def values(terms: Mapping[str, Term]) -> dict[str, float]:
 
 def ideal(work: StepWork, limits: Ceilings) -> StepWork:
     """Return the step in seconds, every term at its ceiling."""
-    groups = tuple((weight, _seconds(terms, limits)) for weight, terms in work.groups)
-    return StepWork(groups, work.passes, _seconds(work.update, limits))
+    rates = _rates(limits)
+    groups = tuple((weight, {name: amount / rates[name] for name, amount in terms.items()})
+                   for weight, terms in work.groups)  # fmt: skip
+    return StepWork(groups, work.passes, {name: amount / rates[name] for name, amount in work.update.items()})
 
 
-def _seconds(terms: Mapping[str, float], limits: Ceilings) -> dict[str, float]:
-    return {name: amount / _rate(name, limits) for name, amount in terms.items()}
-
-
-def _rate(term: str, limits: Ceilings) -> float:
-    """Return the most that a second can do of a term: FLOPs, operations of the host, bytes over the link or in the
-    GPU's memory."""
-    if term.startswith(("products", "attention")):
-        rate = limits.products_fp8 if term == "products.fp8" else limits.products
-        assert rate is not None
-        return rate
-    return HOST_OPERATIONS_S if term == "host" else limits.link if term.startswith("offload") else limits.memory
+@lru_cache(maxsize=256)
+def _rates(limits: Ceilings) -> dict[str, float]:
+    """Return the most that a second can do of each term whose rate is known."""
+    rates: dict[str, float | None] = dict.fromkeys(shipped(), limits.memory)
+    for name in rates:
+        if name.startswith(("products", "attention")):  # FLOPs
+            rates[name] = limits.products_fp8 if name == "products.fp8" else limits.products
+        elif name.startswith("offload"):
+            rates[name] = limits.link
+    return {name: rate for name, rate in rates.items() if rate is not None} | {"host": HOST_OPERATIONS_S}
 
 
 def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
@@ -95,4 +91,4 @@ def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
     for name, value in ideal_step.update.items():
         parts[name] += (spent_once := coefficients[name] * value)
         device, seconds = device + spent_once, seconds + spent_once
-    return Step(seconds, device, host, dict(parts))
+    return Step(seconds, device, host, dict(parts), host > device)
