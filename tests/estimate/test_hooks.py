@@ -58,7 +58,7 @@ def test_a_run_warns_once_and_goes_on(
 @pytest.mark.torch
 def test_a_dry_run_lists_estimated_memory_and_what_does_not_fit(spec: Path, tmp_path: Path) -> None:
     half = ["model.dtype=bfloat16", "train.precision=bf16"]
-    asked = command.SweepRequest(spec, half, ["train.batch_size=1,4,16"], tmp_path)
+    asked = command.SweepRequest(spec, half, tmp_path, axes=["train.batch_size=1,4,16"])
     with ExitStack() as stack:
         ready = command.prepare(asked, stack)
         lines = dry_run(dataclasses.replace(ready, device=H200))

@@ -97,7 +97,7 @@ def made(folder, *only, objective="speed", repeats=2, **sections):
 
 def table(plan, folder):
     folder.mkdir(exist_ok=True)
-    return AblationTables(folder, plan, GPU["name"], list(plan.refused.items()))
+    return AblationTables(plan, list(plan.refused.items()))
 
 
 # --- what is run, and in which order ---------------------------------------------------------------------------------

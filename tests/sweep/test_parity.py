@@ -84,7 +84,7 @@ def test_a_recipe_that_computes_the_same_follows_and_every_control_is_caught(fol
     assert plan.passed()
     resumed = plan_of(folder, recipe(**CHECKPOINTING))
     assert (resumed.left(), resumed.judgements(), resumed.passed()) == (0, [found], True)
-    tables = ParityTables(folder, resumed, None, [])
+    tables = ParityTables(resumed, [])
     assert json.loads(json.dumps(tables.document(), allow_nan=False))["recipes"][0]["verdict"] == FOLLOWS
     assert "Every control was caught" in tables.terminal()
     assert "NOT CAUGHT" not in tables.markdown()
@@ -129,7 +129,7 @@ def test_on_data_that_nothing_can_learn_it_cannot_tell_and_the_controls_give_it_
     assert "learned" in found.reason
     assert CANNOT_TELL in [control.verdict for control in plan.controls()]
     assert not plan.passed()
-    text = ParityTables(tmp_path, plan, None, []).terminal()
+    text = ParityTables(plan, []).terminal()
     assert "The check could not have failed" in text
 
 
@@ -144,7 +144,7 @@ def test_a_plan_goes_on_where_it_stopped_and_says_what_is_left(tmp_path, cache):
     assert [job.values["recipe"] for job in again.pending()] == order[1:]
     assert [found.verdict for found in (*again.judgements(), *again.controls())] == [PENDING] * 4
     assert not again.passed()
-    tables = ParityTables(tmp_path, again, None, [])
+    tables = ParityTables(again, [])
     tables.write()
     document = json.loads((tmp_path / "parity.json").read_text())
     assert document["left"] == 4

@@ -41,7 +41,7 @@ def table(tmp_path, monkeypatch):
             writer.close()
             write_json(run.state, {"schema": 1, "state": "ok", "wall_s": 12.0})
         plan = Grid(jobs, {}, options)
-        Tables(options.folder, plan, options.gpu, []).write()
+        Tables(plan, []).write()
         return (options.folder / "summary.md").read_text()
 
     return write

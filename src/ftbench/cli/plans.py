@@ -121,8 +121,8 @@ def parity(
     from ftbench.sweep import parity as command
 
     request = command.ParityRequest(
-        spec, against, _names(recipe), seeds=seeds, steps=steps, gradients=gradients, parallel=parallel,
-        **options.request(),
+        spec=spec, against=against, recipes=_names(recipe), seeds=seeds, steps=steps, gradients=gradients,
+        parallel=parallel, **options.request(),
     )  # fmt: skip
     code, _ = run_plan(command.prepare(request), options)
     raise typer.Exit(code)

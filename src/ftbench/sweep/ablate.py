@@ -22,25 +22,18 @@ from ftbench.sweep import command
 from ftbench.sweep.execute.gpu_slots import local_slots
 from ftbench.sweep.output.ablation import AblationTables, spec_lines
 from ftbench.sweep.output.table import Tables
-from ftbench.sweep.plan import budget
 from ftbench.sweep.plan.ablation import OBJECTIVES, AblationPlan, Start
-from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.base import PlanRequest
 
 
-@dataclass(frozen=True, slots=True)
-class AblationRequest:
+@dataclass(frozen=True, kw_only=True)
+class AblationRequest(PlanRequest):
     """The command line. `steps` and `repeats` of each run; `only` names optimizations or variants."""
 
-    spec: Path
-    sets: Sequence[str] = ()
-    out: Path = Path("results")
     steps: int | None = None
     repeats: int = 3
     only: Sequence[str] = ()
     objective: str = "speed"
-    time_budget: str | None = None
-    retry_failed: bool = False
-    force: bool = False
 
 
 def prepare(request: AblationRequest) -> command.Ready:
@@ -49,8 +42,6 @@ def prepare(request: AblationRequest) -> command.Ready:
         known(request.objective, OBJECTIVES, "objective")
     except ValueError as error:
         raise SpecError(f"--objective: {error}") from None
-    if request.time_budget is not None:
-        budget.duration(request.time_budget)
     sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
     spec = load(request.spec, [*sets, f"measure.repeats={request.repeats}"])
     runner.check_disk(request.out)
@@ -61,15 +52,11 @@ def prepare(request: AblationRequest) -> command.Ready:
     variants = ablation.variants(plain.train.optimizer, request.only)
     start = Start(plain, variants, request.objective, lambda variant: _refused(variant, described))
     recipe = [f"recipe={ablation.PLAIN}", f"train.optimizer={plain.train.optimizer}"]
-    folder, gpu = request.out / runner.experiment(plain), runner.gpu_name(described)
-    plan = AblationPlan(start, Options(folder, gpu, (*sets, *recipe), request.retry_failed, request.force))
-    sweep = command.SweepRequest(
-        request.spec, sets, out=request.out, time_budget=request.time_budget, retry_failed=request.retry_failed,
-        force=request.force,
-    )  # fmt: skip
+    folder = request.out / runner.experiment(plain)
+    plan = AblationPlan(start, request.options(folder, runner.gpu_name(described), (*sets, *recipe)))
     return command.Ready(
-        sweep, folder, request.spec.read_bytes(), plan, slots, gpu, first_gpu(described) or None,
-        list(plan.refused.items()), AblationTables,
+        request, request.spec.read_bytes(), plan, slots, first_gpu(described) or None, list(plan.refused.items()),
+        AblationTables,
     )  # fmt: skip
 
 

@@ -22,28 +22,22 @@ from ftbench.sweep.jobs import short
 from ftbench.sweep.output import view
 from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan import budget
-from ftbench.sweep.plan.base import Options, Plan
+from ftbench.sweep.plan.base import Plan, PlanRequest
 from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
 from ftbench.sweep.plan.search import Family, Search
 
 _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
 
 
-@dataclass(frozen=True, slots=True)
-class SweepRequest:
-    """The command line. `axes` are `key=value,value`; `time_budget` as `8h`; `gpus` as --gpus lists them; `on` names a
-    Ray cluster."""
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest(PlanRequest):
+    """The command line of a sweep. `axes` are `key=value,value`; `gpus` as --gpus lists them; `on` names a Ray
+    cluster."""
 
-    spec: Path
-    sets: Sequence[str] = ()
     axes: Sequence[str] = ()
-    out: Path = Path("results")
     until_oom: bool = False
     trial_steps: int = 7
     effective_batch: int | None = None
-    time_budget: str | None = None
-    retry_failed: bool = False
-    force: bool = False
     gpus: Sequence[str] = ()
     on: str | None = None
 
@@ -53,12 +47,10 @@ class Ready:
     """A plan that can be started. `device` is the GPU of machine.json; `impossible` are the cells that can be on no
     machine, with the reason; `tables` makes what is written after each run; `notes` are about what does nothing."""
 
-    request: SweepRequest
-    folder: Path
+    request: PlanRequest
     source: bytes
     plan: Plan
     slots: Sequence[GpuSlot]
-    gpu: str | None
     device: dict[str, Any] | None
     impossible: Sequence[tuple[str, str]]
     tables: Callable[..., Tables] = Tables
@@ -68,8 +60,6 @@ class Ready:
 def prepare(request: SweepRequest, stack: ExitStack) -> Ready:
     """Plan without starting anything, but for a connection to a cluster, which `stack` closes. Raise SpecError and
     MissingError for what is wrong or not there."""
-    if request.time_budget is not None:
-        budget.duration(request.time_budget)
     if request.effective_batch and not request.until_oom:
         raise SpecError("--effective-batch goes with --until-oom; elsewhere set train.gradient_accumulation_steps")
     notes: list[str] = []
@@ -81,10 +71,7 @@ def prepare(request: SweepRequest, stack: ExitStack) -> Ready:
     notes += planner.duplicates()
     refused = [(" ".join(f"{key}={short(value)}" for key, value in cell.values.items()), cell.refused)
                for cell in grid if cell.refused]  # fmt: skip
-    return Ready(
-        request, request.out / name, request.spec.read_bytes(), planner.plan(), slots, planner.options.gpu,
-        planner.device, refused, notes=notes,
-    )  # fmt: skip
+    return Ready(request, request.spec.read_bytes(), planner.plan(), slots, planner.device, refused, notes=notes)
 
 
 def _experiment(grid: Sequence[GridCell]) -> tuple[str, Experiment]:
@@ -117,9 +104,7 @@ class _Planner:
         capability = runner.capability(described)
         grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]
         self.device = first_gpu(described) or None
-        self.options = Options(
-            folder, runner.gpu_name(described), tuple(request.sets), request.retry_failed, request.force
-        )
+        self.options = request.options(folder, runner.gpu_name(described), request.sets)
         self.firsts = first_jobs(grid, self.options)
 
     def plan(self) -> Plan:
@@ -178,21 +163,19 @@ def _without_batch(values: dict[str, Any]) -> dict[str, Any]:
 
 def run(ready: Ready) -> tuple[int, Tables]:
     """Run one sitting and return its exit code and the tables; they are in the folder and stay there."""
-    limit = None if ready.request.time_budget is None else budget.duration(ready.request.time_budget)
+    plan, folder, limit = ready.plan, ready.plan.options.folder, ready.request.limit_s
     deadline = None if limit is None else time.monotonic() + limit
-    with locked(ready.folder), view.LiveView() as shown:
-        journal = Journal(ready.folder / JOURNAL)
-        tables = ready.tables(ready.folder, ready.plan, ready.gpu, ready.impossible)
-        about = {"spec": ready.request.spec.name, "gpu": ready.gpu, "until_oom": ready.request.until_oom}
-        shown.event(f"{ready.folder}: {view.counted(ready.plan.standings.values(), None) or 'searching'}")
+    with locked(folder), view.LiveView() as shown:
+        journal = Journal(folder / JOURNAL)
+        tables = ready.tables(plan, ready.impossible)
+        about = {"spec": ready.request.spec.name, "gpu": plan.options.gpu, "until_oom": isinstance(plan, Search)}
+        shown.event(f"{folder}: {view.counted(plan.standings.values(), None) or 'searching'}")
         for cell, reason in ready.impossible:
             shown.event(f"cannot work  {cell}: {reason}")
-        sitting = Sitting(
-            ready.folder, ready.source, ready.plan, ready.slots, tables, journal, shown, deadline, about
-        )  # fmt: skip
+        sitting = Sitting(ready.source, plan, ready.slots, tables, journal, shown, deadline, about)
         try:
             return tables.exit_code(sitting.run()), tables
         finally:
-            if left := ready.plan.left():
+            if left := plan.left():
                 shown.event(f"{left} runs are left; the same command goes on with them")
             journal.close()

@@ -16,36 +16,27 @@ from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command
 from ftbench.sweep.execute.gpu_slots import LocalSlot
 from ftbench.sweep.output.parity import ParityTables
-from ftbench.sweep.plan import budget
-from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.base import PlanRequest
 from ftbench.sweep.plan.parity import Contender, ParityPlan
 
 HELD_OUT = 32  # samples, where the spec sets none aside
 
 
-@dataclass(frozen=True, slots=True)
-class ParityRequest:
+@dataclass(frozen=True, kw_only=True)
+class ParityRequest(PlanRequest):
     """The command line. `against` names the reference recipe, `recipes` those held against it: none is the spec as it
     is. `steps` of each run; `gradients` of the first steps are compared; `parallel` runs share the GPU."""
 
-    spec: Path
     against: str = "plain"
     recipes: Sequence[str] = ()
-    sets: Sequence[str] = ()
-    out: Path = Path("results")
     seeds: int = 3
     steps: int | None = None
     gradients: int = 3
     parallel: int = 1
-    time_budget: str | None = None
-    retry_failed: bool = False
-    force: bool = False
 
 
 def prepare(request: ParityRequest) -> command.Ready:
     """Plan without starting anything. Raise SpecError and MissingError for what is wrong or not there."""
-    if request.time_budget is not None:
-        budget.duration(request.time_budget)
     sets = _sets(request)
     spec = load(request.spec, sets)
     runner.check_disk(request.out)
@@ -59,16 +50,11 @@ def prepare(request: ParityRequest) -> command.Ready:
         raise MissingError(f"--against {request.against}: {reference.refused}")
     named = [_recipe(request, Path(name).stem, [*sets, f"recipe={name}"], described) for name in request.recipes]
     recipes = named or [_recipe(request, spec.name, sets, described)]
-    folder, gpu = request.out / runner.experiment(spec), runner.gpu_name(described)
-    options = Options(folder, gpu, tuple(sets), request.retry_failed, request.force)
+    options = request.options(request.out / runner.experiment(spec), runner.gpu_name(described), sets)
     plan = ParityPlan(reference, recipes, request.seeds, request.gradients, options)
-    sweep = command.SweepRequest(
-        request.spec, sets, out=request.out, time_budget=request.time_budget, retry_failed=request.retry_failed,
-        force=request.force,
-    )  # fmt: skip
     refused = [(recipe.name, recipe.refused) for recipe in recipes if recipe.refused]
     return command.Ready(
-        sweep, folder, request.spec.read_bytes(), plan, slots, gpu, first_gpu(described) or None, refused, ParityTables
+        request, request.spec.read_bytes(), plan, slots, first_gpu(described) or None, refused, ParityTables
     )
 
 

@@ -1,8 +1,7 @@
 """The sweep itself: keeps every GPU slot busy, writes the table after every run, and stops when it is told to.
 
 Each run is watched by a thread of its own that waits for the child and does next to nothing else; only this module's
-loop, in the main thread, decides, writes the journal and the table. The child dies with the thread that started it
-(PR_SET_PDEATHSIG), so the thread lives as long as the child does.
+loop, in the main thread, decides, writes the journal and the table.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Sitting:
     """One sitting of a sweep over `slots`. `source` is the text of the spec file, `deadline` (monotonic clock, s) when
     the time budget ends."""
 
-    folder: Path
     source: bytes
     plan: Plan
     slots: Sequence[GpuSlot]
@@ -70,6 +68,10 @@ class Sitting:
     _stale: bool = False
     _written_at: float = 0.0
     _write_s: float = 0.0
+
+    @property
+    def folder(self) -> Path:
+        return self.plan.options.folder
 
     def run(self) -> int:
         """Run until nothing is left to start, or a signal. Return the exit code: 0, 1 where a run failed, 130 where a

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
@@ -27,8 +26,8 @@ TERMINAL_ROWS = 500  # more are named, not shown
 class Tables:
     """The tables of a plan. Reads a finished run's summary once."""
 
-    def __init__(self, folder: Path, plan: Plan, gpu: str | None, impossible: Sequence[tuple[str, str]]) -> None:
-        self.folder, self.plan, self._gpu, self._impossible = folder, plan, gpu, impossible
+    def __init__(self, plan: Plan, impossible: Sequence[tuple[str, str]]) -> None:
+        self.folder, self.plan, self._impossible = plan.options.folder, plan, impossible
         self._records: dict[Job, dict[str, Any]] = {}
 
     def write(self) -> None:
@@ -101,9 +100,11 @@ class Tables:
 
     def _record(self, job: Job, standing: Standing, axes: Sequence[str]) -> dict[str, Any]:
         if job not in self._records:
-            skipped = dataclasses.asdict(_skipped(job, standing, self._gpu)) if standing.state == "skipped" else None
-            record = (skipped or read_summary(job.run, standing.state)) | {"path": job.run.run_id}
-            self._records[job] = record | {key: _text(job, key) for key in axes}
+            if standing.state == "skipped":
+                record = dataclasses.asdict(_skipped(job, standing, self.plan.options.gpu))
+            else:
+                record = read_summary(job.run, standing.state)
+            self._records[job] = record | {"path": job.run.run_id} | {key: _text(job, key) for key in axes}
         return self._records[job]
 
     def exit_code(self, code: int) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ftbench.sweep.jobs import PENDING, Job, Standing
-from ftbench.sweep.plan.budget import WallTimes
+from ftbench.sweep.plan.budget import WallTimes, duration
 
 KILLS = 2  # how often in a sitting a run that somebody killed is begun again
 
@@ -22,6 +22,29 @@ class Options:
     sets: tuple[str, ...] = ()
     retry_failed: bool = False
     force: bool = False
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What every command says that runs a plan; `time_budget` as `8h`."""
+
+    spec: Path
+    sets: Sequence[str] = ()
+    out: Path = Path("results")
+    time_budget: str | None = None
+    retry_failed: bool = False
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.limit_s  # raises SpecError for a time budget that is none
+
+    @property
+    def limit_s(self) -> float | None:
+        return None if self.time_budget is None else duration(self.time_budget)
+
+    def options(self, folder: Path, gpu: str | None, sets: Sequence[str]) -> Options:
+        """Return the options of a plan in the folder of an experiment, on the GPU of that name."""
+        return Options(folder, gpu, tuple(sets), self.retry_failed, self.force)
 
 
 class Plan:
