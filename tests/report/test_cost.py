@@ -16,7 +16,7 @@ from ftbench.core import rows, units
 from ftbench.core.hardware import canonical_name
 from ftbench.errors import SpecError
 from ftbench.spec import cost
-from ftbench.spec.prices import load_prices
+from ftbench.spec.prices import Owned, load_prices
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
@@ -87,7 +87,9 @@ def test_break_even_is_where_both_have_cost_the_same():
     assert hours * 1.2 == pytest.approx(1000 + hours * 0.2)
     assert cost.break_even_hours(1000, 1.2, 1.2) is None
     assert cost.use_hours(2, 0.5) == pytest.approx(8766)
-    assert cost.electricity_per_hour(0.5, 600) == pytest.approx(0.3)
+    bought = {"price": 1, "currency": "EUR", "lifetime_years": 1, "utilisation": 1, "date": "2026-01-02", "source": "a"}
+    owned = Owned.model_validate(bought | {"electricity_per_kwh": 0.5, "host_idle_watts": 100})
+    assert cost.running(owned, 500) == pytest.approx(0.3)  # 0.6 kWh
 
 
 @pytest.mark.parametrize(("value", "text"), [

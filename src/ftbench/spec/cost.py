@@ -72,7 +72,7 @@ def running(owned: Owned, watts: float | None) -> float | None:
     """Return electricity for an hour of training; None where it is wanted and the GPU's power is not known."""
     if owned.electricity_per_kwh is None:
         return 0.0
-    return None if watts is None else electricity_per_hour(owned.electricity_per_kwh, watts + owned.host_idle_watts)
+    return None if watts is None else owned.electricity_per_kwh * (watts + owned.host_idle_watts) / 1000
 
 
 def _owned(owned: Owned, watts: float | None) -> tuple[float | None, str]:
@@ -90,11 +90,6 @@ def joules_per_1m_tokens(
     if joules_per_1k_samples is None or not samples_per_s or not tokens_per_s:
         return None
     return joules_per_1k_samples / 1e3 * samples_per_s / tokens_per_s * 1e6
-
-
-def electricity_per_hour(per_kwh: float, watts: float) -> float:
-    """Return the money for an hour at a power in W."""
-    return per_kwh * watts / 1000
 
 
 def use_hours(lifetime_years: float, utilisation: float) -> float:

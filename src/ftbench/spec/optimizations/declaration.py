@@ -31,14 +31,6 @@ class Tolerance:
     another_order: bool = False
 
 
-def _nothing(spec: Experiment) -> Iterable[str]:
-    return ()
-
-
-def _anywhere(spec: Experiment, capability: Capability) -> Iterable[str]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
     """One key of `optimizations:`. The functions are asked only where it is on, and answer in sentences with a way out.
@@ -58,8 +50,8 @@ class Optimization:
     tolerance: Tolerance
     unsloth: str | None = None
     excludes: Mapping[str, str] = field(default_factory=dict)
-    refusals: Callable[[Experiment], Iterable[str]] = _nothing
-    refusals_on: Callable[[Experiment, Capability], Iterable[str]] = _anywhere
+    refusals: Callable[[Experiment], Iterable[str]] = lambda spec: ()
+    refusals_on: Callable[[Experiment, Capability], Iterable[str]] = lambda spec, capability: ()
     needs_gpu: bool = False
     unsimulated: str | Callable[[Experiment], tuple[str, str] | None] | None = None
     after: tuple[str, ...] = ()
