@@ -86,6 +86,38 @@ def test_every_option_that_is_mentioned_is_one(line):
     assert {word for word in words if word.startswith("-")} <= options
 
 
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """A folder with the specs that the pages name, some results and the prices, as the current one."""
+    for page, name in (("README.md", "my-run.yaml"), ("docs/tutorial.md", "first.yaml")):
+        (text,) = re.findall(rf"```yaml\n# {name}\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+        (tmp_path / name).write_text(text, "utf-8")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    shutil.copytree(ROOT / "results" / "h200" / "headline" / "full", tmp_path / "results" / "night")
+    monkeypatch.chdir(tmp_path)
+
+
+ALONE = re.compile(r"ftbench (estimate|recommend|list) (?!.*(--simulate|spec\.yaml|…))")
+STORED = re.compile(r"ftbench (bundle|verify|report) (?!.*(h200/|--baseline|--compare gpu|NEW))")
+
+
+@pytest.mark.parametrize("line", [line for line in sorted({*typed(), *mentioned()}) if ALONE.match(line)])
+def test_what_is_shown_of_estimates_and_lists_works(reader, ftbench, line):
+    code, printed, errors = ftbench(*shlex.split(line)[1:])
+    assert (code, errors) == (0, "")
+    assert printed
+
+
+@pytest.mark.parametrize("page", ["README.md", "tutorial.md"])
+def test_what_is_shown_of_reports_and_bundles_works(reader, ftbench, page):
+    lines = [line for block in blocks("sh") if block.id.startswith(page) for line in block.values[0].splitlines()]
+    shown = [line.partition("  #")[0] for line in lines if STORED.match(line)]
+    assert shown
+    for line in shown:
+        code, _, errors = ftbench(*shlex.split(line)[1:])
+        assert (code, errors) == (0, ""), line
+
+
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_every_spec_that_is_shown_is_one(text, tmp_path):
     shutil.copytree(ROOT / "configs" / "prompts", tmp_path / "prompts")

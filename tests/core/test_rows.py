@@ -3,7 +3,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftbench.core import rows
@@ -33,6 +33,7 @@ def reread(line):
     return rows.parse(dict(zip(COLUMNS, values, strict=True)))
 
 
+@settings(max_examples=30)
 @given(any_row)
 def test_a_row_reads_back_as_it_was_written(row):
     line = rows.to_csv(row)
