@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from ftbench.estimate import preflight
+from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.launch import runner
+from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command
 from ftbench.sweep.dry_run import as_text, dry_run
@@ -66,3 +69,25 @@ def test_a_dry_run_lists_estimated_memory_and_what_does_not_fit(spec: Path, tmp_
         assert [round(line.peak_gb or 0) for line in lines] == [32, 78, 263]
         assert "does not fit" in as_text(lines)
         assert [line.peak_gb for line in dry_run(ready)] == [None] * 3  # no GPU here, nothing to estimate for
+
+
+@pytest.mark.torch
+def test_cells_that_differ_in_how_they_learn_share_an_estimate(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ["model.dtype=bfloat16", "train.precision=bf16"]
+    axes = ["train.batch_size=1,4", "train.learning_rate=1e-4,2e-4", "train.seed=1,2", "train.weight_decay=0,0.1"]
+    estimate, estimated = preflight.on_machine, list[Experiment]()
+
+    def counted(spec: Experiment, gpu: dict[str, Any] | None) -> MemoryEstimate | None:
+        estimated.append(spec)
+        return estimate(spec, gpu)
+
+    monkeypatch.setattr(preflight, "on_machine", counted)
+    with ExitStack() as stack:
+        ready = command.prepare(command.SweepRequest(spec, sets, tmp_path, axes=axes), stack)
+    lines = dry_run(dataclasses.replace(ready, device=H200))
+    assert len(estimated) == 2
+    each = [estimate(job.spec, H200) for job in ready.plan.standings]
+    assert [line.peak_gb for line in lines] == [memory.reserved.expected for memory in each if memory]
+    assert len(lines) == 16

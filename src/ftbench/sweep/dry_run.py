@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ftbench.core.units import gibibytes, seconds
 from ftbench.estimate import preflight
+from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.time.duration import SHEET, epochs_samples
 from ftbench.estimate.time.run_index import Store
 from ftbench.spec.experiment import Experiment
@@ -15,6 +17,9 @@ from ftbench.sweep.command import Ready
 from ftbench.sweep.jobs import Job, Standing, command
 from ftbench.sweep.plan import frontier
 from ftbench.sweep.plan.search import Search, trial_of
+
+# Of a training, what its memory does not depend on.
+_LEARNING = ("learning_rate", "lr_scheduler", "warmup_steps", "weight_decay", "seed", "report_to")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +48,21 @@ def dry_run(ready: Ready) -> list[Planned]:
     for job, standing in plan.standings.items():
         if standing.state == "ok":
             trials.setdefault(job.family, []).append(trial_of(job, standing))
-    store = Store.read(ready.request.out) if ready.device else Store()
-    lines = [_planned(ready, store, job, standing, trials.get(job.family, []))
+    store, known = Store.read(ready.request.out) if ready.device else Store(), dict[Any, MemoryEstimate | None]()
+    lines = [_planned(ready, store, job, standing, trials.get(job.family, []), known)
              for job, standing in plan.standings.items()]  # fmt: skip
     return lines + [Planned(cell, "impossible", reason) for cell, reason in ready.impossible]
 
 
-def _planned(ready: Ready, store: Store, job: Job, standing: Standing, trials: Sequence[frontier.Trial]) -> Planned:
+def _planned(
+    ready: Ready, store: Store, job: Job, standing: Standing, trials: Sequence[frontier.Trial],
+    known: dict[Any, MemoryEstimate | None],
+) -> Planned:  # fmt: skip
     peak = frontier.peak_on_the_line(trials, job.spec.train.batch_size)
     expected = verdict = estimated = confidence = None
     if not standing.done:
         expected = ready.plan.wall_times.at_most_s(job)
-        if memory := preflight.on_machine(job.spec, ready.device):
+        if memory := _memory(job.spec, ready, known):
             verdict, peak = memory.verdict, memory.reserved.expected if peak is None else peak
         if expected is None:
             estimated, confidence = _estimated(job.spec, ready, store)
@@ -63,6 +71,16 @@ def _planned(ready: Ready, store: Store, job: Job, standing: Standing, trials: S
         job.what, state, standing.reason, expected, peak, verdict, estimated, confidence,
         command(ready.request.spec, job, ready.request.out),
     )  # fmt: skip
+
+
+def _memory(spec: Experiment, ready: Ready, known: dict[Any, MemoryEstimate | None]) -> MemoryEstimate | None:
+    """Return the estimate on this machine; `known` keeps it for cells that differ in how they learn alone and share
+    their sections."""
+    sections = (spec.model, spec.method, spec.dataset, spec.optimizations, spec.measure, spec.launch)
+    key = (*map(id, sections), *(value for name, value in spec.train if name not in _LEARNING))
+    if key not in known:
+        known[key] = preflight.on_machine(spec, ready.device)
+    return known[key]
 
 
 def _estimated(spec: Experiment, ready: Ready, store: Store) -> tuple[float | None, str | None]:
