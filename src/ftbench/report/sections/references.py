@@ -81,7 +81,7 @@ def match(entry: Mapping[str, Any], cells: Sequence[Cell]) -> Match:
             shared = [key for key in KEYS if key in entry and measured[key]]
             same = tuple(key for key in shared if _same(key, entry[key], measured[key]))
             matches.append(Match(entry, cell, same, tuple(key for key in shared if key not in same)))
-    return max(matches, key=lambda found: (len(found.same), bool(found.cell and found.cell.ok)))
+    return max(matches, key=lambda match: (len(match.same), bool(match.cell and match.cell.ok)))
 
 
 def _facts(cell: Cell) -> dict[str, str]:
