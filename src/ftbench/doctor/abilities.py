@@ -14,6 +14,7 @@ from ftbench.doctor.facts import Facts
 from ftbench.doctor.findings import Answer, Finding
 from ftbench.errors import MissingError
 from ftbench.launch import trl
+from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations, choices, switched_on
@@ -21,6 +22,7 @@ from ftbench.spec.refusals import refusals_on
 
 METHOD, OPTIMIZATION = "methods", "optimizations"
 HOPPER = (9, 0)
+SMALLEST = {"name": "doctor", "model": {"id": "doctor/none"}}  # a spec
 _NO_TRITON = "needs triton, which is not installed: pip install triton"
 
 
@@ -50,7 +52,8 @@ def used_by(spec: Experiment) -> list[tuple[str, str]]:
 
 def method(facts: Facts, name: str) -> Answer:
     """Judge whether a method can train on this machine."""
-    if (refused := _refused(facts, method={"name": name})) is not None:
+    spec = Experiment.model_validate(SMALLEST | {"method": {"name": name}})
+    if (refused := _refused(facts, spec)) is not None:
         return refused
     if METHODS[name]().quantised:
         if (build := stack.bitsandbytes(facts)) and build[0] == "fail":
@@ -64,16 +67,14 @@ def optimization(facts: Facts, key: str, value: Any) -> Answer:
     """Judge whether an optimization can be switched on on this machine."""
     if not facts.has("torch"):
         return "n/a", "nothing can be trained here yet: see methods"
-    beside = {"packing": True} if value == "varlen" else {}  # goes with rows without padding only
-    if (refused := _refused(facts, optimizations={key: value, **beside})) is not None:
+    smallest = Experiment.model_validate(SMALLEST)
+    if (refused := _refused(facts, with_changes(smallest, {f"optimizations.{key}": value}))) is not None:
         return refused
     return CHECKS[key](facts, str(value))
 
 
-def _refused(facts: Facts, **sections: Any) -> Answer | None:
-    """Return what `ftbench run` would say to the smallest spec with these sections before it starts; None if
-    nothing."""
-    spec = Experiment.model_validate({"name": "doctor", "model": {"id": "doctor/none"}, **sections})
+def _refused(facts: Facts, spec: Experiment) -> Answer | None:
+    """Return what `ftbench run` would say of this machine to a spec before it starts; None if nothing."""
     if problems := refusals_on(spec, facts.capability):
         return "n/a", "; ".join(problems)
     try:
