@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import made
 
-from ftbench.report.data.curves import curves, curves_of, points_for
-from ftbench.report.data.downsample import FEWEST, downsample
+from ftbench.report.data.curves import FEWEST, curves, curves_of, downsample, points_for
 from ftbench.store.steps import read_columns
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ftbench.core.redact import secretless
-from ftbench.errors import SpecError
+from ftbench.errors import MissingError, SpecError
 from ftbench.store.rundir import disk_error, write_text
 
 
 def output_file(path: Path, stream: bool = True) -> Path:
     """Return the file that a path names, with symbolic links followed, so that a link stays one. Raise SpecError for a
-    directory, and for a device or a pipe unless a `stream` can go there."""
+    directory, and for a device or a pipe unless a `stream` can go there; MissingError where its folder is not there."""
     try:
         target = path.resolve() if path.is_symlink() else path
         is_folder, is_special = target.is_dir(), target.exists() and not target.is_file()
@@ -21,6 +21,8 @@ def output_file(path: Path, stream: bool = True) -> Path:
         raise SpecError(f"-o {path}: is a directory; name a file")
     if is_special and not stream:
         raise SpecError(f"-o {path}: is a device or a pipe; name a file")
+    if not target.parent.is_dir():
+        raise MissingError(f"-o {path}: cannot be written: there is no folder {target.parent}; make it first")
     return target
 
 

@@ -1,4 +1,5 @@
-"""The curves of runs: a few columns of steps.csv, downsampled, packed as little-endian arrays for a page."""
+"""The curves of runs: a few columns of steps.csv, packed as little-endian arrays for a page; of long ones fewer points,
+honestly: every point that is shown was measured, and no extreme is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ftbench.report.data.downsample import downsample
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_columns
 
@@ -24,6 +24,7 @@ SERIES = {
 }
 _POINT_BYTES = 7  # a value of four bytes and, shared by some series, a step of two, in base64
 _FEWEST, _MOST = 16, 2000
+FEWEST = 8  # points of any curve
 
 
 def points_for(runs: int, budget: int) -> int:
@@ -74,3 +75,35 @@ def _pack(kind: str, values: Sequence[float]) -> str:
     if kind == "f":
         values = [value if abs(value) < 3e38 else math.nan for value in values]
     return base64.b64encode(struct.pack(f"<{len(values)}{kind}", *values)).decode()
+
+
+def downsample(values: Sequence[float], points: int) -> list[int]:
+    """Return the places of at most `points` of the values, in rising order; all of them where there are no more.
+
+    The curve is cut into equal buckets, and each keeps its minimum, its maximum and, where there is one, its first gap
+    (a value that is not finite), so that a gap stays one. The first and the last value are always kept, and with each
+    bucket's extremes those of the whole. Raises ValueError below FEWEST points.
+    """
+    if points < FEWEST:
+        raise ValueError(f"a curve needs {FEWEST} points, not {points}")
+    n = len(values)
+    if n <= points:
+        return list(range(n))
+    whole = all(map(math.isfinite, values))
+    buckets = (points - 2) // (2 if whole else 3)
+    kept = {0, n - 1}
+    for number in range(buckets):
+        start, end = n * number // buckets, n * (number + 1) // buckets
+        part = values[start:end]
+        if not whole:
+            gap = next((i for i, value in enumerate(part) if not math.isfinite(value)), None)
+            if gap is not None:
+                kept.add(start + gap)
+            known: Sequence[float] = [value for value in part if math.isfinite(value)]
+            if not known:
+                continue
+        else:
+            known = part
+        kept.add(start + part.index(min(known)))
+        kept.add(start + part.index(max(known)))
+    return sorted(kept)

@@ -42,12 +42,6 @@ def fastest_first(cells: Sequence[Cell]) -> list[Cell]:
     return sorted(alone, key=lambda cell: cell.figure(TOKENS) or cell.figure(SAMPLES) or 0.0, reverse=True)
 
 
-def smallest(cells: Sequence[Cell]) -> Cell | None:
-    """Return the cell of the least memory at the peak of those that ended well; the faster of two alike."""
-    fitting = [cell for cell in cells if cell.figure(PEAK)]
-    return min(fitting, key=lambda cell: (cell.figure(PEAK), -(cell.figure(SAMPLES) or 0.0)), default=None)
-
-
 def _cards(cells: Sequence[Cell]) -> list[Card]:
     return [_fastest_card(cells), *_smallest_card(cells), _failed_card(cells)]
 
@@ -80,9 +74,10 @@ def _runner_up(ranked: Sequence[Cell], cells: Sequence[Cell]) -> str:
 
 
 def _smallest_card(cells: Sequence[Cell]) -> list[Card]:
-    least, ranked = smallest(cells), fastest_first(cells)
-    if least is None:
+    fitting, ranked = [cell for cell in cells if cell.figure(PEAK)], fastest_first(cells)
+    if not fitting:
         return []
+    least = min(fitting, key=lambda cell: (cell.figure(PEAK), -(cell.figure(SAMPLES) or 0.0)))
     speed, rate = "", least.figure(SAMPLES)
     if ranked and rate:
         share = rate / (ranked[0].figure(SAMPLES) or rate) - 1
@@ -104,12 +99,9 @@ def _failed_card(cells: Sequence[Cell]) -> Card:
     listed = []
     for state, names in states.items():
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        listed.append(f"{_in_words(state)}: {'; '.join(list(names)[:_MOST_NAMES])}{more}.")
+        words = "Out of memory" if state == "oom" else state.capitalize()
+        listed.append(f"{words}: {'; '.join(list(names)[:_MOST_NAMES])}{more}.")
     return ("Failed", f"{len(failed)} of {count} runs", " ".join(listed), "")
-
-
-def _in_words(state: str) -> str:
-    return "Out of memory" if state == "oom" else state.capitalize()
 
 
 def _where(cell: Cell, cells: Sequence[Cell]) -> str:
