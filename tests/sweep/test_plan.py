@@ -180,12 +180,13 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stopped(jobs, options):
 
 
 def test_what_was_cut_short_is_run_again(jobs, options):
-    interrupted, killed, unreadable, done = found = jobs("", "train.batch_size=1,2,4,8")
+    interrupted, killed, unreadable, ownerless, done = found = jobs("", "train.batch_size=1,2,4,8,16")
     leave(interrupted, "interrupted")
     leave(killed, "running", owner={"pid": 1, "boot": "another boot"})
     claim_at(unreadable.run.path).state.write_text("{")
+    claim_at(ownerless.run.path).state.write_text('{"state": "running", "owner": null}')
     leave(done)
-    assert drain(Grid(found, {}, options)) == [interrupted, killed, unreadable]
+    assert drain(Grid(found, {}, options)) == [interrupted, killed, unreadable, ownerless]
 
 
 def test_what_failed_for_what_the_machine_lacked_is_run_again(jobs, options):
