@@ -14,15 +14,16 @@ FOUNDING = "step,epoch,elapsed_time_sec,progress_ratio,memory_allocated_gb,memor
 # What nine significant digits keep: floats that a single-precision number can hold, and no line breaks in a text.
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False).map(lambda x: float(format(x, ".9g")))
 texts = st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126), min_size=1)
-kinds = {"int | None": st.integers(0, 10**12), "float | None": numbers, "str | None": texts}
 
 
 def values_of(field: dataclasses.Field) -> st.SearchStrategy:
     """What a run writes in a column."""
-    drawn = kinds[str(field.type)]
-    if drawn is not texts:
-        drawn = drawn.filter(lambda number: number == 0 or rows.can_hold(field.name, number))
-    return st.none() | drawn
+    if field.type == "int | None":
+        return st.none() | st.integers(0, rows.MOST_STEPS - 1 if field.name == "step" else 10**12)
+    if field.type == "str | None":
+        return st.none() | texts
+    positive = numbers.map(abs).map(lambda number: number if rows.SMALLEST < number < rows.LARGEST else 0.0)
+    return st.none() | (numbers if field.name in rows.MAY_DIVERGE else positive)
 
 
 any_row = st.builds(StepRow, **{field.name: values_of(field) for field in dataclasses.fields(StepRow)})
