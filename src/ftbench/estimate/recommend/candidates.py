@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
@@ -18,36 +19,6 @@ from ftbench.spec.refusals import refusals
 ADAPTERS = ("lora", "qlora", "unsloth")  # these train the same matrices; full trains others
 _SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts"}
 _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
-
-# What a step does with memory and time: the switches that help alone, and those that help each other. The shipped
-# recipes come on top, each as it is.
-_SWITCHES: tuple[dict[str, Any], ...] = (
-    {},
-    {"chunked_loss": True},
-    {"liger": True},
-    {"fused_lora": True, "chunked_loss": True},
-    {"gradient_checkpointing": "selective"},
-    {"gradient_checkpointing": True, "chunked_loss": True},
-    {"gradient_checkpointing": True, "liger": True},
-    {"gradient_checkpointing": "offload", "chunked_loss": 512},
-    {"activation_offload": True, "chunked_loss": True},
-    {"compile": True, "chunked_loss": True},
-    {"compile": True, "chunked_loss": True, "fused_lora": True},
-    {"compile": True, "chunked_loss": True, "gradient_checkpointing": True},
-    {"compile": True, "chunked_loss": True, "fp8": "tensorwise"},
-)
-# How samples of different lengths share a batch.
-_LAYOUTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"length_grouping": True},
-    {"padding_free": True, "attention": "varlen"},
-    {"packing": True, "attention": "varlen"},
-)
-# A compiled graph is made for a shape: batches of one shape, or it is compiled again and again.
-_COMPILED_LAYOUTS: tuple[dict[str, Any], ...] = (
-    {"fixed_shape": True},
-    {"packing": True, "fixed_shape": True, "attention": "varlen"},
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +89,11 @@ def _shipped() -> tuple[dict[str, Any], ...]:
 
 
 def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
+    weighed = read_facts("ways.yaml")
     for method in methods:
         for chosen in _variants(spec, method):
-            for switches in _SWITCHES if method != "unsloth" else ({},):
-                layouts = _COMPILED_LAYOUTS if switches.get("compile") else _LAYOUTS
+            for switches in weighed["switches"] if method != "unsloth" else ({},):
+                layouts = weighed["compiled_layouts" if switches.get("compile") else "layouts"]
                 for layout in ({},) if equal_lengths else layouts[: 2 if method == "unsloth" else None]:
                     on = Optimizations.model_validate({**switches, **layout})
                     yield from _with_optimizers(spec.model_copy(update={"method": chosen, "optimizations": on}))

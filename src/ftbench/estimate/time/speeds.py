@@ -20,12 +20,13 @@ HOST_OPERATIONS_S = (
 @dataclass(frozen=True, slots=True)
 class Term:
     """A coefficient: ideal seconds times `value` are seconds. `prior` is what it is taken for where no run tells, `why`
-    the reason; `runs` how many runs told."""
+    the reason; `runs` how many runs told; `word` what it is called in a sentence."""
 
     value: float
     prior: float
     runs: int
     why: str
+    word: str
 
 
 @dataclass(frozen=True, slots=True)

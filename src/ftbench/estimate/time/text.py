@@ -12,6 +12,7 @@ from ftbench.core.hardware import Gpu
 from ftbench.core.table import text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band
+from ftbench.estimate.time import speeds
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.spec.cost import Amount, amount
@@ -22,16 +23,6 @@ NIGHT_H = 8.0
 MOST_SAMPLES = 10**15
 JOULES_PER_KWH = 3.6e6
 _SHOWN = 4  # terms of a step that are named
-_TERMS = {
-    "products": "products", "products.fp8": "fp8 products", "products.experts": "experts' products",
-    "attention.causal": "attention", "attention.masked": "masked attention", "elementwise.eager": "elementwise",
-    "elementwise.compiled": "compiled elementwise", "elementwise.liger": "Liger's kernels",
-    "elementwise.unsloth": "unsloth's kernels", "elementwise.float32": "the float32 stream",
-    "logits.trl": "logits", "logits.chunked": "logits", "dequantise": "dequantisation",
-    "dequantise.mxfp4": "writing experts out", "casts": "casts to 8 bits", "optimizer": "optimizer",
-    "optimizer.fused": "optimizer", "optimizer.8bit": "optimizer",
-    "offload": "offloading", "offload.checkpoints": "offloading", "experts": "experts' weights",
-}  # fmt: skip
 _BASIS = "samples/h, nights and costs follow from tokens/s and the mean length of the data: {} tokens ({})"
 
 
@@ -137,7 +128,7 @@ def _parts(estimate: DurationEstimate) -> str:
         return "Python: the GPU waits for its kernels to be started, so a larger batch costs little"
     total = sum(estimate.parts.values())
     terms = sorted(estimate.parts.items(), key=lambda pair: -pair[1])[:_SHOWN]
-    return ", ".join(f"{_TERMS[name]} {value / total:.0%}" for name, value in terms)
+    return ", ".join(f"{speeds.shipped()[name].word} {value / total:.0%}" for name, value in terms)
 
 
 def _table(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
