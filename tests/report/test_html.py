@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
+from ftbench.report.command import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.page import bars, document, head
 from ftbench.report.page.view import view
 from ftbench.report.render.document import Report, Section, Table
 from ftbench.report.render.formats import render
 from ftbench.store import rundir
+
+COMMITTED = Path(__file__).parents[2] / "results"
 
 
 class Page(HTMLParser):
@@ -85,6 +88,12 @@ def test_only_the_one_script_may_run(page):
     running = [script for attributes, script in page.scripts if "type" not in attributes]
     assert len(running) == 1
     assert f"'sha256-{base64.b64encode(hashlib.sha256(running[0].encode()).digest()).decode()}'" in policy
+
+
+def test_the_page_of_all_committed_runs_can_be_sent():
+    text = report(Request([COMMITTED], "html")).text
+    assert len(Page(text).data["runs"]) > 150
+    assert len(text.encode()) < 1_500_000
 
 
 def test_text_of_runs_is_text(text, page):
