@@ -12,7 +12,6 @@ from ftbench.spec.base import Float, Int, Part, Switch, known
 
 FORMATS = ("alpaca", "messages", "prompt-completion", "text", "image-text")
 Format = Literal["alpaca", "messages", "prompt-completion", "text", "image-text"]
-ROLES = ("image", "question", "answer")  # columns that a spec can name
 
 
 @dataclass(frozen=True, slots=True)
