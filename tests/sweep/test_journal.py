@@ -83,7 +83,10 @@ def test_a_file_name_that_is_not_utf8_can_be_told(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").touch()
     with pytest.raises(MissingError, match="write elsewhere"):
+        Journal(tmp_path / "file" / "j")
+    with pytest.raises(MissingError, match="its folder was deleted meanwhile"):
         Journal(tmp_path / "nowhere" / "j")
 
 
