@@ -1,9 +1,12 @@
 """The rungs of an ablation: every optimization once for each of its values, held against what it needs beside it."""
 
+import json
+
 import pytest
 
 from ftbench.errors import SpecError
 from ftbench.spec import ablation
+from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.optimizations import Optimizations, choices
@@ -14,14 +17,15 @@ SPEC = Experiment.model_validate(
      "optimizations": {"compile": True, "gradient_checkpointing": True}}
 )  # fmt: skip
 EVERY = ablation.variants("adamw_torch")
+LEFT_OUT = {"attention": {"sdpa", "eager"}, "image_size": {True}}  # a size is a number
+OF_IMAGES = {"image_cache": {"name": "file", "path": "/images"}}  # the data that an optimization is for
 
 
 @pytest.mark.parametrize("key", Optimizations.model_fields)
 def test_every_value_of_an_optimization_is_tried_on_its_own_spec(key):
     tried = [rung.changes[f"optimizations.{key}"] for rung in EVERY if rung.key == key]
-    left_out = {"sdpa", "eager"} if key == "attention" else set()
     assert len(tried) == len(set(tried))
-    assert set(tried) == set(choices(key)) - left_out
+    assert set(tried) == set(choices(key)) - LEFT_OUT.get(key, set())
 
 
 @pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
@@ -30,7 +34,8 @@ def test_a_rung_adds_one_thing_to_what_it_is_held_against_and_can_work(rung):
     assert rung.over in ("plain", *(other.name for other in EVERY))
     assert len(rung.changes) == len(over) + 1
     assert over.items() <= rung.changes.items()
-    assert refusals(ablation.with_changes(ablation.plain_spec(SPEC), rung.changes)) == []
+    spec = SPEC.model_copy(update={"dataset": Dataset.model_validate(OF_IMAGES.get(rung.key, {}))})
+    assert refusals(ablation.with_changes(ablation.plain_spec(spec), rung.changes)) == []
 
 
 def test_what_a_rung_is_held_against_comes_before_it():
@@ -83,6 +88,9 @@ def test_varlen_goes_with_the_rows_that_are_packed_already():
 @pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
 def test_the_settings_of_a_rung_make_it_of_the_spec_file_again(rung, tmp_path):
     path = tmp_path / "spec.yaml"
-    path.write_text("model: tiny/qwen3\ntrain: {precision: bf16}\noptimizations: {liger: on, compile: dynamic}\n")
+    path.write_text(
+        "model: tiny/qwen3\ntrain: {precision: bf16}\noptimizations: {liger: on, compile: dynamic}\n"
+        f"dataset: {json.dumps(OF_IMAGES.get(rung.key, {}))}\n"
+    )
     wanted = ablation.with_changes(ablation.plain_spec(load(path)), rung.changes)
     assert load(path, ["recipe=plain", *ablation.settings(rung.changes.items())]) == wanted
