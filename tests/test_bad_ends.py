@@ -59,9 +59,11 @@ def assert_over(command: Command, code: int, state: str) -> None:
 # --- Ctrl-C and kill -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("processes", [False, 2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_training_keeps_the_finished_steps(tmp_path, number):
-    with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
+def test_a_signal_during_training_keeps_the_finished_steps(tmp_path, number, processes):
+    spec = write_spec(tmp_path, **ENDLESS, optimizations={"loader_processes": processes})
+    with Command(spec, tmp_path / "out") as command:
         command.wait_for_steps(20)
         seen = len(command.steps())
         command.send(number)

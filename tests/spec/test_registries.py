@@ -58,6 +58,7 @@ def test_an_optimization_has_its_heavy_half(name):
         "fixed_shape": ("data/collate.py", "optimizations.fixed_shape is on and"),
         "image_cache": ("model/loading.py", "optimizations.image_cache"),
         "length_grouping": ("data/prepare.py", "optimizations.length_grouping"),
+        "loader_processes": ("trainer.py", "optimizations.loader_processes is on and"),
         "packing": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),
         "padding_free": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),
     }

@@ -76,7 +76,7 @@ def batch_of(spec, data):
     for (sample,) in data.train:
         shown = [*range(at, at := at + len(sample.pictures))]
         rows.append({"input_ids": sample.ids, "labels": sample.labels, "lengths": [len(sample.ids)], "shown": shown})
-    return Collator(spec, 0, data.longest, 1, lambda count: None, data.pixels, pictures)(rows)
+    return Collator(spec, 0, data.longest, 1, data.pixels, pictures)(rows)
 
 
 def processor_of(model, tokenizer, pixels, patch):

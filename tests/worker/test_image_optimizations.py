@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from multiprocessing import active_children
+
 import pytest
 from PIL import Image
 from pydantic import ValidationError
 
 from conftest import spec_of
 from ftbench.core.architectures import architectures
-from ftbench.errors import MissingError
+from ftbench.errors import MissingError, NotAppliedError
 from ftbench.families import describe
+from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker import optimizations
+from ftbench.worker import optimizations, trainer
 from ftbench.worker.data import pixels
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.model import loading
@@ -94,7 +97,7 @@ def test_a_fixed_shape_is_one_shape_for_images_of_many_sizes(cache):
     spec = spec_of(model={"id": LLAVA}, dataset=MADE | {"image_size": [50, 40]}, optimizations={"fixed_shape": True})
     _, data = prepared(spec, loading.source_of(spec.model))
     pictures = [picture for row in data.train for picture in row[0].pictures]
-    collator = Collator(spec, 0, data.longest, 1, lambda count: None, data.pixels, pictures)
+    collator = Collator(spec, 0, data.longest, 1, data.pixels, pictures)
     shapes = set()
     for index, (sample,) in enumerate(data.train):
         row = {"input_ids": sample.ids, "labels": sample.labels, "lengths": [len(sample.ids)], "shown": [index]}
@@ -146,3 +149,38 @@ def test_the_loss_over_chunks_is_known_under_autocast(train_here, model):
     rows = rows_of(train_here, model, data, method={"name": "full"}, optimizations={"chunked_loss": True},
                    train={"max_steps": 1, "precision": "bf16"})  # fmt: skip
     assert rows[0].loss > 0
+
+
+@pytest.mark.parametrize("model", [LLAVA, QWEN3])
+def test_processes_beside_the_training_make_the_same_batches_and_are_gone_after_it(train_here, model):
+    sections = {"dataset": MADE | {"eval_samples": 3}, "measure": {"eval": "epoch"},
+                "train": TRAIN | {"gradient_accumulation_steps": 2, "max_steps": 5}}  # fmt: skip
+    plain, other = (
+        train_here(model={"id": model}, method=METHOD, optimizations=optimizations, **sections)
+        for optimizations in ({}, {"loader_processes": 2})
+    )
+    assert active_children() == []
+    for one, two in zip(read_steps(plain.steps)[0], read_steps(other.steps)[0], strict=True):
+        assert two.loss == pytest.approx(one.loss, rel=1e-6)
+        assert two.grad_norm == one.grad_norm is None or two.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
+        counted = ("real_tokens", "label_tokens", "samples", "images", "tiles", "image_patches", "image_tokens")
+        assert [getattr(two, name) for name in counted] == [getattr(one, name) for name in counted]
+        assert two.images
+        assert (two.data_time_s is None) == (two.phase == "evaluate")
+    assert orders_of(plain) == orders_of(other)
+
+
+def orders_of(run):
+    return read_json(run.applied)["dataset"]["order_hash"]
+
+
+def test_batches_that_no_other_process_makes_are_not_taken_for_it(train_here, monkeypatch):
+    monkeypatch.setattr(trainer.Trainer, "loaders", lambda self: [])
+    with pytest.raises(NotAppliedError, match="loader_processes is on and 0 processes make batches"):
+        rows_of(train_here, QWEN3, optimizations={"loader_processes": True}, train={"max_steps": 1})
+
+
+@pytest.mark.parametrize("value", [0, -1, 65, "many", 1.5])
+def test_loader_processes_are_a_number(value):
+    with pytest.raises(ValidationError, match="a number of processes, 1 to 64"):
+        spec_of(optimizations={"loader_processes": value})

@@ -28,7 +28,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import refusals_on
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker.data import order
+from ftbench.worker.data import collate, order
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
 from ftbench.worker.kernels.host_offload import HostTensors
@@ -52,7 +52,7 @@ def row(*samples: Tokens) -> dict:
 
 
 def collator(**optimizations) -> Collator:
-    return Collator(spec_of(optimizations=optimizations), 0, 64, 8, lambda count: None)
+    return Collator(spec_of(optimizations=optimizations), 0, 64, 8)
 
 
 def losses(run) -> list[float]:
@@ -75,7 +75,7 @@ def test_a_neighbour_in_the_row_changes_nothing(model, name, attention):
     model.set_attn_implementation(attention)
     alone, before, after = sample(17, 1), sample(9, 2), sample(23, 3)
     batch = collator(**{name: True})([row(before, alone, after)])
-    del batch["labels"]
+    del batch["labels"], batch["count"]
     with torch.no_grad():
         together = model(**batch, use_cache=False).logits[0, 9:26]
         by_itself = model(input_ids=torch.tensor([alone.ids])).logits[0]
@@ -91,7 +91,7 @@ def test_a_neighbour_changes_nothing_for_gpt_oss_either(cache):
     model = AutoModelForCausalLM.from_pretrained(materialise(spec.model), dtype=torch.float32).eval()
     alone, before = sample(47, 1), sample(9, 2)
     batch = collator(packing=True)([row(before, alone)])
-    del batch["labels"]
+    del batch["labels"], batch["count"]
     with torch.no_grad():
         by_itself = model(input_ids=torch.tensor([alone.ids])).logits[0]
         assert not torch.allclose(model(**batch, use_cache=False).logits[0, 9:], by_itself, atol=1e-3)
@@ -111,49 +111,57 @@ def test_attention_by_boundaries_is_told_where_samples_begin():
     values = spec_of(optimizations={"packing": True}).model_dump()
     values["optimizations"] |= {"attention": "varlen"}
     values["train"] |= {"precision": "bf16"}
-    batch = Collator(Experiment.model_validate(values), 0, 64, 8, lambda count: None)([row(sample(5, 1), sample(4, 2))])
+    batch = Collator(Experiment.model_validate(values), 0, 64, 8)([row(sample(5, 1), sample(4, 2))])
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 5, 9]
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert batch["max_length_q"] == 64
 
 
 def test_a_fixed_row_is_filled_up_with_a_sample_that_carries_no_loss():
-    counts = []
     spec = spec_of(optimizations={"packing": True, "fixed_shape": True})
-    batch = Collator(spec, 0, 64, 8, counts.append)([row(sample(40, 1), sample(10, 2)), row(sample(60, 3))])
+    batch = Collator(spec, 0, 64, 8)([row(sample(40, 1), sample(10, 2)), row(sample(60, 3))])
     assert batch["input_ids"].shape == (1, 128)
     assert (batch["labels"][0, 110:] == IGNORE).all()
     assert batch["position_ids"][0, 110:].tolist() == list(range(18))
-    assert (counts[0].real, counts[0].padded, counts[0].samples) == (110, 128, 3)
+    assert (batch["count"].real, batch["count"].padded, batch["count"].samples) == (110, 128, 3)
 
 
 def varlen_collator(**optimizations) -> Collator:
     values = spec_of(optimizations={"packing": True, **optimizations}).model_dump()
     values["optimizations"] |= {"attention": "varlen"}
     values["train"] |= {"precision": "bf16"}
-    return Collator(Experiment.model_validate(values), 0, 64, 8, lambda count: None)
+    return Collator(Experiment.model_validate(values), 0, 64, 8)
 
 
 def test_the_last_batch_of_a_fixed_shape_is_as_wide_as_the_others():
-    counts = []
-    made = Collator(
-        spec_of(optimizations={"packing": True, "fixed_shape": True}, train={"batch_size": 2}), 0, 64, 8, counts.append
-    )
-    shapes = {made(rows)["input_ids"].shape for rows in ([row(sample(64, 1)), row(sample(50, 2))], [row(sample(3, 3))])}
-    assert shapes == {(1, 128)}
+    spec = spec_of(optimizations={"packing": True, "fixed_shape": True}, train={"batch_size": 2})
+    made = Collator(spec, 0, 64, 8)
+    batches = [made(rows) for rows in ([row(sample(64, 1)), row(sample(50, 2))], [row(sample(3, 3))])]
+    assert {batch["input_ids"].shape for batch in batches} == {(1, 128)}
+    counts = [batch["count"] for batch in batches]
     assert [(count.real, count.padded, count.samples) for count in counts] == [(114, 128, 2), (3, 128, 1)]
 
 
 def test_padded_rows_of_a_fixed_shape_are_as_many_in_the_last_batch(model):
-    made = Collator(spec_of(optimizations={"fixed_shape": True}, train={"batch_size": 2}), 0, 64, 8, lambda count: None)
+    made = Collator(spec_of(optimizations={"fixed_shape": True}, train={"batch_size": 2}), 0, 64, 8)
     whole, last = made([row(sample(64, 1)), row(sample(50, 2))]), made([row(sample(30, 3))])
     assert whole["input_ids"].shape == last["input_ids"].shape == (2, 64)
     assert (last["labels"][1] == IGNORE).all()
     with torch.no_grad():
+        del last["count"]
         loss = model(**last).loss
         alone = model(**{name: part[:1] for name, part in last.items()}).loss
     torch.testing.assert_close(loss, alone)
-    assert made.verify(spec_of(optimizations={"fixed_shape": True})) == []
+
+
+def test_batches_that_are_not_as_asked_for_are_told():
+    one, other = ((2, 64), True), ((2, 32), True)
+    fixed, packed = (spec_of(optimizations={name: True}) for name in ("fixed_shape", "packing"))
+    assert collate.verify(fixed, {one}) == collate.verify(packed, {((1, 64), False)}) == []
+    assert collate.verify(fixed, {one, other}) == [
+        "optimizations.fixed_shape is on and batches have shapes [(2, 32), (2, 64)]"
+    ]
+    assert collate.verify(packed, {one}) == ["optimizations.packing is on and batches hold padding"]
 
 
 def test_bounds_of_a_fixed_shape_are_as_many_in_every_batch():
@@ -200,7 +208,7 @@ def test_attention_by_boundaries_keeps_neighbours_apart(by_boundaries):
     results = []
     for rows in ([before, alone, after], [alone]):
         batch = varlen_collator()([row(*rows)])
-        del batch["labels"]
+        del batch["labels"], batch["count"]
         with torch.no_grad():
             results.append(by_boundaries(**batch, use_cache=False).logits[0])
     torch.testing.assert_close(results[0][9:26], results[1], atol=3 * BF16, rtol=3 * BF16)  # the kernel's inputs
@@ -208,7 +216,7 @@ def test_attention_by_boundaries_keeps_neighbours_apart(by_boundaries):
 
 def test_samples_that_are_all_as_long_as_the_longest_are_rows(by_boundaries, monkeypatch):
     batch = varlen_collator()([row(sample(64, 1)), row(sample(64, 2)), row(sample(64, 3))])
-    del batch["labels"]
+    del batch["labels"], batch["count"]
     with torch.no_grad():
         apart = by_boundaries(**batch | {"max_length_q": 65}, use_cache=False).logits
         monkeypatch.setattr(torch.ops.ftbench_test, "varlen", None)  # is not asked
@@ -233,7 +241,7 @@ def test_a_fixed_shape_compiles_one_graph(by_boundaries):
         layer.compile(backend="eager")
     for lengths in ([[17], [9, 23]], [[9, 20, 17], [64]], [[12, 12, 12, 12], [5, 6]]):
         batch = made([row(*(sample(length, length) for length in each)) for each in lengths])
-        del batch["labels"]
+        del batch["labels"], batch["count"]
         with torch.no_grad():
             model(**batch, use_cache=False)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -452,13 +460,13 @@ def test_the_longest_samples_come_first_and_the_others_keep_their_order():
 @pytest.mark.parametrize("name", ["packing", "padding_free"])
 def test_unsloth_is_told_where_samples_begin_in_its_own_words_and_its_attention_must_have_read_them(name, monkeypatch):
     spec = spec_of(method={"name": "unsloth"}, optimizations={name: True})
-    collator = Collator(spec, 0, 8, 4, lambda count: None)
+    collator = Collator(spec, 0, 8, 4)
     rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5], "lengths": [3, 2]}]
     batch = collator(rows)
     assert batch["packed_seq_lengths"].tolist() == [3, 2]
     assert batch["packed_seq_lengths"].dtype == torch.int32
     assert "attention_mask" not in batch
-    assert "packed_seq_lengths" not in Collator(spec_of(optimizations={name: True}), 0, 8, 4, lambda count: None)(rows)
+    assert "packed_seq_lengths" not in Collator(spec_of(optimizations={name: True}), 0, 8, 4)(rows)
     module = importlib.import_module(f"ftbench.worker.optimizations.{name}")
     (told,) = module.verify(None, spec)
     assert "was not told where samples begin" in told

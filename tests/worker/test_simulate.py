@@ -71,7 +71,7 @@ def live_bytes(tmp_path: Path, **changes: Any) -> dict[str, int]:
     model = methods.load(spec.method.name).load(short, source)
     watch = Watch(Tracker())
     loop = assembled(short, RunDir(tmp_path / "real"), model, tokenizer, data)
-    HfRecording(watch, counts=loop.counts).attach(loop)
+    HfRecording(watch).attach(loop)
     loop.add_callback(watch)
     watch.model = loop.model
     loop.train()

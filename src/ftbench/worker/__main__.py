@@ -91,6 +91,7 @@ def _log(error: BaseException) -> None:
 def _terminate(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what makes batches has the signal too: its end is no other error
     raise Terminated
 
 

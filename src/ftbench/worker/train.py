@@ -137,11 +137,11 @@ def assembled(spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, d
 def _attach(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> None:
     """Attach to the trainer what reports, spoils, records, compares, verifies and profiles its steps: each hears of a
     step before the next does."""
-    spec, directory = run.spec, run.directory
+    spec, directory, run.trainer = run.spec, run.directory, loop
     run.reporter = Reporter.of(loop, directory, recorder)  # before the recorder: what starts up is not timed
     if spec.measure.control != "off":
         loop.add_callback(Control(spec))
-    recording = HfRecording(recorder, run.phases, loop.counts).attach(loop)
+    recording = HfRecording(recorder, run.phases).attach(loop)
     if spec.measure.gradients:
         loop.add_callback(Gradients(spec.measure.gradients, directory, recording))
     loop.add_callback(_AfterFirstStep(run, loop))
@@ -178,6 +178,7 @@ class TrainingRun:
         self.recorder: Recorder | None = None
         self.reporter: Reporter | None = None
         self.profiler: Any = None
+        self.trainer: trainer.Trainer | None = None
         self.facts: dict[str, Any] = {}
 
     def position(self) -> tuple[str, int | None]:
@@ -187,7 +188,10 @@ class TrainingRun:
         return self.phases.current, None
 
     def finish(self) -> None:
-        """Write the last rows into steps.csv and to the services; what a service did not take is a warning."""
+        """End the processes that make batches, and write the last rows into steps.csv and to the services; what a
+        service did not take is a warning."""
+        if self.trainer:
+            self.trainer.end_loaders()
         if self.recorder:
             self.recorder.finish()
         if self.reporter:

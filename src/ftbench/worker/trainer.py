@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,12 +13,13 @@ from trl import SFTConfig, SFTTrainer
 
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir
+from ftbench.worker.data import collate
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.order import Row
 from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.applied import innermost
-from ftbench.worker.measure.batch_count import BatchCount
+from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.optimizations import gradient_checkpointing
 
 # The module and class that stand for each choice of train.optimizer.
@@ -30,18 +30,21 @@ OPTIMIZERS = {
     "paged_adamw_8bit": ("bitsandbytes", "AdamW"),
     "sgd": ("torch.optim", "SGD"),
 }
+DEFAULT_PROCESSES = 4  # that make batches, where the spec says `on`
 PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
 
 
 class Trainer(SFTTrainer):
-    """Trains as trl does. `counts` holds what the collator has put into the batches that are yet to be trained on."""
+    """Trains as trl does. `batches` are the shapes of those seen so far, and whether they held padding."""
 
-    counts: deque[BatchCount]
+    batches: set[tuple[tuple[int, ...], bool]]
     without_trls_metrics = False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute trl's loss, with the entropy and accuracy that it adds; where the loss is ours or Liger's there are
         no logits to compute them from, and transformers' does."""
+        count = inputs.pop(COUNT)
+        self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
         if not self.without_trls_metrics:
             return super().compute_loss(model, inputs, *args, **kwargs)
         inputs.pop("_prediction_loss_only", None)
@@ -51,15 +54,24 @@ class Trainer(SFTTrainer):
         """Return 0: the default walks over all parameters at each micro-batch."""
         return 0
 
+    def loaders(self) -> list[Any]:
+        """Return the iterators whose processes make batches, of training first."""
+        kept = [getattr(loader, "base_dataloader", loader) for loader in self.accelerator._dataloaders]
+        return [iterator for loader in kept if (iterator := loader._iterator) is not None]
+
+    def end_loaders(self) -> None:
+        """End the processes that make batches."""
+        for iterator in self.loaders():
+            iterator._shutdown_workers()
+
 
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> Trainer:
     """Return the trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every
     method sees the same tokens in the same order."""
     most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
-    counts: deque[BatchCount] = deque()
     pictures: list[Picture] = []
     train, evaluation = _dataset(data.train, pictures), _dataset(data.evaluation, pictures)
-    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, counts.append, data.pixels, pictures)
+    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures)
     loop = Trainer(
         model=model,
         args=arguments(spec, run, on_gpu=next(model.parameters()).device.type == "cuda"),
@@ -68,14 +80,14 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         eval_dataset=evaluation if data.evaluation else None,
         data_collator=collator,
     )
-    loop.counts = counts
+    loop.batches = set()
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
     return loop
 
 
 def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
     """Return the spec's recipe in trl's words; what ftbench does itself (logging, saving, tokenising) is off."""
-    train = spec.train
+    train, processes = spec.train, _loader_processes(spec)
     return SFTConfig(
         output_dir=str(run.path / "trainer"),
         per_device_train_batch_size=train.batch_size,
@@ -97,6 +109,8 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         eval_strategy="epoch" if spec.measure.eval == "epoch" else "no",
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
+        dataloader_num_workers=processes,
+        dataloader_persistent_workers=processes > 0,
         accelerator_config={"non_blocking": on_gpu},  # else each copy waits for all that the device has still to do
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -112,6 +126,11 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         disable_tqdm=True,
         **PRECISION[train.precision],
     )
+
+
+def _loader_processes(spec: Experiment) -> int:
+    number = spec.optimizations.loader_processes
+    return DEFAULT_PROCESSES if number is True else int(number)
 
 
 def _dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
@@ -147,7 +166,10 @@ def verify(trainer: Trainer, spec: Experiment) -> list[str]:
         )
     if spec.optimizations.activation_offload and isinstance(trainer.maybe_activation_offload_context, nullcontext):
         problems.append("optimizations.activation_offload is on and the trainer offloads nothing")
-    problems += trainer.data_collator.verify(spec)
+    problems += collate.verify(spec, trainer.batches)
+    processes = sum(len(loader._workers) for loader in trainer.loaders()[:1])
+    if processes != _loader_processes(spec):
+        problems.append(f"optimizations.loader_processes is on and {processes} processes make batches")
     autocast = trainer.accelerator.mixed_precision
     if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
         problems.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")

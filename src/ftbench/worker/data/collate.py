@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,17 +13,17 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.worker.measure.batch_count import BatchCount
+from ftbench.worker.measure.batch_count import COUNT, BatchCount
 
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that is told where samples begin
 
 
 class Collator:
-    """Makes batches as the spec's optimizations ask, and hands the counts to `sink`, batch by batch."""
+    """Makes batches as the spec's optimizations ask, each with its counts."""
 
     def __init__(
-        self, spec: Experiment, pad_token_id: int, longest: int, most: int, sink: Callable[[BatchCount], None],
-        pixels: Pixels | None = None, pictures: Sequence[Picture] = (),
+        self, spec: Experiment, pad_token_id: int, longest: int, most: int, pixels: Pixels | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> None:  # fmt: skip
         """`longest` is the length in tokens that `fixed_shape` pads a row to, `most` the samples of the fullest batch
         with what fills its rows up. `pixels` processes those of the `pictures` whose places a row names in `shown`."""
@@ -38,9 +38,7 @@ class Collator:
         self._for_unsloth = spec.method.name == "unsloth"
         self._max_length = max(longest, spec.dataset.max_length)
         self._most = most
-        self._pad, self._sink = pad_token_id, sink
-        self._shapes: set[tuple[int, int]] = set()
-        self._has_padding = False
+        self._pad = pad_token_id
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         samples = [sample for row in rows for sample in _samples(row)]
@@ -58,16 +56,14 @@ class Collator:
             of_images=sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else NOTHING,
             tokens=[*(ids.tobytes() for ids, _ in samples), *(picture.key.encode() for picture in pictures)],
         )
-        self._shapes.add(batch["input_ids"].shape)
-        self._has_padding |= count.padded > count.real
-        self._sink(count)
         if self._positions:
             labels = batch["labels"].copy()
             labels[:, 0] = IGNORE  # nothing stands before it to predict it from
             batch["label_positions"] = np.flatnonzero(labels != IGNORE)
-        return {
+        made = {
             key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in batch.items()
         }
+        return made | {COUNT: count}
 
     def _padded(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
         shape = (self._rows if self._fixed else len(samples), self._fixed or max(len(ids) for ids, _ in samples))
@@ -117,16 +113,15 @@ class Collator:
         missing = self._most + 1 - len(starts) if self._fixed else 0
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
-    def verify(self, spec: Experiment) -> list[str]:
-        """Return what was asked for and is not so in the batches made so far, a sentence each."""
-        problems, on = [], spec.optimizations
-        if self._flat and self._has_padding and not on.fixed_shape:
-            problems.append(
-                f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches hold padding"
-            )
-        if on.fixed_shape and len(self._shapes) > 1:
-            problems.append(f"optimizations.fixed_shape is on and batches have shapes {sorted(self._shapes)}")
-        return problems
+
+def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:
+    """Return what was asked for and is not so in batches of these shapes, with padding or without; a sentence each."""
+    problems, on = [], spec.optimizations
+    if (on.packing or on.padding_free) and any(padded for _, padded in batches) and not on.fixed_shape:
+        problems.append(f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches hold padding")
+    if on.fixed_shape and len(shapes := {shape for shape, _ in batches}) > 1:
+        problems.append(f"optimizations.fixed_shape is on and batches have shapes {sorted(shapes)}")
+    return problems
 
 
 def _samples(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from ftbench.families.vision import NOTHING, ImageSize
 
+COUNT = "count"  # the key of a batch under which its counts travel, also from another process
+
 
 @dataclass(slots=True)
 class BatchCount:

@@ -5,7 +5,6 @@ The trainer is not subclassed, so that the loop of any framework on top of trans
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,17 +12,16 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.worker.measure.batch_count import BatchCount
+from ftbench.worker.measure.batch_count import COUNT, BatchCount
 from ftbench.worker.measure.phases import Phases
 
 
 class HfRecording(TrainerCallback):
-    """Tells `recorder` of one trainer's steps, `phases` of its evaluations. `counts` is filled by a collator that
-    counts what it puts into a batch; without it batches are counted on the device. `grad_norm` is that of the current
-    step, before it is clipped, or None."""
+    """Tells `recorder` of one trainer's steps, `phases` of its evaluations. Batches that hold no counts are counted
+    on the device. `grad_norm` is that of the current step, before it is clipped, or None."""
 
-    def __init__(self, recorder: Any, phases: Phases | None = None, counts: deque[BatchCount] | None = None) -> None:
-        self._recorder, self._phases, self._counts = recorder, phases, counts
+    def __init__(self, recorder: Any, phases: Phases | None = None) -> None:
+        self._recorder, self._phases = recorder, phases
         self.grad_norm: Any = None
         self._learning_rate: float | None = None
         self._evaluated: list[tuple[BatchCount, Any]] = []
@@ -67,7 +65,7 @@ class HfRecording(TrainerCallback):
 
     def _around_training_step(self, train: Callable[..., Any]) -> Callable[..., Any]:
         def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            count = self._next_count(inputs)
+            count = inputs.get(COUNT) or count_of(inputs)
             loss = train(model, inputs, *args, **kwargs)
             self._recorder.micro_batch(count, loss)
             return loss
@@ -76,7 +74,7 @@ class HfRecording(TrainerCallback):
 
     def _around_prediction_step(self, predict: Callable[..., Any]) -> Callable[..., Any]:
         def prediction_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            count = self._next_count(inputs)
+            count = inputs.get(COUNT) or count_of(inputs)
             result = predict(model, inputs, *args, **kwargs)
             self._evaluated.append((count, result[0]))
             return result
@@ -87,11 +85,8 @@ class HfRecording(TrainerCallback):
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with self._phases.within("evaluate") if self._phases else nullcontext():
                 self._recorder.begin_evaluation()
-                ahead = [self._counts.popleft() for _ in range(len(self._counts))] if self._counts is not None else []
                 self._evaluated = []
                 metrics = inner(*args, **kwargs)
-                if self._counts is not None:
-                    self._counts.extend(ahead)  # of batches that were fetched before the evaluation
                 total = BatchCount()
                 for count, _ in self._evaluated:
                     total.add(count)
@@ -106,11 +101,6 @@ class HfRecording(TrainerCallback):
             return self.grad_norm
 
         return clip_grad_norm
-
-    def _next_count(self, inputs: dict[str, Any]) -> BatchCount:
-        if self._counts is None:
-            return count_of(inputs)
-        return self._counts.popleft() if self._counts else BatchCount()
 
 
 def count_of(inputs: dict[str, Any]) -> BatchCount:

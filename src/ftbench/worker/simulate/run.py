@@ -41,7 +41,7 @@ def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], m
         tracker.enter("setup")
         watch = Watch(tracker)
         loop = assembled(short, directory, model, tokenizer, data)
-        HfRecording(watch, counts=loop.counts).attach(loop)
+        HfRecording(watch).attach(loop)
         loop.add_callback(watch)
         watch.model = loop.model
         with follow_modules(loop.model, tracker) as backbone:
