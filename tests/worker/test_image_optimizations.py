@@ -5,6 +5,7 @@ from __future__ import annotations
 from multiprocessing import active_children
 
 import pytest
+import torch
 from PIL import Image
 from pydantic import ValidationError
 
@@ -18,6 +19,7 @@ from ftbench.worker import optimizations, trainer
 from ftbench.worker.data import pixels
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.model import loading
+from ftbench.worker.model.parts import vision_layers
 from ftbench.worker.train import prepared
 
 LLAVA, QWEN25, QWEN3 = MODELS = ["tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"]
@@ -54,6 +56,40 @@ def test_losses_and_gradients_are_those_of_the_plain_run(train_here, model, opti
     for one, two in zip(figures(plain), figures(other), strict=True):
         assert two == pytest.approx(one, rel=2e-4)
     assert abs(plain[-1].loss - plain[0].loss) > 1e-3
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """The compiler up to its graphs, which are run as they are."""
+    torch._dynamo.reset()
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile_layer(self, backend="eager", **how))
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("model", "fixed"), [(LLAVA, False), (LLAVA, True), (QWEN25, False), (QWEN3, False)])
+def test_compiled_layers_of_both_parts_learn_the_same_from_images_of_many_sizes(train_here, compiler, model, fixed):
+    train, choice = TRAIN | {"max_steps": 6}, {"compile": True, "fixed_shape": fixed}
+    plain = rows_of(train_here, model, MADE | {"samples": 12}, train=train)
+    compiled = rows_of(train_here, model, MADE | {"samples": 12}, train=train, optimizations=choice)
+    assert len({row.padded_tokens for row in plain}) > 3
+    for one, two in zip(figures(plain), figures(compiled), strict=True):
+        assert two == pytest.approx(one, rel=2e-4)
+    assert compiled[0].recompiles > 0
+    assert sum(row.recompiles for row in compiled[3:]) == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_layers_that_read_images_are_compiled_too(cache, compiler, model):
+    spec = spec_of(model={"id": model}, dataset=MADE, optimizations={"compile": True})
+    loaded = loading.load_model(spec, loading.source_of(spec.model))
+    layers = vision_layers(loaded)
+    assert len(layers) == describe(architectures()[model]).vision.layers
+    optimizations.apply(loaded, spec)
+    layers[1]._compiled_call_impl = None
+    told = next(sentence for sentence in optimizations.verify(loaded, spec) if "compile" in sentence)
+    assert f"1 {type(layers[1]).__name__} were not compiled" in told
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -1,4 +1,4 @@
-"""torch.compile on each decoder layer."""
+"""torch.compile on each layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Toler
 
 OPTIMIZATION = Optimization(
     type=Annotated[bool | Literal["dynamic"], or_words("dynamic")],
-    description="torch.compile each decoder layer: faster steps, a slow start, again for each new shape; dynamic "
-    "compiles for all lengths at once",
+    description="torch.compile each layer of the decoder, and of what reads images: faster steps, a slow start, again "
+    "for each new shape; dynamic compiles for all lengths at once",
     verified="every layer is compiled and graphs were counted",
     tolerance=Tolerance(ROUNDING),
     unsloth="it compiles what it rewrites itself: leave it off",

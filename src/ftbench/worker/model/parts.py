@@ -56,3 +56,13 @@ def kept_tensors(model: Any, optimizer: Any = None) -> Iterator[tuple[Any, str]]
 def decoder_layers(model: Any) -> list[Any]:
     """Return the decoder's layers in order. Raises SpecError as `decoder`."""
     return list(decoder(model).layers)
+
+
+def vision_layers(model: Any) -> list[Any]:
+    """Return the layers of the encoder of images in order; none of a model without."""
+    lists = (
+        module
+        for name, module in base_model(model).named_modules()
+        if name.endswith((".layers", ".blocks")) and part_of(name) == "vision"
+    )
+    return list(next(lists, ()))
