@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from conftest import spec_of
 from ftbench.core.architectures import architectures
-from ftbench.errors import MissingError, NotAppliedError
+from ftbench.errors import MissingError, NotAppliedError, SpecError
 from ftbench.families import describe
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
@@ -204,6 +204,53 @@ def test_processes_beside_the_training_make_the_same_batches_and_are_gone_after_
         assert two.images
         assert (two.data_time_s is None) == (two.phase == "evaluate")
     assert orders_of(plain) == orders_of(other)
+
+
+@pytest.mark.parametrize("more", [{}, {"fixed_shape": True, "gradient_checkpointing": True}], ids=["", "more"])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_a_frozen_encoder_makes_of_an_image_is_computed_in_the_first_epoch_alone(train_here, model, more):
+    """Also for an evaluation. In batches of one shape the last one has rows that show nothing."""
+    sections = {
+        "dataset": MADE | {"samples": 5, "images_per_sample": 2, "eval_samples": 2},
+        "measure": {"eval": "epoch"},
+        "train": TRAIN | {"max_steps": 6},
+        "method": {},
+    }
+    plain = rows_of(train_here, model, **sections, optimizations=more)
+    kept = rows_of(train_here, model, **sections, optimizations={"feature_cache": True, **more})
+    assert [row.phase for row in kept] == ["train"] * 3 + ["evaluate"] + ["train"] * 3 + ["evaluate"]
+    for one, two in zip(plain, kept, strict=True):
+        assert two.loss == pytest.approx(one.loss, rel=1e-5)
+        assert two.grad_norm == one.grad_norm is None or two.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+    seen = [row.image_patches for row in plain]
+    assert [row.image_patches for row in kept] == seen[:4] + [0] * 4
+    assert [row.image_tokens for row in kept] == [row.image_tokens for row in plain]
+    assert abs(plain[4].loss - plain[0].loss) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"method": {"vision": "lora"}}, "set method.vision to frozen"),
+        ({"method": {"vision": "full", "projector": "full"}}, "set method.vision and method.projector to frozen"),
+        ({"method": {"name": "full"}}, "method full trains it: use lora or qlora"),
+        ({"method": {"name": "unsloth"}}, "optimizations.feature_cache with method unsloth"),
+        ({"dataset": {"name": "synthetic"}}, "synthetic has none: leave it off"),
+    ],
+)
+def test_what_changes_is_not_kept(sections, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        spec_of(**{"model": {"id": QWEN3}, "dataset": MADE, "optimizations": {"feature_cache": True}} | sections)
+
+
+def test_features_that_were_not_kept_are_told_and_those_that_differ_are_refused(cache):
+    spec = spec_of(model={"id": LLAVA}, dataset=MADE, optimizations={"feature_cache": True})
+    model = loading.load_model(spec, loading.source_of(spec.model))
+    optimizations.apply(model, spec)
+    assert any("nothing that an image became is kept" in sentence for sentence in optimizations.verify(model, spec))
+    model.config.vision_config.attention_dropout = 0.1
+    with pytest.raises(SpecError, match="has attention_dropout"):
+        optimizations.apply(model, spec)
 
 
 def orders_of(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.applied import innermost
 from ftbench.worker.measure.batch_count import COUNT
-from ftbench.worker.optimizations import gradient_checkpointing
+from ftbench.worker.optimizations import feature_cache, gradient_checkpointing
 
 # The module and class that stand for each choice of train.optimizer.
 OPTIMIZERS = {
@@ -39,12 +40,15 @@ class Trainer(SFTTrainer):
 
     batches: set[tuple[tuple[int, ...], bool]]
     without_trls_metrics = False
+    features: feature_cache.Features | None = None
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute trl's loss, with the entropy and accuracy that it adds; where the loss is ours or Liger's there are
         no logits to compute them from, and transformers' does."""
         count = inputs.pop(COUNT)
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
+        if self.features is not None and self.features.show(count.pictures):
+            count.of_images = replace(count.of_images, patches=0)  # none that the encoder sees
         if not self.without_trls_metrics:
             return super().compute_loss(model, inputs, *args, **kwargs)
         inputs.pop("_prediction_loss_only", None)
@@ -80,7 +84,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         eval_dataset=evaluation if data.evaluation else None,
         data_collator=collator,
     )
-    loop.batches = set()
+    loop.batches, loop.features = set(), feature_cache.of(model)
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
     return loop
 

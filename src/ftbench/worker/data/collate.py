@@ -54,6 +54,7 @@ class Collator:
             longest=max(len(ids) for ids, _ in samples),
             images=len(pictures),
             of_images=sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else NOTHING,
+            pictures=tuple(picture.key for picture in pictures),
             tokens=[*(ids.tobytes() for ids, _ in samples), *(picture.key.encode() for picture in pictures)],
         )
         if self._positions:

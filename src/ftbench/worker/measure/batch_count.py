@@ -14,7 +14,7 @@ COUNT = "count"  # the key of a batch under which its counts travel, also from a
 class BatchCount:
     """Counts of tokens and samples, and the bytes of the real tokens and of what tells images apart, in order, where
     the host has them. `real` and `labels` may be tensors on the device; `samples` and `longest` are None where rows
-    hold an unknown number; of `images` there are none in text."""
+    hold an unknown number; of `images` there are none in text, and `pictures` tells them apart, in order."""
 
     real: Any = 0
     padded: int = 0
@@ -23,10 +23,11 @@ class BatchCount:
     longest: int | None = 0
     images: int = 0
     of_images: ImageSize = NOTHING
+    pictures: tuple[str, ...] = ()
     tokens: list[bytes] = field(default_factory=list)
 
     def add(self, other: BatchCount) -> None:
-        """Add another batch of the same step, but for its tokens."""
+        """Add another batch of the same step, but for its tokens and pictures."""
         self.real = self.real + other.real
         self.padded += other.padded
         self.labels = self.labels + other.labels

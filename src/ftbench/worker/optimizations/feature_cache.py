@@ -1,0 +1,68 @@
+"""What encoder and projector make of an image, computed once: exact, for nothing that it depends on is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.model.parts import base_model
+
+_DROPPED = ("attention_dropout", "hidden_dropout", "dropout")  # what would make each epoch's features others
+
+
+class Features:
+    """In place of a model's `get_image_features`: those of the images that were shown last, on the host once they are
+    computed. An image has one tensor of tokens x hidden, and another for each layer of the decoder that is handed
+    some (Qwen3-VL)."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        self.kept: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._compute, self._shown = compute, tuple[str, ...]()
+
+    def show(self, images: Sequence[str]) -> bool:
+        """Say which images the next batch shows; return whether all of them are kept."""
+        self._shown = tuple(images)
+        return all(image in self.kept for image in images)
+
+    def __call__(self, pixel_values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if any(image not in self.kept for image in self._shown):
+            with torch.no_grad():
+                made = self._compute(pixel_values, *args, **kwargs)
+            lengths = [len(tokens) for tokens in made.pooler_output]
+            deep = (each.split(lengths) for each in getattr(made, "deepstack_features", None) or ())
+            for image, *parts in zip(self._shown, made.pooler_output, *deep, strict=True):
+                self.kept[image] = tuple(part.to("cpu") for part in parts)
+        first, *deeper = zip(*(self.kept[image] for image in self._shown), strict=True)
+        return SimpleNamespace(
+            pooler_output=[part.to(pixel_values.device, non_blocking=True) for part in first],
+            deepstack_features=[torch.cat(each).to(pixel_values.device, non_blocking=True) for each in deeper],
+        )
+
+
+def apply(model: Any, spec: Experiment) -> None:
+    """Keep what images become. Raises SpecError for an encoder that drops some of it at random."""
+    base = base_model(model)
+    for name in _DROPPED:
+        if share := getattr(base.config.vision_config, name, 0):
+            raise SpecError(
+                f"optimizations.feature_cache: the encoder has {name} {share}, so images differ: leave it off"
+            )
+    base.model.get_image_features = Features(base.model.get_image_features)
+
+
+def of(model: Any) -> Features | None:
+    """Return the features that a model keeps, if it does."""
+    features = getattr(getattr(base_model(model), "model", None), "get_image_features", None)
+    return features if isinstance(features, Features) else None
+
+
+def verify(model: Any, spec: Experiment) -> list[str]:
+    features = of(model)
+    if not spec.optimizations.feature_cache or (features is not None and features.kept):
+        return []
+    return ["optimizations.feature_cache is on and nothing that an image became is kept"]
