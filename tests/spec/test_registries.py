@@ -59,6 +59,7 @@ def test_an_optimization_has_its_heavy_half(name):
         "image_cache": ("model/loading.py", "optimizations.image_cache"),
         "length_grouping": ("data/prepare.py", "optimizations.length_grouping"),
         "loader_processes": ("trainer.py", "optimizations.loader_processes is on and"),
+        "tile_buckets": ("data/prepare.py", "optimizations.tile_buckets"),
         "packing": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),
         "padding_free": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),
     }

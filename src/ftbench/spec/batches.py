@@ -92,3 +92,20 @@ def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
         result += [index for at in order for index in full[at]]
         result += [index for batch in batches if len(batch) < batch_size for index in batch]
     return result
+
+
+def bucketed(sizes: Sequence[int], batch_size: int, seed: int) -> list[int]:
+    """Return the places in an order in which batches hold samples of one size: full ones shuffled, so that size does
+    not follow the step, then what fills none, by size."""
+    import numpy as np
+
+    buckets: dict[int, list[int]] = {size: [] for size in sorted(set(sizes))}
+    for place, size in enumerate(sizes):
+        buckets[size].append(place)
+    full, left = list[list[int]](), list[int]()
+    for places in buckets.values():
+        whole = len(places) // batch_size * batch_size
+        full += [places[at : at + batch_size] for at in range(0, whole, batch_size)]
+        left += places[whole:]
+    order = np.random.default_rng(seed).permutation(len(full)).tolist()
+    return [index for at in order for index in full[at]] + left

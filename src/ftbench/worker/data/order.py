@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftbench.errors import SpecError
+from ftbench.families.vision import NOTHING
 from ftbench.spec import batches
+from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.tokens import Tokens
 
 Row = list[Tokens]
@@ -24,6 +26,13 @@ def packed(samples: Sequence[Tokens], max_length: int) -> list[Row]:
 def grouped(samples: Sequence[Tokens], batch_size: int, seed: int) -> list[Tokens]:
     """Return batches of samples of like length, in an order in which length does not follow the step."""
     return [samples[index] for index in batches.grouped(_lengths(samples), batch_size, seed)]
+
+
+def bucketed(samples: Sequence[Tokens], pixels: Pixels, batch_size: int, seed: int) -> list[Tokens]:
+    """Return batches of samples whose images have equally many patches, which are equally many tiles where images are
+    cut into some."""
+    patches = [sum((pixels.size(picture) for picture in sample.pictures), NOTHING).patches for sample in samples]
+    return [samples[index] for index in batches.bucketed(patches, batch_size, seed)]
 
 
 def _lengths(samples: Sequence[Tokens]) -> list[int]:

@@ -80,6 +80,8 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
         train = order.longest_first(train, batch_size)
     if spec.optimizations.length_grouping:
         train = order.grouped(train, batch_size, dataset.seed)
+    if spec.optimizations.tile_buckets:
+        train = order.bucketed(train, _reading(pixels, dataset), batch_size, dataset.seed)
     if spec.measure.control == "random_labels":
         train = synthetic.mislabelled(train, dataset.seed, vocab_size)
     rows = order.packed(train, dataset.max_length) if spec.optimizations.packing else order.rows(train)
