@@ -100,12 +100,12 @@ def bucketed(sizes: Sequence[int], batch_size: int, seed: int) -> list[int]:
     import numpy as np
 
     buckets: dict[int, list[int]] = {size: [] for size in sorted(set(sizes))}
-    for place, size in enumerate(sizes):
-        buckets[size].append(place)
-    full, left = list[list[int]](), list[int]()
+    for index, size in enumerate(sizes):
+        buckets[size].append(index)
+    full, others = list[list[int]](), list[int]()
     for places in buckets.values():
         whole = len(places) // batch_size * batch_size
         full += [places[at : at + batch_size] for at in range(0, whole, batch_size)]
-        left += places[whole:]
+        others += places[whole:]
     order = np.random.default_rng(seed).permutation(len(full)).tolist()
-    return [index for at in order for index in full[at]] + left
+    return [index for at in order for index in full[at]] + others
