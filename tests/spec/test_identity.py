@@ -1,3 +1,4 @@
+import os
 import re
 from pathlib import Path
 
@@ -113,6 +114,13 @@ def test_an_edited_file_is_another_experiment(at, part, name, edited):
     before = at(part, name, b'{"a": 1}')
     assert at(part, name, edited) != before
     assert at(part, name, b'{"a": 1}') == before
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["pipe", "\ud800"])
+def test_what_is_no_file_is_known_by_its_name_alone(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    assert fingerprint(spec(model={"id": "a/b", "path": str(tmp_path / name)}))
 
 
 @pytest.mark.parametrize("place", [0, 3_000_000 - 1], ids=["begin", "end"])

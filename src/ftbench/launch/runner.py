@@ -170,8 +170,10 @@ def _path_problems(spec: Experiment) -> list[str]:
                 f"model.path: {folder}: holds a config.json and no weights (*.safetensors); copy them there, or set "
                 "model.weights=random to measure the same shape without them"
             )
-    if spec.model.path and spec.model.weights == "random" and not Path(spec.model.path).exists():
-        problems.append(f"model.path: {spec.model.path}: no such config.json")
+    if spec.model.path and spec.model.weights == "random":
+        file = Path(spec.model.path)
+        if not (file / "config.json" if file.is_dir() else file).is_file():
+            problems.append(f"model.path: {spec.model.path}: no such config.json")
     return problems
 
 

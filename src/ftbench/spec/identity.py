@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,11 @@ def _content(path: Path) -> list[str | int]:
     file = path / "config.json" if path.is_dir() else path
     try:
         status = file.stat()
-        return [path.name, status.st_size, _ends(file, status.st_size, status.st_mtime_ns)]
-    except OSError:
-        return [path.name]
+        if stat.S_ISREG(status.st_mode):  # reading a pipe waits for ever
+            return [path.name, status.st_size, _ends(file, status.st_size, status.st_mtime_ns)]
+    except (OSError, ValueError):  # ValueError: half a character can be in no file's name
+        pass
+    return [path.name]
 
 
 @lru_cache(maxsize=64)  # a sweep asks once for each of its cells
