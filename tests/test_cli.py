@@ -353,6 +353,13 @@ def test_output_into_a_pipe_goes_through_it_and_leaves_it_one(ftbench, study, tm
     assert pipe.is_fifo()
 
 
+@pytest.mark.timeout(30)
+def test_output_into_a_pipe_that_nobody_reads_from_is_a_sentence(ftbench, study, tmp_path):
+    os.mkfifo(tmp_path / "pipe.md")
+    code, out, err = ftbench("report", study, "-o", tmp_path / "pipe.md")
+    assert (code, out, "nobody reads from this pipe" in err) == (3, "", True), err
+
+
 @pytest.mark.parametrize(
     ("name", "code", "said"), [("/dev/full", 3, "no space left"), ("", 2, "is a directory"), (".", 2, "is a directory")]
 )

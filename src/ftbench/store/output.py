@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 from ftbench.core.redact import secretless
@@ -34,7 +36,12 @@ def write_output(path: Path, text: str) -> None:
         write_text(target, text)
         return
     try:
-        with target.open("w", encoding="utf-8") as stream:
+        # Who opens a pipe that nobody reads from waits for ever, unless it says that it will not.
+        handle = os.open(target, os.O_WRONLY | os.O_NONBLOCK)
+        os.set_blocking(handle, True)
+        with open(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise MissingError(f"-o {path}: nobody reads from this pipe; start its reader first") from None
         raise disk_error(path, error) from None
