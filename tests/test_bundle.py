@@ -301,6 +301,15 @@ def test_secrets_that_were_taken_out_are_no_change(runs, tmp_path):
     assert found.notes == ["study/lora-b4-r1: secrets were taken out of spec.yaml, so it is not as the run left it"]
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", '{"files": null}', '{"files": {"steps.csv": [1]}}', "x"])
+def test_a_digest_that_cannot_be_read_is_a_problem_and_no_earlier_version(runs, tmp_path, text):
+    run = RunDir(runs / "study" / "lora-b4-r1")
+    run.digest.write_text(text)
+    pack.make([run.path], tmp_path / "x.tar.zst")
+    (problem,) = verify(tmp_path / "x.tar.zst").problems
+    assert problem.startswith("study/lora-b4-r1: digest.json: ")
+
+
 def test_a_run_without_a_digest_is_said_to_have_none(bundled):
     found = verify(bundled)
     assert any("2 runs ended without a digest" in note for note in found.notes)

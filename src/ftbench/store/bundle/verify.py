@@ -13,7 +13,7 @@ from typing import Any
 from ftbench.core.rows import FIELDS, LATER, SCHEMA
 from ftbench.store import digests
 from ftbench.store.bundle import unpack
-from ftbench.store.rundir import RunDir, find_runs, read_documents
+from ftbench.store.rundir import RunDir, find_runs, read_document, read_documents
 from ftbench.store.summary import as_dict, summarise
 
 # Python 3.12 sums floats more exactly than 3.11; a figure that somebody changed is further off than this.
@@ -95,6 +95,9 @@ def _check(run: RunDir, name: str, verdict: Verdict) -> None:
 
 def _check_digest(run: RunDir, name: str, redacted: Collection[str], verdict: Verdict) -> bool:
     """Compare a run's files with what they were as it ended; return whether it ended without a digest."""
+    if problem := read_document(run.digest)[1]:
+        verdict.problems.append(f"{name}: {problem}")
+        return False
     changed = digests.changed(run)
     for file in changed or ():
         if file in redacted:
