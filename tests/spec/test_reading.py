@@ -201,7 +201,18 @@ def test_what_is_no_yaml_is_told_with_its_line(spec, text, line):
 
 @pytest.mark.parametrize(
     "value",
-    ["2024-13-45", "9" * 5000, "!!float ''", "!!int ''", "!!int x", "!!bool maybe", "!!timestamp x", "!!binary é"],
+    [
+        "2024-13-45",
+        "9" * 5000,
+        "!!float ''",
+        "!!int ''",
+        "!!int x",
+        "!!bool maybe",
+        "!!timestamp x",
+        "!!binary é",
+        "!!omap [a: 1]",
+        "!!pairs [a: 1]",
+    ],
 )
 def test_a_value_that_does_not_fit_its_type_is_told_with_its_line(spec, value):
     path = spec(f"model: a\nname: {value}\n")

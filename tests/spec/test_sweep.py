@@ -386,6 +386,9 @@ MISTAKES = [
     ("sweep:\n  axes: {train.seed: [1]}\n  zip: [[train.seed], [train.seed]]\n", 4,
      "sweep.zip: train.seed stands there twice; an axis advances with one group"),
     ("sweep:\n  axes: {train.seed: [1]}\n  zip: [[train.seed, train.seed]]\n", 4, "train.seed stands there twice"),
+    ("sweep:\n  axes: {train.batch_size: [8], train: [{batch_size: 2}]}\n", 3,
+     "train.batch_size and train both say train.batch_size, and one would be dropped"),
+    ("sweep:\n  axes: {method: [lora], method.name: [qlora]}\n", 3, "method and method.name both say method.name"),
     ("sweep:\n  axes: {train.seed: [1]}\ntrain: {batch_size: 0}\n", 4, "train.batch_size: 0: must be greater"),
 ]  # fmt: skip
 
@@ -398,6 +401,15 @@ def test_a_mistake_is_told_with_its_line(problems, text, where, what):
     assert line.isdecimal(), told
     assert where is None or int(line) == where, told
     assert what in sentence
+
+
+@pytest.mark.parametrize("axis", ["train.seed=1,2 #,4", "train.seed=1]#", "train.seed=1 # two"])
+def test_no_value_of_an_axis_is_dropped_as_a_comment(problems, axis):
+    assert problems("", axis) == [f"--axis {axis}: write it as key=value,value, for example train.batch_size=1,2,4"]
+
+
+def test_axes_that_say_other_keys_of_a_section_go_together(points):
+    assert len(points("", "method=lora,qlora", "method.rank=8,16")) == 4
 
 
 def test_each_mistake_is_told_once_however_many_cells_have_it(problems):

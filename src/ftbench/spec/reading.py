@@ -48,7 +48,7 @@ class _Constructor(yaml.constructor.SafeConstructor):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         kind, text = node.tag.rpartition(":")[2], str(node.value)
-        if node.tag in ("tag:yaml.org,2002:set", "tag:yaml.org,2002:binary"):
+        if kind in ("set", "binary", "omap", "pairs"):
             raise _Mistake(f"!!{kind} is a tag; specs hold plain values only", node)
         large = _AmbiguousError(f"{text[:40]} is larger than any number of a spec ({MAX_NUMBER:,})", node)
         if kind == "int" and len(text) > 100:  # Python reads no more than 4,300 digits

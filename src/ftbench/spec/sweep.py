@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -108,6 +108,7 @@ def cells(
         key: _axis(key, values, _origin(layers, key), _folder(layers, key)) for key, values in section.axes.items()
     }
     by_key |= {axis.key: axis for axis in map(_of_command_line, axes)}
+    _check_apart(by_key.values())
     for group in section.zip:
         _check_group(group, by_key, section.zip, f"{_origin(layers, 'zip')}: sweep.zip")
     _check_excluded(section.exclude, layers)
@@ -203,12 +204,38 @@ def _file_or_name(value: Any, folder: Path) -> Any:
 def _of_command_line(text: str) -> Axis:
     key, equals, written = text.partition("=")
     try:
-        values = parse_value(f"[{written}\n]") if equals and written.strip() else None  # a comment ends with its line
+        values = parse_value(f"[{written}]") if equals and written.strip() else None
+        if values != parse_value(f"[{written}\n]"):  # a comment, behind which a value would be dropped
+            values = None
     except SpecError as error:
         raise SpecError(f"--axis {shortened(text)}: {error}") from None
     if not isinstance(values, list) or not values or None in values:
         raise SpecError(f"--axis {shortened(text)}: write it as key=value,value, for example train.batch_size=1,2,4")
     return _axis(key.strip(), values, f"--axis {shortened(key.strip())}", Path())
+
+
+def _check_apart(axes: Iterable[Axis]) -> None:
+    """Raise SpecError for two axes that say the same key: the values of the first would be dropped. What a recipe says
+    is there to be changed."""
+    says = dict[str, str]()
+    for axis in axes:
+        if axis.key == RECIPE:
+            continue
+        for key in {key for layer in axis.layers for key in _leaves(layer.data)}:
+            if key in says:
+                raise SpecError(
+                    f"{axis.layers[0].origin}: {says[key]} and {axis.key} both say {key}, and one would be dropped: "
+                    "leave it to one of them"
+                )
+            says[key] = axis.key
+
+
+def _leaves(data: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for name, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}"
 
 
 def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequence[Sequence[str]], where: str) -> None:
