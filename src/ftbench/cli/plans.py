@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import PlanOptions, Spec, emit, plan_command, run_plan, tell
+from ftbench.cli.shared import PlanOptions, Spec, emit, plan_command, run_plan, tell, uncollected
 from ftbench.errors import SpecError
 
 
@@ -50,7 +50,8 @@ def sweep(
         trial_steps=trial_steps, effective_batch=effective_batch, gpus=_gpus(gpus), on=on, **shared,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        ready = command.prepare(request, stack)
+        with uncollected():
+            ready = command.prepare(request, stack)
         for note in ready.notes:
             tell(f"ftbench: note: {note}")
         code, _ = run_plan(ready, options)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -137,12 +139,25 @@ def run_plan(ready: Ready, options: PlanOptions) -> tuple[int, Tables]:
     from ftbench.sweep import dry_run as planned
 
     if options.dry_run:
-        lines = planned.dry_run(ready)
+        with uncollected():
+            lines = planned.dry_run(ready)
         emit([dataclasses.asdict(line) for line in lines] if options.as_json else planned.as_text(lines))
         raise typer.Exit
     code, tables = command.run(ready)
     emit(tables.document() if options.as_json else tables.terminal(), end="\n" * options.as_json)
     return code, tables
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Look for no garbage meanwhile: a plan keeps what it makes, and looking through it takes a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class ProgressLine:
