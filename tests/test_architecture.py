@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -19,6 +21,11 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "ftbench"
 FILES = sorted(SOURCE.rglob("*.py"))
 LINES_OF_A_MODULE, LINES_OF_A_FUNCTION, MEDIAN_LINES_OF_A_FUNCTION = 300, 50, 8
 PRONOUNS = {"found", "told", "place", "one", "mine", "asked", "here"}
+# Modules by the package that brings them: named as its module, or by the package that requires it.
+BROUGHT_BY = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "PIL": "pillow", "compression": "backports.zstd",
+              "backports": "backports.zstd", "pydantic_core": "pydantic", "tokenizers": "transformers",
+              "safetensors": "transformers", "huggingface_hub": "transformers", "pyarrow": "datasets",
+              "liger_kernel": "liger-kernel", "triton": "torch", "unsloth_zoo": "unsloth"}  # fmt: skip
 VERBS = set((Path(__file__).parent / "verbs.txt").read_text().split())
 
 
@@ -71,6 +78,23 @@ def is_noun(node: ast.FunctionDef) -> bool:
 
 def first_word(node: ast.AST) -> str:
     return re.split(r"[\s.,:;]", (ast.get_docstring(node) or "").strip(), maxsplit=1)[0]
+
+
+def test_what_is_imported_is_installed_with_ftbench_or_an_extra_of_users():
+    """Imports in functions may be of what a user chose to have: those at the head of a module may not."""
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = [package for name, extra in project["optional-dependencies"].items() if name != "dev" for package in extra]
+    declared = {re.match(r"[\w.-]+", package)[0] for package in [*project["dependencies"], *extras]}
+    names: list[tuple[Path, str]] = []
+    for path in FILES:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.Import):
+                names += [(path, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names.append((path, node.module))
+    tops = {(str(path.relative_to(SOURCE)), name.split(".")[0]) for path, name in names}
+    foreign = {(path, top) for path, top in tops if top != "ftbench" and top not in sys.stdlib_module_names}
+    assert not {(path, top) for path, top in foreign if BROUGHT_BY.get(top, top) not in declared}
 
 
 def test_docstrings_of_functions_begin_with_a_verb():

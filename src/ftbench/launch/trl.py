@@ -66,6 +66,8 @@ def check_installed(spec: Experiment) -> None:
         or "8bit" in spec.train.optimizer
     ):
         needed.append("bitsandbytes")
+    if spec.dataset.has_images:
+        needed.append("PIL")
     extras = {"liger_kernel": "liger"} if spec.optimizations.liger else {}
     if spec.method.name == "unsloth":
         extras |= {"unsloth": "unsloth"}

@@ -7,15 +7,17 @@ import warnings
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from ftbench.core.normal import standard_normals
 from ftbench.spec.datasets import Dataset
 from ftbench.store.rundir import open_plain_file
 from ftbench.worker.data.formats import BadRow
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MOST_BYTES = 256 * 2**20  # of an image's file
 _BLOCKS = 8  # a made picture is this many colours wide and high, blended
@@ -37,11 +39,13 @@ class Picture:
     source: Path | bytes | int
     key: str
 
-    def open(self) -> Image.Image:
+    def open(self) -> Image:
         """Decode it, in three colours."""
         if isinstance(self.source, int):
             blocks = np.random.default_rng(self.source).integers(0, 256, (_BLOCKS, _BLOCKS, 3), dtype=np.uint8)
-            return Image.fromarray(blocks).resize((self.width, self.height), Image.Resampling.BICUBIC)
+            from PIL.Image import fromarray  # training on text needs no Pillow
+
+            return fromarray(blocks).resize((self.width, self.height))
         return _decoded(self.source.read_bytes() if isinstance(self.source, Path) else self.source)
 
 
@@ -76,7 +80,9 @@ def read(reference: Any, folder: Path | None) -> Picture:
     return Picture(*image.size, source, hashlib.sha256(data).hexdigest())
 
 
-def _decoded(data: bytes) -> Image.Image:
+def _decoded(data: bytes) -> Image:
+    from PIL import Image
+
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(BytesIO(data)).convert("RGB")

@@ -14,7 +14,6 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from ftbench.errors import MissingError
 from ftbench.families.vision import ImageSize, VisionShape
@@ -56,7 +55,7 @@ class Pixels:
         height, width = self.side(picture)
         image = picture.open()
         if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BICUBIC)
+            image = image.resize((width, height))
         pixels = np.asarray(self._processor(images=[image])["pixel_values"], dtype=np.float32)
         return pixels[0] if self.shape.tile else pixels
 
