@@ -18,7 +18,8 @@ SPEC = Experiment.model_validate(
 )  # fmt: skip
 EVERY = ablation.variants("adamw_torch")
 LEFT_OUT = {"attention": {"sdpa", "eager"}, "image_size": {True}}  # a size is a number
-OF_IMAGES = {"image_cache": {"name": "file", "path": "/images"}}  # the data that an optimization is for
+# The data that an optimization is for.
+OF_IMAGES = {key: {"name": "file", "path": "/images"} for key in ("image_cache", "feature_cache", "tile_buckets")}
 
 
 @pytest.mark.parametrize("key", Optimizations.model_fields)
