@@ -55,6 +55,7 @@ def made_run(folder: Path, name: str = "lora-b4-r1", seconds: float = 0.5) -> Ru
     writer.close()
     rundir.write_json(run.state, {"schema": 1, "state": "ok", "ended_at": "2026-01-02T03:04:05Z", "wall_s": 11.0})
     rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+    digests.write(run)
     return run
 
 
@@ -93,7 +94,8 @@ def test_the_manifest_names_every_file_with_its_hash(bundled):
     }
     assert sorted({name.split("/")[2] for name in files}) == ["lora-b4-r1", "qlora-b4-r1"]
     assert {name.split("/", 3)[3] for name in files} == {
-        "applied.json", "machine.json", "spec.json", "spec.yaml", "state.json", "steps.csv", "summary.json"
+        "applied.json", "digest.json", "machine.json", "spec.json", "spec.yaml", "state.json", "steps.csv",
+        "summary.json",
     }  # fmt: skip
 
 
@@ -124,6 +126,7 @@ def test_the_files_of_every_rank_go_with_it_and_are_verified(runs, tmp_path):
     run.steps.unlink()
     write_merged(run)
     rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+    digests.write(run)
     pack.make([run.path], tmp_path / "x.tar.zst")
     assert {"steps.csv", "steps.rank0.csv", "steps.rank1.csv"} <= {
         Path(n).name for n in members(tmp_path / "x.tar.zst")
@@ -220,7 +223,7 @@ def test_the_committed_runs_verify(tmp_path):
 def test_the_command_says_that_all_agrees(bundled):
     done = command("verify", bundled)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "2 runs, 14 files" in done.stdout
+    assert "2 runs, 16 files" in done.stdout
     assert "every hash and every figure agrees" in done.stdout
 
 
@@ -259,6 +262,7 @@ def test_a_changed_step_is_found_in_the_figures(runs, tmp_path):
 def test_a_warning_that_was_taken_away_is_named(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200", "ecc_uncorrected": 3}})
+    digests.write(run)
     pack.make([runs], tmp_path / "x.tar.zst")
     (problem,) = verify(tmp_path / "x.tar.zst").problems
     assert "does not say: the GPU has counted 3 uncorrected memory errors" in problem
@@ -278,7 +282,6 @@ def test_a_warning_that_was_taken_away_is_named(runs, tmp_path):
 )
 def test_a_change_that_no_figure_shows_is_found_by_the_digest(runs, tmp_path, file, before, after):
     run = RunDir(runs / "study" / "lora-b4-r1")
-    digests.write(run)
     pack.make([run.path], tmp_path / "before.tar.zst")
     assert command("verify", tmp_path / "before.tar.zst").returncode == 0
     path = run.path / file
@@ -310,18 +313,29 @@ def test_a_digest_that_cannot_be_read_is_a_problem_and_no_earlier_version(runs, 
     assert problem.startswith("study/lora-b4-r1: digest.json: ")
 
 
-def test_a_run_without_a_digest_is_said_to_have_none(bundled):
-    found = verify(bundled)
-    assert any("2 runs ended without a digest" in note for note in found.notes)
+def test_a_digest_that_was_taken_out_leaves_what_is_not_checked(runs, tmp_path):
+    RunDir(runs / "study" / "lora-b4-r1").digest.unlink()
+    pack.make([runs], tmp_path / "x.tar.zst")
+    done = command("verify", tmp_path / "x.tar.zst")
+    assert done.returncode == 1
+    assert "not checked: 1 runs have no digest.json" in done.stdout
+
+
+def test_a_file_beside_those_of_a_run_is_not_checked(runs, tmp_path):
+    pack.make([runs], tmp_path / "x.tar.zst")
+    files = {**members(tmp_path / "x.tar.zst"), "runs/study/lora-b4-r1/inner/state.json": b"{}"}
+    del files["manifest.json"]
+    (unchecked,) = verify(packed(tmp_path / "y.tar.zst", files)).unchecked
+    assert unchecked.startswith("runs/study/lora-b4-r1/inner/state.json: is no file of a run")
 
 
 @pytest.mark.parametrize(
     ("files", "said"),
     [
         ({}, "holds no run"),
-        ({"runs/a/b/steps.csv": b"step\n"}, "runs/a/b/steps.csv: belongs to no run"),
-        ({"runs/.x/b/state.json": b'{"state": "ok"}'}, "runs/.x/b/state.json: belongs to no run"),
-        ({"elsewhere/state.json": b'{"state": "ok"}'}, "elsewhere/state.json: belongs to no run"),
+        ({"runs/a/b/steps.csv": b"step\n"}, "runs/a/b/steps.csv: is no file of a run"),
+        ({"runs/.x/b/state.json": b'{"state": "ok"}'}, "runs/.x/b/state.json: is no file of a run"),
+        ({"elsewhere/state.json": b'{"state": "ok"}'}, "elsewhere/state.json: is no file of a run"),
         ({"runs/a/b/state.json": b'{"state": "ok"}'}, "a/b: has no summary to compare with its steps"),
         ({"runs/a/b/state.json": b'{"state": "ok"}', "runs/a/b/summary.json": b'{"schema": 0}'}, "of another version"),
     ],

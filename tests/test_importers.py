@@ -143,6 +143,8 @@ def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path
         ("{}", "has no `log_history`"),
         ('{"log_history": [1]}', "has no `log_history`"),
         ('{"log_history": [{"step": 1}]}', "holds no loss"),
+        ('{"log_history": [{"step": 1.5, "loss": 2.0}]}', "step 1.5 of its log_history is no number of a step"),
+        ('{"log_history": [{"step": -1, "loss": 2.0}]}', "step -1 of its log_history is no number of a step"),
         ('{"log_history": [{"step": 1, "loss": 2.0}]}', "add --batch-size"),
     ],
 )

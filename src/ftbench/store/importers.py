@@ -194,6 +194,9 @@ def _trainer_state(file: Path, data: bytes, about: About) -> ForeignLog:
     history = state.get("log_history")
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise SpecError(f"{file}: has no `log_history`, which a Trainer's trainer_state.json has")
+    steps = [step for entry in history if (step := _number(entry, "step")) is not None]
+    if wrong := [step for step in steps if step < 0 or step % 1]:
+        raise SpecError(f"{file}: step {wrong[0]:g} of its log_history is no number of a step")
     planned = _number(state, "max_steps")
     rows = [row for entry in history if (row := _row(entry, planned)) is not None]
     if not rows:

@@ -92,7 +92,7 @@ def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Pa
                 break
             name = f"runs/{experiment}-{number}/{run_id}"
         made.runs += 1
-        for file in _files_of(run, with_logs):
+        for file in files_of(run, with_logs):
             target = "/".join([name, *map(secretless, file.split("/"))])
             if (problem := unsafe(target)) or len(target.encode("utf-8", "replace")) > 250:
                 raise SpecError(f"{run.path}: {problem or 'its name is too long'}: rename the folder ({folder})")
@@ -102,7 +102,7 @@ def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Pa
     return sources
 
 
-def _files_of(run: RunDir, with_logs: bool) -> Iterator[str]:
+def files_of(run: RunDir, with_logs: bool) -> Iterator[str]:
     """Yield only what is known, so that nothing else in the directory leaves the machine; a link is no file."""
     profile = run.path / "profile"
     tables = sorted(p.name for p in profile.iterdir() if p.suffix in PROFILE) if profile.is_dir() else []

@@ -13,6 +13,7 @@ from typing import Any
 from ftbench.core.rows import FIELDS, LATER, SCHEMA
 from ftbench.store import digests
 from ftbench.store.bundle import unpack
+from ftbench.store.bundle.pack import files_of
 from ftbench.store.rundir import RunDir, find_runs, read_document, read_documents
 from ftbench.store.summary import as_dict, summarise
 
@@ -42,7 +43,7 @@ def verify(path: Path) -> Verdict:
         left, older = set(manifest["hashes"]), 0
         for run in find_runs(Path(folder) / "runs"):
             inside = run.path.relative_to(folder).as_posix()
-            left = {name for name in left if not name.startswith(f"{inside}/")}
+            left -= {f"{inside}/{name}" for name in files_of(run, with_logs=True)}
             redacted = {Path(name).name for name, entry in manifest["files"].items()
                         if name.startswith(f"{inside}/") and entry.get("redacted")}  # fmt: skip
             verdict.runs += 1
@@ -50,11 +51,11 @@ def verify(path: Path) -> Verdict:
             older += _check_digest(run, f"{run.path.parent.name}/{run.run_id}", redacted, verdict)
         if not verdict.runs:
             verdict.unchecked.append("it holds no run: no figure was compared with anything")
-        verdict.unchecked += [f"{name}: belongs to no run (a folder with a state.json)" for name in sorted(left)]
+        verdict.unchecked += [f"{name}: is no file of a run (a folder with a state.json)" for name in sorted(left)]
         if older:
-            verdict.notes.append(
-                f"{older} runs ended without a digest, as those of earlier versions do: a column or a key that feeds "
-                "no figure may have been changed"
+            verdict.unchecked.append(
+                f"{older} runs have no digest.json, as those of earlier versions: a column or a key that feeds no "
+                "figure may have been changed"
             )
         return verdict
 
