@@ -15,6 +15,8 @@ import typer
 from ftbench.cli import app
 from ftbench.spec.load import load
 from ftbench.spec.sweep import cells
+from ftbench.store import digests
+from ftbench.store.rundir import find_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -94,6 +96,8 @@ def reader(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text, "utf-8")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     shutil.copytree(ROOT / "results" / "h200" / "headline" / "full", tmp_path / "results" / "night")
+    for run in find_runs(tmp_path / "results"):  # as runs of today end
+        digests.write(run)
     monkeypatch.chdir(tmp_path)
 
 

@@ -11,7 +11,7 @@ from page_runs import made
 
 from ftbench import cli
 from ftbench.core.redact import REDACTED
-from ftbench.store import rundir, summary
+from ftbench.store import digests, rundir, summary
 from ftbench.store.bundle import unpack
 from ftbench.store.rundir import RunDir
 
@@ -78,6 +78,8 @@ def test_no_comparison_and_no_error_holds_one(runs, capsys, monkeypatch):
 
 def test_no_bundle_holds_one_not_even_in_the_names_of_its_files(runs, tmp_path, capsys, monkeypatch):
     archive = tmp_path / "x.tar.zst"
+    for run in rundir.find_runs(runs):
+        digests.write(run)
     left(capsys, monkeypatch, "bundle", runs, "-o", archive, "--with-logs")
     content = unpack.zstd.decompress(archive.read_bytes()).decode("utf-8")
     assert f"runs/study-{REDACTED}/lora-{REDACTED}-r1/state.json" in content
