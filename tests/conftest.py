@@ -59,8 +59,10 @@ def ftbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["ftbench", *map(str, arguments)])
+        interrupt = signal.getsignal(signal.SIGINT)
         with pytest.raises(SystemExit) as end:
             cli.main()
+        signal.signal(signal.SIGINT, interrupt)  # a command that was interrupted leaves it to the system
         out, err = capsys.readouterr()
         return int(end.value.code or 0), out, err
 

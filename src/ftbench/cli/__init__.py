@@ -6,7 +6,9 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
 from typing import Annotated
 
 import typer
@@ -31,6 +33,15 @@ def main() -> None:
     """Run the console command: turn errors meant for the user into sentences, and end with the exit code of their
     kind."""
     _prepare_streams()
+    try:
+        _command()
+    except SystemExit as ending:
+        if ending.code == INTERRUPTED and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C finds nothing that would need a traceback
+        raise
+
+
+def _command() -> None:
     try:
         try:
             app(standalone_mode=True)
