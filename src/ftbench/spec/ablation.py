@@ -11,7 +11,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations import OPTIMIZATIONS, Optimizations, choices
-from ftbench.spec.sweep import as_text
+from ftbench.spec.reading import as_text
 
 PLAIN = "plain"
 OPTIMIZER = "train.optimizer"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import SHORT_FORMS
 
 
@@ -37,3 +38,12 @@ def _is(value: Any, wanted: Any) -> bool:
         with suppress(ValueError):
             return wanted == float(value)
     return bool(value == wanted)
+
+
+def defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a spec of the same method says where it says nothing."""
+    method = values.get("method")
+    name = method.get("name", "lora") if isinstance(method, dict) else "lora"
+    return Experiment.model_validate({"name": "x", "model": {"id": "x"}, "method": {"name": name}}).model_dump(
+        mode="json"
+    )

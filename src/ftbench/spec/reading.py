@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -237,3 +238,18 @@ def _whole(text: str) -> int:
     if len(text) > 20 or abs(number := int(text)) > MAX_NUMBER:
         raise ValueError(f"{text[:40]} is larger than any number of a model")
     return number
+
+
+def as_text(value: Any) -> str:
+    """Return a value as it is written behind `--set key=`."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list, tuple)) else _as_word(value)
+
+
+@lru_cache(maxsize=4096, typed=True)  # an axis has few values, and a sweep many cells
+def _as_word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    with suppress(SpecError):
+        if isinstance(value, str) and parse_value(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)

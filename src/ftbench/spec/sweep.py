@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from ftbench.errors import SpecError
 from ftbench.spec.base import Part, nearest, shortened, shown
-from ftbench.spec.exclude import agrees, at
+from ftbench.spec.exclude import agrees, at, defaults
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import (
     SHORT_FORMS,
@@ -32,7 +29,7 @@ from ftbench.spec.load import (
     validated,
 )
 from ftbench.spec.mistakes import sentence
-from ftbench.spec.reading import line_of, parse_value
+from ftbench.spec.reading import as_text, line_of, parse_value
 from ftbench.spec.recipes import FOLDER, named
 
 MAX_CELLS = 100_000
@@ -77,21 +74,6 @@ class GridCell:
     def sets(self) -> tuple[str, ...]:
         """What `--set` makes this cell of the base: `train.batch_size=8`."""
         return tuple(f"{key}={as_text(value)}" for key, value in self.values.items())
-
-
-def as_text(value: Any) -> str:
-    """Return a value as it is written behind `--set key=`."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list, tuple)) else _as_word(value)
-
-
-@lru_cache(maxsize=4096, typed=True)  # an axis has few values, and a sweep many cells
-def _as_word(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    with suppress(SpecError):
-        if isinstance(value, str) and parse_value(value) == value:
-            return value
-    return json.dumps(value, ensure_ascii=False)
 
 
 def cells(
@@ -309,13 +291,5 @@ def _matches(cell: GridCell, base: dict[str, Any], chosen: Sequence[Choice], pat
         values = cell.spec.model_dump(mode="json")
     else:
         values = _laid_over(base, chosen)
-        values = merge(_defaults(values), values)
+        values = merge(defaults(values), values)
     return agrees(values | {RECIPE: cell.values.get(RECIPE)}, pattern)
-
-
-def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    method = values.get("method")
-    name = method.get("name", "lora") if isinstance(method, dict) else "lora"
-    return Experiment.model_validate({"name": "x", "model": {"id": "x"}, "method": {"name": name}}).model_dump(
-        mode="json"
-    )

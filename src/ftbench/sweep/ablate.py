@@ -15,7 +15,7 @@ from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load, merge, nested, set_layer
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.sweep import as_text
+from ftbench.spec.reading import as_text
 from ftbench.store.output import write_output
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command

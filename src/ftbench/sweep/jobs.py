@@ -9,7 +9,7 @@ from typing import Any
 from ftbench.errors import MissingError
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.sweep import as_text
+from ftbench.spec.reading import as_text
 from ftbench.store import rundir
 from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
 from ftbench.store.rundir import RunDir

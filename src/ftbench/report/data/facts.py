@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from ftbench.core.redact import clean
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
-from ftbench.spec.sweep import as_text
+from ftbench.spec.reading import as_text
 from ftbench.store.rundir import MOST_JSON_BYTES, RunDir, first_gpu, open_plain_file, parse_document, read_json
 
 CPU = "none (CPU)"

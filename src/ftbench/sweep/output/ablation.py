@@ -24,7 +24,7 @@ from ftbench.report.render import formats
 from ftbench.report.render.document import Table
 from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN
-from ftbench.spec.sweep import as_text
+from ftbench.spec.reading import as_text
 from ftbench.store import rundir
 from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan.ablation import AblationPlan
