@@ -54,8 +54,8 @@ def verify(path: Path) -> Verdict:
         verdict.unchecked += [f"{name}: is no file of a run (a folder with a state.json)" for name in sorted(left)]
         if older:
             verdict.unchecked.append(
-                f"{older} runs have no digest.json, as those of earlier versions: a column or a key that feeds no "
-                "figure may have been changed"
+                f"{older} of {verdict.runs} runs have no digest.json, as those of earlier versions: a column or a key "
+                "that feeds no figure may have been changed"
             )
         return verdict
 
@@ -95,7 +95,7 @@ def _check(run: RunDir, name: str, verdict: Verdict) -> None:
 
 
 def _check_digest(run: RunDir, name: str, redacted: Collection[str], verdict: Verdict) -> bool:
-    """Compare a run's files with what they were as it ended; return whether it ended without a digest."""
+    """Compare a run's files with what they were as it ended; return whether there is no digest."""
     if problem := read_document(run.digest)[1]:
         verdict.problems.append(f"{name}: {problem}")
         return False

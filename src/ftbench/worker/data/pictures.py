@@ -42,9 +42,9 @@ class Picture:
     def open(self) -> Image:
         """Decode it, in three colours."""
         if isinstance(self.source, int):
-            blocks = np.random.default_rng(self.source).integers(0, 256, (_BLOCKS, _BLOCKS, 3), dtype=np.uint8)
             from PIL.Image import fromarray  # training on text needs no Pillow
 
+            blocks = np.random.default_rng(self.source).integers(0, 256, (_BLOCKS, _BLOCKS, 3), dtype=np.uint8)
             return fromarray(blocks).resize((self.width, self.height))
         return _decoded(self.source.read_bytes() if isinstance(self.source, Path) else self.source)
 
