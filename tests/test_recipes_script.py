@@ -1,0 +1,32 @@
+"""`scripts/recipes-h200` names its tables exactly and goes on where it stopped: nothing here needs a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def recipes(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/recipes-h200"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_table_is_named_exactly_and_a_run_that_is_there_is_not_made_again(tmp_path: Path) -> None:
+    lines = recipes(tmp_path, "--only", "short-equal,sustained", "--estimate").stdout.splitlines()
+    assert lines[0].startswith("17 of 17 runs to do")
+    assert {line.split()[4] for line in lines[1:]} == {"short-equal", "sustained"}
+    wrong = recipes(tmp_path, "--only", "short", "--estimate")
+    assert wrong.returncode == 2
+    assert "'short' is none of full, short-defaults, short-equal, sustained" in wrong.stderr
+    lacking = recipes(ROOT / "results/h200/headline", "--only", "full", "--estimate").stdout.splitlines()
+    assert len(lacking) <= 3  # of 21: unsloth's 8-bit weights did not start in time
+    assert all("load_in_fp8: on" in line for line in lacking[1:])
+
+
+def test_what_would_end_after_the_call_is_not_begun(tmp_path: Path) -> None:
+    told = recipes(tmp_path, "--only", "sustained", "--minutes", 5).stdout
+    assert "2 runs are left; the same command goes on with them" in told
+    assert not [*tmp_path.iterdir()]
