@@ -239,15 +239,31 @@ def test_a_gpu_is_found_by_what_people_call_it(file: Path) -> None:
         assert estimate(EstimateRequest(file, gpu=name)).document
 
 
-def test_the_run_that_will_not_fit_is_told_before_it_starts() -> None:
+def test_the_run_that_will_not_fit_is_told_before_it_starts(tmp_path: Path) -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
-    assert preflight.warning(spec(train={"batch_size": 4}), gpu) is None
-    told = preflight.warning(spec(train={"batch_size": 16}), gpu)
+    assert preflight.warning(spec(train={"batch_size": 4}), gpu, tmp_path) is None
+    told = preflight.warning(spec(train={"batch_size": 16}), gpu, tmp_path)
     assert told is not None
     assert "train.batch_size=7" in told
-    assert preflight.warning(spec(train={"batch_size": 16}), None) is None
-    assert preflight.warning(spec(train={"batch_size": 16}, launch={"mock": "ok"}), gpu) is None
-    assert preflight.first_trial(spec(), gpu, 4096) in (7, 8)
+    assert preflight.warning(spec(train={"batch_size": 16}), None, tmp_path) is None
+    assert preflight.warning(spec(train={"batch_size": 16}, launch={"mock": "ok"}), gpu, tmp_path) is None
+    assert preflight.first_trial(spec(), gpu, tmp_path, 4096) in (7, 8)
+
+
+def test_run_and_sweep_ask_the_probes_of_their_store_as_estimate_does(tmp_path: Path) -> None:
+    gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
+    batch_7 = spec(train={"batch_size": 7})
+    assert preflight.warning(batch_7, gpu, tmp_path) is None
+    (tmp_path / "probe").mkdir()
+    document = {"machine": {"gpus": [gpu]}, "device": {"kind": "cuda"}, "capacity": {"total_gb": 100.0}}
+    (tmp_path / "probe" / "a.json").write_text(json.dumps(document))  # others hold the rest of the card
+    told = str(preflight.warning(batch_7, gpu, tmp_path))
+    assert "100.0 for a process" in told
+    assert "train.batch_size=5 would fit" in told
+    assert preflight.first_trial(spec(), gpu, tmp_path, 4096) == 5
+    memory = preflight.on_machine(batch_7, gpu, tmp_path)
+    assert memory is not None
+    assert memory.usable == pytest.approx(100.0, abs=0.01)
 
 
 def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:

@@ -79,15 +79,15 @@ def test_cells_that_differ_in_how_they_learn_share_an_estimate(
     axes = ["train.batch_size=1,4", "train.learning_rate=1e-4,2e-4", "train.seed=1,2", "train.weight_decay=0,0.1"]
     estimate, estimated = preflight.on_machine, list[Experiment]()
 
-    def counted(spec: Experiment, gpu: dict[str, Any] | None) -> MemoryEstimate | None:
+    def counted(spec: Experiment, gpu: dict[str, Any] | None, store: Path | None) -> MemoryEstimate | None:
         estimated.append(spec)
-        return estimate(spec, gpu)
+        return estimate(spec, gpu, store)
 
     monkeypatch.setattr(preflight, "on_machine", counted)
     with ExitStack() as stack:
         ready = command.prepare(command.SweepRequest(spec, sets, tmp_path, axes=axes), stack)
     lines = dry_run(dataclasses.replace(ready, device=H200))
     assert len(estimated) == 2
-    each = [estimate(job.spec, H200) for job in ready.plan.standings]
+    each = [estimate(job.spec, H200, tmp_path) for job in ready.plan.standings]
     assert [line.peak_gb for line in lines] == [memory.reserved.expected for memory in each if memory]
     assert len(lines) == 16

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
+from ftbench.core.hardware import Gpu, find_gpu, gpus
 from ftbench.core.table import text_table
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import view
-from ftbench.estimate.memory.capacity import probed
+from ftbench.estimate.memory.capacity import machine_gpu, probed
 from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.memory.share import STRATEGIES
 from ftbench.estimate.time import text as time_text
@@ -128,8 +128,7 @@ def gpus_of(request: EstimateRequest, store: Path | None) -> list[tuple[str, Gpu
     described = machine.gpu()
     if described is None or not described.get("memory_gb"):
         raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
-    gpu = limited_gpu(described)
-    return [(described["name"], probed(gpu, store) if gpu else described["memory_gb"], described["memory_gb"])]
+    return [(described["name"], machine_gpu(described, store), described["memory_gb"])]
 
 
 def listed(text: str) -> list[Gpu]:

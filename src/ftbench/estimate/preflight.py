@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import find_gpu, limited_gpu
+from ftbench.core.hardware import limited_gpu
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
+from ftbench.estimate.memory.capacity import machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
@@ -24,45 +25,45 @@ def announce(
 ) -> None:
     """Tell `on_warning` that a run will not fit the GPU of a machine.json, or `on_expected` what it will take there,
     by the runs of the results store."""
-    if (text := warning(spec, gpu)) is not None:
+    if (text := warning(spec, gpu, store)) is not None:
         on_warning(text)
     elif gpu and (text := expectation(spec, gpu, Store.read(store))) is not None:
         on_expected(text)
 
 
-def on_machine(spec: Experiment, gpu: dict[str, Any] | None) -> MemoryEstimate | None:
-    """Return the estimate for the GPU of a machine.json; None without one, for a mock, and for a model that no formula
-    knows."""
+def on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Path | None) -> MemoryEstimate | None:
+    """Return the estimate for the GPU of a machine.json, with the memory that the probes of a store saw it give; None
+    without one, for a mock, and for a model that no formula knows."""
     if gpu is None or not gpu.get("memory_gb") or spec.launch.mock != "off":
         return None
     try:
-        return estimate_memory(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
+        return estimate_memory(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
     except FtbenchError:
         return None
 
 
-def first_trial(spec: Experiment, gpu: dict[str, Any] | None, most: int) -> int | None:
+def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most: int) -> int | None:
     """Return the batch at which a search for the largest one is expected to end, at most `most`: its trials have the
     longest samples first, and synthetic data as many samples as it takes."""
-    if gpu is None or on_machine(spec, gpu) is None:
+    if gpu is None or on_machine(spec, gpu, store) is None:
         return None
     changed: dict[str, Any] = {"longest_first": True}
     if spec.dataset.is_made:
         changed["samples"] = max(spec.dataset.samples or 0, most)
     spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update=changed)})
-    return largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], likely=True, total=gpu["memory_gb"])
+    return largest_batch(spec, machine_gpu(gpu, store), likely=True, total=gpu["memory_gb"])
 
 
-def warning(spec: Experiment, gpu: dict[str, Any] | None) -> str | None:
+def warning(spec: Experiment, gpu: dict[str, Any] | None, store: Path) -> str | None:
     """Return a sentence where a run will not fit the GPU of a machine.json."""
-    memory = on_machine(spec, gpu)
+    memory = on_machine(spec, gpu, store)
     if gpu is None or memory is None or memory.verdict != "does not fit":
         return None
-    largest = largest_batch(spec, find_gpu(gpu["name"]) or gpu["memory_gb"], total=gpu["memory_gb"])
+    largest = largest_batch(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
     way_out = f"train.batch_size={largest} would fit" if largest else "`ftbench estimate` shows what takes it"
     return (
         f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "
-        f"{gibibytes(memory.device.low)}) and the GPU has {gibibytes(memory.total)}; {way_out}"
+        f"{gibibytes(memory.device.low)}) and the GPU has {memory.capacity.words}; {way_out}"
     )
 
 
@@ -70,7 +71,7 @@ def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> s
     """Return one line on what a run will take on the GPU of a machine.json: `expected: 77.9 GiB of 140.4, about 4 min
     05 s (scaled from 3 runs …)`; None where nothing is known."""
     spec = store.counted(spec)
-    memory, time = on_machine(spec, gpu), time_on_machine(spec, gpu, store)
+    memory, time = on_machine(spec, gpu, store.path), time_on_machine(spec, gpu, store)
     parts = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
     if time is not None:
         samples = epochs_samples(spec, time.samples)

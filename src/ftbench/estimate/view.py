@@ -8,7 +8,6 @@ from typing import Any
 
 from ftbench.core.table import text_table
 from ftbench.core.units import gibibytes
-from ftbench.estimate.memory.capacity import Capacity
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.spec.experiment import Experiment
 
@@ -45,7 +44,7 @@ def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | No
         f"peak: {memory.peak_phase}, most of it {memory.peak_term}",
         bars(memory.parts),
         "",
-        f"{name} has {Capacity(memory.total, memory.usable, memory.margin).words}: {memory.verdict}",
+        f"{name} has {memory.capacity.words}: {memory.verdict}",
         f"largest batch that fits: {most}" if most else "no batch is sure to fit",
     ]
     return "\n".join(lines)

@@ -79,7 +79,7 @@ def _memory(spec: Experiment, ready: Ready, known: dict[Any, MemoryEstimate | No
     sections = (spec.model, spec.method, spec.dataset, spec.optimizations, spec.measure, spec.launch)
     key = (*map(id, sections), *(value for name, value in spec.train if name not in _LEARNING))
     if key not in known:
-        known[key] = preflight.on_machine(spec, ready.device)
+        known[key] = preflight.on_machine(spec, ready.device, ready.request.out)
     return known[key]
 
 

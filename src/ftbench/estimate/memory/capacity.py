@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ftbench.core.hardware import Gpu
+from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import GIB, gibibytes
 from ftbench.store import ceilings
 
@@ -46,3 +48,9 @@ def probed(gpu: Gpu, store: Path | None) -> Gpu:
         return gpu
     driver = figures.get("driver_total_gb")
     return replace(gpu, usable_gib=figures["usable_gb"], nvml_mib=driver * 1024 if driver else gpu.nvml_mib)
+
+
+def machine_gpu(described: Mapping[str, Any], store: Path | None) -> Gpu | float:
+    """Return a GPU of a machine.json as the table and the store's probes know it, else the GiB that its driver says."""
+    gpu = limited_gpu(described)
+    return probed(gpu, store) if gpu else float(described["memory_gb"])

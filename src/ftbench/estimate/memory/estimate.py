@@ -65,6 +65,10 @@ class MemoryEstimate:
     batch: tuple[int, int] = (1, 1)
     basis: str = ""
 
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.total, self.usable, self.margin)
+
 
 def estimate_memory(
     spec: Experiment,

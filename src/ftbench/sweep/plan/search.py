@@ -50,7 +50,7 @@ class Search(Plan):
         self.families = list(families)
         self._steps, self._effective = steps, effective
         for family in self.families:
-            family.seed = preflight.first_trial(family.spec, gpu, LARGEST_BATCH)
+            family.seed = preflight.first_trial(family.spec, gpu, options.folder.parent, LARGEST_BATCH)
             family.stopped = bool(family.refused)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
