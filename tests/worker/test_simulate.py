@@ -34,6 +34,7 @@ H200 = Path(__file__).parents[2] / "results" / "h200"
 
 HALF = {"model": {"dtype": "bfloat16"}, "train": {"precision": "bf16"}}
 FIXED = {"dataset": {"length": 64, "mean_length": None, "samples": 12}}
+PICTURES = {"name": "images", "image_size": [90, 60], "max_length": 256}
 CASES: dict[str, dict[str, Any]] = {
     "full": {"method": {"name": "full"}},
     "lora": {},
@@ -43,6 +44,14 @@ CASES: dict[str, dict[str, Any]] = {
     "selective": {"optimizations": {"gradient_checkpointing": "selective"}, **FIXED, **HALF},
     "checkpointing": {"optimizations": {"gradient_checkpointing": True}, **FIXED, **HALF},
     "accumulation": {**FIXED, **HALF, "train": {"precision": "bf16", "gradient_accumulation_steps": 4}},
+    **{
+        family: {
+            "model": {"id": f"tiny/{family}"},
+            "dataset": PICTURES,
+            "method": {"vision": "lora", "projector": "full"},
+        }
+        for family in ("llava-next", "qwen2.5-vl", "qwen3-vl")
+    },
     "qlora": {"method": {"name": "qlora"}},  # the last: bitsandbytes keeps its tables, fake ones too, for the process
 }
 OLMO = {
@@ -94,7 +103,7 @@ def live_bytes(tmp_path: Path, **changes: Any) -> dict[str, int]:
     return {part: sum(sizes.values()) for part, sizes in storages.items()}
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", ["full", "lora", "llava-next", "qwen2.5-vl", "qwen3-vl", "qlora"])
 def test_weights_adapters_and_optimizer_are_byte_for_byte_those_of_a_real_run(
     tmp_path: Path, cache: Path, found: dict[str, Any], method: str
 ) -> None:

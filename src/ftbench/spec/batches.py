@@ -15,6 +15,12 @@ from ftbench.spec.datasets import DATASETS, Dataset
 SHORTEST = 2
 DEFAULT_SIGMA = 0.65  # spread of the log of the lengths of instruction data
 CAPTION = 40.0  # mean length of the text beside made pictures, where none is asked for
+# Sides of photographs (most cameras and phones 4:3 and 3:2, wide ones 16:9) and of scanned pages (A4, letter).
+_SHAPES = {
+    "photographs": ((4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16)),
+    "documents": ((210, 297), (17, 22), (297, 210)),
+}
+_SPREAD = {"photographs": 0.4, "documents": 0.2}  # of the logarithm of the area
 WINDOW = 50  # batches among which samples of like length are brought together (transformers' LengthGroupedSampler)
 
 
@@ -52,6 +58,23 @@ def _total(spread: Sequence[float], scale: float, longest: int) -> int:
     last = bisect.bisect_left(spread, (longest - 0.5) / scale)
     between = sum([int(scale * value + 0.5) for value in spread[first:last]])
     return SHORTEST * first + between + longest * (len(spread) - last)
+
+
+def picture_sizes(dataset: Dataset, number: int) -> list[tuple[int, int]]:
+    """Return width and height of made pictures, of the size asked for or spread about it, the same for a seed."""
+    assert dataset.image_size is not None
+    if dataset.image_sizes == "fixed":
+        return [dataset.image_size] * number
+    import numpy as np
+
+    shapes, spread = _SHAPES[dataset.image_sizes], _SPREAD[dataset.image_sizes]
+    choices = np.random.default_rng(dataset.seed).integers(0, len(shapes), number).tolist()
+    middle = math.prod(dataset.image_size)
+    areas = [middle * np.exp(spread * value) for value in standard_normals(dataset.seed, number)]
+    return [
+        (max(8, round((area * wide / high) ** 0.5)), max(8, round((area * high / wide) ** 0.5)))
+        for area, (wide, high) in zip(areas, (shapes[choice] for choice in choices), strict=True)
+    ]
 
 
 def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ftbench.core.normal import standard_normals
+from ftbench.spec.batches import picture_sizes
 from ftbench.spec.datasets import Dataset
 from ftbench.store.rundir import open_plain_file
 from ftbench.worker.data.formats import BadRow
@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 256 * 2**20  # of an image's file
 _BLOCKS = 8  # a made picture is this many colours wide and high, blended
-# Sides of photographs (most cameras and phones 4:3 and 3:2, wide ones 16:9) and of scanned pages (A4, letter).
-_SHAPES = {
-    "photographs": ((4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16)),
-    "documents": ((210, 297), (17, 22), (297, 210)),
-}
-_SPREAD = {"photographs": 0.4, "documents": 0.2}  # of the logarithm of the area
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +84,6 @@ def _decoded(data: bytes) -> Image:
 
 def made(dataset: Dataset, count: int) -> list[Picture]:
     """Return the pictures of `count` samples, of the size asked for or spread about it, the same for a seed."""
-    assert dataset.image_size is not None
     number = count * dataset.images_per_sample
-    sizes = _sizes(dataset, dataset.image_size, number)
-    seeds = range(dataset.seed * 2**32, dataset.seed * 2**32 + number)
+    sizes, seeds = picture_sizes(dataset, number), range(dataset.seed * 2**32, dataset.seed * 2**32 + number)
     return [Picture(*size, seed, f"made {seed} {size}") for seed, size in zip(seeds, sizes, strict=True)]
-
-
-def _sizes(dataset: Dataset, size: tuple[int, int], number: int) -> list[tuple[int, int]]:
-    if dataset.image_sizes == "fixed":
-        return [size] * number
-    shapes, spread = _SHAPES[dataset.image_sizes], _SPREAD[dataset.image_sizes]
-    choices = np.random.default_rng(dataset.seed).integers(0, len(shapes), number).tolist()
-    areas = [size[0] * size[1] * np.exp(spread * value) for value in standard_normals(dataset.seed, number)]
-    return [
-        (max(8, round((area * wide / high) ** 0.5)), max(8, round((area * high / wide) ** 0.5)))
-        for area, (wide, high) in zip(areas, (shapes[choice] for choice in choices), strict=True)
-    ]

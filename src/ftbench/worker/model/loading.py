@@ -24,6 +24,7 @@ class UnreadModel(Protocol):
 
     def load(self, arguments: dict[str, Any]) -> Any: ...
     def tokenizer(self) -> Any: ...
+    def processor(self) -> Any: ...
 
 
 Source = str | UnreadModel
@@ -60,16 +61,19 @@ def load_pixels(spec: Experiment, source: Source, config: Any, tokenizer: Any) -
     """Return what processes a model's images; None for one that reads none. The chat template may be kept with the
     processor alone: then it is given to the tokenizer."""
     model, longest = spec.model, int(spec.optimizations.image_size)
-    if not vision.reads_images(config) or not isinstance(source, str):
+    if not vision.reads_images(config):
         return None
     kind = vision.processor_class(config.model_type)
-    processor = reach(model, lambda: kind.from_pretrained(source, **hub_arguments(model)))
-    if not tokenizer.chat_template:
+    processor = reach(
+        model,
+        lambda: kind.from_pretrained(source, **hub_arguments(model)) if isinstance(source, str) else source.processor(),
+    )
+    if not tokenizer.chat_template and isinstance(source, str):
         described = reach(model, lambda: ProcessorMixin.get_processor_dict(source, **hub_arguments(model)))
         tokenizer.chat_template = described[0].get("chat_template")
     if longest and hasattr(processor, "image_grid_pinpoints"):
         processor.image_grid_pinpoints = vision.limited_pinpoints(config, longest)
-    cache = cache_dir() / "images" if spec.optimizations.image_cache else None
+    cache = cache_dir() / "images" if spec.optimizations.image_cache and isinstance(source, str) else None
     return Pixels(vision.shape_of(config, processor), config.image_token_id, processor, longest, cache)
 
 
@@ -84,11 +88,11 @@ def read(spec: Experiment, source: Source, **more: Any) -> Any:
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
     if device().type == "cuda":
         arguments["device_map"] = {"": device()}
-    if not isinstance(source, str):
-        return reach(spec.model, lambda: source.load(arguments))
     config = more.get("config") or load_config(spec.model, source)
     if vision.reads_images(config) and "attn_implementation" in arguments:  # the encoder's attention is not causal
         arguments["attn_implementation"] = {"text_config": arguments["attn_implementation"]}
+    if not isinstance(source, str):
+        return reach(spec.model, lambda: source.load(arguments))
     kind = vision.auto_class(config)
     return reach(spec.model, lambda: kind.from_pretrained(source, **arguments))
 

@@ -69,6 +69,11 @@ def describe(folder: Path, config: Any, tokenizer: Any) -> None:
     """Write the processor of a model with random weights, and set the token of its tokenizer that stands for an
     image."""
     config.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
+    processor_of(config).save_pretrained(folder)
+
+
+def processor_of(config: Any) -> Any:
+    """Return the image processor of a configuration, as it is published with models of its family."""
     vision = config.vision_config
     if config.model_type in PIXELS:
         fewest, most = PIXELS[config.model_type]
@@ -85,4 +90,4 @@ def describe(folder: Path, config: Any, tokenizer: Any) -> None:
             "size": {"shortest_edge": side},
             "crop_size": {"height": side, "width": side},
         }
-    processor_class(config.model_type)(**options).save_pretrained(folder)
+    return processor_class(config.model_type)(**options)

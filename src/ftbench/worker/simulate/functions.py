@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -26,6 +27,8 @@ class Functions(TorchFunctionMode):
         try:
             if func is F.scaled_dot_product_attention and args[0].device.type == "cuda":
                 return _attention(*args, **kwargs)
+            if func is torch.tensor:  # its C++ asks for the values of tensors in a list past any mode
+                args = tree_map_only(torch.Tensor, torch.Tensor.item, args)
             return func(*args, **kwargs)
         finally:
             self.engine = before

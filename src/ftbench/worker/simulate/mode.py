@@ -24,6 +24,8 @@ _COPY = torch.ops.aten._to_copy.default
 _ADD = torch.ops.aten.add.Tensor
 _PIN, _ALIAS = torch.ops.aten._pin_memory.default, torch.ops.aten.alias.default
 _META, _CPU, _PLACE = torch.device("meta"), torch.device("cpu"), torch.device("cuda", 0)
+_INDEX, _NONZERO = torch.ops.aten.index.Tensor, torch.ops.aten.nonzero.default
+_SELECT = torch.ops.aten.select.int
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
@@ -55,7 +57,9 @@ class SimulationMode(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            return self._by_values(func, args, kwargs)
+            if func is not _INDEX or self.values.get(args[0]) is not None:
+                return self._by_values(func, args, kwargs)
+            result = func(args[0], [place for index in args[1] for place in self._places(index)])
         if self.functions.engine and func is _ADD and result.fake_device.type == "cuda":
             self.tracker.sums(args[0], result)
         for tensor in tensors(result):
@@ -77,6 +81,13 @@ class SimulationMode(TorchDispatchMode):
         if self.values.get(fake) is None:
             self.values.learn(fake, tensor)
         return fake
+
+    def _places(self, index: Any) -> list[Any]:
+        """Return an index as the kernel takes it: in place of a mask where it is true, in each dimension."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        found = self._by_values(_NONZERO, (index,), {})
+        return [_SELECT(found, 1, dimension) for dimension in range(index.ndim)]
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return an operation whose result's shape depends on values."""

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.quantizers.auto import get_hf_quantizer
 
 from ftbench.core.architectures import architectures
 from ftbench.spec.experiment import Model
 from ftbench.worker.device import device
-from ftbench.worker.model import loading
+from ftbench.worker.model import loading, vision
 from ftbench.worker.model.random_weights import configuration
-from ftbench.worker.model.tokenizer import build_tokenizer
+from ftbench.worker.model.tokenizer import IMAGE, build_tokenizer
 
 
 class Shape:
@@ -31,9 +30,16 @@ class Shape:
 
     def tokenizer(self) -> Any:
         """Return the tokenizer that comes with the model; with random weights, the one that is made for them."""
-        if self._model.weights == "random":
-            return build_tokenizer(int(self.config.get_text_config().vocab_size))
-        return loading.load_tokenizer(self._model, self._model.path or self._model.id)
+        if self._model.weights != "random":
+            return loading.load_tokenizer(self._model, self._model.path or self._model.id)
+        tokenizer = build_tokenizer(int(self.config.get_text_config().vocab_size), vision.reads_images(self.config))
+        if vision.reads_images(self.config):
+            self.config.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
+        return tokenizer
+
+    def processor(self) -> Any:
+        """Return what makes images into a batch."""
+        return vision.processor_of(self.config)
 
     def load(self, arguments: dict[str, Any]) -> Any:
         """Return the model on the device, in the dtype, attention and quantisation that from_pretrained is given."""
@@ -41,14 +47,14 @@ class Shape:
         quantised = arguments.get("quantization_config")
         if quantised is None:
             with no_init_weights(), device():
-                model = AutoModelForCausalLM.from_config(self.config, **chosen)
+                model = vision.auto_class(self.config).from_config(self.config, **chosen)
             model.tie_weights()  # which is left undone where weights are not initialised
             return model.eval()
         where = arguments.get("device_map")
         quantiser, config, where = get_hf_quantizer(self.config, quantised, where, True, {})
         with _disable_current_modes():  # bitsandbytes' class of parameter can be on meta, but not fake
             with no_init_weights(), torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, **chosen)
+                model = vision.auto_class(self.config).from_config(config, **chosen)
             quantiser.preprocess_model(model=model, dtype=chosen["dtype"], device_map=where)
         for module in model.modules():
             _materialise(module, chosen["dtype"])
