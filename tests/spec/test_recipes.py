@@ -14,10 +14,12 @@ from ftbench.spec.sweep import cells
 
 H200 = (9, 0)
 MODEL = "model: {id: Qwen/Qwen3-8B, weights: random}\n"
+VISION = "model: {id: tiny/llava-next, weights: random}\ndataset: {name: images, samples: 8, image_size: [60, 40]}\n"
 IS_FOR = {
     "plain": ("lora", "qlora", "full", "unsloth"),
     "fastest": ("lora", "qlora"),
     "fastest-fp8": ("lora",),
+    "fastest-vision": ("lora", "qlora"),
     "smallest": ("qlora", "lora"),
 }
 
@@ -40,7 +42,8 @@ def test_every_recipe_is_for_some_method():
 
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name in IS_FOR for method in IS_FOR[name]])
 def test_a_recipe_works_on_each_method_it_is_for(write, name, method):
-    spec = resolve(load(write(f"extends: recipes/{name}.yaml\n{MODEL}method: {method}\n")), H200)
+    model = VISION if name == "fastest-vision" else MODEL
+    spec = resolve(load(write(f"extends: recipes/{name}.yaml\n{model}method: {method}\n")), H200)
     assert spec.method.name == method
     assert refusals(spec) == []
     assert refusals_on(spec, H200) == []
@@ -50,8 +53,9 @@ def test_a_recipe_works_on_each_method_it_is_for(write, name, method):
 def test_a_recipe_states_every_optimization_so_that_it_is_the_same_wherever_it_is_laid(write, name):
     loud = {"gradient_checkpointing": True, "length_grouping": True, "attention": "eager", "compile": "dynamic"}
     lines = "".join(f"  {key}: {str(value).lower()}\n" for key, value in loud.items())
-    there = load(write(f"{MODEL}optimizations:\n{lines}train: {{optimizer: sgd}}\n"), [f"recipe={name}"])
-    alone = load(write(f"extends: recipes/{name}.yaml\n{MODEL}", "alone.yaml"))
+    model = VISION if name == "fastest-vision" else MODEL
+    there = load(write(f"{model}optimizations:\n{lines}train: {{optimizer: sgd}}\n"), [f"recipe={name}"])
+    alone = load(write(f"extends: recipes/{name}.yaml\n{model}", "alone.yaml"))
     assert there.optimizations == alone.optimizations
     assert there.train.optimizer == alone.train.optimizer != "sgd"
 
@@ -105,7 +109,7 @@ def test_recipes_are_an_axis_and_the_name_is_the_place_on_it(write):
         ("recipe: fastes\n", (), "did you mean fastest?"),
         ("recipe: [fastest]\n", (), "is the name of one recipe"),
         ("recipe: other.yaml\n", (), "not model: use `extends:` for that"),
-        ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, smallest"),
+        ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, fastest-vision, smallest"),
         ("", ("recipe=",), "is the name of one recipe"),
         ("", ("recipe=.",), "is a directory"),
     ],

@@ -48,6 +48,7 @@ def figures(rows):
     [
         {"fixed_shape": True}, {"image_cache": True}, {"chunked_loss": True}, {"gradient_checkpointing": True},
         {"fused_lora": True}, {"fixed_shape": True, "image_cache": True, "chunked_loss": True},
+        {"padding_free": True},
     ],
     ids="+".join,
 )  # fmt: skip
@@ -59,6 +60,70 @@ def test_losses_and_gradients_are_those_of_the_plain_run(train_here, model, opti
     for one, two in zip(figures(plain), figures(other), strict=True):
         assert two == pytest.approx(one, rel=2e-4)
     assert abs(plain[-1].loss - plain[0].loss) > 1e-3
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_samples_that_share_a_row_are_trained_on_as_if_each_had_its_own(train_here, model):
+    """Two in a row of a batch of two against four rows; images that look alike would hide a sample that sees them."""
+    size = {"samples": 16, "image_size": [60, 40], "image_sizes": "fixed", "images_per_sample": 2}
+    alone = rows_of(
+        train_here, model, MADE | size | {"mean_length": None, "length": 12}, train=TRAIN | {"batch_size": 4}
+    )
+    length = alone[0].longest_sequence
+    data = MADE | size | {"mean_length": None, "length": 12, "max_length": 2 * length + 3}
+    for fixed in (False, True):
+        rows = rows_of(train_here, model, data, optimizations={"packing": True, "fixed_shape": fixed})
+        assert [row.samples for row in rows] == [4, 4, 4, 4]
+        assert {row.padded_tokens for row in rows} == {4 * length}
+        for one, two in zip(figures(alone), figures(rows), strict=True):
+            assert two == pytest.approx(one, rel=2e-4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_of_one_sample_each_are_filled_up_to_equal_lengths(train_here, cache, model):
+    """Also the row that the last batch lacks; each as long as the others is what attention computes at once."""
+    size = {"samples": 7, "image_size": [240, 180], "image_sizes": "fixed", "images_per_sample": 2, "mean_length": 10}
+    plain = rows_of(train_here, model, MADE | size)
+    longest = max(row.longest_sequence for row in plain)
+    sections = {
+        "dataset": MADE | size | {"max_length": longest},
+        "optimizations": {"packing": True, "fixed_shape": True},
+    }
+    rows = rows_of(train_here, model, **sections)
+    assert [row.samples for row in rows] == [2, 2, 2, 1]
+    assert {row.padded_tokens for row in rows} == {2 * longest}
+    for one, two in zip(figures(plain), figures(rows), strict=True):
+        assert two == pytest.approx(one, rel=2e-4)
+
+
+@pytest.mark.parametrize("model", [QWEN25, QWEN3])
+def test_positions_of_samples_end_to_end_are_those_that_the_model_gives_each_alone(cache, model):
+    spec = spec_of(model={"id": model}, dataset=MADE | {"images_per_sample": 2}, optimizations={"packing": True})
+    source = loading.source_of(spec.model)
+    _, data = prepared(spec, source)
+    inner = loading.load_model(spec, source).model
+    samples = [sample for row in data.train for sample in row]
+    pictures = [picture for sample in samples for picture in sample.pictures]
+    rows = [{"input_ids": sample.ids, "labels": sample.labels, "lengths": [len(sample.ids)],
+             "shown": [2 * index, 2 * index + 1]} for index, sample in enumerate(samples)]  # fmt: skip
+    batch = Collator(spec, 0, data.longest, None, data.pixels, pictures)(rows)
+    places = batch["position_ids"].split([len(sample.ids) for sample in samples], 2)
+    for sample, (first, *turned), grid in zip(samples, places, batch["image_grid_thw"].split(2), strict=True):
+        ids = torch.tensor([sample.ids])
+        marks = (ids == data.pixels.token).long()
+        expected, _ = inner.get_rope_index(ids, image_grid_thw=grid, mm_token_type_ids=marks)
+        assert torch.equal(torch.stack(turned), expected)
+        assert first.tolist() == [[*range(len(sample.ids))]]
+
+
+@pytest.mark.parametrize("model", [QWEN25, QWEN3])
+def test_text_alone_that_shares_a_row_is_kept_apart_too(train_here, model):
+    data = {"name": "synthetic", "samples": 8, "mean_length": None, "length": 16, "max_length": 64}
+    plain = rows_of(train_here, model, data, train=TRAIN | {"batch_size": 4, "max_steps": 2}, method={})
+    packed = rows_of(train_here, model, data, train=TRAIN | {"batch_size": 1, "max_steps": 2}, method={},
+                     optimizations={"packing": True})  # fmt: skip
+    for one, two in zip(figures(plain), figures(packed), strict=True):
+        assert two == pytest.approx(one, rel=2e-4)
 
 
 @pytest.fixture

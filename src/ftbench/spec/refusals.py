@@ -15,7 +15,6 @@ from ftbench.spec.optimizations.declaration import OFF, Capability
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
-NOT_FLAT = "optimizations.packing and padding_free lay samples end to end, which images do not take: set them to off"
 OTHERWISE = f"estimate without --simulate, which knows {', '.join(FAMILIES)}"
 
 
@@ -42,8 +41,6 @@ def _of_images(spec: Experiment) -> list[str]:
         sentences.append(
             f"dataset: {spec.dataset.name} holds images, and {spec.model.id} reads none: take one that does"
         )
-    if spec.optimizations.packing or spec.optimizations.padding_free:
-        sentences.append(NOT_FLAT)
     if spec.method.name == "unsloth":
         sentences.append(f"method unsloth: {NO_UNSLOTH}")
     return sentences

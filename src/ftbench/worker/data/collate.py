@@ -15,6 +15,7 @@ from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
 
+NO_TOKENS = (np.empty(0, dtype=np.int64),) * 2
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that is told where samples begin
 
 
@@ -22,11 +23,12 @@ class Collator:
     """Makes batches as the spec's optimizations ask, each with its counts."""
 
     def __init__(
-        self, spec: Experiment, pad_token_id: int, longest: int, most: int, pixels: Pixels | None = None,
+        self, spec: Experiment, pad_token_id: int, longest: int, most: int | None, pixels: Pixels | None = None,
         pictures: Sequence[Picture] = (),
     ) -> None:  # fmt: skip
         """`longest` is the length in tokens that `fixed_shape` pads a row to, `most` the samples of the fullest batch
-        with what fills its rows up. `pixels` processes those of the `pictures` whose places a row names in `shown`."""
+        with what fills its rows up, None where every row is one sample. `pixels` processes those of the `pictures`
+        whose places a row names in `shown`."""
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
         self._fixed = longest if on.fixed_shape else None
@@ -45,7 +47,7 @@ class Collator:
         batch = self._laid_out(samples) if self._flat else self._padded(samples)
         pictures = [self._pictures[index] for row in rows for index in row.get("shown", ())]
         if pictures and self._pixels:
-            batch |= self._pixels.batch(pictures, batch["input_ids"], self._tiles)
+            batch |= self._pixels.batch(pictures, batch, self._tiles)
         count = BatchCount(
             real=sum(len(ids) for ids, _ in samples),
             padded=batch["input_ids"].size,
@@ -81,8 +83,12 @@ class Collator:
     def _laid_out(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
         """Return one row. Positions begin at 0 in each sample, by which attention knows where it begins; its first
         token is nobody's to predict. With a fixed shape the rest of the row is samples without labels, in the last
-        batch too, which has fewer samples."""
-        if self._fixed:
+        batch too, which has fewer samples. Where every row is one sample it is filled up itself, since no token sees
+        what comes after it: equal samples are a batch of rows for attention, which is faster."""
+        if self._fixed and self._most is None:
+            samples = [self._filled(sample, self._fixed) for sample in samples]
+            samples += [self._filled(NO_TOKENS, self._fixed)] * (self._rows - len(samples))
+        elif self._fixed:
             samples = [*samples, *self._filler(self._fixed * self._rows - sum(len(ids) for ids, _ in samples))]
         lengths = [len(ids) for ids, _ in samples]
         targets = np.concatenate([labels for _, labels in samples])
@@ -97,10 +103,17 @@ class Collator:
             batch["packed_seq_lengths"] = np.array(lengths, dtype=np.int32)  # as its own collator does
         if self._boundaries:
             bounds = self._bounds(starts)
-            longest = max(self._max_length, *lengths)  # the same in every batch: a compiled graph is made for its value
+            # The same in every batch: a compiled graph is made for its value.
+            longest = self._fixed if self._fixed and self._most is None else max(self._max_length, *lengths)
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             batch |= {"max_length_q": longest, "max_length_k": longest}
         return batch
+
+    def _filled(self, sample: tuple[np.ndarray, np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a sample with padding behind it."""
+        ids, labels = (np.pad(part, (0, length - len(part)), constant_values=fill)
+                       for part, fill in zip(sample, (self._pad, IGNORE), strict=True))  # fmt: skip
+        return ids, labels
 
     def _filler(self, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return samples of padding, none longer than a sample may be."""
@@ -111,7 +124,7 @@ class Collator:
     def _bounds(self, starts: np.ndarray) -> np.ndarray:
         """Return where the samples begin and the last ends. With a fixed shape there are as many bounds in every batch:
         what follows the last sample is empty."""
-        missing = self._most + 1 - len(starts) if self._fixed else 0
+        missing = self._most + 1 - len(starts) if self._fixed and self._most else 0
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
 

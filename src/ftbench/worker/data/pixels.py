@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -88,9 +88,17 @@ class Pixels:
             return self.process(picture)
         return np.load(self._path(picture), mmap_mode="r")
 
-    def batch(self, pictures: Sequence[Picture], input_ids: np.ndarray, tiles: int = 0) -> dict[str, np.ndarray]:
-        """Return what the model's forward pass takes beside `input_ids`; images are filled up to the most tiles among
-        them, or to `tiles`."""
+    def batch(
+        self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray], tiles: int = 0
+    ) -> dict[str, np.ndarray]:
+        """Return what the forward pass takes beside the `rows` of tokens, and in place of the positions of samples end
+        to end; images are filled up to the most tiles among them, or to `tiles`."""
+        batch = self._shown(pictures, rows["input_ids"], tiles)
+        if "position_ids" in rows and not self.shape.tile:
+            batch["position_ids"] = self._positions(pictures, rows)
+        return batch
+
+    def _shown(self, pictures: Sequence[Picture], input_ids: np.ndarray, tiles: int) -> dict[str, np.ndarray]:
         made = [self._pixels(picture) for picture in pictures]
         if self.shape.tile:
             pixels = np.zeros((len(made), max(tiles, *map(len, made), 0), *made[0].shape[1:]), dtype=np.float32)
@@ -103,3 +111,21 @@ class Pixels:
             "image_grid_thw": np.array(grids),
             "mm_token_type_ids": (input_ids == self.token).astype(np.int64),
         }
+
+    def _positions(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return 4 x 1 x tokens: the place in the sample, by which attention knows where one begins, and time, row and
+        column to rotate by. Text counts on in all three; an image has its own time, its tokens their rows and columns
+        from there, and what follows goes on after the largest (Qwen2-VL, arXiv 2409.12191, section 2.1)."""
+        (ids,), (places,) = rows["input_ids"], rows["position_ids"]
+        turned, images = np.empty((3, len(ids)), dtype=np.int64), iter(pictures)
+        at = place = 0
+        while at < len(ids):
+            place = 0 if places[at] == 0 else place
+            if ids[at] == self.token:
+                high, wide = (side // self.shape.merge for side in self.shape.grid(*self.side(next(images))))
+                turned[:, at : at + high * wide] = place + np.indices((1, high, wide)).reshape(3, -1)
+                at, place = at + high * wide, place + max(high, wide)
+            else:
+                turned[:, at] = place
+                at, place = at + 1, place + 1
+        return np.concatenate([places[None], turned])[:, None]

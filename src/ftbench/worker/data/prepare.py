@@ -18,7 +18,6 @@ from ftbench.core import lengths
 from ftbench.errors import DataError, SpecError
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.refusals import NOT_FLAT
 from ftbench.worker.data import order, synthetic
 from ftbench.worker.data.formats import BadRow, Example, detect, example
 from ftbench.worker.data.order import Row
@@ -46,9 +45,11 @@ class Prepared:
     def longest(self) -> int:
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
-    def most_parts(self, batch_size: int, max_length: int) -> int:
+    def most_parts(self, batch_size: int, max_length: int) -> int | None:
         """Return how many samples the fullest batch of `batch_size` rows holds, with those that fill it up, which have
-        at most `max_length` tokens."""
+        at most `max_length` tokens; None where every row is one sample."""
+        if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
+            return None
         return max(
             sum(map(len, batch)) + math.ceil((batch_size * self.longest - _total(batch)) / max_length)
             for rows in (self.train, self.evaluation)
@@ -87,8 +88,6 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
     rows = order.packed(train, dataset.max_length) if spec.optimizations.packing else order.rows(train)
     description = _describe(dataset, [sample for row in rows for sample in row], evaluation, batch_size)
     if pixels and any(sample.pictures for sample in samples):
-        if spec.optimizations.packing or spec.optimizations.padding_free:
-            raise SpecError(NOT_FLAT)
         description["images"] = _describe_images(train, pixels)
         pixels.keep([picture for sample in samples for picture in sample.pictures])
     return Prepared(rows, order.rows(evaluation), description, warnings, pixels)

@@ -1,7 +1,8 @@
 """Rows that hold several samples, for models whose code does not see where one ends.
 
 transformers tells samples in a row apart by positions that start again, and makes its masks so; gpt-oss's code (5.17)
-makes its masks without the positions, and a sample would see those before it.
+makes its masks without the positions, and a sample would see those before it. Qwen2.5-VL's makes them with positions
+that stand beside those to rotate by, and takes others for the latter alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ def isolate_packed_samples(model: Any, name: str) -> None:
         )
     if base.config.get_text_config().model_type == GPT_OSS:
         decoder(model).register_forward_pre_hook(_with_masks, with_kwargs=True)
+    if base.config.model_type == "qwen2_5_vl":
+        decoder(model).register_forward_pre_hook(_with_both_positions, with_kwargs=True)
+
+
+def _with_both_positions(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the positions of text both as the place in the sample and as time, row and column."""
+    positions = kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2:
+        return None
+    return args, kwargs | {"position_ids": positions.expand(4, *positions.shape)}
 
 
 def _with_masks(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
