@@ -221,7 +221,7 @@ def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
     assert {name: term.value for name, term in fitted.items()} == pytest.approx(
         speeds.values(speeds.shipped()), rel=1e-3
     )
-    assert sorted(speeds.document()["runs"]) == sorted(run.run_id for run in RUNS)
+    assert sorted(speeds.document()["runs"]) == sorted(each.run.run_id for each in store.observations(H200))
 
 
 def test_the_fit_adds_up_a_step_as_the_estimate_does(store):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,14 @@ from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.capacity import capacity
 from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
+from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.lengths import sample_lengths
 from ftbench.estimate.workload.method import trainable_shape
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, recipe
+from ftbench.store.rundir import find_runs
 
 H200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
 
@@ -361,3 +364,34 @@ def test_both_estimates_train_what_a_committed_run_trained() -> None:
         live = json.loads((directory / "applied.json").read_text())["parameters"]
         assert trainable_shape(run).trained == live["trainable"]
         assert trainable_shape(run).model.total + live["trainable"] == live["total"]
+
+
+def test_unsloths_own_packing_has_a_band_that_holds_what_was_measured_of_it() -> None:
+    (run,) = find_runs(Path("results/h200/headline/short-equal/qwen3-8b-unsloth-b1-7884f9c165af-r1"))
+    values, summary = json.loads(run.spec_json.read_text()), json.loads(run.summary.read_text())
+    packed = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
+    gpu = find_gpu(summary["gpu"])
+    assert gpu is not None
+    memory = estimate_memory(packed, gpu)
+    for tier in ("allocated", "reserved", "device"):
+        band = getattr(memory, tier)
+        assert band.low <= summary["memory_gb"][f"{tier}_peak"] <= band.high, tier
+    time = estimate_duration(packed, gpu)
+    assert time.step_s.low <= summary["step_time_s"]["mean"] <= time.step_s.high
+
+
+@pytest.mark.parametrize(
+    ("sets", "nearest"),
+    [
+        (["method.load_in_4bit=off", "method.load_in_fp8=on"], "--set method.load_in_fp8=off"),
+        (["optimizations.packing=on"], "--set optimizations.packing=off"),
+        (["method.load_in_4bit=off", "optimizations.padding_free=on"], "--set optimizations.padding_free=off"),
+    ],
+)
+def test_what_was_never_measured_of_unsloth_names_the_nearest_that_is_estimated(
+    file: Path, sets: list[str], nearest: str
+) -> None:
+    request = EstimateRequest(file, ["method=unsloth", *sets], gpu="H200 SXM")
+    with pytest.raises(SpecError, match=f"was never measured: the nearest that is estimated is {nearest};"):
+        estimate(request)
+    assert estimate(replace(request, sets=[*request.sets, nearest.removeprefix("--set ")])).document

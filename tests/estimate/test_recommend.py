@@ -144,6 +144,24 @@ def test_what_does_not_fit_comes_with_the_command_of_the_nearest_that_does(ftben
     assert samples[0] == samples[1]
 
 
+@pytest.mark.parametrize("options", [
+    ("--gpu", "RTX 5090", "--gpus", 4, "--strategy", "zero2", "--set", "method=full"),
+    ("--gpu", "L40S", "--gpus", 2, "--strategy", "ddp", "--set", "method=full"),
+    ("--gpu", "L4", "--gpus", 2, "--strategy", "fsdp", "--set", "method=full", "--set", "model=Qwen/Qwen3-32B"),
+    ("--gpu", "L4,L40S"), ("--memory-gb", 20),
+], ids=str)  # fmt: skip
+def test_of_several_gpus_and_of_one_without_a_name_too(ftbench, spec_file, options):
+    code, out, _ = ftbench("estimate", spec_file, "--check", *options)
+    assert code != 0
+    assert "The nearest that fits takes" in out
+    _, command, *words = shlex.split(out.splitlines()[-1])
+    assert (command == "estimate") == ("--gpus" in options)
+    where = () if command == "estimate" else ("--gpu", "L40S") if "--gpu" in options else options[:2]
+    code, again, _ = ftbench("estimate", *words, *where, "--check")
+    assert code == 0
+    assert "The nearest" not in again
+
+
 def test_where_nothing_fits_no_command_is_made_up(ftbench, spec_file):
     asked = ("estimate", spec_file, "--gpu", "L4", "--set", "model=Qwen/Qwen3-32B", "--set", "method=full")
     _, out, _ = ftbench(*asked)

@@ -102,9 +102,12 @@ def supports_fp8(compute_capability: tuple[int, int]) -> bool:
 _ROCM = {"cdna3": (9, 4), "cdna4": (9, 5)}
 
 
-def capability_of(gpu: Gpu) -> tuple[int, int] | None:
-    """Return the compute capability that torch reports on such a GPU."""
-    return gpu.compute_capability or _ROCM.get(gpu.arch)
+MODERN = (8, 0)  # what a GPU of unknown kind is taken to be: one with fast bfloat16
+
+
+def capability_of(gpu: Gpu | float) -> tuple[int, int] | None:
+    """Return the compute capability that torch reports on such a GPU, or one of so many GiB."""
+    return gpu.compute_capability or _ROCM.get(gpu.arch) if isinstance(gpu, Gpu) else MODERN
 
 
 def cublas_workspace(capability: tuple[int, int]) -> int:

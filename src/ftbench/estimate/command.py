@@ -76,23 +76,30 @@ def estimate(request: EstimateRequest) -> Answer:
     text = [view.as_text(spec, rows), "", time_text.as_text(spec, times, scope)]
     if any(memory.verdict == VERDICTS[-1] for _, memory, _ in rows):
         text.append("Where it does not fit, times are those that the GPU would reach with more memory.")
-    if best and times[0].gpu and len(rows) == request.gpus == 1:
-        sentence, document["gpus"][0]["nearest"] = _nearest(spec, times[0].gpu, request, config)
+    if best:
+        closest = min(range(len(rows)), key=lambda at: rows[at][1].device.high - rows[at][1].usable)
+        sentence, document["gpus"][closest]["nearest"] = _nearest(spec, gpus[closest], request, config)
         text.append(sentence)
     return Answer("\n".join(text), json.dumps(document), best)
 
 
 def _nearest(
-    spec: Experiment, gpu: Gpu, request: EstimateRequest, config: dict[str, Any] | None
+    spec: Experiment,
+    asked: tuple[str, Gpu | float, float | None],
+    request: EstimateRequest,
+    config: dict[str, Any] | None,
 ) -> tuple[str, dict[str, Any] | None]:
-    """Return the nearest way that fits as a sentence with its command, and for --json."""
+    """Return the nearest way that fits a GPU as a sentence with its command, and for --json."""
     from ftbench.estimate.recommend.nearest import nearest_fit  # most estimates fit
 
-    fit = nearest_fit(spec, gpu, config)
+    name, gpu, _ = asked
+    fit = nearest_fit(spec, gpu, config, request.gpus, request.strategy or "none")
     if fit is None:
         return "No batch, optimization or method of `ftbench recommend` is sure to make it fit.", None
-    needed = f"{gibibytes(fit.memory.device.expected)} of {gibibytes(fit.memory.total)} GiB"
-    command = fit.command(request.spec, request.sets)
+    where = "" if request.gpu is None or len(listed(request.gpu)) == 1 else f" on {name}"
+    needed = f"{gibibytes(fit.memory.device.expected)} of {gibibytes(fit.memory.total)} GiB{where}"
+    option = [f"--gpu={name}"] if request.gpu else [f"--memory-gb={request.memory_gb:g}"] if request.memory_gb else []
+    command = fit.command(request.spec, option, request.sets)
     record = {"set": fit.sets, "command": command, "device_gb": asdict(fit.memory.device)}
     return f"The nearest that fits takes {needed}:\n  {command}", record
 

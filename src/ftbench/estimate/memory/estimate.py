@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ftbench.core.hardware import Gpu, cublas_workspace
+from ftbench.core.hardware import MODERN, Gpu, cublas_workspace
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
 from ftbench.estimate.memory import loss
@@ -16,18 +16,18 @@ from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
 from ftbench.estimate.memory.weights import kept_by, paged_state
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.method import recipe_of
-from ftbench.estimate.workload.model import check_modelled, shape_of
+from ftbench.estimate.workload.model import check_modelled, is_rough, shape_of
 from ftbench.spec.experiment import Experiment, resolve
 
 Verdict = Literal["fits", "uncertain", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "uncertain", "does not fit")
-MODERN = (8, 0)  # what a GPU of unknown kind is taken to be: one with fast bfloat16
 MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 # How far from the expected value a run may lie: shares of it, wider than the errors in docs/estimates.md.
 ALLOCATED_SPREAD = 0.03
 SHARDED_SPREAD = 0.15  # of several GPUs: no run has measured them
-UNSEEN_SPREAD = 0.08  # of what no committed run has measured, or what is not quite explained: see `_unseen`
+ROUGH_SPREAD = 0.2  # of what `is_rough`
+UNSEEN_SPREAD = 0.08  # of what no committed run has measured, or what is not quite explained: see `_spread`
 MEASURED = {"gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"}  # families of which committed runs measured memory
 VARYING_MOST = 0.5  # share of the activations that the pool may hold beyond the tensors where shapes vary
 CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
@@ -90,7 +90,8 @@ def estimate_memory(
         highest = named if most is expected else phases(most)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    return _estimate(expected, named, highest, capacity(gpu, total), known or constants(), largest, varies)
+    spread = ROUGH_SPREAD if is_rough(spec) else _spread(expected)
+    return _estimate(expected, named, highest, capacity(gpu, total), known or constants(), largest, varies, spread)
 
 
 def _plans(
@@ -121,12 +122,12 @@ def _estimate(
     known: Constants,
     largest: batches.Largest,
     varies: bool,
+    spread: float,
 ) -> MemoryEstimate:
     phase, size = peak(named)
     parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
     at_peak = size * known.allocated_factor / GIB
     highest = peak(most)[1] * known.allocated_factor / GIB
-    spread = SHARDED_SPREAD if plan.gpus > 1 else UNSEEN_SPREAD if _unseen(plan) else ALLOCATED_SPREAD
     allocated = Band(at_peak * (1 - spread), at_peak, highest * (1 + spread))
     basis = slack_basis(plan, named, varies)
     held = slack(basis, known)
@@ -175,10 +176,11 @@ def verdict_of(device: Band, has: Capacity) -> Verdict:
     return "does not fit" if device.low > has.usable else "uncertain"
 
 
-def _unseen(plan: MemoryPlan) -> bool:
+def _spread(plan: MemoryPlan) -> float:
     recipe = plan.recipe
     unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
-    return recipe.attention == "flash" or recipe.mxfp4 or unsloths or plan.model.family not in MEASURED
+    unseen = recipe.attention == "flash" or recipe.mxfp4 or unsloths or plan.model.family not in MEASURED
+    return SHARDED_SPREAD if plan.gpus > 1 else UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.recorded import recorded
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.batches import BatchShape
-from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.model import is_rough, shape_of
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir, find_runs
 from ftbench.store.steps import read_steps
@@ -60,7 +60,7 @@ def measured(run: RunDir) -> Measured | None:
     not on this machine."""
     known = recorded(run)
     state = known.summary.get("state") if known else None
-    if known is None or state not in ("ok", "oom") or not known.gpu.get("memory_gb"):
+    if known is None or is_rough(known.spec) or state not in ("ok", "oom") or not known.gpu.get("memory_gb"):
         return None
     try:
         shape_of(known.spec.model)

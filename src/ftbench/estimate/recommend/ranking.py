@@ -88,7 +88,7 @@ def recommend(goal: Goal) -> Recommendation:
     """Raise SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
     methods = goal.methods or candidates.own_kind(goal.spec)
     equal = len(set(goal.store.lengths(goal.spec).values)) == 1
-    memory_cache, reasons, fitting, weighed = MemoryCache(goal.config), Counter[str](), list[Option](), 0
+    memory_cache, reasons, fitting, weighed = MemoryCache(config=goal.config), Counter[str](), list[Option](), 0
     for way in candidates.ways(goal.spec, methods, equal):
         for gpu in goal.gpus:
             weighed += 1

@@ -17,7 +17,7 @@ from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.method import TrainableShape
-from ftbench.estimate.workload.model import check_modelled
+from ftbench.estimate.workload.model import check_modelled, is_rough
 from ftbench.spec.experiment import Experiment, resolve
 
 MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data sheet"
@@ -25,6 +25,7 @@ MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data s
 # others hold nine tenths of the rows of `ftbench estimate --calibrate` or more.
 SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
 HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more than GPUs
+ROUGH_SPREAD = 2.0  # on top, for what `is_rough` and was not measured
 EXPERTS_SPREAD = 1.5  # on top, for a step of a mixture of experts that was not measured
 
 
@@ -110,6 +111,7 @@ def estimate_duration(
     spread = SPREAD[basis]
     if basis != MEASURED:
         spread *= (HOST_SPREAD if modelled.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
+        spread *= ROUGH_SPREAD if is_rough(spec) else 1.0
     watts, source = _watts(spec, gpu, same, store.on(gpu), modelled)
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,

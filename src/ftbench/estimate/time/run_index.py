@@ -20,6 +20,7 @@ from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
 from ftbench.estimate.workload.method import TrainableShape, trainable_shape
+from ftbench.estimate.workload.model import is_rough
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment, Model
 
@@ -101,11 +102,11 @@ class Store:
         return self._work[key]
 
     def observations(self, gpu: Gpu) -> list[Observation]:
-        """Return the runs on such a GPU with their work; not those of a model whose shape is not known, or in a
-        precision of which no rate is."""
+        """Return the runs on such a GPU with their work; not those of a model whose shape is not known, in a precision
+        of which no rate is, or whose work is known roughly."""
         if gpu not in self._seen:
             self._seen[gpu] = []
-            for run in self.on(gpu):
+            for run in (run for run in self.on(gpu) if not is_rough(run.spec)):
                 with suppress(SpecError):
                     limits = limits_of(gpu, run.spec.train.precision, run.spec.optimizations.fp8 != "off", self.path)
                     work = step_work(run.spec, trainable_shape(run.spec), [run.batch])

@@ -11,24 +11,38 @@ from ftbench.errors import SpecError
 from ftbench.families import UnknownFamilyError, describe
 from ftbench.families.shape import ModelShape
 from ftbench.spec.experiment import Experiment, Model
+from ftbench.spec.methods import Unsloth
 from ftbench.spec.reading import read_config
 
 
 def check_modelled(spec: Experiment) -> None:
-    """Raise SpecError for a spec whose step no formula describes: a method that trains neither every weight nor
-    adapters; unsloth's own packing, which keeps 12 % more memory than its padded rows would, and its 8-bit weights,
-    which were never measured."""
+    """Raise SpecError, with the nearest spec that is estimated, for one whose step no formula describes: a method that
+    trains neither every weight nor adapters; of unsloth what was never measured."""
     method, on = spec.method, spec.optimizations
     if not method.adapters and method.name != "full":
         raise SpecError(
             f"what method {method.name} trains no formula knows: `ftbench estimate --simulate` runs it without a GPU, "
             "or train a few steps with --set train.max_steps=5"
         )
-    if spec.method.name == "unsloth" and (on.packing or on.padding_free or spec.method.load_in_fp8):
+    if not isinstance(method, Unsloth):
+        return
+    unmeasured = {
+        "8-bit weights": (method.load_in_fp8, "method.load_in_fp8=off"),
+        "padding_free": (on.padding_free, "optimizations.padding_free=off"),
+        "packed rows on 4-bit weights": (on.packing and method.load_in_4bit, "optimizations.packing=off"),
+    }
+    if what := {name: change for name, (asked, change) in unmeasured.items() if asked}:
         raise SpecError(
-            "what unsloth takes with rows laid end to end or with 8-bit weights is not known before it runs: estimate "
-            "it without packing, padding_free and load_in_fp8, or train a few steps with --set train.max_steps=5"
+            f"what unsloth takes with {' and '.join(what)} was never measured: the nearest that is estimated is "
+            f"{' '.join(f'--set {change}' for change in what.values())}; or train a few steps with --set "
+            "train.max_steps=5"
         )
+
+
+def is_rough(spec: Experiment) -> bool:
+    """Return whether a step is known in its order of size alone: of unsloth's own packing one run on a large model took
+    14 % more memory than rows of one sample would, and more than twice the time (results/h200/headline/short-equal)."""
+    return isinstance(spec.method, Unsloth) and spec.optimizations.packing
 
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
