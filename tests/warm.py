@@ -28,22 +28,26 @@ _SERVER.set_forkserver_preload([
     "ftbench.launch.mock", "ftbench.worker.train", "ftbench.worker.simulate.run", "ftbench.estimate.simulation",
 ])  # fmt: skip
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-RUNS = ("ftbench.worker", "ftbench.worker.simulate", "ftbench.launch.mock")
+RUNS = ("ftbench.worker", "ftbench.worker.simulate", "ftbench.launch.mock", "ftbench.launch.ranks")
 
 
 class ForkingPopen(subprocess.Popen):
-    """A child that is forked instead of executed where its command is a run of ftbench under a supervisor."""
+    """A child that is forked instead of executed where its command is a run of ftbench under a supervisor, or one of
+    the ranks of such a run."""
 
     def _execute_child(self, args: Sequence[str], *options: Any) -> None:
-        if len(args) < 8 or args[3] != supervisor.__file__ or args[7] not in RUNS:
+        supervised = len(args) > 7 and args[3] == supervisor.__file__ and args[7] in RUNS
+        if not supervised and args[3] not in RUNS:
             super()._execute_child(args, *options)
             return
-        _, _, _, _, cwd, env, _, _, _, read_in, _, _, write_out, _, write_err, *_, new_session, _ = options
+        _, _, _, kept, cwd, env, _, _, _, read_in, _, _, write_out, _, write_err, *_, new_session, _ = options
         self.pid = os.fork()
         self._child_created = True
-        if self.pid == 0:
+        if self.pid == 0 and supervised:
             files = {0: read_in, 1: write_out, 2: write_err}
             _leave(lambda: _supervise(args[4:], env, cwd, files, new_session))
+        elif self.pid == 0:
+            _leave(lambda: _become_rank(list(args), env, kept))
 
 
 def _leave(function: Callable[[], object]) -> None:
@@ -77,21 +81,27 @@ def _supervise(
     supervisor.main(command)
 
 
-def _become(command: list[str], parent: int) -> None:
+def _become_rank(command: list[str], env: Mapping[str, str], kept: Iterable[int]) -> None:
+    """Become a rank, which inherits the streams and the descriptors that are `kept`."""
+    _enter(env, command)
+    _become(command, os.getppid(), kept)
+
+
+def _become(command: list[str], parent: int, kept: Iterable[int] = ()) -> None:
     """Become the process that executing `python -P -m MODULE ARGUMENTS` would have made."""
     if os.getppid() == parent:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        _forget_parent()
+        _forget_parent(kept)
         sys.argv = command[3:]
         _leave(lambda: runpy.run_module(command[3], run_name="__main__", alter_sys=True))
     os._exit(127)
 
 
-def _forget_parent() -> None:
+def _forget_parent(kept: Iterable[int] = ()) -> None:
     """Do without what executing a program takes away: files, locks and pipes (their numbers stay taken), handlers."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2:
+        if int(name) > 2 and int(name) not in kept:
             os.dup2(nothing, int(name))
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():

@@ -522,8 +522,8 @@ def test_a_model_without_either_is_missing_its_id(problems, text):
 @pytest.mark.parametrize(
     ("section", "way_out"),
     [
-        ("gpus: 4", "launch.gpus: a run on 4 GPUs cannot be launched yet: set it to 1"),
-        ("strategy: zero3", "launch.strategy: zero3 cannot be launched yet: set it to none"),
+        ("gpus: 4, strategy: none", "launch.strategy: none is for one GPU and launch.gpus is 4: take one of ddp: "),
+        ("strategy: ddp", "launch.strategy: ddp is for several GPUs and launch.gpus is 1: raise it"),
         ("offload: optimizer", "launch.offload: optimizer cannot be launched yet: set it to none"),
         ("framework: axolotl", "launch.framework: axolotl cannot be launched yet: use trl"),
         ("python: /opt/axolotl/bin/python", "launch.python: a run uses the interpreter that ftbench itself runs in"),

@@ -22,8 +22,8 @@ class Launcher(Protocol):
     def devices(self, spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
         """Return the GPUs that the spec trains on, as machine.json lists them; `visible` is CUDA_VISIBLE_DEVICES."""
 
-    def command(self, run: RunDir) -> list[str]:
-        """Return the command that trains in a run directory whose spec.json is written."""
+    def command(self, spec: Experiment, run: RunDir) -> list[str]:
+        """Return the command that trains the spec in a run directory whose spec.json is written."""
 
     def environment(self, inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
         """Return the command's environment."""
@@ -39,5 +39,5 @@ def launcher_of(spec: Experiment) -> Launcher:
 
 def command_of(spec: Experiment, run: RunDir) -> list[str]:
     """Return the command that trains the spec, within Nsight Systems where the spec asks for its profile."""
-    command = launcher_of(spec).command(run)
+    command = launcher_of(spec).command(spec, run)
     return nsys.around(command, run) if spec.measure.profile == "nsys" else command

@@ -46,11 +46,11 @@ def check_installed(spec: Experiment) -> None:
 
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
-    """Return a GPU that does not exist, with room for a batch of `launch.mock_fits`."""
-    return [{"name": GPU, "memory_gb": _FIXED_GB + _PER_SAMPLE_GB * (spec.launch.mock_fits + 0.5)}]
+    """Return GPUs that do not exist, with room for a batch of `launch.mock_fits`."""
+    return [{"name": GPU, "memory_gb": _FIXED_GB + _PER_SAMPLE_GB * (spec.launch.mock_fits + 0.5)}] * spec.launch.gpus
 
 
-def command(run: RunDir) -> list[str]:
+def command(spec: Experiment, run: RunDir) -> list[str]:
     """Return the command that pretends to train in a run directory."""
     return [sys.executable, "-P", "-m", "ftbench.launch.mock", str(run.path.resolve())]
 

@@ -145,7 +145,18 @@ def check(spec: Experiment, described: dict[str, Any]) -> None:
 def refused(spec: Experiment, described: dict[str, Any]) -> list[str]:
     """Return why a resolved spec cannot work on this machine, a sentence each. What no machine can do was refused as
     the spec was read: left is what `auto` became here."""
-    return refusals(spec) + launcher_of(spec).refusals(spec, capability(described))
+    return refusals(spec) + launcher_of(spec).refusals(spec, capability(described)) + _too_few_gpus(spec, described)
+
+
+def _too_few_gpus(spec: Experiment, described: dict[str, Any]) -> list[str]:
+    """Return that the spec asks for more GPUs than there are; where there is none at all the ranks run on the CPU."""
+    if not (there := len(rundir.gpus_of(described))) or there >= spec.launch.gpus:
+        return []
+    return [
+        f"launch.gpus: {spec.launch.gpus} GPUs are asked for and this run sees {there} (`nvidia-smi -L` lists those of "
+        "the machine, CUDA_VISIBLE_DEVICES limits them): lower it, or try the strategy on the CPU with "
+        "CUDA_VISIBLE_DEVICES= (empty)"
+    ]
 
 
 def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
@@ -229,10 +240,14 @@ def _final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
     """Return the child's own word where it had one; otherwise what its exit says."""
     state = rundir.read_json(run.state)
     word = state.get("state")
+    rank, behind = state.get("rank"), state.pop("behind", None)
     if ended.stop is not None:
-        state |= {"state": ended.stop.state, "reason": ended.stop.reason}
+        hung = f"; rank {rank} is behind the others: {behind}" if behind and ended.stop.state == "timeout" else ""
+        state |= {"state": ended.stop.state, "reason": f"{ended.stop.reason}{hung}"}
     elif word in (None, "running") or (word == "ok" and ended.code > 0):  # ok, then killed on its way out, is ok
         state |= _from_exit(run, ended)
+    if rank is not None and not behind:
+        state["reason"] = f"rank {rank}: {state['reason']}"
     state.pop("owner", None)
     return state | {"ended_at": rundir.now(), "wall_s": ended.wall_s, "child_exit": ended.code}
 

@@ -37,7 +37,7 @@ def main(command: list[str]) -> None:
         for pid in _children():
             os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
-    _end_like(ended[child])
+    end_like(os.waitstatus_to_exitcode(ended[child]))
 
 
 def _become(command: list[str], supervisor: int) -> None:
@@ -77,9 +77,8 @@ def _children() -> list[int]:
     return children
 
 
-def _end_like(status: int) -> None:
-    """End with the exit code, or of the signal, that the child ended with."""
-    code = os.waitstatus_to_exitcode(status)
+def end_like(code: int) -> None:
+    """End with the exit code that a child ended with, or of the signal: minus its number."""
     if code >= 0:
         sys.exit(code)
     import resource

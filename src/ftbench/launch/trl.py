@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from ftbench.errors import MissingError
-from ftbench.launch import nsys
+from ftbench.launch import nsys, ranks
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import refusals_on
 from ftbench.store import machine
@@ -28,18 +28,19 @@ def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
     return machine.gpus(visible, spec.launch.gpus)
 
 
-def command(run: RunDir) -> list[str]:
-    """Return the command of our own worker.
+def command(spec: Experiment, run: RunDir) -> list[str]:
+    """Return the command of our own worker, once or for each rank.
 
     -P keeps the current directory out of the module path: a user's `random.py` beside the spec is not ours."""
-    return [sys.executable, "-P", "-m", "ftbench.worker", str(run.path.resolve())]
+    worker = [sys.executable, "-P", "-m", "ftbench.worker", str(run.path.resolve())]
+    return ranks.around(worker, spec, run) if spec.launch.ranks > 1 else worker
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
     """Return the child's environment: no more GPUs than the spec asks for (with several visible, transformers would
     train on all of them through nn.DataParallel), numbered as the driver numbers them, no telemetry, no logging to a
     service nobody asked for: what the spec's `train.report_to` does not name is off whatever the user's shell says."""
-    env = dict(inherited)
+    env = {name: value for name, value in inherited.items() if name not in ranks.VARIABLES}
     off = {"wandb": {"WANDB_DISABLED": "true", "WANDB_MODE": "disabled"},
            "mlflow": {"DISABLE_MLFLOW_INTEGRATION": "TRUE"}}  # fmt: skip
     for service, switches in off.items():

@@ -81,7 +81,7 @@ def _services(value: object) -> object:
 class Train(Part):
     """The recipe. Defaults are the founding study's where it names a value."""
 
-    batch_size: Int = Field(4, ge=1, le=65536, description="samples a forward pass")
+    batch_size: Int = Field(4, ge=1, le=65536, description="samples a forward pass, on each of several GPUs")
     gradient_accumulation_steps: Int = Field(1, ge=1, le=65536, description="forward passes an optimizer step")
     epochs: Float = Field(1.0, gt=0, le=10_000, description="passes over the data; ignored with max_steps")
     max_steps: Int | None = Field(None, ge=1, description="stop after this many optimizer steps")
@@ -159,9 +159,9 @@ def _patience(value: object) -> object:
 class Launch(Part):
     """How the spec becomes processes."""
 
-    gpus: Int = Field(1, ge=1, le=1024, description="GPUs that one run trains on")
+    gpus: Int = Field(1, ge=1, le=1024, description="GPUs that one run trains on, a process each")
     strategy: Literal["none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "ep", "cp", "ulysses"] = Field(
-        "none", description="how a run uses several GPUs"
+        "none", description="how a run uses several GPUs; ddp if left out beside several"
     )
     offload: Literal["none", "optimizer", "params"] = Field(
         "none", description="what waits in the host's memory: the optimizer's states, or these and the parameters"
@@ -179,6 +179,23 @@ class Launch(Part):
     )
     mock_fits: Int = Field(8, ge=0, description="largest batch that fits where mock is oom")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ddp_on_several(cls, values: object) -> object:
+        if isinstance(values, dict) and type(gpus := values.get("gpus")) is int and gpus > 1:
+            return {"strategy": "ddp", **values}
+        return values
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train, each on a GPU of its own."""
+        return self.gpus
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares a step's batch is dealt: ranks that hold parts of one layer see the same."""
+        return self.ranks
+
 
 class Experiment(Part):
     """One spec, resolved."""
@@ -191,6 +208,11 @@ class Experiment(Part):
     optimizations: Optimizations = Field(default_factory=Optimizations)
     measure: Measure = Field(default_factory=Measure)
     launch: Launch = Field(default_factory=Launch)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples (rows, where they are packed) of an optimizer step, over all ranks."""
+        return self.train.batch_size * self.train.gradient_accumulation_steps * self.launch.shares
 
     @field_validator("method", mode="before")
     @classmethod

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
 from ftbench.families import FAMILIES
+from ftbench.spec import strategies
 from ftbench.spec.methods import NO_UNSLOTH, reads_images
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 from ftbench.spec.optimizations.declaration import OFF, Capability
@@ -30,7 +31,7 @@ def refusals(spec: Experiment) -> list[str]:
         sentences += [*reasons, *kept.refusals(spec)]
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         sentences.append("measure.eval: epoch needs dataset.eval_samples")
-    return sentences + _of_images(spec) + _of_profile(spec) + _not_built_yet(spec)
+    return sentences + _of_images(spec) + _of_profile(spec) + _not_built_yet(spec) + strategies.refusals(spec)
 
 
 def _of_images(spec: Experiment) -> list[str]:
@@ -71,18 +72,6 @@ def _not_built_yet(spec: Experiment) -> list[str]:
         sentences.append(f"launch.framework: {launch.framework} cannot be launched yet: use trl")
     if launch.python:
         sentences.append("launch.python: a run uses the interpreter that ftbench itself runs in: leave it out")
-    if launch.gpus > 1:
-        sentences.append(
-            f"launch.gpus: a run on {launch.gpus} GPUs cannot be launched yet: set it to 1 (`ftbench sweep --gpus 0,1` "
-            "trains several runs at once, `ftbench estimate --gpus` computes what sharding would take)"
-        )
-    if launch.strategy != "none":
-        sentences.append(f"launch.strategy: {launch.strategy} cannot be launched yet: set it to none, on one GPU")
-    if launch.offload != "none":
-        sentences.append(
-            f"launch.offload: {launch.offload} cannot be launched yet: set it to none; "
-            "optimizations.gradient_checkpointing offload moves activations to the host"
-        )
     return sentences
 
 

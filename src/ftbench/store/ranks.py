@@ -35,6 +35,8 @@ def merged(rows: Sequence[StepRow]) -> StepRow:
 def _value(name: str, how: str, rows: Sequence[StepRow]) -> Any:
     if how in ("shares", "loss"):
         rows = _shares(rows)
+    if how == "loss" and rows[0].phase == "evaluate":
+        rows = [row for row in rows if row.label_tokens != 0] or rows  # a rank that only fills the last batch up
     values = [getattr(row, name) for row in rows]
     if how in _WITH_UNKNOWN:
         return _WITH_UNKNOWN[how](values)

@@ -36,21 +36,29 @@ _RESERVE_BYTES = 64 * 1024  # set aside so that a full disk still takes the last
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The paths of one run."""
+    """The paths of one run, or of one of its ranks: what each of them writes has its number in the name."""
 
     path: Path
+    rank: int | None = None
 
     @property
     def run_id(self) -> str:
         return self.path.name
 
+    def of_rank(self, rank: int) -> RunDir:
+        """Return the paths of one rank of several."""
+        return RunDir(self.path, rank)
+
     def rank_steps(self, rank: int) -> Path:
         """Return the steps of one rank of several, of which `steps` are those of the run."""
-        return self.path / f"steps.rank{rank}.csv"
+        return self.of_rank(rank).steps
 
     def __getattr__(self, name: str) -> Path:
         if name not in _FILES:
             raise AttributeError(name)
+        if self.rank is not None and (name in _MADE_OF_RANKS or (self.rank and name in _OF_EACH_RANK)):
+            stem, _, ending = _FILES[name].partition(".")
+            return self.path / f"{stem}.rank{self.rank}.{ending}"
         return self.path / _FILES[name]
 
 
@@ -71,6 +79,8 @@ _FILES = {
     "profile": "profile",
     "reserve": ".reserve",
 }
+_MADE_OF_RANKS = ("steps", "state")  # the run's own are made of those of all ranks
+_OF_EACH_RANK = ("applied", "phases")  # rank 0 writes the run's
 
 
 def claim(out: Path, experiment: str, slug: str) -> RunDir:

@@ -13,7 +13,7 @@ from typing import Any
 from ftbench.spec.experiment import Experiment
 from ftbench.store.machine import cache_dir
 from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
-from ftbench.worker import gpu_lock
+from ftbench.worker import gpu_lock, parallel
 from ftbench.worker.child import end
 from ftbench.worker.measure.contention import HostLoad
 from ftbench.worker.measure.outcome import Terminated, of_exception
@@ -23,7 +23,7 @@ from ftbench.worker.measure.phases import Phases
 def main(path: str) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
-    directory, load = RunDir(Path(path)), HostLoad()
+    directory, load = RunDir(Path(path), parallel.rank()), HostLoad()
     phases = Phases(directory, "import")
     run: Any = None
     outcome: dict[str, Any]
@@ -34,19 +34,33 @@ def main(path: str) -> int:
             _import_unsloth()
         from ftbench.worker.train import TrainingRun, train
 
-        _acquire_gpu(spec, directory, phases)
-        _write_load(directory, load)
         run = TrainingRun(spec, directory, phases)
+        if parallel.is_first():
+            _acquire_gpu(spec, directory, phases)
+            _write_load(directory, load)
+        if spec.launch.ranks > 1:
+            _meet(run)
         train(run)
         outcome = {"state": "ok"}
     except BaseException as error:  # noqa: BLE001 - whatever ends a run is its outcome
         _log(error)
-        where, step = run.position() if run else (phases.current, None)
-        outcome = of_exception(error, where, step)
+        outcome = of_exception(error, *(run.position() if run else (phases.current, None)))
         _rescue(run, error)
-    write_json(directory.state, read_json(directory.state) | {"schema": SCHEMA} | outcome)
+    _end(directory, outcome)
     phases.close()
     return 0 if outcome["state"] == "ok" else int(outcome.get("exit_code", 1))
+
+
+def _end(directory: RunDir, outcome: dict[str, Any]) -> None:
+    write_json(directory.state, read_json(directory.state) | {"schema": SCHEMA} | outcome)
+
+
+def _meet(run: Any) -> None:
+    """Join the other ranks: the first of them has the GPUs by then."""
+    from ftbench.worker.parallel.meeting import answer_when_told_to_end, meet
+
+    answer_when_told_to_end(lambda: _end(run.directory, of_exception(Terminated(), *run.position())))
+    meet()
 
 
 def _spec(directory: RunDir) -> Experiment:

@@ -1,7 +1,8 @@
-"""The device that is measured: the first visible GPU, or the CPU."""
+"""The device that is measured: a GPU, or the CPU."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from ftbench.errors import MissingError
 
 
 def device() -> torch.device:
-    """Return the first visible GPU, or the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """Return the first visible GPU, that of its number to each rank of several; or the CPU."""
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def check_device(gpu: dict[str, Any] | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ftbench.store import machine
 from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
-from ftbench.store.rundir import WAITING, RunDir, first_gpu, read_json, write_json
+from ftbench.store.rundir import WAITING, RunDir, gpus_of, read_json, write_json
 from ftbench.worker.measure.phases import Phases
 
 RETURN_S = 30.0  # how long the memory of a process that has ended is waited for,
@@ -21,21 +21,21 @@ _held: list[int] = []  # as long as this process lives; the kernel gives it back
 
 
 def acquire(directory: RunDir, phases: Phases) -> None:
-    """Wait until no other run of ftbench has the GPU of machine.json and its memory is back, and have it from then on.
-    Write into machine.json what the GPU is like now: what the parent saw may have been another run's."""
-    gpu = first_gpu(read_json(directory.machine))
-    if not gpu.get("uuid") or _held:
+    """Wait until no other run of ftbench has a GPU of machine.json and their memory is back, and have them from then
+    on. Write into machine.json what they are like now: what the parent saw may have been another run's."""
+    gpus = [gpu for gpu in gpus_of(read_json(directory.machine)) if gpu.get("uuid")]
+    if not gpus or _held:
         return
-    if not try_acquire(gpu):
+    for gpu in sorted(gpus, key=lambda gpu: gpu["uuid"]):  # in one order, so that no two runs wait for each other
+        if not try_acquire(gpu):
+            with phases.within(WAITING):
+                fcntl.flock(_held[-1], fcntl.LOCK_EX)
+    now = [machine.gpu(gpu["uuid"]) or gpu for gpu in gpus]
+    if not all(map(_is_free, now)):
         with phases.within(WAITING):
-            fcntl.flock(_held[0], fcntl.LOCK_EX)
-    if (now := machine.gpu(gpu["uuid"])) is None:
-        return
-    if not _is_free(now):
-        with phases.within(WAITING):
-            now = _when_free(now)
+            now = [_when_free(gpu) for gpu in now]
     described = read_json(directory.machine)
-    write_json(directory.machine, described | {"gpus": [now]})
+    write_json(directory.machine, described | {"gpus": now})
 
 
 def try_acquire(gpu: dict[str, Any] | None) -> bool:

@@ -6,7 +6,6 @@ end. What is done in a stage is done by the module of its name.
 
 from __future__ import annotations
 
-import os
 import shutil
 from typing import Any
 
@@ -16,9 +15,10 @@ from transformers import TrainerCallback, set_seed
 from ftbench.errors import NotAppliedError
 from ftbench.spec.experiment import Experiment
 from ftbench.store.machine import handle_of, nvml_module
-from ftbench.store.rundir import RunDir, first_gpu, read_json, write_json
+from ftbench.store.rundir import RunDir, first_gpu, gpus_of, read_json, write_json
 from ftbench.store.steps import StepsWriter
-from ftbench.worker import methods, optimizations, trainer
+from ftbench.worker import methods, optimizations, parallel, trainer
+from ftbench.worker.data import order
 from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device, device
 from ftbench.worker.generate import Answers
@@ -41,7 +41,7 @@ def train(run: TrainingRun) -> None:
     """Train the spec and leave applied.json and steps.csv. Raises what goes wrong."""
     spec, phases = run.spec, run.phases
     check_device(first_gpu(read_json(run.directory.machine)))
-    method = methods.load(spec.method.name)
+    method, first = methods.load(spec.method.name), parallel.is_first()
 
     phases.enter("make_weights")
     source = loading.source_of(spec.model, spec.method)
@@ -63,7 +63,7 @@ def train(run: TrainingRun) -> None:
     run.require_applied(method.verify(loop.model, spec))
 
     answers = Answers(spec, run.directory, tokenizer)
-    if spec.measure.generate is not None:
+    if spec.measure.generate is not None and first:
         phases.enter("generate")
         answers.ask(loop.model, "before")
 
@@ -74,15 +74,26 @@ def train(run: TrainingRun) -> None:
     if data.evaluation and spec.measure.eval == "end" and run.profiler is None:
         loop.evaluate()
     run.finish()
-    order = {"order_hash": recorder.order_hash}
-    run.write_facts(dataset=data.description | order, gpu_busy_method=recorder.busy_method)
-    if spec.measure.generate is not None:
+    order_hash = _order_hash(run, data, recorder)
+    run.write_facts(dataset=data.description | {"order_hash": order_hash}, gpu_busy_method=recorder.busy_method)
+    if spec.measure.generate is not None and first:
         phases.enter("generate")
         answers.ask(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
     if spec.measure.save_adapter:
         phases.enter("save")
         loop.save_model(str(run.directory.adapter))
+    loop.accelerator.wait_for_everyone()
     shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
+
+
+def _order_hash(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:
+    """Return the hash of the tokens in the order of all ranks' batches. Raise NotAppliedError where this rank was not
+    trained on its share of them."""
+    spec, rank = run.spec, parallel.rank()
+    if rank is None:
+        return recorder.order_hash
+    run.require_applied(order.verify(data.train, spec, recorder.batches, recorder.order_hash, rank))
+    return order.token_hash(data.train, spec, recorder.batches * spec.launch.shares)
 
 
 def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
@@ -115,11 +126,12 @@ def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
     if handle is None:
         sampler = Sampler(others=[host])
     else:
-        before = first_gpu(read_json(directory.machine)).get("process_ids") or ()
+        before = gpus_of(read_json(directory.machine))[gpu.index].get("process_ids") or ()
         sampler = Sampler(nvml, handle, [host, GpuLoad(nvml, handle, own_processes(nvml, handle, before))])
-    rank = int(os.environ["RANK"]) if spec.launch.gpus > 1 else 0
-    writer = StepsWriter(directory.rank_steps(rank) if spec.launch.gpus > 1 else directory.steps)
-    return Recorder(writer, gpu, sampler, count_graphs=bool(spec.optimizations.compile), rank=rank)
+    rank = parallel.rank()
+    share = None if rank is None else rank * spec.launch.shares // spec.launch.ranks
+    writer, count_graphs = StepsWriter(directory.steps), bool(spec.optimizations.compile)
+    return Recorder(writer, gpu, sampler, count_graphs, rank or 0, share)
 
 
 def assembled(spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared) -> trainer.Trainer:

@@ -14,9 +14,10 @@ from trl import SFTConfig, SFTTrainer
 
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir
+from ftbench.worker import parallel
 from ftbench.worker.data import collate
 from ftbench.worker.data.collate import Collator
-from ftbench.worker.data.order import Row
+from ftbench.worker.data.order import Row, filled
 from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.applied import innermost
@@ -46,6 +47,8 @@ class Trainer(SFTTrainer):
         """Compute trl's loss, with the entropy and accuracy that it adds; where the loss is ours or Liger's there are
         no logits to compute them from, and transformers' does."""
         count = inputs.pop(COUNT)
+        if parallel.rank() is not None and not self.model.training:
+            kwargs["num_items_in_batch"] = None  # by the tokens of this rank: the recorder's rows are weighted by them
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
         if self.features is not None and self.features.show(count.pictures):
             count.of_images = replace(count.of_images, patches=0)  # none that the encoder sees
@@ -74,7 +77,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     method sees the same tokens in the same order."""
     most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
     pictures: list[Picture] = []
-    train, evaluation = _dataset(data.train, pictures), _dataset(data.evaluation, pictures)
+    size = spec.train.batch_size * spec.launch.shares if spec.launch.shares > 1 else 1
+    train, evaluation = (_dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
     collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures)
     loop = Trainer(
         model=model,
@@ -123,12 +127,13 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         logging_strategy="no",
         logging_nan_inf_filter=False,  # it waits for the device at every micro-batch
         save_strategy="no",
-        report_to=list(train.report_to) or "none",
+        report_to=(list(train.report_to) if parallel.is_first() else []) or "none",
         run_name=run.run_id,
         project="ftbench",
         router_aux_loss_coef=0.0,  # a loss in nats per token; trl would add each micro-batch's balancing loss undivided
         disable_tqdm=True,
         **PRECISION[train.precision],
+        **(parallel.load(spec.launch.strategy).arguments(spec) if spec.launch.ranks > 1 else {}),
     )
 
 
@@ -177,4 +182,13 @@ def verify(trainer: Trainer, spec: Experiment) -> list[str]:
     autocast = trainer.accelerator.mixed_precision
     if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
         problems.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")
+    if spec.launch.ranks > 1:
+        problems += parallel.load(spec.launch.strategy).verify(trainer, spec) + _verify_mean(trainer)
     return problems
+
+
+def _verify_mean(trainer: Trainer) -> list[str]:
+    """Return that ranks with more tokens would count as much as others, where the model takes no count of all."""
+    if trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs:
+        return []
+    return [f"{type(trainer.model).__name__} divides its loss by the tokens of each rank, not by those of all"]

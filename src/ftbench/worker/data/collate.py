@@ -53,7 +53,7 @@ class Collator:
             padded=batch["input_ids"].size,
             labels=int((batch["labels"][:, 1:] != IGNORE).sum()),
             samples=len(samples),
-            longest=max(len(ids) for ids, _ in samples),
+            longest=max((len(ids) for ids, _ in samples), default=0),
             images=len(pictures),
             of_images=sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else NOTHING,
             pictures=tuple(picture.key for picture in pictures),
@@ -69,7 +69,8 @@ class Collator:
         return made | {COUNT: count}
 
     def _padded(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-        shape = (self._rows if self._fixed else len(samples), self._fixed or max(len(ids) for ids, _ in samples))
+        longest = max((len(ids) for ids, _ in samples), default=1)
+        shape = (self._rows if self._fixed else max(1, len(samples)), self._fixed or longest)
         input_ids = np.full(shape, self._pad, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE, dtype=np.int64)
@@ -90,6 +91,7 @@ class Collator:
             samples += [self._filled(NO_TOKENS, self._fixed)] * (self._rows - len(samples))
         elif self._fixed:
             samples = [*samples, *self._filler(self._fixed * self._rows - sum(len(ids) for ids, _ in samples))]
+        samples = samples or self._filler(2)  # a batch that fills the last step of several ranks up
         lengths = [len(ids) for ids, _ in samples]
         targets = np.concatenate([labels for _, labels in samples])
         starts = np.cumsum([0, *lengths])
@@ -142,5 +144,7 @@ def _samples(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the ids and labels of each sample of a row."""
     ids = np.asarray(row["input_ids"], dtype=np.int64)
     labels = np.asarray(row["labels"], dtype=np.int64)
+    if not len(row["lengths"]):
+        return []
     cuts = np.cumsum(row["lengths"])[:-1]
     return list(zip(np.split(ids, cuts), np.split(labels, cuts), strict=True))

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from ftbench.worker import parallel
 from ftbench.worker.measure.gpu_utilization import Interval
 
 SHORTEST_S = 0.1  # the kernel counts CPU time in ticks of 10 ms
@@ -56,7 +57,7 @@ class HostLoad:
 
 
 class OwnTime:
-    """The CPU seconds of this process and its children, also of those that have ended."""
+    """The CPU seconds of this process and its children, also of those that have ended, and of the other ranks."""
 
     def __init__(self) -> None:
         self._looked = float("-inf")
@@ -65,7 +66,9 @@ class OwnTime:
     def __call__(self) -> float:
         now = time.monotonic()
         if now > self._looked + CHILDREN_S:
-            self._looked, self._children = now, psutil.Process().children(recursive=True)
+            root = psutil.Process() if parallel.rank() is None else psutil.Process(os.getppid())
+            self._looked = now
+            self._children = [child for child in root.children(recursive=True) if child.pid != os.getpid()]
         total = sum(os.times()[:4])
         for child in self._children:
             with suppress(psutil.Error):

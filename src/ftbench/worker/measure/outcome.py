@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ftbench.core import oom
 from ftbench.errors import FtbenchError
+
+# What gloo, NCCL and their store say where another rank has ended: its reason is the run's.
+_LOST_ANOTHER = re.compile(r"gloo|NCCL|DistBackendError|DistNetworkError|DistStoreError|Connection (closed|reset)")
 
 
 class Terminated(BaseException):
@@ -15,7 +19,7 @@ class Terminated(BaseException):
 def of_exception(error: BaseException, phase: str, step: int | None) -> dict[str, Any]:
     """Return the fields of state.json for an error that struck in `phase`, in optimizer step `step`."""
     if isinstance(error, (Terminated, KeyboardInterrupt)):
-        return {"state": "interrupted", "reason": f"interrupted during {phase}"}
+        return {"state": "interrupted", "reason": f"interrupted during {phase}", "phase": phase, "step": step}
     if isinstance(error, FtbenchError):
         return {"state": "error", "reason": str(error), "exit_code": error.exit_code}
     text = f"{type(error).__name__}: {error}"
@@ -25,4 +29,5 @@ def of_exception(error: BaseException, phase: str, step: int | None) -> dict[str
         size = f", {recognised.bytes_requested / 2**30:.2f} GiB asked for" if recognised.bytes_requested else ""
         described = oom.Oom(recognised.kind, recognised.bytes_requested, phase, step).as_dict()
         return {"state": "oom", "reason": f"out of memory ({recognised.kind}) in {where}{size}", "oom": described}
-    return {"state": "error", "reason": f"{text.strip().splitlines()[0][:500]} (during {phase}; see log.txt)"}
+    lost = {"lost_another": True} if _LOST_ANOTHER.search(text) else {}
+    return {"state": "error", "reason": f"{text.strip().splitlines()[0][:500]} (during {phase}; see log.txt)"} | lost

@@ -60,7 +60,7 @@ class Recorder:
         self.clock, self.memory = meters(device)
         self.on_rows: Callable[[list[StepRow]], None] | None = None  # gets rows once they are in steps.csv
         self.position: str | None = None
-        self.step = 0
+        self.step = self.batches = 0
         self._planned: int | None = None
         self._order = hashlib.sha256()
         self._count, self._loss = BatchCount(), None
@@ -101,6 +101,7 @@ class Recorder:
         """Add one forward and backward pass: what its batch held, and its share of the step's loss."""
         if count is not None:
             self._count.add(count)
+            self.batches += 1
             for tokens in count.tokens:
                 self._order.update(tokens)
         if loss is not None:

@@ -1,0 +1,164 @@
+"""One run in several processes, over gloo: SGD without clipping tells whether they learn what one process learns at the
+same global batch, and whatever ends one of them ends all and is named."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("torch", reason="training libraries are not installed")
+
+from commands import ENDLESS, Command, write_spec
+from ftbench.store import rundir
+from ftbench.store.ranks import read_ranks
+from ftbench.store.steps import read_steps
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]
+SGD = {"optimizer": "sgd", "max_grad_norm": 1e9, "learning_rate": 0.02, "lr_scheduler": "constant"}
+# 21 samples of many lengths: in the last step of an epoch one rank has more samples than another.
+DATA = {"name": "synthetic", "samples": 21, "mean_length": 20, "max_length": 64, "eval_samples": 3}
+
+
+def run(folder: Path, gpus: int, strategy: str, **parts: Any) -> Command:
+    """A run that ended well on this number of ranks; each accumulates over so many batches that a step is the same."""
+    launch = {"gpus": gpus, "strategy": strategy if gpus > 1 else "none"}
+    train = {"batch_size": 2, "gradient_accumulation_steps": 4 // gpus, "epochs": 2, **SGD} | parts.pop("train", {})
+    folder.mkdir(parents=True, exist_ok=True)
+    spec = write_spec(folder, **{"dataset": DATA, **parts}, train=train, launch=launch)
+    with Command(spec, folder / "out") as command:
+        command.finish()
+    assert command.code == 0, command.stderr
+    return command
+
+
+def learned(command: Command) -> list[tuple[Any, ...]]:
+    return [(row.phase, row.step, row.samples, row.real_tokens, row.label_tokens) for row in command.steps()]
+
+
+def figures(command: Command) -> list[float]:
+    return [value for row in command.steps() for value in (row.loss, row.grad_norm) if value is not None]
+
+
+def dataset_of(command: Command) -> dict[str, Any]:
+    return rundir.read_json(command.run.applied)["dataset"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """One process, and two ranks of it, of a method and more of the spec; each trained once."""
+    runs: dict[str, tuple[Command, Command]] = {}
+
+    def trained(strategy: str, gpus: int = 2, **parts: Any) -> tuple[Command, Command]:
+        folder, key = tmp_path_factory.mktemp("ranks"), json.dumps([strategy, gpus, parts])
+        if key not in runs:
+            runs[key] = run(folder / "one", 1, strategy, **parts), run(folder / "several", gpus, strategy, **parts)
+        return runs[key]
+
+    return trained
+
+
+LORA = {"method": {"name": "lora"}, "measure": {"save_adapter": True}}
+
+
+@pytest.mark.parametrize("parts", [LORA, {"method": {"name": "full"}}, {"method": {"name": "qlora"}}], ids=str)
+def test_two_ranks_learn_under_ddp_what_one_process_learns(pair, parts):
+    """With accumulation, uneven lengths, a last step that not all ranks have samples for, and evaluation."""
+    one, two = pair("ddp", **parts)
+    assert learned(two) == learned(one)
+    assert figures(two) == pytest.approx(figures(one), rel=1e-4)
+    assert len({row.loss for row in one.steps()}) > 3
+    assert dataset_of(two)["order_hash"] == dataset_of(one)["order_hash"]
+
+
+def test_each_rank_is_trained_on_its_share_in_order(pair):
+    one, two = pair("ddp", **LORA)
+    ranks, warnings = read_ranks(two.run)
+    assert warnings == []
+    assert [{row.rank for row in rows} for rows in ranks] == [{0}, {1}]
+    assert sum(row.real_tokens for rows in ranks for row in rows if row.phase == "train") == sum(
+        row.real_tokens for row in one.steps() if row.phase == "train"
+    )
+    assert all(rows != ranks[0] for rows in ranks[1:])
+
+
+def test_the_run_says_what_it_ran_on_and_how_large_its_batch_was(pair):
+    _, two = pair("ddp", **LORA)
+    assert "-lora-ddp2-b2-" in two.run.run_id
+    assert two.summary()["ranks"]["count"] == 2
+    assert all((two.run.path / f"{name}.rank1.json").exists() for name in ("state", "applied", "phases"))
+
+
+def test_the_adapters_of_several_ranks_are_those_of_one(pair):
+    from safetensors.torch import load_file
+
+    one, two = (load_file(each.run.adapter / "adapter_model.safetensors") for each in pair("ddp", **LORA))
+    assert one.keys() == two.keys()
+    assert all(two[name].allclose(one[name], rtol=1e-3, atol=1e-6) for name in one)
+
+
+# --- bad ends --------------------------------------------------------------------------------------------------------
+
+ON_TWO = {**ENDLESS, "launch": {"gpus": 2}}
+
+
+def ranks_of(command: Command) -> list[psutil.Process]:
+    """The processes that train, in the order of their ranks, in which they were begun."""
+    return sorted(command.children(), key=lambda each: (each.create_time(), each.pid))[-2:]
+
+
+def assert_over(command: Command, state: str, *reason: str) -> None:
+    """All ranks have ended, what they had finished is kept, and the state gives the reason."""
+    assert command.children() == []
+    assert command.code == 1, command.stderr
+    assert command.state()["state"] == command.summary()["state"] == state
+    assert [words for words in reason if words not in command.state()["reason"]] == [], command.state()
+    ranks, _ = read_ranks(command.run)
+    assert len(ranks) == 2
+    assert command.summary()["steps"]["total"] == min(map(len, ranks)) >= 5
+    assert "Traceback" not in command.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path, rank):
+    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out") as command:
+        command.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(command, 1)) >= 5)
+        ranks_of(command)[rank].kill()
+        command.finish(within=30)
+    assert_over(command, "error", f"rank {rank}: killed by SIGKILL from outside")
+    assert command.state()["rank"] == rank
+
+
+def test_a_rank_that_hangs_ends_all_and_is_named(tmp_path):
+    parts = ON_TWO | {"launch": {"gpus": 2, "no_step_s": 2}}
+    with Command(write_spec(tmp_path, **parts), tmp_path / "out") as command:
+        command.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(command, 1)) >= 5)
+        ranks_of(command)[1].suspend()
+        command.finish(within=30)
+    assert_over(command, "timeout", "launch.no_step_s", "rank 1 is behind the others")
+
+
+def test_a_rank_that_runs_out_of_memory_ends_all_and_is_named(tmp_path):
+    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out") as command:
+        command.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(command, 1)) >= 5)
+        ranks_of(command)[1].rlimit(psutil.RLIMIT_AS, (2**20, 2**20))
+        command.finish(within=30)
+    assert_over(command, "oom", "rank 1: out of memory (host)")
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path):
+    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out") as command:
+        command.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(command, 1)) >= 5)
+        command.send(signal.SIGINT)
+        command.finish(within=30)
+    assert (command.code, command.state()["state"], command.children()) == (130, "interrupted", [])
+    assert command.state()["reason"] == "interrupted by a signal"
+    assert command.summary()["steps"]["total"] >= 5
+
+
+def steps_of(command: Command, rank: int) -> list[Any]:
+    return read_steps(command.run.rank_steps(rank))[0]
