@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from ftbench.core import stats
 from ftbench.core.bottleneck import THERMAL
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
-from ftbench.store.rundir import first_gpu
+from ftbench.store.rundir import first_gpu, gpus_of
 
 WALL_TOLERANCE = 0.02  # sum of the steps against the wall clock of the window
 DRIFT_TOLERANCE = 0.05
@@ -18,6 +19,7 @@ FOREIGN_MEMORY_GB = 1.0
 # A step is named where it took this many times the median of the window, and this many times what spreads it.
 OUTLIER_RATIO, OUTLIER_SPREAD = 1.2, 6.0
 OUTLIERS_NAMED = 10
+POWER_TOLERANCE = 0.02
 
 
 def warnings(
@@ -52,6 +54,12 @@ def warnings(
     gpu = first_gpu(machine)
     if gpu.get("ecc_uncorrected"):
         sentences.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
+    limit_w = sum(each.get("power_limit_w") or math.inf for each in gpus_of(machine))
+    if watts := _above(steady, limit_w):
+        sentences.append(
+            f"single steps ({len(watts)}) show up to {max(watts):.0f} W where {limit_w:.0f} may be drawn: the "
+            "counter of energy is interpolated, and sums hold"
+        )
     if machine.get("shared_host"):
         sentences.append("shared host: other runs used this machine's other GPUs at the same time")
     used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
@@ -60,6 +68,13 @@ def warnings(
             f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes"
         )
     return sentences
+
+
+def _above(steady: Sequence[StepRow], limit_w: float) -> list[float]:
+    """Return the watts of the steps that show more than the limit, by their share of an energy counter that moves in
+    steps of its own."""
+    powers = [row.energy_j / row.step_time_s for row in steady if row.energy_j and row.step_time_s]
+    return [watts for watts in powers if watts > (1 + POWER_TOLERANCE) * limit_w > 0]
 
 
 def _named(slow: Sequence[dict[str, Any]]) -> str:
