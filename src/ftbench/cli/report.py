@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Prices, Runs, app, deliver
+from ftbench.cli.shared import Prices, Runs, Wide, app, deliver
 
 
 @app.command()
@@ -30,14 +30,25 @@ def report(
     estimates: Annotated[
         bool, typer.Option("--estimates", help="also what `ftbench estimate` says of the runs")
     ] = False,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(help="only runs of which this holds: method=lora, rank=8,16", metavar="KEY=VALUE"),
+    ] = None,
+    sort: Annotated[str | None, typer.Option(help="the best first: tokens/s; -tokens/s last", metavar="COLUMN")] = None,
+    columns: Annotated[str | None, typer.Option(help="these columns alone: tokens/s,batch,rank", metavar="A,B")] = None,
+    wide: Wide = False,
 ) -> None:
     """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|recipe|KEY`."""
+    from ftbench.core.table import show_in_full
     from ftbench.report import command
     from ftbench.report.render import formats
 
+    show_in_full(wide or output is not None)
+
     answer = command.report(command.Request(
         paths, format or formats.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
-        fail_above, prices, references, estimates,
+        fail_above, prices, references, estimates, where or [], sort,
+        [name.strip() for name in (columns or "").split(",") if name.strip()],
     ))  # fmt: skip
     deliver(answer.text, output)
     raise typer.Exit(1 if answer.regressed else 0)

@@ -35,6 +35,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Measures what fine-tuning a language model costs on this machine: time, memory, energy, step by step.",
 )
+
+
+def _in_full(wanted: bool) -> bool:
+    from ftbench.core.table import show_in_full
+
+    show_in_full(wanted)
+    return wanted
+
+
 Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train and how")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Runs = Annotated[list[Path], typer.Argument(help="run directories, or folders that hold some")]
@@ -42,6 +51,9 @@ Out = Annotated[Path, typer.Option("--out", help="where runs are kept")]
 Prices = Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")]
 Config = Annotated[Path | None, typer.Option(help="config.json of a model that is not known")]
 Store = Annotated[Path, typer.Option(help="runs and probes to learn from")]
+Wide = Annotated[
+    bool, typer.Option("--wide", help="tables in full, whatever the terminal's width", callback=_in_full, is_eager=True)
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftbench.errors import SpecError
+from ftbench.report import select
 from ftbench.report.data import repeats
 from ftbench.report.data.collect import Record, collect
 from ftbench.report.data.groups import Run, cells_of, runs_of
@@ -17,6 +18,7 @@ from ftbench.spec.prices import Prices, load_prices
 from ftbench.store.summary import PROFILED
 
 _REPEATS = ("each", "merge")
+_WITH_COLUMNS = ("table", "md", "latex")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,9 @@ class Request:
     prices: Path | None = None
     references: bool = False
     estimates: bool = False
+    where: Sequence[str] = ()
+    sort: str | None = None
+    columns: Sequence[str] = ()
 
     @property
     def every_answer(self) -> bool:
@@ -58,7 +63,7 @@ class Rendered:
 def report(request: Request) -> Rendered:
     """Read the runs and render what was asked for. Raises SpecError for a mistake in the command."""
     _check(request)
-    records = collect(request.paths)
+    records = select.matching(collect(request.paths), request.where)
     if request.against is not None:
         return _gate(request, records, request.against)
     gpus = {record["gpu"] for record in records if isinstance(record["gpu"], str)}
@@ -66,15 +71,16 @@ def report(request: Request) -> Rendered:
     sections = _sections(request, records, prices)
     shown = repeats.merge_repeats(records) if request.repeats == "merge" else records
     shown, axes = repeats.with_axes(cost.with_costs(shown, prices, request.hours or cost.NIGHT_H))
-    return Rendered(formats.render(Report(shown, axes, sections, runs=request.compare is None), request.format))
+    shown, columns = select.arranged(shown, request.sort, request.columns)
+    return Rendered(formats.render(Report(shown, axes, columns, sections, request.compare is None), request.format))
 
 
 def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendered:
     from ftbench.report.compare import gate
 
     limit = gate.limit_of("5%" if request.fail_above is None else request.fail_above)
-    result = gate.gate(records, collect([earlier]), limit)
-    text = formats.render(Report(records, (), gate.sections(result), runs=False), request.format)
+    result = gate.gate(records, select.matching(collect([earlier]), request.where), limit)
+    text = formats.render(Report(records, sections=gate.sections(result), runs=False), request.format)
     return Rendered(text, bool(result.regressed))
 
 
@@ -127,6 +133,10 @@ def _check(request: Request) -> None:
         problems.append(f"--repeats {request.repeats}: allowed are {', '.join(_REPEATS)}")
     if request.compare is None and (request.baseline is not None or request.strict):
         problems.append("--baseline and --strict belong to a comparison: name its axis with --compare method")
+    if request.columns and request.format not in _WITH_COLUMNS:
+        problems.append(f"--columns chooses those of a table; --format {request.format} holds every field")
+    if (request.compare is not None or request.against is not None) and (request.sort or request.columns):
+        problems.append("--sort and --columns belong to the table of runs: leave --compare or --against out")
     if request.against is None and request.fail_above is not None:
         problems.append("--fail-above belongs to --against: name the folder with the earlier runs")
     if request.against is not None and request.compare is not None:

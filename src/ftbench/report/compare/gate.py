@@ -11,6 +11,7 @@ from ftbench.report.compare.pairs import Pair, noise_of, pair_of
 from ftbench.report.compare.words import change, flat_learning, flat_ratio, learning_text
 from ftbench.report.data.collect import Record
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, cells_of, identity, runs_of
+from ftbench.report.data.names import cell_names, number_of
 from ftbench.report.render.document import Section, Table
 
 _MOST_CHANGES = 12  # facts named in a note
@@ -91,18 +92,19 @@ def _regressed(pair: Pair, limit: float) -> list[str]:
 def sections(result: Gate) -> list[Section]:
     """Return a row for each pair, those that regressed first, and the cells without a partner."""
     rows = sorted(result.rows, key=lambda row: not row.regressed)
-    headings = ["model", "GPU", "cell", "speed", "memory", "loss", "verdict"]
+    headings = ["#", "name", "verdict", "speed", "memory", "loss"]
+    names = cell_names([row.pair.cell for row in rows])
     lines = [
         [
-            row.pair.cell.facts.get("model.id", "").rsplit("/", 1)[-1], row.pair.cell.facts["gpu"], row.pair.cell.name,
-            change(row.pair.speed), change(row.pair.memory).removesuffix(" ?"), learning_text(row.pair.learning),
+            number_of(row.pair.cell.runs[0].record), name,
             "; ".join(row.regressed) or ("ok" if row.pair.cell.ok else f"as before: {row.pair.cell.state}"),
+            change(row.pair.speed), change(row.pair.memory).removesuffix(" ?"), learning_text(row.pair.learning),
         ]
-        for row in rows
+        for row, name in zip(rows, names, strict=True)
     ]  # fmt: skip
     count = len(result.regressed)
     verdict = f"{count} of {len(rows)} regressed by more than {units.percent(result.limit)}"
-    table = Table({"against": verdict}, headings, lines, _notes(result), tuple(headings))
+    table = Table({"against earlier runs:": verdict}, headings, lines, _notes(result), tuple(headings[1:]))
     return [Section("gate", "Against earlier runs", table, records=[_record(row) for row in rows])]
 
 

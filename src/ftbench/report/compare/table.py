@@ -33,6 +33,7 @@ from ftbench.report.data.axes import (
     varying_keys,
 )
 from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell
+from ftbench.report.data.names import cell_names, number_of, run_of
 from ftbench.report.render.document import Section, Table
 from ftbench.report.render.runs_table import named
 
@@ -42,6 +43,7 @@ _HEADING = {
 }  # fmt: skip
 _TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005
+_FIRST = ("speed", "samples/h", "peak GiB", "loss", "recipe", "state")  # what a narrow terminal shows
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "recipe", "state", "name")
 NOTE = (
     "Changes are against the baseline, with their 95 % interval in brackets; ≈ is not distinguishable, ? is without an "
@@ -72,23 +74,24 @@ def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], ke
     same = [key for key in _CONTEXT if key not in (*keys, comparison.axis) and not _varies(comparison, key)]
     shared = {_name(key): _fact(key, comparison.cells[0]) for key in same}
     lists = _lists(comparison)
-    figures = {heading: text for heading, text in _FIGURES.items() if any(text(cell, pair) for cell, pair in cells)}
-    several = {"runs": _runs} if any(len(cell.runs) > 1 for cell, _ in cells) else {}
-    rows = [
-        [
-            comparison.value(cell), *(_fact(key, cell) for key in keys), cell.way,
-            *(text(cell) for text in several.values()), *(text(cell, pair) for text in figures.values()),
-            _recipe(pair, lists), cell.state,
-        ]
-        for cell, pair in cells
-    ]  # fmt: skip
+    figures = {heading: [text(cell, pair) for cell, pair in cells] for heading, text in _FIGURES.items()}
+    figures |= {"recipe": [_recipe(pair, lists) for _, pair in cells], "state": [cell.state for cell, _ in cells]}
+    first = {"#": [_number(cell) for cell, _ in cells], "name": cell_names([cell for cell, _ in cells])}
+    first |= {heading: figures.pop(heading) for heading in _FIRST}
+    several = {"runs": [_runs(cell) for cell, _ in cells]} if any(len(cell.runs) > 1 for cell, _ in cells) else {}
     others = [key for key in keys if key not in _HEADING]
     short = dict(zip(others, headings(others), strict=True))
-    axes = [_name(comparison.axis), *(short.get(key) or _name(key) for key in keys)]
-    names = [*axes, "name", *several, *figures, "recipe", "state"]
+    axes = {_name(comparison.axis): [comparison.value(cell) for cell, _ in cells]}
+    axes |= {short.get(key) or _name(key): [_fact(key, cell) for cell, _ in cells] for key in keys}
+    columns = {heading: texts for heading, texts in (first | figures).items() if any(texts)} | several | axes
     words = (*TEXT, *(heading for heading in axes if heading != "batch"))
     notes = [*_notes(comparison, [cell for cell, _ in cells], lists)]
-    return Table({"baseline": comparison.baseline, **shared}, names, rows, notes, words)
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return Table({"baseline": comparison.baseline, **shared}, list(columns), rows, notes, words)
+
+
+def _number(cell: Cell) -> str:
+    return number_of(cell.runs[0].record)
 
 
 _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZATIONS)
@@ -208,20 +211,21 @@ def _hourly(cell: Cell) -> float | None:
 
 
 def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -> Iterator[str]:
+    verdicts = [(pair, pair.learning) for pair in comparison.pairs if pair.learning]
+    for pair, learning in verdicts:
+        if learning.failed:
+            yield f"{run_of(pair.cell.runs[0].record)}, {pair.cell.name}, does not learn the same: {learning.reason}"
     yield NOTE
     if comparison.dropped:
         noun = "pair is" if comparison.dropped == 1 else "pairs are"
         yield f"--strict: {comparison.dropped} {noun} not the same recipe and left out"
     for words, number in lists.items():
         yield f"({number}) {words}"
-    verdicts = [(pair, pair.learning) for pair in comparison.pairs if pair.learning]
     reasons = dict.fromkeys(learning.reason for _, learning in verdicts if learning.verdict == CANNOT_TELL)
     if reasons:
         yield f"loss, cannot tell: {'; '.join(reasons)}"
-    for pair, learning in verdicts:
-        if learning.failed:
-            yield f"{pair.cell.name} does not learn the same: {learning.reason}"
-    few = [run.run_id for cell in cells for run in cell.ok if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]
+    few = [run_of(run.record) for cell in cells for run in cell.ok
+           if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]  # fmt: skip
     if few:
         yield f"fewer than {MINIMUM_STEADY} steady steps: {named(few)}"
 

@@ -122,10 +122,28 @@ def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequen
         for key, text in spec.items():
             seen.setdefault(key, {})[text] = None
     varying = [key for key, texts in seen.items() if len(texts) > 1 and key not in _SHOWN]
-    return [
+    shown = [
         key for key in varying
         if not key.startswith("optimizations.") and not _labelled(key, specs, labels.get(key.partition(".")[0]))
     ]  # fmt: skip
+    return by_importance(shown)
+
+
+# What a reader looks for first, in this order, and what says least.
+_TELLING = ("launch.gpus", "launch.strategy", "method.load_in_4bit", "method.load_in_fp8", "method.rank",
+            "method.targets", "method.alpha", "dataset.max_length", "dataset.mean_length", "train.optimizer",
+            "train.learning_rate")  # fmt: skip
+_IDLE = ("measure.", "model.revision", "model.path", "dataset.path", "launch.mock")
+
+
+def by_importance(keys: Iterable[str]) -> list[str]:
+    """Return keys with those first that tell most of how a run trains; seeds and what is measured last."""
+
+    def rank(key: str) -> int:
+        idle = key.endswith("seed") or key.startswith(_IDLE)
+        return _TELLING.index(key) if key in _TELLING else len(_TELLING) + idle
+
+    return sorted(keys, key=rank)
 
 
 def _labelled(key: str, specs: Sequence[Mapping[str, str]], labels: Sequence[str] | None) -> bool:

@@ -23,7 +23,8 @@ _PER_SAMPLE = "energy.joules_per_1k_samples"
 
 def collect(paths: Sequence[Path]) -> list[Record]:
     """Return the runs at or below `paths`, each with the fields of its summary, nested ones dotted
-    (`memory_gb.host_peak`), and its `path`. Raises SpecError for a path that does not exist or holds no run."""
+    (`memory_gb.host_peak`), its `path`, and its `number` among them, counted from 1. Raises SpecError for a
+    path that does not exist or holds no run."""
     collected = records(read_summary(run) | {"path": str(run.path)} for run in _runs(paths))
     rank = {name: number for number, name in enumerate(METHODS)}
 
@@ -31,7 +32,7 @@ def collect(paths: Sequence[Path]) -> list[Record]:
         gpu, method = record["gpu"] or "", rank.get(record["method"], len(rank))
         return record["name"], record["model"], gpu, method, record["batch_size"], record["run_id"]
 
-    return sorted(collected, key=order)
+    return [record | {"number": number} for number, record in enumerate(sorted(collected, key=order), 1)]
 
 
 def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:

@@ -11,7 +11,16 @@ from typing import Any
 
 from ftbench.core.compare import Pace, geometric_mean
 from ftbench.core.stats import MINIMUM_STEADY
-from ftbench.report.data.axes import NO_OPTIMIZATION, OPTIMIZATIONS, PLAIN, RECIPE, headings, recipe_keys, value_at
+from ftbench.report.data.axes import (
+    NO_OPTIMIZATION,
+    OPTIMIZATIONS,
+    PLAIN,
+    RECIPE,
+    by_importance,
+    headings,
+    recipe_keys,
+    value_at,
+)
 from ftbench.report.data.collect import Record, data_labels, known
 from ftbench.report.data.facts import CPU, machine_facts, spec_facts
 from ftbench.store.rundir import RunDir, read_json
@@ -20,6 +29,7 @@ TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.media
 PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
 _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
 _SHORT_REASON = 48
+_OF_LISTS = str.maketrans("", "", '[]"')
 _MOST_LETTERS = 24  # of a fact that tells two groups of one name apart
 
 
@@ -187,7 +197,9 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
     first = group[0]
     facts = {"gpu": gpu_of(first.record), **first.spec}
     if not first.spec:
-        facts |= {"method.name": str(first.record["method"]), "model.id": str(first.record["model"])}
+        known = {"method.name": "method", "model.id": "model", _BATCH: "batch_size",
+                 _ACCUMULATION: "gradient_accumulation_steps"}  # fmt: skip
+        facts |= {key: str(first.record[name]) for key, name in known.items() if first.record[name]}
     for key in dict.fromkeys(key for run in group for key in run.ran):
         # What ended early knows less of what ran: those that ended well speak for the cell.
         speaking = [run for run in group if run.ok] or group
@@ -223,7 +235,7 @@ def _told_apart(cells: Sequence[Cell], axis: str) -> list[Cell]:
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
     """Return a text for each cell that no other has: facts of the spec, or else the first run."""
     keys = [axis] if axis else []
-    keys += dict.fromkeys(key for cell in group for key in cell.runs[0].spec)
+    keys += by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
     chosen: list[str] = []
     for key in keys:
         if len(set(_facts_of(group, [*chosen, key]))) > len(set(_facts_of(group, chosen))):
@@ -234,11 +246,13 @@ def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
 
 def _facts_of(group: Sequence[Cell], keys: Sequence[str]) -> list[str]:
     names = headings(keys)
-    return [", ".join(f"{name} {_short(cell.facts.get(key, 'unknown'))}" for key, name in zip(keys, names, strict=True))
-            for cell in group]  # fmt: skip
+    pairs = list(zip(keys, names, strict=True))
+    return [", ".join(f"{name} {short_value(cell.facts.get(key, 'unknown'))}" for key, name in pairs) for cell in group]
 
 
-def _short(text: str) -> str:
+def short_value(text: str) -> str:
+    """Return a fact as a table shows it: of a list its values, of a long text its beginning."""
+    text = text.translate(_OF_LISTS)
     return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 1] + "…"
 
 

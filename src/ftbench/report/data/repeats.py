@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from ftbench.core.compare import geometric_mean
 from ftbench.report.data.axes import PREFIX, varying_keys
 from ftbench.report.data.collect import Record, data_labels, known
 from ftbench.report.data.facts import spec_facts
-from ftbench.report.data.groups import cache_of, identity, runs_of
+from ftbench.report.data.groups import Run, cache_of, identity, runs_of
+from ftbench.report.data.names import run_names
 from ftbench.store.rundir import RunDir
 
 RUNS = "runs"
@@ -20,13 +21,15 @@ _MERGED = ("tokens_per_s.real", "samples_per_hour", "samples_per_s", "step_time_
 
 
 def with_axes(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
-    """Return the records with a field `spec.<key>` for each key of the resolved specs that varies and that no other
-    column of the table shows, and the names of these fields, in the order of the spec."""
+    """Return the records with a `label`, which names each among the others, and a field `spec.<key>` for each key of
+    the resolved specs that varies and that no other column of the table shows; and the names of these fields, those
+    that tell most first."""
     specs = [spec_facts(RunDir(Path(record["path"]))) for record in records]
     labels = {"model": [str(record["model"]) for record in records], "dataset": data_labels(records)}
+    runs = [Run(record, spec, {}, data) for record, spec, data in zip(records, specs, labels["dataset"], strict=True)]
     keys = varying_keys(specs, labels)
-    wider = [record | {PREFIX + key: spec.get(key, "") for key in keys}
-             for record, spec in zip(records, specs, strict=True)]  # fmt: skip
+    wider = [record | {"label": name} | {PREFIX + key: spec.get(key, "") for key in keys}
+             for record, spec, name in zip(records, specs, run_names(runs), strict=True)]  # fmt: skip
     return wider, [PREFIX + key for key in keys]
 
 
@@ -47,9 +50,20 @@ def _merged(group: Sequence[Record]) -> Record:
     if len(group) > 1 and (cold := [record for record in ended_well if cache_of(record) == "cold"]):
         figures["first_step_s"] = geometric_mean(known(cold, "first_step_s"))
     failed = [record for record in group if record["state"] != "ok"]
-    warnings = dict.fromkeys(warning for record in group for warning in record["warnings"])
+    warnings = dict.fromkeys(_warnings(group))
     if ended_well and failed:
         how = failed[0]["reason"] or failed[0]["state"]
         warnings |= {f"{len(failed)} of {len(group)} repeats ended otherwise: {how}": None}
     count = str(len(group)) if not failed else f"{len(ended_well)} of {len(group)}"
     return first | figures | {RUNS: count, "warnings": list(warnings)}
+
+
+def _warnings(group: Sequence[Record]) -> Iterator[str]:
+    """Yield each warning once: as it is where it is about all of the repeats, else with those that it is about."""
+    about: dict[str, list[str]] = {}
+    for number, record in enumerate(group, 1):
+        for warning in record["warnings"]:
+            about.setdefault(warning, []).append(str(number))
+    for warning, numbers in about.items():
+        which = f"repeat{'s' * (len(numbers) > 1)} {', '.join(numbers)} of {len(group)}: "
+        yield warning if len(numbers) == len(group) else which + warning

@@ -11,7 +11,7 @@ from typing import Any
 from ftbench.report.data.collect import Record
 from ftbench.report.data.groups import Cell, Run, cells_of, runs_of
 from ftbench.report.render.document import Report
-from ftbench.report.render.runs_table import CONTEXT, FIGURES, runs_table
+from ftbench.report.render.runs_table import CONTEXT, FIGURES, NAME, runs_table
 from ftbench.store.summary import PROFILED
 
 NUMBERS = {
@@ -91,7 +91,8 @@ def view(report: Report) -> View:
     """Return the records and the rows of their table, which are the same runs in the same order. The state stands
     before the figures, so that a row without figures says why."""
     records, table = report.records, runs_table(report.records, report.axes)
-    order = sorted(range(len(table.headings)), key=lambda column: _column_order(table.headings[column]))
+    shown_columns = [column for column, heading in enumerate(table.headings) if heading != NAME]
+    order = sorted(shown_columns, key=lambda column: _column_order(table.headings[column]))
     headings = [table.headings[column] for column in order]
     apart: dict[bool, list[Run]] = {False: [], True: []}  # profiled runs are of specs of their own, and no measurement
     for run in runs_of(records):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_WORDS = ("model", "weights", "GPU", "data", "with", "method", "state", "where it fails", "note")
+_WORDS = ("name", "model", "weights", "GPU", "data", "with", "method", "state", "where it fails", "note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,23 @@ class Table:
     @property
     def title(self) -> str:
         """What all rows share, in one line."""
-        return " · ".join(f"{key} {value}" for key, value in self.context.items())
+        return " · ".join(f"{key} {value}" for key, value in self.context.items() if value)
 
     @property
     def words(self) -> list[bool]:
         """Whether each column holds words, not figures."""
         return [heading in (*_WORDS, *self.text) for heading in self.headings]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table of runs: its heading, the field of a record that it shows, how that becomes text, and
+    whether more of it is better."""
+
+    heading: str
+    source: str
+    text: Callable[[Any], str] = str
+    more_is_better: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +57,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report before it has a format: a record a run, the fields that its table has columns for (`axes`), and the
-    sections. `runs` says whether the table of single runs is part of it."""
+    """A report before it has a format: a record a run, the fields that its table has columns for (`axes`), the columns
+    that were asked for instead, and the sections. `runs` says whether the table of single runs is part of it."""
 
     records: Sequence[dict[str, Any]]
     axes: Sequence[str] = ()
+    columns: Sequence[Column] = ()
     sections: Sequence[Section] = ()
     runs: bool = True

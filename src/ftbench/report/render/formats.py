@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ftbench.core.rows import SCHEMA
-from ftbench.core.table import text_table
+from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
 from ftbench.report.data.collect import Record, named_paths
 from ftbench.report.render.document import Report, Table
@@ -22,7 +22,7 @@ from ftbench.report.render.runs_table import FOOTNOTE, runs_table
 from ftbench.spec.base import nearest
 
 _FORMULA = re.compile(r"\s*[=+\-@\t\r]")
-_NARROWEST_PAGE, _PAGE = 80, 120
+MOST_NOTES = 10  # below a table for people
 
 
 def render(report: Report, format_name: str) -> str:
@@ -50,20 +50,15 @@ def terminal(table: Table, footnote: str = "") -> str:
     """Return a table as wide as the terminal, without colours."""
     headings = [heading if words else f">{heading}" for heading, words in zip(table.headings, table.words, strict=True)]
     parts = [folded(table.title)] if table.context else []
-    parts.append(text_table(headings, table.rows, _width()))
-    below = [text for text in (footnote, *(f"note: {note}" for note in table.notes)) if text]
+    parts.append(text_table(headings, table.rows))
+    below = [text for text in (footnote, *(f"note: {note}" for note in shown_notes(table.notes))) if text]
     return "\n".join([*parts, *(["", *map(folded, below)] if below else [])]) + "\n"
 
 
-def folded(text: str) -> str:
-    """Return a paragraph in lines of the terminal's width."""
-    return text_table([""], [[text]], _width())
-
-
-def _width() -> int:
-    import shutil
-
-    return max(_NARROWEST_PAGE, shutil.get_terminal_size((_PAGE, 24)).columns)
+def shown_notes(notes: Sequence[str]) -> list[str]:
+    """Return the first notes, and how many more there are."""
+    left = len(notes) - MOST_NOTES
+    return [*notes[:MOST_NOTES], *([f"{left} more notes: --format json has all"] if left > 0 else [])]
 
 
 def markdown(table: Table, footnote: str = "") -> str:
@@ -92,7 +87,7 @@ def cell(text: str) -> str:
 
 def _text(report: Report, table: Callable[..., str], title: str, paragraph: Callable[[str], str], end: str) -> str:
     """Return tables and paragraphs one after the other; `title` is a pattern."""
-    runs = runs_table(report.records, report.axes) if report.runs else None
+    runs = runs_table(report.records, report.axes, report.columns) if report.runs else None
     parts = [table(runs, FOOTNOTE)] if runs else []
     for section in report.sections:
         lines = [title.format(section.title)] if title else []

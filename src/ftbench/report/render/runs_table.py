@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftbench.core import units
 from ftbench.report.data.axes import MOST_AXES, headings
 from ftbench.report.data.collect import Record, data_labels
 from ftbench.report.data.facts import CPU
-from ftbench.report.data.groups import long_reason, state_of
+from ftbench.report.data.groups import long_reason, short_value, state_of
+from ftbench.report.data.names import number_of, run_of
 from ftbench.report.data.repeats import RUNS
-from ftbench.report.render.document import Table
+from ftbench.report.render.document import Column, Table
 
 CONTEXT = {"model": "model", "weights": "weights", "gpu": "GPU", "data": "data", "optimizations": "with"}
 FOOTNOTE = (
@@ -21,58 +21,72 @@ FOOTNOTE = (
 )
 _IN_COLUMNS = ("model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations")
 _NAMED = 4  # runs by name in a note
+NUMBER, NAME, LABEL = "#", "name", "label"
 
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One figure: heading, where it stands in a record, how it becomes text."""
-
-    heading: str
-    source: str
-    text: Callable[[Any], str]
-
-
+# Those that most readers look for stand before the state, which a narrow terminal shows too.
 FIGURES = (
-    Column("step", "step_time_s.median", units.seconds),
-    Column("samples/h", "samples_per_hour", units.rate),
-    Column("tokens/s", "tokens_per_s.real", units.rate),
+    Column("tokens/s", "tokens_per_s.real", units.rate, True),
     Column("peak GiB", "memory_gb.allocated_peak", units.gibibytes),
-    Column("MFU", "mfu", units.percent),
-    Column("first step", "first_step_s", units.seconds),
+    Column("step", "step_time_s.median", units.seconds),
+    Column("samples/h", "samples_per_hour", units.rate, True),
+    Column("MFU", "mfu", units.percent, True),
     Column("eval loss", "loss.eval", lambda value: f"{value:.3f}"),
+    Column("first step", "first_step_s", units.seconds),
 )
+_FIRST_FIGURES, _LONGEST_FIGURE = 3, 12
 _OPTIONAL = ("mfu", "loss.eval")
 
 
-def runs_table(records: Sequence[Record], axes: Sequence[str] = ()) -> Table:
-    """Return one row a run. Columns in which all rows agree move into the title; a column that no row fills is left
-    out. `axes` are fields of the records, named by their keys in the spec, that get a column if none shows them."""
+def runs_table(records: Sequence[Record], axes: Sequence[str] = (), chosen: Sequence[Column] = ()) -> Table:
+    """Return one row a run: its number and name, its figures, then what it is. Columns in which all rows agree move
+    into the title; a column that no row fills is left out. `axes` are fields of the records, named by their keys in
+    the spec, that get a column if none shows them; `chosen` are shown instead of all these."""
     texts = [_context(record, label) for record, label in zip(records, data_labels(records), strict=True)]
     differing = [name for name in CONTEXT if len({text[name] for text in texts}) > 1]
     context = {CONTEXT[name]: texts[0][name] for name in CONTEXT if texts and name not in differing}
-    figures = [
-        column for column in FIGURES
-        if column.source not in _OPTIONAL or any(record.get(column.source) is not None for record in records)
-    ]  # fmt: skip
     axes = [key for key in axes if key not in _IN_COLUMNS and not key.startswith("optimizations.")]
     hidden = [f"{len(axes) - MOST_AXES} more keys vary: --format csv shows all"] if len(axes) > MOST_AXES else []
     axes = axes[:MOST_AXES]
+    columns = {NUMBER: [number_of(record) for record in records], NAME: [record.get(LABEL, "") for record in records]}
+    columns = {heading: cells for heading, cells in columns.items() if any(cells)}
+    if chosen:
+        words = tuple(column.heading for column in chosen if column not in FIGURES)
+        for column in chosen:
+            text = _figure if column in FIGURES else _text
+            columns[column.heading] = [text(record, column) for record in records]
+    else:
+        columns |= _figures(records)
+        apart = {CONTEXT[name]: [text[name] for text in texts] for name in differing}
+        columns |= {name: apart.pop(name) for name in ("GPU", "data") if name in apart}
+        names = headings(axes)
+        varying = {name: [short_value(str(record[key])) for record in records]
+                   for name, key in zip(names, axes, strict=True)}  # fmt: skip
+        words = tuple(name for name, cells in varying.items() if any(map(_is_word, cells)))
+        columns |= varying
+        columns |= {"method": [str(record["method"]) for record in records], "batch": _batches(records)} | apart
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return Table(context, list(columns), rows, [*hidden, *_notes(records)], words)
+
+
+def _is_word(text: str) -> bool:
+    return text[-1:].isalpha() or len(text) > _LONGEST_FIGURE
+
+
+def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
+    """Return the columns of figures, with the state and the number of repeats among them."""
+    figures = {
+        column.heading: [_figure(record, column) for record in records] for column in FIGURES
+        if column.source not in _OPTIONAL or any(record.get(column.source) is not None for record in records)
+    }  # fmt: skip
+    first = {heading: figures.pop(heading) for heading in list(figures)[:_FIRST_FIGURES]}
+    merged = {RUNS: [str(record[RUNS]) for record in records]} if any(RUNS in record for record in records) else {}
+    return first | {"state": [state_of(record) for record in records]} | merged | figures
+
+
+def _batches(records: Sequence[Record]) -> list[str]:
     accumulated = len({record["gradient_accumulation_steps"] for record in records}) > 1
-    merged = [RUNS] if any(RUNS in record for record in records) else []
-    names = [
-        *(CONTEXT[name] for name in differing), "method", "batch", *headings(axes),
-        *(column.heading for column in figures), *merged, "state",
-    ]  # fmt: skip
-    rows = [
-        [
-            *(text[name] for name in differing), str(record["method"]),
-            f"{record['batch_size']}" + (f"x{record['gradient_accumulation_steps']}" if accumulated else ""),
-            *(str(record[key]) for key in axes), *(_figure(record, column) for column in figures),
-            *(str(record[key]) for key in merged), state_of(record),
-        ]
-        for record, text in zip(records, texts, strict=True)
-    ]  # fmt: skip
-    return Table(context, names, rows, [*hidden, *_notes(records)])
+    return [f"{record['batch_size']}" + (f"x{record['gradient_accumulation_steps']}" if accumulated else "")
+            for record in records]  # fmt: skip
 
 
 def _context(record: Record, label: str) -> dict[str, str]:
@@ -85,8 +99,12 @@ def _context(record: Record, label: str) -> dict[str, str]:
 
 def _figure(record: Mapping[str, Any], column: Column) -> str:
     """Return a figure's text; a run that did not end well has none to compare."""
+    return _text(record, column) if record["state"] == "ok" else ""
+
+
+def _text(record: Mapping[str, Any], column: Column) -> str:
     value = record.get(column.source)
-    return "" if record["state"] != "ok" or value is None else column.text(value)
+    return "" if value is None else column.text(value)
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
@@ -95,7 +113,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     about: dict[str, list[str]] = {}
     for record in records:
         for warning in filter(None, [long_reason(record), *record["warnings"]]):
-            about.setdefault(warning, []).append(record["run_id"])
+            about.setdefault(warning, []).append(run_of(record))
     return [
         warning if len(runs) == len(records) > 1 else f"{named(runs)}: {warning}" for warning, runs in about.items()
     ]

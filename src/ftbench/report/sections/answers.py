@@ -14,7 +14,7 @@ from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, Run
 from ftbench.report.render.document import Section, Table
 from ftbench.report.sections.cost import NIGHT_H
 from ftbench.report.sections.profiles import generations
-from ftbench.report.sections.rows import HEADINGS, Record, field, first_of, names_of, section
+from ftbench.report.sections.rows import Record, field, first_of, named_rows, names_of, section
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_columns
 
@@ -110,17 +110,19 @@ def frontier(cells: Sequence[Cell]) -> Section | None:
     lines: dict[tuple[str, ...], dict[str, Cell]] = {}
     for cell in cells:
         model, _, data = cell.workload
-        lines.setdefault((model.rsplit("/", 1)[-1], cell.facts["gpu"], data, cell.way), {})[cell.batch] = cell
+        lines.setdefault((model, cell.facts["gpu"], data, cell.way), {})[cell.batch] = cell
     batches = in_order("train.batch_size", (batch for line in lines.values() for batch in line))
     if len(batches) < 2 and all(cell.ok for cell in cells):
         return None
-    rows, records = [], []
-    for names, line in lines.items():
-        fitting = [batch for batch in batches if batch in line and line[batch].ok]
-        rows.append([*names, *(_spot(line.get(batch)) for batch in batches), fitting[-1] if fitting else "none"])
-        tried = [line[batch] for batch in batches if batch in line]
-        records += [names_of(cell) | {"state": cell.state, "peak_gb": cell.figure(PEAK)} for cell in tried]
-    table = Table({}, [*HEADINGS[:-1], *batches, "fits"], rows, [], HEADINGS[:-1])
+    ways = [dict(zip(("model", "gpu", "data", "name"), names, strict=True)) for names in lines]
+    context, names, others = named_rows(ways)
+    fitting = [[batch for batch in batches if batch in line and line[batch].ok] for line in lines.values()]
+    columns = names | {"fits": [fits[-1] if fits else "none" for fits in fitting]}
+    columns |= {batch: [_spot(line.get(batch)) for line in lines.values()] for batch in batches} | others
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    records = [names_of(line[batch]) | {"state": line[batch].state, "peak_gb": line[batch].figure(PEAK)}
+               for line in lines.values() for batch in batches if batch in line]  # fmt: skip
+    table = Table(context, list(columns), rows)
     words = ("Columns are batch sizes: peak GiB of tensors where it fits.",)
     return Section("frontier", "Which batch fits", table, words, records)
 

@@ -59,8 +59,8 @@ def beside(cells: Sequence[Cell]) -> Section:
     table = published()
     matches = sorted((match(entry, cells) for entry in table.figures), key=lambda matched: matched.cell is None)
     keys = list(dict.fromkeys(str(matched.entry["source"]) for matched in matches))
-    headings = ["source", *_NAMES.values(), "published", "measured here", "in common", "not the same"]
-    rows = [[f"[{keys.index(str(matched.entry['source'])) + 1}]", *_row(matched)] for matched in matches]
+    rows = [{"source": f"[{keys.index(str(matched.entry['source'])) + 1}]"} | _row(matched) for matched in matches]
+    headings = list(rows[0])
     notes = [f"[{number}] {table.sources[key]}" for number, key in enumerate(keys, start=1)]
     words = (
         f"{LABEL}: these figures are their sources' own, of other code, recipes and ways of counting. They are beside "
@@ -68,7 +68,13 @@ def beside(cells: Sequence[Cell]) -> Section:
         *table.notes,
     )
     records = [_record(matched, table) for matched in matches]
-    return Section("references", LABEL, Table({}, headings, rows, notes, tuple(headings)), words, records)
+    return Section(
+        "references",
+        LABEL,
+        Table({}, headings, [list(row.values()) for row in rows], notes, tuple(headings)),
+        words,
+        records,
+    )
 
 
 def match(entry: Mapping[str, Any], cells: Sequence[Cell]) -> Match:
@@ -123,17 +129,19 @@ def _text(figures: Mapping[str, Any]) -> str:
     )  # fmt: skip
 
 
-def _row(matched: Match) -> list[str]:
+def _row(matched: Match) -> dict[str, str]:
     entry, cell, measured = matched.entry, matched.cell, _text(_measured(matched))
     names = {key: str(entry.get(key, "")) for key in KEYS}
     names["method"] = " ".join(filter(None, (names["method"], f"with {entry['with']}" if "with" in entry else "")))
     facts = _facts(cell) if cell else {}
-    return [
-        *names.values(), "; ".join(filter(None, (_text(entry), entry.get("text", "")))),
-        f"{measured} ({cell.name} on {cell.facts['gpu']})" if measured and cell else "",
-        ", ".join(_NAMES[key] for key in matched.same),
-        ", ".join(f"{_NAMES[key]} ({facts[key]})" for key in matched.other),
-    ]  # fmt: skip
+    return {
+        "model": names.pop("model"), "method": names.pop("method"),
+        "published": "; ".join(filter(None, (_text(entry), entry.get("text", "")))),
+        "measured here": f"{measured} ({cell.name} on {cell.facts['gpu']})" if measured and cell else "",
+        **{_NAMES[key]: text for key, text in names.items()},
+        "in common": ", ".join(_NAMES[key] for key in matched.same),
+        "not the same": ", ".join(f"{_NAMES[key]} ({facts[key]})" for key in matched.other),
+    }  # fmt: skip
 
 
 def _record(matched: Match, table: References) -> dict[str, Any]:

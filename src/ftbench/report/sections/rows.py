@@ -7,27 +7,49 @@ from typing import Any
 
 from ftbench.report.data.axes import OPTIMIZATIONS, value_at
 from ftbench.report.data.groups import Cell, Run
+from ftbench.report.data.names import number_of, row_names
 from ftbench.report.render.document import Section, Table
 
 Record = dict[str, Any]
 Columns = Mapping[str, Callable[[Record], str]]
-HEADINGS = ("model", "GPU", "data", "trained by", "batch")
+SETTINGS = {
+    "model": "model",
+    "gpu": "GPU",
+    "data": "data",
+}  # what stands in the title where it is the same for all rows
 
 
 def section(
     key: str, title: str, records: Sequence[Record], columns: Columns, words: Sequence[str] = (), *,
     named: bool = True, text: Sequence[str] = (), notes: Sequence[str] = (), pictures: Sequence[str] = (),
 ) -> Section | None:  # fmt: skip
-    """Return a part with a row for each record; None without records. `named` puts the names of a record's cell first;
-    `text` are headings whose columns hold words."""
+    """Return a part with a row for each record; None without records. `named` puts the number and the name of a
+    record's cell first, and where it ran last; `text` are headings whose columns hold words."""
     if not records:
         return None
-    headings = [*(HEADINGS if named else ()), *columns]
-    rows = [
-        [*(_names(record) if named else ()), *(text_of(record) for text_of in columns.values())] for record in records
+    cells = {heading: [text_of(record) for record in records] for heading, text_of in columns.items()}
+    context: dict[str, str] = {}
+    if named:
+        context, before, behind = named_rows(records)
+        cells = before | cells | behind
+    rows = [list(row) for row in zip(*cells.values(), strict=True)]
+    return Section(key, title, Table(context, list(cells), rows, list(notes), tuple(text)), words, records, pictures)
+
+
+def named_rows(records: Sequence[Record]) -> tuple[dict[str, str], dict[str, list[str]], dict[str, list[str]]]:
+    """Return what all records share of where they ran, the columns that name each, and those of what they do not."""
+    settings = {name: [_setting(record, name) for record in records] for name in SETTINGS}
+    shared = {SETTINGS[name]: texts[0] for name, texts in settings.items() if len(set(texts)) == 1}
+    names = [
+        (_setting(record, "model"), str(record["name"]), str(record["gpu"]), str(record["data"])) for record in records
     ]
-    table = Table({}, headings, rows, list(notes), (*(HEADINGS if named else ()), *text))
-    return Section(key, title, table, words, records, pictures)
+    first = {"#": [number_of(record) for record in records], "name": row_names(names)}
+    others = {SETTINGS[name]: texts for name, texts in settings.items() if SETTINGS[name] not in shared}
+    return shared, {heading: texts for heading, texts in first.items() if any(texts)}, others
+
+
+def _setting(record: Record, name: str) -> str:
+    return str(record[name]).rsplit("/", 1)[-1] if name == "model" else str(record[name])
 
 
 def field(name: str, text: Callable[[Any], str] = str) -> Callable[[Record], str]:
@@ -47,9 +69,5 @@ def names_of(cell: Cell) -> Record:
         "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data, "name": cell.name,
         "trained_by": cell.way, "method": facts.get("method.name", ""), "with": value_at(OPTIMIZATIONS, facts) or "",
         "batch": facts.get("train.batch_size", ""), "run_ids": " ".join(run.run_id for run in cell.runs),
+        "number": cell.runs[0].record.get("number"),
     }  # fmt: skip
-
-
-def _names(record: Record) -> list[str]:
-    model, batch = str(record["model"]).rsplit("/", 1)[-1], str(record["name"]).rpartition(" ")[2]
-    return [model, *(str(record[name]) for name in ("gpu", "data", "trained_by")), batch]

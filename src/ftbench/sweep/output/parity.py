@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ftbench.core.table import folded
 from ftbench.report.render import formats
 from ftbench.report.render.document import Table
 from ftbench.store import rundir
@@ -47,7 +48,7 @@ class ParityTables(Tables):
 
     def terminal(self) -> str:
         tables = [f"{heading.upper()}\n{formats.terminal(table)}" for heading, table in self._tables()]
-        return "\n".join([*tables, formats.folded(self._sentence())]) + "\n"
+        return "\n".join([*tables, folded(self._sentence())]) + "\n"
 
     def document(self) -> dict[str, Any]:
         """Return all of it, for programs; what is unknown is None."""

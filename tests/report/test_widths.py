@@ -1,0 +1,204 @@
+"""Every line of every table fits the terminal; names and numbers tell rows apart; what was chosen is what is shown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import pytest
+from rich.cells import cell_len
+
+from ftbench.core.table import folded, text_table
+from made_runs import MAX_Q, OOM, RESULTS, make_run, method, steps
+
+WIDTHS = (80, 120, 160)
+MOST = ["--answers", "--references", "--estimates", "--prices"]
+
+
+def prices(folder):
+    terms = "currency: USD, date: 2026-01-02, source: a shop"
+    file = folder / "prices.yaml"
+    file.write_text(f"H200 SXM:\n  rent: {{per_hour: 3.6, {terms}}}\n")
+    return file
+
+
+def mixed(folder):
+    """Runs that differ in all that a name may have to tell: model, method, rank, GPU, data, repeats, and one failed."""
+    for repeat in (1, 2):
+        make_run(folder, f"a-r{repeat}", steps(seed=repeat))
+    make_run(folder, "b-r1", steps(seed=3), spec=method("qlora") | {"method.rank": 64})
+    make_run(folder, "c-r1", steps(seed=4), machine={"gpu.name": MAX_Q}, spec={"optimizations.compile": True})
+    make_run(folder, "d-r1", steps(seed=5), spec={"model.id": "meta-llama/Llama-3.1-70B-Instruct-with-a-long-name"})
+    make_run(folder, "e-r1", steps(1), spec=method("full"), state=OOM)
+    make_run(folder, "f-r1", steps(seed=6), spec={"dataset.seed": 7, "dataset.name": "日本語のデータ"})
+    return folder
+
+
+def too_wide(text, width):
+    return [line for line in text.splitlines() if cell_len(line) > width]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("store", sorted(path.name for path in RESULTS.iterdir() if path.is_dir()))
+def test_every_line_of_a_report_of_committed_runs_fits(ftbench, monkeypatch, tmp_path, store, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = ftbench("report", RESULTS / store, "--answers", "--references", "--prices", prices(tmp_path))
+    assert (code, too_wide(out, width)) == (0, [])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "options", [[], ["--compare", "method"], ["--compare", "gpu"], ["--repeats", "merge", "--estimates"]], ids=" ".join
+)
+def test_every_line_of_a_report_of_mixed_runs_fits(ftbench, monkeypatch, tmp_path, options, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = ftbench("report", mixed(tmp_path), *options)
+    assert (code, too_wide(out, width)) == (0, [])
+
+
+def test_a_pipe_and_wide_get_the_whole_table(ftbench, monkeypatch, tmp_path):
+    mixed(tmp_path)
+    piped = ftbench("report", tmp_path)[1]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "left out for want of width: " in ftbench("report", tmp_path)[1]
+    wide = ftbench("report", tmp_path, "--wide")[1]
+    assert too_wide(wide, 160)
+    assert [line.split() for line in wide.splitlines()][:8] == [line.split() for line in piped.splitlines()][:8]
+    file = tmp_path / "report.txt"
+    ftbench("report", tmp_path, "-o", file)
+    assert too_wide(file.read_text(), 160)
+
+
+def rows(out):
+    """The rows of the table of runs, by their numbers."""
+    return {line.split()[0]: line for line in out.splitlines() if re.match(r"\s*\d+  ", line)}
+
+
+def test_results_come_first_and_each_row_has_a_number_and_a_name_of_its_own(ftbench, tmp_path):
+    mixed(tmp_path)
+    out = ftbench("report", tmp_path)[1]
+    heading = next(line for line in out.splitlines() if line.lstrip().startswith("#"))
+    assert heading.split("  ", 1)[0].strip() == "#"
+    assert heading.split()[:4] == ["#", "name", "tokens/s", "peak"]
+    listed = list(csv.DictReader(io.StringIO(ftbench("report", tmp_path, "--format", "csv")[1])))
+    assert sorted(rows(out), key=int) == [row["number"] for row in listed]
+    assert len({row["label"] for row in listed}) == len(listed) == 7
+    assert all(row["label"] in rows(out)[row["number"]] for row in listed)
+
+
+def test_what_says_most_stands_before_what_says_least(ftbench, tmp_path):
+    changes = {"measure.allow_fallback": True, "method.load_in_4bit": True, "method.rank": 64, "dataset.seed": 2}
+    make_run(tmp_path, "a", spec=method("unsloth") | {"method.load_in_4bit": False})
+    make_run(tmp_path, "b", spec=method("unsloth") | changes)
+    heading = ftbench("report", tmp_path)[1].splitlines()[1]
+    places = [heading.index(name) for name in ("tokens/s", "load in 4bit", "rank", "seed", "allow fallback")]
+    assert places == sorted(places)
+
+
+def test_notes_refer_to_rows_by_number_and_of_many_the_rest_is_counted(ftbench, tmp_path):
+    for number in range(13):
+        make_run(tmp_path, f"r{number:02}", steps(seed=number), spec={"dataset.seed": number},
+                 applied={"warnings": [f"warning {number}"]})  # fmt: skip
+    out = ftbench("report", tmp_path)[1]
+    notes = [line for line in out.splitlines() if line.startswith("note: ")]
+    assert notes[0] == "note: #1: warning 0"
+    assert (len(notes), notes[-1]) == (11, "note: 3 more notes: --format json has all")
+
+
+def test_a_merged_row_says_which_repeat_a_note_is_about(ftbench, tmp_path):
+    make_run(tmp_path, "a-r1", steps(seed=1))
+    make_run(tmp_path, "a-r2", steps(seed=2), applied={"warnings": ["hot"]})
+    make_run(tmp_path, "b-r1", steps(seed=3), spec=method("full"))
+    out = ftbench("report", tmp_path, "--repeats", "merge")[1]
+    assert [line for line in out.splitlines() if "hot" in line] == ["note: #2: repeat 2 of 2: hot"]
+
+
+def test_a_title_names_nothing_that_has_no_value(ftbench, tmp_path):
+    make_run(tmp_path, "a", spec={"model.weights": ""})
+    assert "weights" not in ftbench("report", tmp_path)[1].splitlines()[0]
+
+
+# --- which runs, in which order, under which columns -----------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path):
+    make_run(tmp_path, "a", steps(seconds=1.0, seed=1))
+    make_run(tmp_path, "b", steps(seconds=0.5, seed=2), spec=method("qlora") | {"method.rank": 16})
+    make_run(tmp_path, "c", steps(seconds=2.0, seed=3), spec=method("qlora"), machine={"gpu.name": MAX_Q})
+    make_run(tmp_path, "d", steps(1), spec=method("full"), state=OOM)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("condition", "kept"),
+    [
+        ("method=lora", "a"), ("method=lora,full", "ad"), ("method!=lora", "bcd"), ("rank=16", "b"),
+        ("method.rank=8", "ac"), ("gpu=RTX PRO", "c"), ("state=ok", "abc"), ("tokens/s>=8000", "ab"),
+        ("peak GiB<100", "abc"), ("memory_gb.allocated_peak < 1e3", "abc"), ("double_quant=true", "bc"),
+    ],
+)  # fmt: skip
+def test_where_keeps_the_runs_of_which_it_holds(ftbench, store, condition, kept):
+    code, out, _ = ftbench("report", store, "--where", condition, "--format", "csv")
+    assert code == 0
+    assert {row["run_id"] for row in csv.DictReader(io.StringIO(out))} == set(kept)
+
+
+def test_numbers_stay_those_of_the_whole_store(ftbench, store):
+    every = rows(ftbench("report", store)[1])
+    some = rows(ftbench("report", store, "--where", "method=qlora")[1])
+    assert some.keys() < every.keys()
+
+
+@pytest.mark.parametrize(
+    ("option", "order"), [("tokens/s", "bac"), ("-tokens/s", "cab"), ("step", "bac"), ("first_step_s", "abc")]
+)
+def test_the_best_comes_first_and_what_is_unknown_last(ftbench, store, option, order):
+    out = ftbench("report", store, f"--sort={option}", "--format", "csv")[1]
+    assert "".join(row["run_id"] for row in csv.DictReader(io.StringIO(out)))[:3] == order
+
+
+def test_the_columns_that_were_named_are_those_that_are_shown(ftbench, store):
+    out = ftbench("report", store, "--columns", "rank, tokens/s,memory_gb.allocated_peak", "--where", "state=ok")[1]
+    assert out.splitlines()[1].split() == ["#", "name", "rank", "tokens/s", "memory_gb.allocated_peak"]
+    assert rows(out)["2"].split()[-3:-1] == ["8", "8,192"] or "8,19" in rows(out)["2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--where", "methd=lora"], "--where methd: no run has such a column; did you mean method?"),
+        (["--where", "method=lorra"], "no run has it; did you mean lora? (there are full, lora, qlora)"),
+        (["--where", "method"], "write it as method=lora, batch=4,8 or tokens/s>=5000"),
+        (["--where", "tokens/s>fast"], "> compares with a number"),
+        (["--sort", "token/s"], "did you mean tokens/s?"),
+        (["--columns", "ranks"], "did you mean rank?"),
+        (["--columns", "rank", "--format", "csv"], "--columns chooses those of a table"),
+        (["--sort", "rank", "--compare", "method"], "--sort and --columns belong to the table of runs"),
+    ],
+)  # fmt: skip
+def test_a_name_that_nothing_has_is_a_sentence_with_the_nearest(ftbench, store, arguments, said):
+    code, out, err = ftbench("report", store, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+# --- the table itself ------------------------------------------------------------------------------------------------
+
+
+def test_the_last_columns_make_room_and_are_named():
+    columns = ["name", ">a", ">b", "words", ">c"]
+    table = text_table(columns, [["the way it trains", "1" * 9, "2" * 9, "some words that fold", "3" * 9]], 50)
+    assert "left out for want of width: words, c (--wide shows all)" in " ".join(table.split())
+    assert "3" * 9 not in table
+    assert not too_wide(table, 50)
+
+
+def test_columns_without_headings_are_never_left_out():
+    assert "left out" not in text_table(["", ">", ""], [["a" * 40, "1", "b" * 40]], 40)
+
+
+def test_a_paragraph_is_as_wide_as_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    assert max(map(len, folded("word " * 60).splitlines())) <= 50
