@@ -22,6 +22,7 @@ from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.workload import batches
+from ftbench.estimate.workload.division import on_gpus
 from ftbench.estimate.workload.lengths import sample_lengths
 from ftbench.estimate.workload.method import trainable_shape
 from ftbench.spec.batches import synthetic_lengths
@@ -160,7 +161,7 @@ def test_accumulated_gradients_wait_through_the_next_forward_pass() -> None:
 
 def test_unseen_ways_have_a_wider_band() -> None:
     seen = estimate_memory(spec(), H200).allocated
-    unseen = estimate_memory(spec(), H200, gpus=2, strategy="ddp").allocated
+    unseen = estimate_memory(on_gpus(spec(), 2, "ddp"), H200).allocated
     assert unseen.high / unseen.expected > seen.high / seen.expected
 
 
@@ -169,11 +170,11 @@ def test_full_fine_tuning_of_8b_does_not_fit_four_small_gpus(name: str, strategy
     """DeepSpeed's own estimator: 36.6 and 49.6 GiB of states, and the cards have 31.8 and 45."""
     small = next(gpu for gpu in gpus() if gpu.name == name)
     one = spec(method={"name": "full"}, train={"batch_size": 1}, optimizations={"gradient_checkpointing": True})
-    assert estimate_memory(one, small, gpus=4, strategy=strategy).verdict == "does not fit"
+    assert estimate_memory(on_gpus(one, 4, strategy), small).verdict == "does not fit"
 
 
 def test_what_no_run_has_measured_has_the_widest_band() -> None:
-    one, several = estimate_memory(spec(), H200), estimate_memory(spec(), H200, gpus=4, strategy="zero3")
+    one, several = estimate_memory(spec(), H200), estimate_memory(on_gpus(spec(), 4, "zero3"), H200)
     assert several.allocated.high / several.allocated.expected == pytest.approx(1.15)
     assert one.allocated.high / one.allocated.expected == pytest.approx(1.03)
 

@@ -19,8 +19,10 @@ def estimate(
         str | None, typer.Option(help="NAME,NAME of `ftbench list gpus`, or all; this machine's if left out")
     ] = None,
     memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
-    gpus: Annotated[int, typer.Option(help="how many GPUs share the work")] = 1,
-    strategy: Annotated[str | None, typer.Option(help="how they share it: ddp, fsdp, zero1, zero2 or zero3")] = None,
+    gpus: Annotated[int | None, typer.Option(help="how many GPUs share the work, if not the spec's")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="how they share it: ddp, fsdp, zero1 to zero3, tp, ep, cp or ulysses")
+    ] = None,
     config: Config = None,
     check: Annotated[
         bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not (of GPUs the best)")

@@ -16,7 +16,8 @@ class Gpu:
     """One row of the table. Peaks in dense TFLOP/s (no 2:4 sparsity), memory in GB (10**9 bytes), bandwidth in GB/s,
     board power in W; None where no source is known. `gemm_bf16` is the highest rate of large bf16 products that others
     have published, TFLOP/s. `nvml_mib` is the memory as the driver reports it, `usable_gib` what CUDA gives processes
-    of it in all; a card with a `display` may show a screen."""
+    of it in all; a card with a `display` may show a screen. `link` is what one sends another, GB/s in one
+    direction, and `peer_access` says whether their driver lets them read each other's memory."""
 
     name: str
     match: tuple[str, ...]
@@ -31,6 +32,8 @@ class Gpu:
     nvml_mib: float | None = None
     usable_gib: float | None = None
     display: bool = False
+    link: float | None = None
+    peer_access: bool = True
 
     def peak_tflops(self, precision: str) -> float | None:
         """Return dense tensor peak for `bf16`, `fp16` (the same units and rate on these GPUs) or `fp8`; None for

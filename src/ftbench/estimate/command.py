@@ -16,9 +16,9 @@ from ftbench.errors import SpecError
 from ftbench.estimate import view
 from ftbench.estimate.memory.capacity import machine_gpu, probed
 from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
-from ftbench.estimate.memory.share import STRATEGIES
 from ftbench.estimate.time import text as time_text
 from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.workload.division import STRATEGIES, on_gpus
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -29,13 +29,14 @@ from ftbench.store import machine
 
 @dataclass(frozen=True, slots=True)
 class EstimateRequest:
-    """The command line. `gpu` is a name of the table, as the driver says it, or all; `memory_gb` is in GiB."""
+    """The command line. `gpu` is a name of the table, as the driver says it, or all; `memory_gb` is in GiB. `gpus` and
+    `strategy` stand in for the spec's `launch`."""
 
     spec: Path
     sets: Sequence[str] = ()
     gpu: str | None = None
     memory_gb: float | None = None
-    gpus: int = 1
+    gpus: int | None = None
     strategy: str | None = None
     config: Path | None = None
     samples: float | None = None
@@ -56,20 +57,18 @@ class Answer:
 def estimate(request: EstimateRequest) -> Answer:
     """Raise SpecError for what is wrong or cannot be known, with a way to say it."""
     store = Store.read(request.store)
-    spec = store.counted(load(request.spec, request.sets))
+    spec = store.counted(launched(load(request.spec, request.sets), request.gpus, request.strategy))
     prices = None if request.prices is None else load_prices(request.prices)
     scope = time_text.scope_of(request.samples, request.hours, prices)
-    options: dict[str, Any] = {"gpus": _count(request), "strategy": _strategy(request)}
     config = None if request.config is None else read_config(request.config)
-    if config is not None:
-        options["config"] = config
     gpus = gpus_of(request, store.path)
+    options: dict[str, Any] = {} if config is None else {"config": config}
     rows: list[tuple[str, MemoryEstimate, int | None]] = [
         (name, estimate_memory(spec, gpu, total=total, **options), largest_batch(spec, gpu, total=total, **options))
         for name, gpu, total in gpus
     ]
     best = min(VERDICTS.index(memory.verdict) for _, memory, _ in rows)
-    times = [time_text.time_on(spec, name, gpu, store, config, request.gpus) for name, gpu, _ in gpus]
+    times = [time_text.time_on(spec, name, gpu, store, config) for name, gpu, _ in gpus]
     document = view.as_document(spec, rows)
     for record, time in zip(document["gpus"], times, strict=True):
         record["time"] = time_text.as_record(spec, time, scope)
@@ -93,7 +92,7 @@ def _nearest(
     from ftbench.estimate.recommend.nearest import nearest_fit  # most estimates fit
 
     name, gpu, _ = asked
-    fit = nearest_fit(spec, gpu, config, request.gpus, request.strategy or "none")
+    fit = nearest_fit(spec, gpu, config)
     if fit is None:
         return "No batch, optimization or method of `ftbench recommend` is sure to make it fit.", None
     where = "" if request.gpu is None or len(listed(request.gpu)) == 1 else f" on {name}"
@@ -104,21 +103,20 @@ def _nearest(
     return f"The nearest that fits takes {needed}:\n  {command}", record
 
 
-def _count(request: EstimateRequest) -> int:
-    if request.gpus < 1:
-        raise SpecError(f"--gpus {request.gpus}: there must be 1 or more")
-    if request.gpus > 1 and request.strategy in (None, "none"):
-        raise SpecError(f"--gpus {request.gpus}: say how they share the work: --strategy {'|'.join(STRATEGIES[1:])}")
-    return request.gpus
-
-
-def _strategy(request: EstimateRequest) -> str:
-    strategy = request.strategy or "none"
-    if strategy not in STRATEGIES:
+def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:
+    """Return the spec on so many GPUs that share the work in this way; its own `launch` says what is left out."""
+    if gpus is not None and gpus < 1:
+        raise SpecError(f"--gpus {gpus}: there must be 1 or more")
+    if strategy is not None and strategy not in STRATEGIES:
         raise SpecError(f"--strategy {strategy}: is none of {', '.join(STRATEGIES)}")
-    if strategy != "none" and request.gpus == 1:
-        raise SpecError(f"--strategy {strategy}: says how several GPUs share the work: add --gpus 2, or leave it out")
-    return strategy
+    count = spec.launch.gpus if gpus is None else gpus
+    how = strategy or ("none" if count == 1 else spec.launch.strategy)
+    if count > 1 and how == "none":
+        raise SpecError(f"--gpus {count}: say how they share the work: --strategy {'|'.join(STRATEGIES[1:])}")
+    if how != "none" and count == 1:
+        raise SpecError(f"--strategy {how}: says how several GPUs share the work: add --gpus 2, or leave it out")
+    offload = spec.launch.offload if how == spec.launch.strategy else "none"
+    return on_gpus(spec, count, how, offload)
 
 
 def gpus_of(request: EstimateRequest, store: Path | None) -> list[tuple[str, Gpu | float, float | None]]:

@@ -106,7 +106,7 @@ def answer(request: command.EstimateRequest) -> command.Answer:
     given = {
         "--memory-gb": request.memory_gb is not None,
         "all but one of --gpu": request.gpu is not None and len(command.listed(request.gpu)) > 1,
-        "--gpus": request.gpus != 1,
+        "--gpus": request.gpus not in (None, 1),
         "--strategy": request.strategy is not None,
         "--config": request.config is not None,
     }

@@ -172,7 +172,8 @@ class Layer:
 @dataclass(frozen=True, eq=False)
 class ModelShape:
     """A decoder, equal only to itself: `layers` in order, `vocab` words, embedding and head `tied` or not; `vision` is
-    what reads images; `softcap` says that logits pass a tanh."""
+    what reads images; `softcap` says that logits pass a tanh. The head is one of `head_parts`, where several GPUs
+    divide it."""
 
     family: str
     hidden: int
@@ -181,6 +182,7 @@ class ModelShape:
     layers: tuple[Layer, ...]
     vision: VisionShape | None = None
     softcap: bool = False
+    head_parts: int = 1
 
     @cached_property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:
@@ -203,7 +205,7 @@ class ModelShape:
         words = self.vocab * self.hidden
         parts = {part: sum(layer.parameters[part] * count for layer, count in self.kinds) for part in PARTS[1:6]}
         final = parts.pop("norm") + self.hidden
-        return {"embedding": words, **parts, "norm": final, "head": 0 if self.tied else words}
+        return {"embedding": words, **parts, "norm": final, "head": 0 if self.tied else words // self.head_parts}
 
     @cached_property
     def total(self) -> int:

@@ -14,8 +14,9 @@ FOLDER = "probe"  # in a store, beside the experiments
 
 def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
     """Return the ceilings of a GPU of this name, the driver's or the GPU table's: `tflops` by precision (`bf16`,
-    `fp16`, `tf32`, `fp32`, `fp8`, `int8`), `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s, `launch_us` in µs,
-    and in GiB `usable_gb`, what CUDA gives processes of `driver_total_gb`. What no probe has measured is left out;
+    `fp16`, `tf32`, `fp32`, `fp8`, `int8`), `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s, `network_gbs`
+    of an all-reduce over the GPUs of its machine (bus bandwidth), `launch_us` in µs, and in GiB `usable_gb`, what CUDA
+    gives processes of `driver_total_gb`. What no probe has measured is left out;
     without a probe there is nothing.
 
     They are ceilings, so of several cards and several probes the fastest counts: a card that is hot or sick, or was
@@ -23,7 +24,9 @@ def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
     """
     documents = _documents(store, gpu_name)
     products = [document.get("products", {}) for document in documents]
-    memory, link, capacity = ([d.get(name) for d in documents] for name in ("memory", "host_link", "capacity"))
+    memory, link, links, capacity = (
+        [d.get(name) for d in documents] for name in ("memory", "host_link", "links", "capacity")
+    )
     rates = {kind: _best(max, [each.get(kind) for each in products], "best_tflops")
              for kind in sorted({kind for each in products for kind in each})}  # fmt: skip
     ceilings = {
@@ -31,6 +34,7 @@ def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
         "memory_gbs": _best(max, memory, "copy_gbs"),
         "to_device_gbs": _best(max, link, "to_device_gbs"),
         "to_host_gbs": _best(max, link, "to_host_gbs"),
+        "network_gbs": _best(max, links, "all_reduce_bus_gbs"),
         "launch_us": _best(min, documents, "launch_us"),
         "usable_gb": _best(min, capacity, "total_gb"),
         "driver_total_gb": _best(min, capacity, "driver_total_gb"),

@@ -9,7 +9,7 @@ from statistics import median
 from ftbench.core.hardware import find_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import Constants, shipped
-from ftbench.estimate.memory.estimate import MemoryEstimate, SlackBasis, slack_basis_of
+from ftbench.estimate.memory.estimate import UNSEEN_SPREAD, MemoryEstimate, SlackBasis, slack_basis_of
 from ftbench.estimate.memory.measured import TIERS, Measured
 
 FEWEST = 3  # runs below which a constant keeps its shipped value
@@ -35,11 +35,11 @@ class RunErrors:
 
 
 def fit(runs: Sequence[Measured], base: Constants | None = None) -> Constants:
-    """Return constants for runs that ended well; what they say nothing of keeps the value of `base` (the shipped
-    ones). Medians, so that one odd run does not move them. The slack is taken apart in turn: what the logits leave,
-    then compiled graphs, then batches of many shapes, then the optimizer's step."""
+    """Return constants for runs on one GPU that ended well; what they say nothing of keeps the value of `base` (the
+    shipped ones). Medians, so that one odd run does not move them. The slack is taken apart in turn: what the logits
+    leave, then compiled graphs, then batches of many shapes, then the optimizer's step."""
     base = base or shipped()
-    ended = [run for run in runs if run.fits and run.allocated is not None]
+    ended = [run for run in runs if run.fits and run.allocated is not None and run.spec.launch.gpus == 1]
     if len(ended) < FEWEST:
         raise SpecError(f"runs that say how much memory they took: {len(ended)}; calibrating needs {FEWEST} or more")
     plain = replace(base, allocated_factor=1.0)
@@ -47,10 +47,19 @@ def fit(runs: Sequence[Measured], base: Constants | None = None) -> Constants:
     context = [run.device - run.reserved for run in ended if run.device is not None and run.reserved is not None]
     held = [(slack_basis_of(run.spec, find_gpu(run.gpu) or run.total, run.batch), run.reserved - run.allocated)
             for run in ended if run.reserved is not None and run.allocated is not None]  # fmt: skip
-    return Constants(
+    fitted = Constants(
         median(factors), median(context) if len(context) >= FEWEST else base.context_gib, *_slack(held, base),
         runs=tuple(sorted({run.name for run in ended})),
     )  # fmt: skip
+    return replace(fitted, strategies=_confirmed(runs, fitted))
+
+
+def _confirmed(runs: Sequence[Measured], fitted: Constants) -> tuple[str, ...]:
+    """Return the strategies all of whose runs on several GPUs took what is estimated, within UNSEEN_SPREAD."""
+    several = [row for row in rows(runs, fitted) if row.run.spec.launch.gpus > 1]
+    strategies = {row.run.spec.launch.strategy for row in several}
+    missed = {row.run.spec.launch.strategy for row in several if abs(row.errors["allocated"]) > UNSEEN_SPREAD}
+    return tuple(sorted(strategies - missed))
 
 
 def _slack(held: Sequence[tuple[SlackBasis, float]], base: Constants) -> tuple[float, float, float, float]:

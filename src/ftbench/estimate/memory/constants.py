@@ -21,7 +21,8 @@ class Constants:
     """`allocated_factor` multiplies what the terms add up to. `context_gib` is what the driver and the CUDA context
     hold beside the allocator's pool. The others are what the pool holds beyond the tensors: a share of the logits'
     blocks, GiB for compiled graphs, a share of the activations where batches vary in shape, a share of the optimizer's
-    temporary tensors where the step takes as much as the backward pass. `runs` names what they were fitted to."""
+    temporary tensors where the step takes as much as the backward pass. `runs` names what they were fitted to, and
+    `strategies` those of several GPUs whose runs agree with what is estimated of them."""
 
     allocated_factor: float
     context_gib: float
@@ -30,9 +31,10 @@ class Constants:
     varying_share: float
     optimizer_share: float
     runs: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
 
 
-FITTED = tuple(field.name for field in fields(Constants) if field.name != "runs")
+FITTED = tuple(field.name for field in fields(Constants) if field.name not in ("runs", "strategies"))
 
 
 def user_file() -> Path:
@@ -67,7 +69,8 @@ def _read(values: Any, where: str) -> Constants:
     missing = [name for name in FITTED if not isinstance(values.get(name), (int, float))]
     if missing:
         raise DataError(f"{where}: {missing[0]} is missing; calibrate again, or remove the file")
-    return Constants(**{name: float(values[name]) for name in FITTED}, runs=tuple(values.get("runs", ())))
+    lists: dict[str, Any] = {name: tuple(values.get(name, ())) for name in ("runs", "strategies")}
+    return Constants(**lists | {name: float(values[name]) for name in FITTED})
 
 
 def write(values: Constants) -> Path:

@@ -15,6 +15,7 @@ from ftbench.estimate.memory.constants import Constants, constants
 from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
 from ftbench.estimate.memory.weights import kept_by, paged_state
 from ftbench.estimate.workload import batches
+from ftbench.estimate.workload.division import division_of, rank_model, rank_shape
 from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import check_modelled, is_rough, shape_of
 from ftbench.spec.experiment import Experiment, resolve
@@ -25,13 +26,14 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 # How far from the expected value a run may lie: shares of it, wider than the errors in docs/estimates.md.
 ALLOCATED_SPREAD = 0.03
-SHARDED_SPREAD = 0.15  # of several GPUs: no run has measured them
+SHARDED_SPREAD = 0.15  # of several GPUs in a way that no run has measured
 ROUGH_SPREAD = 0.2  # of what `is_rough`
 UNSEEN_SPREAD = 0.08  # of what no committed run has measured, or what is not quite explained: see `_spread`
 MEASURED = {"gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"}  # families of which committed runs measured memory
 VARYING_MOST = 0.5  # share of the activations that the pool may hold beyond the tensors where shapes vary
 CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
 CONTEXT_MORE = 0.2  # GiB beyond the median of runs: kernels are loaded as they are used
+NCCL, NCCL_MORE = 0.5, 1.0  # GiB outside the allocator: buffers of NCCL's channels, which grow with ranks and links
 SEGMENTS = 0.1  # GiB: what the pool's segments of 2 and 20 MiB leave unused, however small the model
 
 
@@ -75,42 +77,41 @@ def estimate_memory(
     gpu: Gpu | float,
     *,
     config: dict[str, Any] | None = None,
-    gpus: int = 1,
-    strategy: str = "none",
     total: float | None = None,
     batch: batches.Largest | None = None,
     known: Constants | None = None,
 ) -> MemoryEstimate:
-    """Return the memory of one GPU, the table's or one of so many GiB. `total` is what its driver says, GiB, where
-    it was asked; `config` the model's config.json where facts do not know it; `batch` the realised largest batch.
-    Raises SpecError for a model whose shape is not known and for a strategy that does not exist."""
-    expected, most, largest, varies = _plans(spec, gpu, config, gpus, strategy, batch)
+    """Return the memory of one of the GPUs that `launch` asks for, the table's or one of so many GiB. `total` is what
+    its driver says, GiB, where it was asked; `config` the model's config.json where facts do not know it; `batch` the
+    realised largest batch of one GPU. Raises SpecError for a model whose shape is not known."""
+    expected, most, largest, varies = _plans(spec, gpu, config, batch)
     try:
         named = phases(expected)
         highest = named if most is expected else phases(most)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    spread = ROUGH_SPREAD if is_rough(spec) else _spread(expected)
-    return _estimate(expected, named, highest, capacity(gpu, total), known or constants(), largest, varies, spread)
+    known = known or constants()
+    spread = ROUGH_SPREAD if is_rough(spec) else _spread(expected, known)
+    return _estimate(expected, named, highest, capacity(gpu, total), known, largest, varies, spread)
 
 
 def _plans(
-    spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None, gpus: int, strategy: str,
-    batch: batches.Largest | None,
-) -> tuple[MemoryPlan, MemoryPlan, batches.Largest, bool]:  # fmt: skip
+    spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None, batch: batches.Largest | None
+) -> tuple[MemoryPlan, MemoryPlan, batches.Largest, bool]:
     """Return the run with the batch that is expected to be the largest and with the largest that can be, both, and
     whether batches differ in shape, so that the pool holds blocks of many sizes. cuBLAS keeps a workspace for the
     forward and one for the backward thread."""
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
     check_modelled(spec)
-    model, largest = shape_of(spec.model, config), batch or batches.largest(spec)
+    division = division_of(spec.launch)
+    model, largest = rank_model(shape_of(spec.model, config), division), batch or batches.largest(spec)
     plan = MemoryPlan(
-        model, recipe_of(spec, model, largest.padded, largest.whole), largest.expected,
-        spec.train.gradient_accumulation_steps > 1, gpus, strategy, 2 * cublas_workspace(capability),
+        model, recipe_of(spec, model, largest.padded, largest.whole), rank_shape(largest.expected, division),
+        spec.train.gradient_accumulation_steps > 1, division, 2 * cublas_workspace(capability),
     )  # fmt: skip
     steady = largest.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
-    most = plan if largest.most == largest.expected else replace(plan, batch=largest.most)
+    most = plan if largest.most == largest.expected else replace(plan, batch=rank_shape(largest.most, division))
     return plan, most, largest, largest.padded and not steady
 
 
@@ -134,10 +135,10 @@ def _estimate(
     widest = 3 if basis.compiled else 2  # of compiled layers committed runs' pools held 0.5 to 2.4 GiB more
     beyond = max(widest * held, _not_reused(named, phase, basis, varies), 0.02 * at_peak, SEGMENTS)
     reserved = Band(allocated.low, at_peak + held, allocated.high + beyond)
-    beside = known.context_gib + paged_state(*kept_by(plan.model, plan.recipe)) / GIB
-    device = Band(
-        allocated.low + min(CONTEXT_LEAST, beside), reserved.expected + beside, reserved.high + beside + CONTEXT_MORE
-    )
+    several = plan.division.gpus > 1
+    beside = known.context_gib + paged_state(*kept_by(plan.model, plan.recipe)) / GIB + (NCCL if several else 0)
+    more = CONTEXT_MORE + (NCCL_MORE if several else 0)
+    device = Band(allocated.low + min(CONTEXT_LEAST, beside), reserved.expected + beside, reserved.high + beside + more)
     return MemoryEstimate(
         allocated=allocated,
         reserved=reserved,
@@ -176,11 +177,14 @@ def verdict_of(device: Band, has: Capacity) -> Verdict:
     return "does not fit" if device.low > has.usable else "uncertain"
 
 
-def _spread(plan: MemoryPlan) -> float:
+def _spread(plan: MemoryPlan, known: Constants) -> float:
+    """Return how far a run may lie; of several GPUs farther, where no run that the constants were fitted to tells."""
     recipe = plan.recipe
     unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
     unseen = recipe.attention == "flash" or recipe.mxfp4 or unsloths or plan.model.family not in MEASURED
-    return SHARDED_SPREAD if plan.gpus > 1 else UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD
+    if plan.division.gpus > 1 and plan.division.name not in known.strategies:
+        return SHARDED_SPREAD
+    return UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +212,7 @@ def slack_basis(plan: MemoryPlan, named: dict[str, dict[str, float]], varies: bo
 
 def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: batches.Largest | None) -> SlackBasis:
     """Return the basis of a run's slack, for fitting."""
-    plan, _, _, varies = _plans(spec, gpu, None, 1, "none", batch)
+    plan, _, _, varies = _plans(spec, gpu, None, batch)
     return slack_basis(plan, phases(plan), varies)
 
 

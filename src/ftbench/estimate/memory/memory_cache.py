@@ -12,7 +12,7 @@ from ftbench.spec.experiment import Experiment, resolve
 
 
 class MemoryCache:
-    """`options` are those of `estimate_memory`: the model's config.json, how many GPUs share the work and how."""
+    """`options` are those of `estimate_memory`: the model's config.json."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -26,8 +26,11 @@ class MemoryCache:
         """Return what is known of a spec by its batch size."""
         capability = capability_of(gpu)
         train = (spec.train.optimizer, spec.train.precision, spec.train.gradient_accumulation_steps > 1)
+        launch = (spec.launch.gpus, spec.launch.strategy, spec.launch.offload)
         kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
-        return self._known.setdefault((kind, spec.model, spec.dataset, spec.method, spec.optimizations, train), {})
+        return self._known.setdefault(
+            (kind, spec.model, spec.dataset, spec.method, spec.optimizations, train, launch), {}
+        )
 
     def _of(self, curve: dict[int, MemoryEstimate], spec: Experiment, gpu: Gpu | float, size: int) -> MemoryEstimate:
         if size not in curve:

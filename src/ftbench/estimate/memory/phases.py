@@ -7,40 +7,43 @@ from dataclasses import dataclass
 
 from ftbench.estimate.memory import layer, loss, share, transient, weights
 from ftbench.estimate.workload.batches import BatchShape
+from ftbench.estimate.workload.division import ALONE, Division
 from ftbench.estimate.workload.method import Recipe
 from ftbench.families.shape import ModelShape
 
 Parts = dict[str, float]
+GATHERED = "gathered layers"  # whole for a while, of weights that GPUs divide
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """One run on one of `gpus` GPUs. `accumulates` says that gradients wait for further forward passes; `workspace` is
-    what libraries keep in torch's allocator, in bytes."""
+    """One run on one GPU: `model` and `batch` are its part of them, where several GPUs divide the work (`division`).
+    `accumulates` says that gradients wait for further forward passes; `workspace` is what libraries keep in torch's
+    allocator, in bytes."""
 
     model: ModelShape
     recipe: Recipe
     batch: BatchShape
     accumulates: bool = False
-    gpus: int = 1
-    strategy: str = "none"
+    division: Division = ALONE
     workspace: float = 0.0
 
 
 def resident(plan: MemoryPlan) -> Parts:
     """Return what stays from step to step: weights, adapters, optimizer state, workspaces of libraries."""
-    part = share.share(plan.strategy, plan.gpus)
+    part = share.share(plan.division)
     model, recipe = plan.model, share.kept_as(plan.recipe, part)
     count, width = weights.trained(model, recipe)
     trained = count * width
     kept = max(transient.dequantised(each, recipe) for each, _ in model.kinds) if recipe.unsloth else 0
     kept += transient.checkpoint_buffers(model.hidden, recipe, plan.batch)
     return {
-        "weights": weights.weights(model, recipe) * part.weights + share.gathered(model, recipe, part),
+        "weights": weights.weights(model, recipe) * part.weights,
+        GATHERED: share.gathered(model, recipe, part),
         "adapters": weights.adapters(model, recipe) * part.weights,
         "optimizer state": share.optimizer_state(model, recipe, part),
         "gradients": trained * part.gradients if plan.accumulates else 0.0,
-        "workspace": plan.workspace + kept + share.ddp_buckets(plan.strategy, plan.gpus, trained),
+        "workspace": plan.workspace + kept + share.ddp_buckets(part, trained),
     }
 
 
@@ -66,8 +69,8 @@ class _Activations:
     ungraded: float
 
 
-def _activations(plan: MemoryPlan) -> _Activations:
-    model, recipe, batch = plan.model, plan.recipe, plan.batch
+def _activations(plan: MemoryPlan, recipe: Recipe) -> _Activations:
+    model, batch = plan.model, plan.batch
     saved = [layer.saved(each, recipe, batch) for each, _ in model.kinds]
     peaks = [[transient.peak(each, recipe, batch, backward=True, again=not keep) for each, _ in model.kinds]
              for keep in (False, True)]  # fmt: skip
@@ -116,11 +119,12 @@ def _keeps(recipe: Recipe, layers: int) -> list[bool]:
 
 def phases(plan: MemoryPlan) -> dict[str, Parts]:
     """Return phase → bytes by part. Parts of a phase are alive together."""
-    base, acts, part = resident(plan), _activations(plan), share.share(plan.strategy, plan.gpus)
-    model, recipe, batch = plan.model, share.kept_as(plan.recipe, part), plan.batch
+    part = share.share(plan.division)
+    kept, recipe = share.kept_as(plan.recipe, part), share.computed_as(plan.recipe, part)
+    base, acts, model, batch = resident(plan), _activations(plan, recipe), plan.model, plan.batch
     cast = autocast_weights(model, recipe) if part.keeper == "torch" else 0.0
     stream = 2 * recipe.stream * model.hidden * batch.tokens if acts.kept else 0
-    count, width = weights.trained(model, recipe)
+    count, width = weights.trained(model, kept)
     grads = count * width * part.gradients
     top = loss.head_gradient(model, recipe, batch) / (2 if recipe.loss == "chunked" else 3)
     held = {"activations": acts.there, "checkpoints": acts.marks, "cast weights": cast}
@@ -128,18 +132,18 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     final = max(loss.transient_peak(model, recipe, batch), loss.final_norm_peak(model, recipe, batch))
     first = {"activations": acts.first, "checkpoints": acts.first_mark, "cast weights": cast}
     grown = {} if plan.accumulates else {"gradients": grads * _grown(model, recipe)}
-    twice = loss.tied_gradients(model, recipe) * part.gradients
+    twice = loss.tied_gradients(model, recipe) * part.gradients + share.whole_gradient(model, recipe, part)
     gradients = {"gradients": base["gradients"] + (0.0 if plan.accumulates else top)}
-    left, step = share.update(model, recipe, part)
+    left, step = share.update(model, kept, part)
     return {
-        "load": {"weights": weights.loading(model, recipe) * part.weights},
+        "load": {"weights": weights.loading(model, kept) * part.weights},
         "forward, frozen layers": base | {"one layer": acts.ungraded},
         "forward": base | held | {"one layer": acts.forward_peak + stream},
         "loss": base | held | {"activations": acts.kept - acts.away, "hidden states": tail, "logits": final},
         "backward, last layer": base | held | gradients | {"one layer": acts.again + acts.peak},
         "backward, first layer": base | first | grown | {"one layer": acts.first_again + acts.first_peak},
         "backward, embedding": base | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
-        "optimizer step": base | {"gradients": left, "one step": step},
+        "optimizer step": base | {GATHERED: 0.0, "gradients": left, "one step": step},
     }
 
 

@@ -11,23 +11,24 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ftbench.estimate.memory import weights
+from ftbench.estimate.workload.division import Division
 from ftbench.estimate.workload.method import Recipe
 from ftbench.families.shape import ModelShape
 
-STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2-offload", "zero3-offload")
 FLOAT = 4
 SUB_GROUP = 10**9  # elements of a GPU's part that ZeRO-3 updates at a time (DeepSpeed's default of sub_group_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The parts of weights, gradients and optimizer state that one GPU holds, 1 for all. `keeper` is whose copies of
-    them there are. Offloading keeps the optimizer state in host memory: 0 here."""
+    """The parts of weights, gradients and optimizer state that one GPU holds, 1 for all, 0 where they wait in host
+    memory. `keeper` is whose copies of them there are. `buckets` says that DDP copies gradients, too."""
 
     weights: float
     gradients: float
     optimizer: float
     keeper: Literal["torch", "deepspeed", "fsdp"] = "torch"
+    buckets: bool = False
 
     @property
     def gathered(self) -> bool:
@@ -35,21 +36,20 @@ class Share:
         return self.weights < 1
 
 
-def share(strategy: str, gpus: int) -> Share:
+def share(division: Division) -> Share:
     """Return what one GPU holds: ZeRO-1 divides the optimizer state, ZeRO-2 the gradients too, ZeRO-3 and FSDP the
-    weights too; DDP nothing. Raises ValueError for an unknown strategy or fewer than one GPU."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy {strategy!r} is none of {', '.join(STRATEGIES)}")
-    if gpus < 1:
-        raise ValueError(f"{gpus} GPUs: there must be 1 or more")
-    part = 1 / gpus
-    if strategy == "fsdp":
-        return Share(part, part, part, "fsdp")
-    if not strategy.startswith("zero"):
-        return Share(1.0, 1.0, 1.0)
-    stage = int(strategy.removeprefix("zero")[0])
-    optimizer = 0.0 if strategy.endswith("-offload") else part
-    return Share(part if stage == 3 else 1.0, part if stage >= 2 else 1.0, optimizer, "deepspeed")
+    weights too; DDP nothing. What is offloaded is in host memory: the optimizer's state with the gradients that it
+    waits for, and the weights too."""
+    states, offload, part = division.states, division.offload, 1 / division.gpus
+    if states == "fsdp":
+        return Share(0.0, 0.0, 0.0, "fsdp") if offload == "params" else Share(part, part, part, "fsdp")
+    if not states.startswith("zero"):
+        return Share(1.0, 1.0, 1.0, buckets=states == "ddp" and division.gpus > 1)
+    stage = int(states.removeprefix("zero"))
+    whole = 1.0 if stage < 3 else 0.0 if offload == "params" else part
+    if offload != "none":
+        return Share(whole, 1.0 if stage == 1 else 0.0, 0.0, "deepspeed")
+    return Share(whole, part if stage >= 2 else 1.0, part, "deepspeed")
 
 
 def kept_as(recipe: Recipe, part: Share) -> Recipe:
@@ -62,6 +62,16 @@ def kept_as(recipe: Recipe, part: Share) -> Recipe:
     narrow = min(recipe.weight, recipe.compute)
     upcast = recipe.upcast if recipe.quantised else narrow
     return replace(recipe, weight=narrow, upcast=upcast, adapter=min(recipe.adapter, recipe.compute))
+
+
+def computed_as(recipe: Recipe, part: Share) -> Recipe:
+    """Return the recipe with the types in which weights and adapters are while they compute: DeepSpeed's and what FSDP
+    gathers is in 16 bits, so no adapter casts its input."""
+    if part.keeper == "torch" or not recipe.autocast:
+        return recipe
+    narrow = recipe.compute
+    upcast = recipe.upcast if recipe.quantised else narrow
+    return replace(recipe, weight=narrow, upcast=upcast, adapter=min(recipe.adapter, narrow))
 
 
 def _has_masters(recipe: Recipe, part: Share) -> bool:
@@ -95,18 +105,26 @@ def update(model: ModelShape, recipe: Recipe, part: Share) -> tuple[float, float
 
 def gathered(model: ModelShape, recipe: Recipe, part: Share) -> float:
     """Return the weights that are whole for a while: ZeRO-3's layer at work and the next one that is fetched meanwhile,
-    or the embedding or head with its gradient (4 bytes of the largest, as DeepSpeed's estimator says); FSDP's root,
-    which keeps embedding and head until the step ends, and two layers."""
+    or the embedding or head; FSDP's root,
+    which keeps embedding and head until the step ends, and two layers; of trained layers also the gradients of one and
+    what is made of them to be summed (torch's FSDPMemTracker counts the same)."""
     if not part.gathered:
         return 0.0
     layers = 2 * model.largest_layer
     if part.keeper == "fsdp":
+        layers *= 2 if recipe.full else 1
         return float(recipe.compute * (layers + model.parameters["embedding"] + model.parameters["head"]))
-    largest = model.vocab * model.hidden * (2 if recipe.full else 1)
-    return float(recipe.compute * max(layers, largest))
+    return float(recipe.compute * max(layers, model.vocab * model.hidden))
 
 
-def ddp_buckets(strategy: str, gpus: int, trained_bytes: float) -> float:
+def whole_gradient(model: ModelShape, recipe: Recipe, part: Share) -> float:
+    """Return the gradient of a gathered embedding before ZeRO-3 divides it: with its weight the 4 bytes of the largest
+    layer that DeepSpeed's estimator counts."""
+    there = recipe.full and part.gathered and part.keeper == "deepspeed"
+    return float(recipe.compute * model.parameters["embedding"]) if there else 0.0
+
+
+def ddp_buckets(part: Share, trained_bytes: float) -> float:
     """Return DDP's flat copies of the gradients: as large as they are (gradient_as_bucket_view is off in
     accelerate)."""
-    return trained_bytes if strategy == "ddp" and gpus > 1 else 0.0
+    return trained_bytes if part.buckets else 0.0

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ftbench.estimate.workload.division import STRATEGIES, on_gpus, problem
+from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import recipe
@@ -47,6 +49,15 @@ class Way:
 def own_kind(spec: Experiment) -> tuple[str, ...]:
     """Return the methods that train the same matrices as the spec's: others learn something else."""
     return ("full",) if spec.method.name == "full" else ADAPTERS
+
+
+def launches(spec: Experiment, gpus: int, config: dict[str, Any] | None = None) -> list[Experiment]:
+    """Return the spec in each way in which so many GPUs can share its work; as it is on one."""
+    if gpus == 1:
+        return [on_gpus(spec, 1, "none")]
+    model = shape_of(spec.model, config)
+    shared = [on_gpus(spec, gpus, strategy) for strategy in STRATEGIES[1:]]
+    return [launched for launched in shared if problem(model, launched.launch) is None]
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:

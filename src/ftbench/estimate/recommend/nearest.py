@@ -13,8 +13,7 @@ from typing import Any
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
-from ftbench.estimate.memory.share import STRATEGIES
-from ftbench.estimate.recommend.candidates import Way, own_kind, ways
+from ftbench.estimate.recommend.candidates import Way, launches, own_kind, ways
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import refusals_on
 
@@ -26,41 +25,36 @@ _MOST_GPUS = 64
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A spec that fits with the `--set` values that make it of the one asked about, what it takes, and how many `gpus`
-    share the work how."""
+    """A spec that fits with the `--set` values that make it of the one asked about, and what it takes."""
 
     spec: Experiment
     sets: tuple[str, ...]
     memory: MemoryEstimate
-    gpus: int
-    strategy: str
 
     def command(self, path: Path, gpu: Sequence[str], before: Sequence[str] = ()) -> str:
         """Return the command to type: what trains it, or of several GPUs, which the options `gpu` name, what estimates
         it; `before` are the `--set` values that were there before."""
-        shared = [*gpu, f"--gpus={self.gpus}", f"--strategy={self.strategy}"]
-        words = ["ftbench", "run", str(path)] if self.gpus == 1 else ["ftbench", "estimate", str(path), *shared]
+        launch = self.spec.launch
+        shared = [*gpu, f"--gpus={launch.gpus}", f"--strategy={launch.strategy}"]
+        words = ["ftbench", "run", str(path)] if launch.gpus == 1 else ["ftbench", "estimate", str(path), *shared]
         return shlex.join([*words, *(f"--set={value}" for value in (*before, *self.sets))])
 
 
-def nearest_fit(
-    spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None = None, gpus: int = 1, strategy: str = "none"
-) -> Fit | None:
+def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None = None) -> Fit | None:
     """Return what fits with the fewest changes; where nothing does on several GPUs, on twice as many, and so on; None
     where nothing does."""
-    caches = {each: MemoryCache(config=config, gpus=gpus, strategy=each)
-              for each in ([strategy] if gpus == 1 else STRATEGIES[1:])}  # fmt: skip
-    possible = [way for way in ways(spec, own_kind(spec), True) if not way.problems]
-    fits = (_fit(way, spec, gpu, memory, gpus, each) for each, memory in caches.items() for way in possible)
-    nearest = min(filter(None, fits), key=lambda fit: _distance(spec, fit, strategy), default=None)
-    if nearest or gpus == 1 or gpus >= _MOST_GPUS:
-        return nearest
-    return nearest_fit(spec, gpu, config, 2 * gpus, strategy)
+    memory_cache, count = MemoryCache(config=config), spec.launch.gpus
+    while True:
+        possible = [way for launched in launches(spec, count, config)
+                    for way in ways(launched, own_kind(spec), True) if not way.problems]  # fmt: skip
+        fits = filter(None, (_fit(way, spec, gpu, memory_cache) for way in possible))
+        nearest = min(fits, key=lambda fit: _distance(spec, fit), default=None)
+        if nearest or count == 1 or count >= _MOST_GPUS:
+            return nearest
+        count *= 2
 
 
-def _fit(
-    way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache, gpus: int, strategy: str
-) -> Fit | None:
+def _fit(way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache) -> Fit | None:
     capability = capability_of(gpu)
     if refusals_on(way.spec, capability):
         return None
@@ -77,15 +71,15 @@ def _fit(
         update={"batch_size": size, "gradient_accumulation_steps": batch * passes // size}
     )
     chosen = way.spec.model_copy(update={"train": train})
-    return Fit(chosen, tuple(_sets(spec, chosen)), memory, gpus, strategy)
+    return Fit(chosen, tuple(_sets(spec, chosen)), memory)
 
 
-def _distance(spec: Experiment, fit: Fit, strategy: str) -> float:
+def _distance(spec: Experiment, fit: Fit) -> float:
     changed = [value for value in fit.sets if not value.startswith(("method", "train.gradient_acc"))]
     other = fit.spec.method.name != spec.method.name
     halvings = math.log2(spec.train.batch_size / fit.spec.train.batch_size)
     keys = len(changed) + (_METHOD if other else fit.spec.method != spec.method)
-    return keys + _HALVING * halvings + _STRATEGY * (fit.strategy != strategy)
+    return keys + _HALVING * halvings + _STRATEGY * (fit.spec.launch.strategy != spec.launch.strategy)
 
 
 def _sets(spec: Experiment, fit: Experiment) -> list[str]:

@@ -152,7 +152,7 @@ def _option(spec: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -
     price = goal.prices.of(gpu.name) if goal.prices else None
     return Option(
         spec, gpu, duration, memory_cache.estimate(spec, gpu), seconds, duration.joules_for(goal.samples),
-        amount(price, seconds.expected, duration.watts.expected) if price else None,
+        amount(price, duration.gpus * seconds.expected, duration.watts.expected) if price else None,
     )  # fmt: skip
 
 

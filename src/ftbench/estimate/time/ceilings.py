@@ -16,6 +16,9 @@ from ftbench.store import ceilings as probes
 # medians of the GPU table's `gemm_bf16` over `bf16` (0.83), and of triad over data sheet bandwidth as usually
 # published (0.9).
 _PRODUCTS, _MEMORY = 0.83, 0.9
+_NCCL_SHARE = (
+    0.8  # NCCL, src/graph/topo.h: 20.6 of 25 GB/s a link of an H100, 20 of 25 of an A100, 24 of 31.5 of PCIe 4.0
+)
 _LINK_GBS = 50.0  # PCIe 5.0 x16, pinned memory: 63 GB/s by its data sheet
 # A board that is held to less power runs at a lower clock and a lower voltage: its rate falls as this power of the
 # watts. GPUs of one kind in the GPU table, by watts for each TFLOP/s of their data sheet: 0.47 between H100 PCIe and
@@ -28,13 +31,15 @@ _WATTS_A_GBS = 700 / 4800
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Rates in FLOP/s and bytes/s; None where no source is known. `source` in words."""
+    """Rates in FLOP/s and bytes/s; None where no source is known, `network` (between GPUs of this kind) 0. `source` in
+    words."""
 
     products: float | None
     products_fp8: float | None
     memory: float
     link: float
     source: str
+    network: float = 0.0
 
 
 def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
@@ -56,7 +61,14 @@ def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
         probed.get("memory_gbs", gpu.bandwidth * _MEMORY * _slowed(gpu.watts / gpu.bandwidth / _WATTS_A_GBS)) * 1e9,
         probed.get("to_host_gbs", _LINK_GBS) * 1e9,
         source,
+        (probed.get("network_gbs") or _network(gpu)) * 1e9,
     )
+
+
+def _network(gpu: Gpu) -> float:
+    """Return GB/s between two GPUs of this kind: of the data sheet's what NCCL itself reckons with; half of that where
+    the driver does not let one read the other's memory, so that every byte goes through the host's."""
+    return (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5)
 
 
 def _share_of_sheet(gpu: Gpu) -> float:

@@ -12,10 +12,12 @@ from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import Band
 from ftbench.estimate.time import speeds
 from ftbench.estimate.time.ceilings import Ceilings, limits_of
+from ftbench.estimate.time.communication import COMMUNICATION, exposed_seconds, traffic
 from ftbench.estimate.time.history import TimedRun, settings_of
 from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step
+from ftbench.estimate.workload.division import division_of, rank_batch
 from ftbench.estimate.workload.method import TrainableShape
 from ftbench.estimate.workload.model import check_modelled, is_rough
 from ftbench.spec.experiment import Experiment, resolve
@@ -26,14 +28,16 @@ MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data s
 SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
 HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more than GPUs
 ROUGH_SPREAD = 2.0  # on top, for what `is_rough` and was not measured
+SEVERAL_SPREAD = 1.2  # on top, for several GPUs: what they wait for each other was not measured
 EXPERTS_SPREAD = 1.5  # on top, for a step of a mixture of experts that was not measured
 
 
 @dataclass(frozen=True, slots=True)
 class DurationEstimate:
-    """Seconds of an optimizer step of `samples` samples and `tokens` real ones; `padding` is the share of computed
-    positions that are none. `start_s` until the first steady step, `watts` of the GPU. `parts` are the step's terms
-    alone on the device, seconds; `bound` is the GPU, or the host where the GPU waits for Python. `basis` is one of
+    """Seconds of an optimizer step of `samples` samples and `tokens` real ones, over all `gpus`; `padding` is the share
+    of computed positions that are none. `start_s` until the first steady step, `watts` of one GPU. `parts` are the
+    step's terms alone on the device, seconds, `exposed_s` of them waiting for other GPUs; `bound` is the GPU, or the
+    host where the GPU waits for Python. `basis` is one of
     MEASURED, SCALED, OTHER, SHEET and `confidence` says it in words."""
 
     step_s: Band
@@ -49,6 +53,8 @@ class DurationEstimate:
     lengths: str
     upper_bound: bool
     parts: dict[str, float] = field(default_factory=dict)
+    gpus: int = 1
+    exposed_s: float = 0.0
 
     def seconds_for(self, samples: float) -> Band:
         """Return wall seconds for so many samples, the start included."""
@@ -75,8 +81,8 @@ class DurationEstimate:
         return 3600 * self.tokens_per_s / self.mean_tokens
 
     def joules_for(self, samples: float) -> Band:
-        """Return the joules of the GPU, for the steps alone."""
-        steps, step, watts = samples / self.samples, self.step_s, self.watts
+        """Return the joules of the GPUs, for the steps alone."""
+        steps, step, watts = self.gpus * samples / self.samples, self.step_s, self.watts
         return Band(
             steps * step.low * watts.low, steps * step.expected * watts.expected, steps * step.high * watts.high
         )
@@ -95,28 +101,34 @@ def estimate_duration(
     store = store or Store()
     spec = resolve(spec, capability_of(gpu))
     check_modelled(spec)
-    lengths = store.lengths(spec)
-    batches = batches_of(spec, lengths)
+    lengths, division = store.lengths(spec), division_of(spec.launch)
+    batches = [rank_batch(batch, division) for batch in batches_of(spec, lengths)]
     shape, work = store.work(spec, batches, config)
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)
     learned = coefficients or speeds.values(speeds.shipped())
     modelled = speeds.step(speeds.ideal(work, limits), learned)
-    samples, positions, real = (per_step(spec, batches, name) for name in ("samples", "positions", "real"))
+    ranks = division.data * division.sequence  # that compute different positions
+    samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
+    exposed = exposed_seconds(traffic(spec, shape, batches), division, limits, modelled.device)
     same = store.same(spec, gpu)
     unlike = shape.model.has_experts and not same  # of a mixture of experts runs of other steps tell little
     near = None if same or unlike else correction(spec, modelled, store.neighbours(gpu, learned))
     seconds, basis, confidence = _judged(gpu, same, near, real, modelled.seconds, limits, unlike)
+    if basis != MEASURED and division.gpus > 1:
+        seconds, confidence = seconds + exposed, f"{confidence}; what {division.gpus} GPUs wait for from their links"
     if left_out := store.contended[gpu.name]:
         confidence += f"; {_counted(left_out)} beside other work on the machine left out"
     spread = SPREAD[basis]
     if basis != MEASURED:
         spread *= (HOST_SPREAD if modelled.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
         spread *= ROUGH_SPREAD if is_rough(spec) else 1.0
+        spread *= SEVERAL_SPREAD if division.gpus > 1 else 1.0
     watts, source = _watts(spec, gpu, same, store.on(gpu), modelled)
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
         _start(spec, shape, same), watts, source, "host" if modelled.host_bound else "GPU", basis, confidence,
-        lengths.source, lengths.upper_bound, dict(modelled.parts),
+        lengths.source, lengths.upper_bound, dict(modelled.parts) | ({COMMUNICATION: exposed} if exposed else {}),
+        division.gpus, exposed,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from ftbench.core.hardware import canonical_name, limited_gpu
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.estimate.recorded import recorded
 from ftbench.estimate.workload.batches import Batch, mean_batch
+from ftbench.estimate.workload.division import division_of
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
 from ftbench.spec.optimizations import Optimizations, switched_on
@@ -71,7 +72,7 @@ def step_key(spec: Experiment) -> StepKey:
         (data.name, data.path, data.revision, data.max_length, data.length, data.mean_length, data.like),
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,
-        spec.launch.framework,
+        (spec.launch.framework, spec.launch.gpus, spec.launch.strategy, spec.launch.offload),
     )
 
 
@@ -120,12 +121,17 @@ def timed_run(run: RunDir) -> TimedRun | None:
             f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), step,
             summary["samples_per_s"] * step,
             sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
-            summary["energy"].get("mean_watts"), summary["dataset"], _batch(summary, spec, step),
+            _a_gpu(summary["energy"].get("mean_watts"), spec), summary["dataset"], _batch(summary, spec, step),
             step_key(spec), settings_of(spec), summary["tokens_per_s"]["real"] * step,
             bool(summary.get("contention", {}).get("contended")), limited.watts if limited else None,
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # a file of somebody else
         return None
+
+
+def _a_gpu(watts: float | None, spec: Experiment) -> float | None:
+    """Return the mean power of one GPU: what a run says is that of all."""
+    return None if watts is None else watts / spec.launch.gpus
 
 
 def says_step_time(summary: dict[str, Any]) -> bool:
@@ -136,8 +142,9 @@ def says_step_time(summary: dict[str, Any]) -> bool:
 
 
 def _batch(summary: dict[str, Any], spec: Experiment, step: float) -> Batch:
-    """Return the mean micro-batch of the steady steps."""
-    passes, rates = spec.train.gradient_accumulation_steps, summary["tokens_per_s"]
+    """Return the mean micro-batch of the steady steps, that of one GPU."""
+    division = division_of(spec.launch)
+    passes, rates = spec.train.gradient_accumulation_steps * division.data * division.sequence, summary["tokens_per_s"]
     positions, real, labels = (rates[kind] * step / passes for kind in ("padded", "real", "label"))
     samples = summary["samples_per_s"] * step / passes
     return mean_batch(spec, samples, positions, real, labels, summary["dataset"]["tokens"]["weighted_mean"])

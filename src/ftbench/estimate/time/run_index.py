@@ -106,7 +106,9 @@ class Store:
         of which no rate is, or whose work is known roughly."""
         if gpu not in self._seen:
             self._seen[gpu] = []
-            for run in (run for run in self.on(gpu) if not is_rough(run.spec)):
+            # what GPUs waited for each other is no work of theirs
+            alone = (run for run in self.on(gpu) if run.spec.launch.gpus == 1 and not is_rough(run.spec))
+            for run in alone:
                 with suppress(SpecError):
                     limits = limits_of(gpu, run.spec.train.precision, run.spec.optimizations.fp8 != "off", self.path)
                     work = step_work(run.spec, trainable_shape(run.spec), [run.batch])

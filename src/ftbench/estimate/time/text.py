@@ -13,6 +13,7 @@ from ftbench.core.table import text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band
 from ftbench.estimate.time import speeds
+from ftbench.estimate.time.communication import COMMUNICATION
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.spec.cost import Amount, amount
@@ -57,16 +58,12 @@ def scope_of(samples: float | None, hours: float | None, prices: Prices | None) 
     return Scope(samples, NIGHT_H if hours is None else hours, prices)
 
 
-def time_on(
-    spec: Experiment, name: str, gpu: Gpu | float, store: Store, config: dict[str, Any] | None, gpus: int
-) -> GpuTime:
-    """Return the estimate of a GPU of the table; `gpus` share the work, and of several nothing is known yet."""
+def time_on(spec: Experiment, name: str, gpu: Gpu | float, store: Store, config: dict[str, Any] | None) -> GpuTime:
+    """Return the estimate of a GPU of the table, or of as many as `launch` asks for."""
     if not isinstance(gpu, Gpu):
         return GpuTime(
             name, None, None, "how fast this GPU is is not known: name one of `ftbench list gpus` with --gpu"
         )
-    if gpus > 1:
-        return GpuTime(name, gpu, None, "of several GPUs together it is not known how long they take")
     try:
         return GpuTime(name, gpu, estimate_duration(spec, gpu, store, config=config))
     except SpecError as error:
@@ -84,20 +81,25 @@ def as_text(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
 
 
 def _lines(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
-    night = estimate.samples_in(3600 * scope.hours)
+    night, each = estimate.samples_in(3600 * scope.hours), "the" if estimate.gpus == 1 else "each"
     return [
         ("step", _band(estimate.step_s, units.seconds)),
         ("speed", f"{units.rate(estimate.tokens_per_s)} tokens/s, so {units.count(estimate.samples_per_hour)} "
-                  f"samples/h of {units.rate(estimate.mean_tokens)} tokens each"),
+                  f"samples/h of {units.rate(estimate.mean_tokens)} tokens each{_of_each(estimate)}"),
         ("known from", estimate.confidence),
         ("lengths", f"{estimate.lengths}; {units.percent(estimate.padding)} padding"),
         *([("", "so these times are upper bounds: a short run on this data tells its lengths")]
           if estimate.upper_bound else []),
         (f"{scope.hours:g} h", _band(night, units.count, " samples")),
         *_training(spec, gpu, estimate, scope),
-        ("power", f"{estimate.watts.expected:.0f} W of the GPU ({estimate.watts_source})"),
+        ("power", f"{estimate.watts.expected:.0f} W of {each} GPU ({estimate.watts_source})"),
         ("spent on", _parts(estimate)),
     ]  # fmt: skip
+
+
+def _of_each(estimate: DurationEstimate) -> str:
+    """Return the rate of each of several GPUs."""
+    return "" if estimate.gpus == 1 else f"; {units.rate(estimate.tokens_per_s / estimate.gpus)} tokens/s a GPU"
 
 
 def _band(band: Band, written: Any, unit: str = "") -> str:
@@ -120,7 +122,7 @@ def _training(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Sco
 
 def _cost(gpu: Gpu, estimate: DurationEstimate, seconds: Band | None, prices: Prices | None) -> Amount | None:
     price = prices.of(gpu.name) if prices else None
-    return amount(price, seconds.expected, estimate.watts.expected) if price and seconds else None
+    return amount(price, estimate.gpus * seconds.expected, estimate.watts.expected) if price and seconds else None
 
 
 def _parts(estimate: DurationEstimate) -> str:
@@ -128,7 +130,8 @@ def _parts(estimate: DurationEstimate) -> str:
         return "Python: the GPU waits for its kernels to be started, so a larger batch costs little"
     total = sum(estimate.parts.values())
     terms = sorted(estimate.parts.items(), key=lambda pair: -pair[1])[:_SHOWN]
-    return ", ".join(f"{speeds.shipped()[name].word} {value / total:.0%}" for name, value in terms)
+    words = {name: term.word for name, term in speeds.shipped().items()} | {COMMUNICATION: "waiting for other GPUs"}
+    return ", ".join(f"{words[name]} {value / total:.0%}" for name, value in terms)
 
 
 def _table(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
@@ -173,5 +176,6 @@ def as_record(spec: Experiment, row: GpuTime, scope: Scope) -> dict[str, Any]:
         "samples_in_hours": asdict(estimate.samples_in(3600 * scope.hours)), "samples": samples,
         "training_s": None if seconds is None else asdict(seconds),
         "joules": None if samples is None else asdict(estimate.joules_for(samples)), "watts": asdict(estimate.watts),
-        "watts_source": estimate.watts_source, "cost": None if cost is None else asdict(cost),
+        "watts_source": estimate.watts_source, "gpus": estimate.gpus, "exposed_s": estimate.exposed_s,
+        "cost": None if cost is None else asdict(cost),
     }  # fmt: skip

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ftbench.core.flops import MatmulShape
+from ftbench.estimate.workload.division import ALONE, Division, division_of, rank_model
 from ftbench.estimate.workload.model import shape_of
 from ftbench.families.shape import Layer, ModelShape
 from ftbench.spec.experiment import Experiment
@@ -223,21 +224,23 @@ class TrainableShape:
 def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> TrainableShape:
     """Return what a token passes through in a model that is only known by its config.json, with a method on it: the
     worker counts the same on the live model (`worker/measure/applied.py`), and a test holds the two against each other.
-    Raises SpecError for a model whose shape is not known."""
-    model, method = shape_of(spec.model, config), spec.method
-    return _trainable(model, targets(method, model), 0 if isinstance(method, Full) else method.rank)
+    Of several GPUs it is the part of one. Raises SpecError for a model whose shape is not known."""
+    method, division = spec.method, division_of(spec.launch)
+    model = rank_model(shape_of(spec.model, config), division)
+    return _trainable(model, targets(method, model), 0 if isinstance(method, Full) else method.rank, division)
 
 
 @lru_cache(maxsize=256)
-def _trainable(model: ModelShape, names: frozenset[str], rank: int) -> TrainableShape:
-    """Return what is trained; `rank` 0 trains every weight."""
+def _trainable(model: ModelShape, names: frozenset[str], rank: int, division: Division = ALONE) -> TrainableShape:
+    """Return what is trained; `rank` 0 trains every weight. A token finds its experts on several GPUs."""
     full = not rank
     reached = _summed(model, lambda layer: _adapted(layer, names))
     experts = model.summed(
         lambda layer: layer.expert_matrices * layer.experts.active // layer.experts.count if layer.experts else 0
     )
+    experts //= division.experts
     others = model.summed(lambda layer: layer.matrices + layer.parameters["router"] - layer.router_biases)
-    base, head = model.linear_parameters + experts + others, model.vocab * model.hidden
+    base, head = model.linear_parameters + experts + others, model.vocab * model.hidden // model.head_parts
     return TrainableShape(
         model=model,
         matmul=MatmulShape(base, base if full else 0, head, head if full else 0,

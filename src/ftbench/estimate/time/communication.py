@@ -1,0 +1,116 @@
+"""What the GPUs of one run send each other in a step, and how much of it they wait for.
+
+Bytes are those that leave one GPU in rings of n: an all-reduce sends each byte 2 (n - 1) / n times, an all-gather or a
+reduce-scatter (n - 1) / n times (nccl-tests, PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ftbench.estimate.time.ceilings import Ceilings
+from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.division import Division, division_of
+from ftbench.estimate.workload.method import Recipe, TrainableShape, recipe_of
+from ftbench.spec.experiment import Experiment
+
+COMMUNICATION = "communication"  # the name of the term
+HALF = 2  # bytes of what is gathered, and of activations
+DDP_BUCKET = 25 * 2**20  # bytes of gradients that are sent together (torch, bucket_cap_mb): the last waits for no other
+CALL_S = 20e-6  # of a collective, however small
+# Share of the device's time that hides what is sent meanwhile: DDP sends in the backward pass alone, two thirds of it;
+# FSDP and ZeRO-3 fetch the next layer while one computes.
+_HIDES = {"ddp": 0.6}
+_HIDES_GATHERED = 0.85
+_HOST_BYTES, _HOST_RATE = 28, 40e9  # AdamW in host memory: bytes of a parameter, and bytes a second of all GPUs' hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of an optimizer step that one GPU sends: `hidden` while it computes, as far as that lasts, `waited` for.
+    `calls` are the collectives that it waits for, `to_host` bytes of offloading, `on_host` bytes of the optimizer."""
+
+    hidden: float = 0.0
+    waited: float = 0.0
+    calls: float = 0.0
+    to_host: float = 0.0
+    on_host: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.hidden + other.hidden, self.waited + other.waited, self.calls + other.calls,
+                       self.to_host + other.to_host, self.on_host + other.on_host)  # fmt: skip
+
+
+def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> Traffic:
+    """Return what one GPU sends in a step; `shape` and `batches` are its own part of the model and of the batch."""
+    division, recipe = division_of(spec.launch), recipe_of(spec, shape.model)
+    passes = spec.train.gradient_accumulation_steps
+    positions = passes * sum(batch.weight * batch.positions for batch in batches)
+    sent = _of_states(division, recipe, shape, passes)
+    if division.tensor > 1:
+        sent += _of_layers(division.tensor, 2 * len(shape.model.layers), recipe, shape, positions, passes)
+    if division.experts > 1:
+        sent += _of_layers(division.experts, shape.moe_layers, recipe, shape, positions, passes)
+    return sent + _of_sequences(spec.launch.strategy, division, recipe, shape, positions, passes)
+
+
+def _of_states(division: Division, recipe: Recipe, shape: TrainableShape, passes: int) -> Traffic:
+    """Return gradients, and what is gathered of divided weights."""
+    ring, states = (division.gpus - 1) / division.gpus, division.states
+    if states == "none":
+        return Traffic()
+    if states == "ddp":
+        gradients = 2 * ring * shape.trained * (recipe.weight if recipe.full else recipe.adapter)
+        last = min(gradients, 2 * ring * DDP_BUCKET)
+        return Traffic(gradients - last, last, 1)
+    sixteen = ring * shape.trained * HALF
+    host = _offloaded(division, shape, passes)
+    if states in ("zero1", "zero2"):  # one after the other: overlap_comm is off; ZeRO-2 reduces after each micro-batch
+        return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
+    weights, layers = ring * shape.model.weight_bytes(HALF), len(shape.model.layers)
+    reduced = sixteen * (passes if states == "zero3" else 1)
+    first = weights / layers  # nothing computes while the first layer comes, forward and back
+    return host + Traffic(2 * passes * (weights - first) + reduced, 2 * passes * first, 2 * passes)
+
+
+def _offloaded(division: Division, shape: TrainableShape, passes: int) -> Traffic:
+    if division.offload == "none":
+        return Traffic()
+    part = shape.trained / division.gpus
+    weights = shape.model.weight_bytes(HALF) / division.gpus if division.offload == "params" else 0.0
+    return Traffic(to_host=2 * HALF * part + 2 * passes * weights, on_host=_HOST_BYTES * shape.trained)
+
+
+def _of_layers(parts: int, calls: int, recipe: Recipe, shape: TrainableShape, positions: float, passes: int) -> Traffic:
+    """Return the all-reduces of hidden states: forward, backward, and once more where a layer is made again."""
+    times = 2 + {"off": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)
+    each = 2 * (parts - 1) / parts * positions * shape.model.hidden * HALF
+    return Traffic(waited=times * calls * each, calls=times * calls * passes)
+
+
+def _of_sequences(
+    strategy: str, division: Division, recipe: Recipe, shape: TrainableShape, positions: float, passes: int
+) -> Traffic:
+    """Return what attention over divided sequences sends: in a ring of keys and values, which go round while the
+    attention of others' is computed (backward with their gradients); or (Ulysses) queries, keys, values and outputs
+    all to all."""
+    parts, layers = division.sequence, shape.model.layers
+    if parts == 1:
+        return Traffic()
+    if strategy == "cp":
+        each = sum(layer.key + layer.value for layer in layers) * positions * HALF
+        return Traffic(hidden=3 * (parts - 1) * each)
+    times = 2 + {"off": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)
+    widths = sum(layer.query + layer.key + layer.value + layer.output for layer in layers)
+    return Traffic(
+        waited=times * widths * positions * HALF * (parts - 1) / parts, calls=times * 2 * len(layers) * passes
+    )
+
+
+def exposed_seconds(sent: Traffic, division: Division, limits: Ceilings, device_s: float) -> float:
+    """Return the seconds of a step in which a GPU that computes for `device_s` waits for others."""
+    hides = _HIDES.get(division.states, _HIDES_GATHERED)
+    late = max(0.0, sent.hidden / limits.network - hides * device_s)
+    waited = sent.waited / limits.network + sent.calls * CALL_S
+    return late + waited + sent.to_host / limits.link + sent.on_host / _HOST_RATE

@@ -1,0 +1,135 @@
+"""How several GPUs divide one training: what each of them computes of the model and of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+from typing import get_args
+
+from ftbench.estimate.workload.batches import Batch, BatchShape
+from ftbench.families.shape import Experts, Layer, Linear, ModelShape, Norm
+from ftbench.spec.experiment import Experiment, Launch
+
+STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotation)
+
+# transformers' plans of tensor parallelism (base_model_tp_plan): these are cut by their outputs, those by their inputs.
+_BY_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+_BY_INPUTS = {"o_proj", "down_proj"}
+_SEQUENCE = {"cp": "fsdp", "ulysses": "zero3"}  # what divides the states of those that divide a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """`gpus` of one run, by the `name` of their strategy. `states` divides weights, gradients and the optimizer's state
+    over all of them (none, ddp, fsdp, zero1, zero2, zero3), and `offload` moves some of them to the host. The products
+    of each layer are divided into `tensor` parts, the experts into `experts`, each sequence into `sequence`; `data` is
+    how many different batches a step has."""
+
+    gpus: int = 1
+    name: str = "none"
+    states: str = "none"
+    offload: str = "none"
+    tensor: int = 1
+    experts: int = 1
+    sequence: int = 1
+
+    @property
+    def data(self) -> int:
+        return self.gpus // (self.tensor * self.experts * self.sequence)
+
+
+ALONE = Division()
+
+
+def division_of(launch: Launch) -> Division:
+    """Return what a strategy divides: `tp`, `ep`, `cp` and `ulysses` their own part, all others the batch."""
+    gpus, strategy = launch.gpus, launch.strategy
+    if strategy in ("tp", "ep"):
+        return Division(gpus, strategy, tensor=gpus if strategy == "tp" else 1, experts=gpus if strategy == "ep" else 1)
+    states = _SEQUENCE.get(strategy, strategy)
+    return Division(gpus, strategy, states, launch.offload, sequence=gpus if strategy in _SEQUENCE else 1)
+
+
+def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
+    """Return the spec on so many GPUs. Whether that can be launched its refusals say."""
+    launch = spec.launch.model_copy(update={"gpus": gpus, "strategy": strategy, "offload": offload})
+    return spec.model_copy(update={"launch": launch})
+
+
+def problem(model: ModelShape, launch: Launch) -> str | None:
+    """Return why a model cannot be divided so."""
+    gpus, strategy = launch.gpus, launch.strategy
+    if strategy == "ep" and not model.has_experts:
+        return f"ep divides experts, and {model.family} has none"
+    counts = {"tp": [layer.kv_heads for layer in model.layers], "ulysses": [layer.heads for layer in model.layers],
+              "ep": [layer.experts.count for layer in model.layers if layer.experts]}  # fmt: skip
+    odd = [count for count in counts.get(strategy, []) if count % gpus]
+    word = {"tp": "heads of keys", "ulysses": "heads", "ep": "experts"}.get(strategy)
+    return f"{strategy}: {odd[0]} {word} do not divide by {gpus}" if odd else None
+
+
+@lru_cache(maxsize=64)
+def rank_model(model: ModelShape, division: Division) -> ModelShape:
+    """Return the model that one GPU computes: of each layer its heads, its columns and its experts; norms, embedding
+    and what the plan does not name are whole. The head is cut where it is not the embedding."""
+    if division.tensor == division.experts == 1:
+        return model
+    layers = {layer: _layer(layer, division) for layer, _ in model.kinds}
+    return replace(model, layers=tuple(layers[layer] for layer in model.layers), head_parts=division.tensor)
+
+
+def _layer(layer: Layer, division: Division) -> Layer:
+    moe, parts = layer.experts, division.tensor
+    kept = 0 if moe is None else layer.parameters["router"]
+    local = None if moe is None else _experts(moe, division)
+    cut = replace(
+        layer, heads=_part(layer.heads, parts), kv_heads=_part(layer.kv_heads, parts), inner=_part(layer.inner, parts),
+        linears=tuple(_linear(linear, parts) for linear in layer.linears),
+        norms=tuple(_norm(norm, parts) for norm in layer.norms), experts=local,
+        fused_values=_part(layer.fused_values, parts),
+    )  # fmt: skip
+    # every GPU chooses among all experts
+    return replace(cut, others=cut.others + kept - (cut.parameters["router"] if moe else 0))
+
+
+def _linear(linear: Linear, parts: int) -> Linear:
+    if linear.name in _BY_OUTPUTS:
+        return replace(linear, outputs=_part(linear.outputs, parts))
+    return replace(linear, inputs=_part(linear.inputs, parts)) if linear.name in _BY_INPUTS else linear
+
+
+def _norm(norm: Norm, parts: int) -> Norm:
+    """Return the norm of this GPU's heads: they share one weight, which every GPU has."""
+    if norm.position != "head" or norm.groups == 1:
+        return norm
+    groups = _part(norm.groups, parts)
+    return replace(norm, width=norm.parameters * groups, groups=groups)
+
+
+def _experts(moe: Experts, division: Division) -> Experts:
+    """Return this GPU's experts. A token's rows for the experts of others stay in its tensors, masked out
+    (transformers, grouped_mm_experts_forward)."""
+    return replace(moe, count=_part(moe.count, division.experts), inner=_part(moe.inner, division.tensor))
+
+
+def _part(count: int, parts: int) -> int:
+    return ceil(count / parts)
+
+
+def rank_shape(batch: BatchShape, division: Division) -> BatchShape:
+    """Return what one GPU computes of a batch: its part of each sequence, which is padded to two equal halves a GPU."""
+    if division.sequence == 1:
+        return batch
+    length = 2 * ceil(batch.length / (2 * division.sequence))
+    return BatchShape(batch.rows, length, ceil(batch.labels / division.sequence))
+
+
+def rank_batch(batch: Batch, division: Division) -> Batch:
+    """Return the same of a mean micro-batch; a sequence's query and key pairs are divided evenly."""
+    if (parts := division.sequence) == 1:
+        return batch
+    return replace(
+        batch, samples=batch.samples / parts, positions=batch.positions / parts, real=batch.real / parts,
+        labels=batch.labels / parts, square=batch.square / parts,
+    )  # fmt: skip
