@@ -57,10 +57,10 @@ def tracked():
             dist.destroy_process_group()
         return {getattr(name, "name", name): size for name, size in snapshot.items()}
 
-    return {gpus: peaks(gpus) for gpus in (2, 4, 8)}
+    return {gpus: peaks(gpus) for gpus in (2, 8)}
 
 
-@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize("gpus", [2, 8])
 def test_memory_of_fsdp_is_what_torchs_own_tracker_counts(tracked, gpus: int) -> None:
     plan = MemoryPlan(describe(SMALL), Recipe(full=True), BatchShape(1, 16, 15), division=divided("fsdp", gpus))
     named = phases(plan)

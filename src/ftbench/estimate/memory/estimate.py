@@ -26,7 +26,8 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 # How far from the expected value a run may lie: shares of it, wider than the errors in docs/estimates.md.
 ALLOCATED_SPREAD = 0.03
-SHARDED_SPREAD = 0.15  # of several GPUs in a way that no run has measured
+SHARDED_SPREAD = 0.15  # of several GPUs in a way that no run has measured; below less, as states are known exactly
+SHARDED_BELOW = 0.1
 ROUGH_SPREAD = 0.2  # of what `is_rough`
 UNSEEN_SPREAD = 0.08  # of what no committed run has measured, or what is not quite explained: see `_spread`
 MEASURED = {"gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"}  # families of which committed runs measured memory
@@ -129,7 +130,8 @@ def _estimate(
     parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
     at_peak = size * known.allocated_factor / GIB
     highest = peak(most)[1] * known.allocated_factor / GIB
-    allocated = Band(at_peak * (1 - spread), at_peak, highest * (1 + spread))
+    below = SHARDED_BELOW if spread == SHARDED_SPREAD else spread
+    allocated = Band(at_peak * (1 - below), at_peak, highest * (1 + spread))
     basis = slack_basis(plan, named, varies)
     held = slack(basis, known)
     widest = 3 if basis.compiled else 2  # of compiled layers committed runs' pools held 0.5 to 2.4 GiB more

@@ -11,7 +11,7 @@ from typing import Any
 from ftbench.estimate.workload.division import STRATEGIES, on_gpus, problem
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import read_facts
-from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.experiment import Experiment, Launch, resolve
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
@@ -33,6 +33,10 @@ class Way:
     _resolved: dict[tuple[int, int] | None, Experiment] = field(default_factory=dict, compare=False, repr=False)
     _sized: dict[tuple[int, int, int], Experiment] = field(default_factory=dict, compare=False, repr=False)
 
+    def on(self, launch: Launch) -> Way:
+        """Return the same way on several GPUs."""
+        return Way(self.spec.model_copy(update={"launch": launch}))
+
     def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
         """Return the spec with this batch, resolved for a GPU: the same object for GPUs of one kind."""
         if capability not in self._resolved:
@@ -51,13 +55,13 @@ def own_kind(spec: Experiment) -> tuple[str, ...]:
     return ("full",) if spec.method.name == "full" else ADAPTERS
 
 
-def launches(spec: Experiment, gpus: int, config: dict[str, Any] | None = None) -> list[Experiment]:
-    """Return the spec in each way in which so many GPUs can share its work; as it is on one."""
+def launches(spec: Experiment, gpus: int, config: dict[str, Any] | None = None) -> list[Launch]:
+    """Return each way in which so many GPUs can share the work of a spec."""
     if gpus == 1:
-        return [on_gpus(spec, 1, "none")]
+        return [on_gpus(spec, 1, "none").launch]
     model = shape_of(spec.model, config)
-    shared = [on_gpus(spec, gpus, strategy) for strategy in STRATEGIES[1:]]
-    return [launched for launched in shared if problem(model, launched.launch) is None]
+    shared = (on_gpus(spec, gpus, strategy).launch for strategy in STRATEGIES[1:])
+    return [launch for launch in shared if problem(model, launch) is None]
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:

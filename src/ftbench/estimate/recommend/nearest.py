@@ -14,6 +14,7 @@ from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend.candidates import Way, launches, own_kind, ways
+from ftbench.estimate.workload.division import on_gpus
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import refusals_on
 
@@ -44,10 +45,10 @@ def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | Non
     """Return what fits with the fewest changes; where nothing does on several GPUs, on twice as many, and so on; None
     where nothing does."""
     memory_cache, count = MemoryCache(config=config), spec.launch.gpus
+    possible = [way for way in ways(on_gpus(spec, 1, "none"), own_kind(spec), True) if not way.problems]
     while True:
-        possible = [way for launched in launches(spec, count, config)
-                    for way in ways(launched, own_kind(spec), True) if not way.problems]  # fmt: skip
-        fits = filter(None, (_fit(way, spec, gpu, memory_cache) for way in possible))
+        shared = (way for launch in launches(spec, count, config) for alone in possible if (way := alone.on(launch)))
+        fits = filter(None, (_fit(way, spec, gpu, memory_cache) for way in shared))
         nearest = min(fits, key=lambda fit: _distance(spec, fit), default=None)
         if nearest or count == 1 or count >= _MOST_GPUS:
             return nearest
