@@ -84,14 +84,14 @@ def estimate(request: EstimateRequest) -> Answer:
 
 def _nearest(
     spec: Experiment,
-    asked: tuple[str, Gpu | float, float | None],
+    chosen: tuple[str, Gpu | float, float | None],
     request: EstimateRequest,
     config: dict[str, Any] | None,
 ) -> tuple[str, dict[str, Any] | None]:
     """Return the nearest way that fits a GPU as a sentence with its command, and for --json."""
     from ftbench.estimate.recommend.nearest import nearest_fit  # most estimates fit
 
-    name, gpu, _ = asked
+    name, gpu, _ = chosen
     fit = nearest_fit(spec, gpu, config)
     if fit is None:
         return "No batch, optimization or method of `ftbench recommend` is sure to make it fit.", None
