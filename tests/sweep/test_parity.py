@@ -47,6 +47,7 @@ def train_all(plan: ParityPlan, spoil=None) -> ParityPlan:
     """Trains what the plan has still to run, in this process; `spoil` is told of each spec before it trains."""
     training = pytest.importorskip("ftbench.worker.train", reason="training libraries are not installed")
     from ftbench.worker.measure.phases import Phases
+    from ftbench.worker.training_run import TrainingRun
 
     while (job := plan.next(lambda job: True)) is not None:
         directory = rundir.claim_at(job.run.path)
@@ -56,7 +57,7 @@ def train_all(plan: ParityPlan, spoil=None) -> ParityPlan:
         with pytest.MonkeyPatch.context() as patch:
             if spoil:
                 spoil(job, patch)
-            training.train(training.TrainingRun(job.spec, directory, phases))
+            training.train(TrainingRun(job.spec, directory, phases))
         phases.close()
         rundir.write_json(directory.state, rundir.running() | {"state": "ok"})
         plan.ended(job)

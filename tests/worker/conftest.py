@@ -15,7 +15,8 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.worker.measure.phases import Phases
-from ftbench.worker.train import TrainingRun, train
+from ftbench.worker.train import train
+from ftbench.worker.training_run import TrainingRun
 
 TINY: dict[str, Any] = {
     "name": "tiny",

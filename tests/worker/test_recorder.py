@@ -13,7 +13,7 @@ from conftest import spec_of
 from ftbench.store.ranks import merge, read_ranks
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_columns, read_steps
-from ftbench.worker import train
+from ftbench.worker.measure import recording
 from ftbench.worker.measure.batch_count import BatchCount
 from ftbench.worker.measure.hf_adapter import HfRecording, count_of
 from ftbench.worker.measure.recorder import Recorder
@@ -106,7 +106,7 @@ def test_each_rank_writes_a_file_of_its_own(tmp_path, monkeypatch):
     spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"gpus": 2})})  # refused until it is built
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
-        made = train.recorder_of(spec, RunDir(tmp_path))
+        made = recording.recorder_of(spec, RunDir(tmp_path, rank))
         made.start()
         made.begin_step()
         made.micro_batch(BatchCount(real=5, padded=8, labels=5, samples=1, longest=5), torch.tensor(1.0 + rank))

@@ -32,7 +32,8 @@ def main(path: str) -> int:
         if spec.method.name == "unsloth":  # patches what the others import, and looks at the GPU at once
             _acquire_gpu(spec, directory, phases)
             _import_unsloth()
-        from ftbench.worker.train import TrainingRun, train
+        from ftbench.worker.train import train
+        from ftbench.worker.training_run import TrainingRun
 
         run = TrainingRun(spec, directory, phases)
         if parallel.is_first():

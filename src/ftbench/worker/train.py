@@ -9,32 +9,26 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, set_seed
 
-from ftbench.errors import NotAppliedError
 from ftbench.spec.experiment import Experiment
-from ftbench.store.machine import handle_of, nvml_module
-from ftbench.store.rundir import RunDir, first_gpu, gpus_of, read_json, write_json
-from ftbench.store.steps import StepsWriter
+from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.worker import methods, optimizations, parallel, trainer
 from ftbench.worker.data import order
 from ftbench.worker.data.prepare import Prepared, prepare
-from ftbench.worker.device import check_device, device
+from ftbench.worker.device import check_device
 from ftbench.worker.generate import Answers
 from ftbench.worker.measure import applied
-from ftbench.worker.measure.contention import GpuLoad, HostLoad, own_processes
 from ftbench.worker.measure.controls import Control
 from ftbench.worker.measure.gradients import Gradients
 from ftbench.worker.measure.hf_adapter import HfRecording
-from ftbench.worker.measure.meters import meters
-from ftbench.worker.measure.phases import Phases
 from ftbench.worker.measure.recorder import Recorder
+from ftbench.worker.measure.recording import recorder_of, watch_memory
 from ftbench.worker.measure.reporter import Reporter
-from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.model import loading
 from ftbench.worker.model.loading_report import require_complete
 from ftbench.worker.model.tokenizer import build_tokenizer
+from ftbench.worker.training_run import TrainingRun
 
 
 def train(run: TrainingRun) -> None:
@@ -49,7 +43,7 @@ def train(run: TrainingRun) -> None:
     tokenizer, data = prepared(spec, source)
 
     phases.enter("load")
-    _watch_memory(phases)
+    watch_memory(phases)
     with require_complete(spec.model) as weights_left_out:
         model = method.load(spec, source)
 
@@ -106,34 +100,6 @@ def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
     return tokenizer, prepare(spec, tokenizer, vocabulary, pixels)
 
 
-def _watch_memory(phases: Phases) -> None:
-    """Let each phase from here on say the memory peak within it."""
-    _, memory = meters(device())
-
-    def peaks() -> dict[str, float]:
-        values = memory.read()
-        memory.reset()
-        return {name: values[name] for name in ("peak_memory_gb", "peak_reserved_gb") if name in values}
-
-    phases.read_peaks = peaks
-
-
-def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
-    """Return the recorder of this process, with samples of the host and of the GPU that trains."""
-    gpu, host = device(), HostLoad()
-    nvml = nvml_module() if gpu.type == "cuda" else None
-    handle = nvml and handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
-    if handle is None:
-        sampler = Sampler(others=[host])
-    else:
-        before = gpus_of(read_json(directory.machine))[gpu.index].get("process_ids") or ()
-        sampler = Sampler(nvml, handle, [host, GpuLoad(nvml, handle, own_processes(nvml, handle, before))])
-    rank = parallel.rank()
-    share = None if rank is None else rank * spec.launch.shares // spec.launch.ranks
-    writer, count_graphs = StepsWriter(directory.steps), bool(spec.optimizations.compile)
-    return Recorder(writer, gpu, sampler, count_graphs, rank or 0, share)
-
-
 def assembled(spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared) -> trainer.Trainer:
     """Return the trainer, around the loaded model with what its method trains and with its optimizations."""
     set_seed(spec.train.seed)
@@ -180,52 +146,3 @@ class _AfterFirstStep(TrainerCallback):
         run.require_applied(optimizations.verify(self._loop.model, spec) + trainer.verify(self._loop, spec))
         if run.recorder:
             run.recorder.restart()  # verifying is no part of the second step
-
-
-class TrainingRun:
-    """The objects of a run that its end needs to know, whatever ended it."""
-
-    def __init__(self, spec: Experiment, directory: RunDir, phases: Phases) -> None:
-        self.spec, self.directory, self.phases = spec, directory, phases
-        self.recorder: Recorder | None = None
-        self.reporter: Reporter | None = None
-        self.profiler: Any = None
-        self.trainer: trainer.Trainer | None = None
-        self.facts: dict[str, Any] = {}
-
-    def position(self) -> tuple[str, int | None]:
-        """Return where the run is: the phase, or within training the part of the step, and the step."""
-        if self.phases.current == "train" and self.recorder and self.recorder.position:
-            return self.recorder.position, self.recorder.step or None
-        return self.phases.current, None
-
-    def finish(self) -> None:
-        """End the processes that make batches, and write the last rows into steps.csv and to the services; what a
-        service did not take is a warning."""
-        if self.trainer:
-            self.trainer.end_loaders()
-        if self.recorder:
-            self.recorder.finish()
-        if self.reporter:
-            self.warn(*self.reporter.finish())
-
-    def failed(self, error: BaseException) -> None:
-        """Keep what shows why, while the objects of the failed step are still there."""
-        if self.profiler:
-            self.profiler.failed(error)
-
-    def write_facts(self, **more: Any) -> None:
-        """Add to applied.json."""
-        self.facts |= more
-        write_json(self.directory.applied, self.facts)
-
-    def warn(self, *warnings: str) -> None:
-        """Add warnings to applied.json."""
-        if warnings:
-            self.write_facts(warnings=[*self.facts.get("warnings", []), *warnings])
-
-    def require_applied(self, problems: list[str]) -> None:
-        """Raise NotAppliedError for what was asked for and not applied, unless the spec allows it: then warn."""
-        if problems and not self.spec.measure.allow_fallback:
-            raise NotAppliedError("; ".join(problems) + " (measure.allow_fallback=on measures it all the same)")
-        self.warn(*problems)
