@@ -3,6 +3,7 @@ pictures for a person to look at."""
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
-from page_runs import HOSTILE, JAPANESE, study  # noqa: E402
+from page_runs import HOSTILE, JAPANESE, made, study  # noqa: E402
 
 from ftbench.report.command import Request, report  # noqa: E402
 
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"),
 ]
-DESKTOP, PHONE, PAPER = (1280, 900), (360, 740), (794, 1123)
+DESKTOP, PHONE, PAPER = (1400, 900), (390, 844), (794, 1123)
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +44,38 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory) -> Path:
+    """The page of a hundred specs of long names on two GPUs, and one of another model."""
+    folder = tmp_path_factory.mktemp("crowded")
+    for place in range(99):
+        gpu = ("NVIDIA H200", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition")[place % 2]
+        method = ("lora", "qlora", "full")[place % 3]
+        batch, peak = 1 + place // 6, 5 + place * 7 % 60
+        made(folder / "runs", method, batch, gpu=gpu, steps=12, speed=20 * batch / (peak + place % 9), peak=peak,
+             name="a-name-of-an-experiment-that-somebody-chose")  # fmt: skip
+    made(folder / "runs", "lora", 4, model="Qwen/Qwen3-0.6B", steps=12)
+    path = folder / "report.html"
+    path.write_text(report(Request([folder / "runs"], "html")).text, "utf-8")
+    return path
+
+
 @pytest.fixture
 def opened(browser, page_file):
-    """Opens the page; at the end it has written nothing to the console and asked for nothing but itself."""
+    """Opens a page; at the end it has written nothing to the console and asked for nothing but itself."""
 
     @contextmanager
-    def open_(size: tuple[int, int] = DESKTOP, scheme: str = "light", **more: Any) -> Iterator[Any]:
+    def open_(
+        size: tuple[int, int] = DESKTOP, scheme: str = "light", file: Path = page_file, **more: Any
+    ) -> Iterator[Any]:
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, **more)
         page = context.new_page()
         page.set_default_timeout(10_000)
         said: list[str] = []
         page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: said.append(request.url) if request.url != page_file.as_uri() else None)
-        page.goto(page_file.as_uri())
+        page.on("request", lambda request: said.append(request.url) if request.url != file.as_uri() else None)
+        page.goto(file.as_uri())
         page.wait_for_selector("html[data-ready]")
         yield page
         assert said == []
@@ -68,13 +87,13 @@ def opened(browser, page_file):
 def draw_all(page: Any) -> None:
     """Waits until each figure is drawn."""
     for box in page.query_selector_all(".figure"):
-        box.wait_for_selector("svg .gridline", state="attached")
+        box.wait_for_selector("svg .gridline, .bar", state="attached")
 
 
 def rows(page: Any, column: str | None = None) -> list[str]:
     """The visible rows' cells of a column, by its heading; their run where none is named."""
-    heads = [text.strip() for text in page.locator("#runs thead th").all_inner_texts()]
-    place = heads.index(column) if column else len(heads) - 1
+    heads = [text.strip() for text in page.locator("#runs thead th").all_text_contents()]
+    place = heads.index(column or "run id")
     return page.eval_on_selector_all(
         "#runs tbody tr:not([hidden])", f"rows => rows.map(row => row.cells[{place}].textContent)"
     )
@@ -142,9 +161,8 @@ def test_headings_sort_by_mouse_and_keyboard_and_the_unknown_comes_last(opened):
 @pytest.mark.parametrize(
     ("figure", "mark", "words"),
     [
-        ("#pareto-figure", ".point", ["samples/h", "GiB of tensors"]),
-        ("#bars-figure", ".bar rect", ["samples per hour", "95 %", "1 run"]),
-        ("#curves-figure", ".series .line", ["GiB", "step"]),
+        ("#pareto-figure", ".point", ["samples/h", "GiB of tensors", "1 run"]),
+        ("#curves-figure", ".series .line", ["nats per token", "step"]),
     ],
 )
 def test_hovering_shows_a_label(opened, figure, mark, words):
@@ -174,26 +192,109 @@ def test_dragging_looks_closer_and_a_double_click_back(opened):
         page.wait_for_function(f"before => ({ticks})().join() === before.join()", arg=before)
 
 
-@pytest.mark.parametrize("size", [DESKTOP, (390, 844)])
-def test_no_words_of_a_figure_overlap_or_are_cut(opened, size):
-    script = """() => [...document.querySelectorAll(".figure")].flatMap((figure) => {
-      const edge = figure.getBoundingClientRect(), texts = [...figure.querySelectorAll(":scope > svg text, .legend span")];
-      const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()]);
-      const wrong = boxes.filter(([, box]) => box.left < edge.left - 1 || box.right > edge.right + 1).map(([text]) => `cut: ${text}`);
-      boxes.forEach(([text, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
-        const across = Math.min(a.right, b.right) - Math.max(a.left, b.left), down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-        if (across > 1 && down > 3) wrong.push(`${text} over ${other}`);
-      }));
-      return wrong; })"""  # noqa: E501
-    with opened(size) as page:
+OVERLAPS = """() => {
+  const boxes = [...document.querySelectorAll(".figure > svg text, .legend > span, .bar > .name, .bar > .value, .bar > .track, .names li")]
+    .filter((node) => node.checkVisibility()).map((node) => [node.textContent || "bar", node.getBoundingClientRect(), node.closest("section")]);
+  const wrong = [];
+  boxes.forEach(([text, a, section], i) => {
+    const edge = section.getBoundingClientRect();
+    if (a.left < edge.left - 1 || a.right > edge.right + 1) wrong.push(`cut: ${text}`);
+    boxes.slice(i + 1).forEach(([other, b]) => {
+      const across = Math.min(a.right, b.right) - Math.max(a.left, b.left), down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (across > 1 && down > 3) wrong.push(`${text} over ${other}`);
+    });
+  });
+  return wrong; }"""  # noqa: E501
+CUT = """() => [...document.querySelectorAll("main *, footer *")].filter((node) => {
+  const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+  if (!own || node.closest("svg, .scroll, .pick, select, .unseen, dialog") || !node.checkVisibility()) return false;
+  const box = node.getBoundingClientRect();
+  const hides = getComputedStyle(node).overflow !== "visible";
+  return box.right > innerWidth + 1 || box.left < -1 || (hides && node.scrollWidth > node.clientWidth + 1);
+}).map((node) => node.textContent)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+@pytest.mark.parametrize("runs", ["page_file", "crowded"])
+def test_no_words_overlap_or_are_cut(opened, runs, size, scheme, request):
+    with opened(size, scheme, request.getfixturevalue(runs)) as page:
         draw_all(page)
-        assert page.evaluate(script) == []
+        assert page.evaluate(OVERLAPS) == []
+        assert page.evaluate(CUT) == []
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_of_a_hundred_points_those_that_nothing_beats_are_named(opened, crowded, size):
+    with opened(size, file=crowded) as page:
+        draw_all(page)
+        names, numbers = page.locator("#pareto-names li").count(), page.locator("#pareto-figure .number").count()
+        assert page.locator("#pareto-figure .point").count() == 99
+        assert names == numbers > 12
+        assert (
+            page.eval_on_selector("#pareto-figure .number", "text => parseFloat(getComputedStyle(text).fontSize)") >= 12
+        )
+
+
+def test_the_chooser_shows_one_workload_at_a_time(opened, crowded):
+    with opened(file=crowded) as page:
+        assert page.inner_text("#count") == "99 runs"
+        page.select_option("#workload", "1")
+        assert page.inner_text("h1").startswith("Qwen3-0.6B on NVIDIA H200: lora at batch 4 is fastest")
+        assert page.inner_text("#count") == "1 runs"
+        assert page.locator("#bars-figure .bar").count() == page.locator("#pareto-figure .point").count() == 1
+        assert page.locator("#curves-figure .series").count() == 1
+        assert page.locator(".cards:visible").count() == 1
+        assert not page.is_visible("#frontier")
+        page.check("#every")
+        assert page.inner_text("#count") == "100 runs"
+
+
+def test_names_and_legends_say_what_varies(opened):
+    with opened() as page:
+        draw_all(page)
+        assert "lora, batch 4, H200" in page.locator("#bars-figure .name").all_inner_texts()
+        page.eval_on_selector_all("#pick input:checked", "boxes => boxes.forEach((box) => box.click())")
+        page.eval_on_selector_all(
+            "#pick label",
+            """labels => labels.filter((label) =>
+            /: lora, batch [14], H200/.test(label.textContent)).forEach((label) => label.click())""",
+        )
+        assert page.locator("#curves-figure .legend > span").all_inner_texts() == ["batch 1", "batch 4"]
+        assert page.inner_text("#curves-shared") == "All: lora, H200."
+
+
+def test_evidence_shows_its_runs_in_the_table(opened):
+    with opened() as page:
+        page.locator(".points .evidence").first.click()
+        shown = page.locator(".points .evidence").first.get_attribute("data-runs").split()
+        assert sorted(rows(page, "run")) == sorted(number for number in shown)
+        page.locator("#filter").fill("")
+        assert len(rows(page)) == 9
+
+
+def test_columns_are_chosen_and_exported_as_csv(opened):
+    with opened() as page:
+        page.click("summary:has-text('Columns')")
+        page.locator("#columns label").filter(has_text="of which steady").locator("input").check()
+        page.locator("#columns label").filter(has_text="torch").locator("input").check()
+        page.locator("#columns label").filter(has_text="samples/h").locator("input").uncheck()
+        page.fill("#filter", "qlora")
+        with page.expect_download() as download:
+            page.click("#export")
+        found = list(csv.DictReader(Path(download.value.path()).read_text("utf-8").splitlines()))
+        assert [line["method"] for line in found] == ["qlora", "qlora"]
+        assert {line["of which steady"] for line in found} == {"39"}
+        assert found[0]["torch"] == "2.11.0"
+        assert "samples/h" not in found[0]
+        page.locator("#runs").get_by_role("button", name="of which steady").click()
+        assert page.locator("[aria-sort=ascending]").count() == 1
 
 
 def test_every_curve_and_figure_can_be_chosen(opened):
     with opened() as page:
         draw_all(page)
-        for curve in ("step", "loss", "elapsed", "memory"):
+        for curve in ("step", "elapsed", "loss", "memory"):
             page.select_option("#curve", curve)
             assert page.locator("#curves-figure .series").count() > 0
         for metric in ("step", "tokens", "peak", "energy", "samples"):
@@ -221,7 +322,7 @@ def test_a_run_opens_with_what_was_applied_and_closes_with_escape(opened):
 def test_the_switch_turns_light_into_dark_and_the_figures_with_it(opened):
     with opened() as page:
         draw_all(page)
-        paper = "() => getComputedStyle(document.querySelector('#bars-figure .bar rect')).fill"
+        paper = "() => getComputedStyle(document.querySelector('#bars-figure .fill')).backgroundColor"
         light = page.evaluate(paper)
         page.click("#theme")
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 27)"

@@ -18,7 +18,7 @@ from ftbench.report.command import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.page import bars, document, head
 from ftbench.report.page.view import view
-from ftbench.report.render.document import Report, Section, Table
+from ftbench.report.render.document import Point, Report, Section, Table
 from ftbench.report.render.formats import render
 from ftbench.store import rundir
 
@@ -178,7 +178,49 @@ def test_runs_of_different_models_are_not_ranked_together(tmp_path):
     shown = view(Report(records))
     assert len(shown.workloads) == 2
     assert shown.workloads[0].startswith("Qwen3-8B")  # that of most runs
-    assert head.title(shown) == "3 fine-tuning runs on NVIDIA H200"
+    assert [len(shown.cells_of(place)) for place in (0, 1)] == [2, 1]
+    assert head.title(shown, 1).startswith("Qwen3-0.6B on NVIDIA H200: lora at batch 1 is fastest")
+
+
+def test_a_store_of_several_workloads_gets_a_chooser_and_no_mixture(tmp_path):
+    """Each table row, card, grid and point names the workloads that it is about; a store of one names none."""
+    for model in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"):
+        for batch in (1, 4, 8):
+            made(tmp_path, "lora", batch, model=model)
+        made(tmp_path, "qlora", 4, model=model, peak=9)
+    text = report(Request([tmp_path], "html")).text
+    page = Page(text)
+    assert [tag for tag, attributes in page.tags if attributes.get("id") == "workload"] == ["select"]
+    assert len([tag for tag, attributes in page.tags if tag == "option" and attributes["value"] in ("0", "1")]) == 2
+    about = [(tag, attributes["data-w"]) for tag, attributes in page.tags if "data-w" in attributes]
+    rows = [place for tag, place in about if tag == "tr"]
+    assert rows.count("0") == rows.count("1") == 3 * 4  # all runs, a night, energy
+    assert {place for tag, place in about if tag == "li"} == {"0", "1"}
+    assert {place for tag, place in about if tag == "div"} == {"0", "1"}
+    assert len(page.data["titles"]) == 2
+    made(tmp_path / "single", "lora", 1)
+    assert "data-w=" not in report(Request([tmp_path / "single"], "html")).text.partition("<script")[0]
+
+
+def test_what_to_do_is_a_list_with_its_runs(tmp_path):
+    made(tmp_path, "lora", 4, peak=60)
+    made(tmp_path, "qlora", 4, peak=9, speed=0.9)
+    page = Page(report(Request([tmp_path], "html")).text)
+    links = [attributes for tag, attributes in page.tags if tag == "a" and attributes.get("class") == "evidence"]
+    rows = {attributes["id"] for tag, attributes in page.tags if tag == "tr" and "id" in attributes}
+    assert "Memory short:" in page.words
+    assert [(link["data-runs"] or "").split() for link in links[:2]] == [["2", "1"], ["1", "2"]]
+    assert {(link["href"] or "").removeprefix("#") for link in links} <= rows
+
+
+def test_of_many_runs_the_first_of_each_spec_have_curves(tmp_path, monkeypatch):
+    monkeypatch.setattr(document, "MOST_CURVES", 2)
+    for speed in (0.5, 0.51):
+        made(tmp_path / str(speed), "lora", 4, speed=speed)
+    made(tmp_path / "other", "qlora", 4)
+    page = Page(render(Report(collect([tmp_path])), "html"))
+    assert [page.data["runs"][int(place)]["method"] for place in page.data["curves"]] == ["lora", "qlora"]
+    assert any("2 of 3 runs have curves here" in word for word in page.words)
 
 
 def test_runs_that_all_failed_still_make_a_page(tmp_path):
@@ -191,12 +233,20 @@ def test_runs_that_all_failed_still_make_a_page(tmp_path):
 def test_text_is_no_markup_wherever_it_stands(content, tmp_path):
     made(tmp_path, "lora", 4)
     table = Table({content: content}, [content, "GPU"], [[content, content]], [content])
-    sections = [Section("decision", content, table, [content])]
+    sections = [Section("energy", content, table, [content])]
     text = render(Report(collect([tmp_path]), sections=sections), "html")
     body = text.partition("<main>")[2].partition("</main>")[0]
-    plain = Page(render(Report(collect([tmp_path]), sections=[Section("decision", "x", None, ["x"])]), "html"))
+    plain = Page(
+        render(
+            Report(collect([tmp_path]), sections=[Section("energy", "x", Table({}, ["x"], [["x"]], ["x"]), ["x"])]),
+            "html",
+        )
+    )
     assert content not in body or content == "</section>"
-    assert Page(text).words.count(content) == 6
+    assert Page(text).words.count(content) == 5
+    point = Section("decision", content, None, [content], points=[Point(content, also=content, about=content)])
+    words = " ".join(Page(render(Report(collect([tmp_path]), sections=[point]), "html")).words)
+    assert words.count(content) == 2
     assert {tag for tag, _ in Page(text).tags} <= {tag for tag, _ in plain.tags}
 
 

@@ -4,10 +4,10 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
   const make = (name, text, attributes = {}) => {
-    const found = document.createElement(name);
-    if (text !== undefined && text !== null) found.textContent = text;
-    for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-    return found;
+    const made = document.createElement(name);
+    if (text !== undefined && text !== null) made.textContent = text;
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    return made;
   };
 
   // --- light and dark -------------------------------------------------------------------------------------------------
@@ -17,42 +17,82 @@
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
   });
 
+  // --- the workload: runs of one model on one data set are compared, and shown at a time ------------------------------
+  const workload = () => ($("workload") ? Number($("workload").value) : 0);
+  const isAbout = (node) => node.dataset.w === undefined || node.dataset.w.split(" ").includes(String(workload()));
+  const ofWorkload = [...document.querySelectorAll("[data-w]")].filter((node) => !node.closest("#runs"));
+  function choose() {
+    ofWorkload.forEach((node) => { node.hidden = !isAbout(node); });
+    const grids = $("frontier");
+    if (grids) grids.hidden = ![...grids.querySelectorAll(".scroll")].some(isAbout);
+    $("title").textContent = document.title = data.titles[workload()];
+    vary();
+    filter();
+    pickFirst();
+    ["pareto-figure", "bars-figure", "curves-figure"].forEach(draw);
+  }
+
+  // What tells some things apart, each of which has a way of training, a batch and a GPU; and what all of them share.
+  const PARTS = [(item) => item.way, (item) => `batch ${item.batch}`, (item) => item.gpu.replace(/^NVIDIA /, "")];
+  function apart(items) {
+    const varying = PARTS.filter((part) => new Set(items.map(part)).size > 1);
+    const shown = varying.length ? varying : PARTS.slice(0, 1);
+    return { names: items.map((item) => shown.map((part) => part(item)).join(", ")),
+      shared: items.length > 1 ? PARTS.filter((part) => !shown.includes(part)).map((part) => part(items[0])).join(", ") : "" };
+  }
+
   // --- the table ------------------------------------------------------------------------------------------------------
-  const body = document.querySelector("#runs tbody");
+  const table = $("runs"), body = table.tBodies[0], line = table.tHead.rows[0];
   const rows = [...body.rows];
   const texts = rows.map((row) => {
     const run = data.runs[Number(row.dataset.i)];
-    return [row.textContent, run.label, run.workload, run.gpu, run.reason].join(" ").toLowerCase();
+    return [row.textContent, run.method, run.gpu, run.reason, data.workloads[run.workload]].join(" ").toLowerCase();
   });
   const collator = new Intl.Collator(["ja", "en"], { numeric: true });
+  const MOST_ROWS = 300; // that are laid out at once
+  let most = MOST_ROWS;
 
   function filter() {
     const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
-    const state = $("state").value;
-    let shown = 0;
-    rows.forEach((row, i) => {
-      const fits = (!state || row.dataset.s === state) && words.every((word) => texts[i].includes(word));
-      row.hidden = !fits;
-      shown += fits;
+    const numbers = words.filter((word) => /^runs?:/.test(word)).flatMap((word) => word.split(/[:,]/).slice(1));
+    const others = words.filter((word) => !/^runs?:/.test(word)), state = $("state").value;
+    const every = numbers.length || ($("every") && $("every").checked);
+    let found = 0, candidates = 0;
+    [...body.rows].forEach((row) => {
+      const place = Number(row.dataset.i), candidate = every || isAbout(row);
+      const fits = candidate && (!state || row.dataset.s === state) && others.every((word) => texts[place].includes(word)) &&
+        (!numbers.length || numbers.includes(String(data.runs[place].number)));
+      candidates += candidate;
+      found += fits;
+      row.hidden = !fits || found > most;
     });
-    $("count").textContent = shown === rows.length ? `${rows.length} runs` : `${shown} of ${rows.length} runs`;
+    $("count").textContent = found === candidates ? `${found} runs` : `${found} of ${candidates} runs`;
+    $("rest").hidden = found <= most;
+    $("whole").textContent = `Show all ${found} rows`;
   }
-  $("filter").addEventListener("input", filter);
-  $("state").addEventListener("change", filter);
+  for (const id of ["filter", "state", "every"]) if ($(id)) $(id).addEventListener("input", () => { most = MOST_ROWS; vary(); filter(); });
+  const whole = () => { most = Infinity; filter(); };
+  $("whole").addEventListener("click", whole);
+  addEventListener("beforeprint", whole);
 
-  const heads = [...document.querySelectorAll("#runs thead th")];
-  heads.forEach((head, column) => {
-    const button = head.querySelector("button");
-    if (button) button.addEventListener("click", () => sort(head, column));
+  // A link to evidence shows its runs in the table.
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest("a.evidence");
+    if (!link) return;
+    event.preventDefault();
+    $("state").value = "";
+    $("filter").value = `runs:${link.dataset.runs.trim().split(" ").join(",")}`;
+    filter();
+    $("all-runs").scrollIntoView();
   });
 
-  function sort(head, column) {
+  const cellsOf = (head) => { const place = [...line.cells].indexOf(head); return rows.map((row) => row.cells[place]); };
+  function heading(head) { head.querySelector("button").addEventListener("click", () => sort(head)); }
+  [...line.cells].forEach(heading);
+
+  function sort(head) {
     const rising = head.getAttribute("aria-sort") !== "ascending";
-    const value = (row) => {
-      const cell = row.cells[column];
-      return cell.dataset.v === undefined ? cell.textContent : Number(cell.dataset.v);
-    };
-    const known = rows.map((row) => [row, value(row)]);
+    const known = cellsOf(head).map((cell) => [cell.parentNode, cell.dataset.v === undefined ? cell.textContent : Number(cell.dataset.v)]);
     known.sort(([a, x], [b, y]) => {
       const emptyX = x === "", emptyY = y === ""; // what is not known comes last, whichever way
       if (emptyX || emptyY) return emptyX - emptyY || a.dataset.i - b.dataset.i;
@@ -60,9 +100,79 @@
       return (rising ? order : -order) || a.dataset.i - b.dataset.i;
     });
     body.append(...known.map(([row]) => row));
-    heads.forEach((other) => other.hasAttribute("aria-sort") && other.setAttribute("aria-sort", "none"));
+    [...line.cells].forEach((other) => other.setAttribute("aria-sort", "none"));
     head.setAttribute("aria-sort", rising ? "ascending" : "descending");
+    filter();
   }
+
+  // --- its columns ----------------------------------------------------------------------------------------------------
+  const heads = new Map([...line.cells].map((head) => [head.textContent.trim(), head]));
+  const touched = new Set(); // columns that the reader has chosen or hidden
+  const boxes = new Map();
+  function show(name, shown) {
+    let head = heads.get(name);
+    if (!head && shown) head = added(name);
+    if (!head) return;
+    [head, ...cellsOf(head)].forEach((cell) => { cell.hidden = !shown; });
+    if (boxes.has(name)) boxes.get(name).checked = shown;
+  }
+
+  function added(name) {
+    const place = data.labels.indexOf(name), head = make("th", null, { scope: "col", "aria-sort": "none" });
+    if (place >= 0) head.className = "n";
+    head.append(make("button", name, { type: "button" }));
+    heading(head);
+    line.append(head);
+    rows.forEach((row) => {
+      const run = data.runs[Number(row.dataset.i)], value = place >= 0 && run.state === "ok" ? run.numbers[place] : null;
+      const pair = place >= 0 ? null : run.facts.flatMap((i) => data.facts[i]).find(([key]) => key === name);
+      const cell = make("td", place < 0 ? pair && pair[1] : value === null ? "" : run.figures[place], place >= 0 ? { class: "n" } : {});
+      if (value !== null) cell.dataset.v = value;
+      row.append(cell);
+    });
+    heads.set(name, head);
+    return head;
+  }
+
+  // What all shown runs share needs no column.
+  function vary() {
+    for (const [name, head] of heads) {
+      if (head.dataset.varies === undefined || touched.has(name)) continue;
+      const cells = cellsOf(head).filter((cell) => ($("every") && $("every").checked) || isAbout(cell.parentNode));
+      show(name, new Set(cells.map((cell) => cell.textContent)).size > 1);
+    }
+  }
+
+  const shownLabels = new Set(["samples per hour", "real tokens/s", "GiB allocated at the peak", "median step", "first step", "MFU", "evaluation loss"]);
+  const optional = [...data.labels.filter((label) => !shownLabels.has(label)),
+    ...[...new Set(data.facts.flatMap((pairs) => pairs.map(([key]) => key)))].sort()];
+  for (const name of [...heads.keys(), ...optional]) {
+    if (boxes.has(name)) continue;
+    const item = make("label"), box = make("input", null, { type: "checkbox" });
+    box.checked = heads.has(name);
+    box.addEventListener("change", () => { touched.add(name); show(name, box.checked); });
+    boxes.set(name, box);
+    item.append(box, make("span", name));
+    $("columns").append(item);
+  }
+
+  const quoted = (text) => {
+    const guarded = /^\s*[=+\-@]/.test(text) && !Number.isFinite(Number(text)) ? `'${text}` : text; // no formula of a spreadsheet
+    return /[",\r\n]/.test(guarded) ? `"${guarded.replaceAll('"', '""')}"` : guarded;
+  };
+  $("export").addEventListener("click", () => {
+    const shown = [...line.cells].map((head, place) => [head, place]).filter(([head]) => !head.hidden);
+    const before = most;
+    whole();
+    const lines = [shown.map(([head]) => head.textContent.trim()), ...[...body.rows].filter((row) => !row.hidden).map((row) =>
+      shown.map(([, place]) => row.cells[place].dataset.v ?? row.cells[place].textContent.trim()))];
+    most = before;
+    filter();
+    const file = new Blob([lines.map((values) => values.map(quoted).join(",")).join("\n") + "\n"], { type: "text/csv" });
+    const link = make("a", null, { download: "runs.csv", href: URL.createObjectURL(file) });
+    link.click();
+    URL.revokeObjectURL(link.href);
+  });
 
   // --- one run --------------------------------------------------------------------------------------------------------
   const dialog = $("details");
@@ -75,7 +185,8 @@
   function open(run) {
     const close = make("button", "Close", { type: "button", class: "close" });
     close.addEventListener("click", () => dialog.close());
-    const parts = [close, make("h2", run.id, { id: "details-title" }), make("p", [`${run.method}, batch ${run.batch}`, run.workload, run.gpu].filter(Boolean).join(" · "))];
+    const parts = [close, make("h2", run.id, { id: "details-title" }),
+      make("p", [`${run.way}, batch ${run.batch}`, data.workloads[run.workload], run.gpu].join(" · "))];
     const state = make("p", null);
     state.append(make("span", run.state, { class: "badge " + (run.state === "ok" ? "good" : "bad") }));
     if (run.reason) state.append(" " + run.reason);
@@ -179,40 +290,36 @@
     });
   }
 
-  // Draws series {name, colour, symbol, dash, points: [{x, y, text, number}]}: marks where there is a symbol, a line where
-  // there is a dash, broken where a value is not known.
+  // Draws series {name, colour, symbol, dash, points: [{x, y, text}]}: marks where there is a symbol, a line where there is
+  // a dash, broken where a value is not known.
   function plot(box, height, xTitle, yTitle, xZero, yZero, series) {
-    const every = series.flatMap((line) => line.points);
-    const svg = canvas(box, height, series.map((line) => [line.name, line.colour, line.symbol, line.dash]));
-    const bottom = height - 46, width = box.clientWidth, marks = [], taken = [];
+    const every = series.flatMap((each) => each.points);
+    const svg = canvas(box, height, series.map((each) => [each.name, each.colour, each.symbol, each.dash]));
+    const bottom = height - 46, width = box.clientWidth, marks = [];
     const ys = scaled(every.map((point) => point.y), bottom, 28, yZero, 6);
     const left = 14 + 7.5 * Math.max(...ys.ticks.map(([, text]) => text.length));
     const xs = scaled(every.map((point) => point.x), left, width - 16, xZero, width < 520 ? 4 : 8);
     axis(svg, ys, left, width - 8, yTitle, true);
     axis(svg, xs, bottom, 28, xTitle, false);
-    for (const line of series) {
+    for (const each of series) {
       const group = shape(svg, "g", { class: "series" });
-      const places = line.points.map((point) => Number.isFinite(point.y) ? [xs.to(point.x), ys.to(point.y)] : null);
-      if (line.dash !== undefined) {
+      const places = each.points.map((point) => Number.isFinite(point.y) ? [xs.to(point.x), ys.to(point.y)] : null);
+      if (each.dash !== undefined) {
         const path = places.map((at, i) => at ? `${i && places[i - 1] ? "L" : "M"}${at[0].toFixed(1)},${at[1].toFixed(1)}` : "").join("");
-        shape(group, "path", { d: path, class: "line", style: `stroke: ${line.colour}`, "stroke-dasharray": line.dash });
+        shape(group, "path", { d: path, class: "line", style: `stroke: ${each.colour}`, "stroke-dasharray": each.dash });
       }
-      line.points.forEach((point, i) => {
+      each.points.forEach((point, i) => {
         const at = places[i];
         if (!at) return;
-        if (line.symbol !== undefined || line.points.length < 30 && point.text) {
-          shape(group, "path", { d: SYMBOLS[(line.symbol || 0) % SYMBOLS.length], class: "point", style: `fill: ${line.colour}`,
-            transform: `translate(${at[0].toFixed(1)},${at[1].toFixed(1)})${line.symbol === undefined ? "scale(.5)" : ""}` });
+        if (each.symbol !== undefined || each.points.length < 30 && point.text) {
+          shape(group, "path", { d: SYMBOLS[(each.symbol || 0) % SYMBOLS.length], class: "point", style: `fill: ${each.colour}`,
+            transform: `translate(${at[0].toFixed(1)},${at[1].toFixed(1)})${each.symbol === undefined ? "scale(.5)" : ""}` });
         }
         if (point.text) marks.push([...at, point.text]);
-        if (point.number && !taken.some(([x, y]) => Math.abs(x - at[0]) < 22 && Math.abs(y - at[1]) < 13)) {
-          taken.push(at);
-          shape(group, "text", { x: at[0], y: at[1] - 9, "text-anchor": "middle", class: "tick" }, point.number);
-        }
       });
     }
     hover(box, svg, marks);
-    return { svg, from: xs.from };
+    return { svg, xs, ys, inner: [left + 2, 24, width - 8, bottom - 2] };
   }
 
   // --- figures --------------------------------------------------------------------------------------------------------
@@ -220,59 +327,87 @@
     samples: "samples per hour", step: "median step, s", tokens: "real tokens per second",
     peak: "GiB of tensors at the peak", energy: "J per 1,000 samples, GPU only",
   };
-  const many = (key) => new Set(data.runs.map((run) => run[key])).size > 1;
   const order = (key) => [...new Set(data.runs.map((run) => run[key]))];
   const gpus = order("gpu"), methods = order("method");
-  const workload = () => ($("workload") ? $("workload").value : data.runs[0].workload);
+  const some = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
+  const NAMED = 12; // points that are all named; of more those that nothing beats
   function pareto(box) {
-    const runs = data.runs.filter((run) => run.workload === workload() && run.values.samples && run.values.peak);
-    const groups = new Map();
-    runs.forEach((run) => {
-      const name = many("gpu") ? `${run.method}, ${run.gpu}` : run.method;
-      groups.set(name, [...(groups.get(name) || []), run]);
-    });
-    const best = [...runs].sort((a, b) => a.values.peak - b.values.peak || b.values.samples - a.values.samples);
+    const cells = data.cells.filter((cell) => cell.workload === workload() && cell.figures.samples && cell.figures.peak);
+    const x = (cell) => cell.figures.peak[0], y = (cell) => cell.figures.samples[0];
+    const { names } = apart(cells), nameOf = new Map(cells.map((cell, i) => [cell, names[i]]));
     let top = -Infinity;
-    const front = best.filter((run) => run.values.samples > top && ((top = run.values.samples), true));
-    const at = (run) => ({ x: run.values.peak, y: run.values.samples });
+    const front = [...cells].sort((a, b) => x(a) - x(b) || y(b) - y(a)).filter((cell) => y(cell) > top && ((top = y(cell)), true));
+    const groups = new Map();
+    const several = new Set(cells.map((cell) => cell.gpu)).size > 1;
+    cells.forEach((cell) => {
+      const name = several ? `${cell.method}, ${PARTS[2](cell)}` : cell.method;
+      groups.set(name, [...(groups.get(name) || []), cell]);
+    });
+    const at = (cell) => ({ x: x(cell), y: y(cell) });
     const series = [{ name: "not beaten in both", colour: "var(--quiet)", dash: "2 4", points: front.map(at) }];
-    for (const [name, found] of groups) {
-      series.push({
-        name, colour: colour(methods.indexOf(found[0].method)), symbol: gpus.indexOf(found[0].gpu),
-        points: found.map((run) => ({ ...at(run), number: runs.length <= 40 ? `${run.batch}` : "",
-          text: `${run.label}\n${round(run.values.samples)} samples/h\n${round(run.values.peak)} GiB of tensors at the peak` +
-            (run.warnings.length ? "\ncarries a warning" : "") })),
-      });
+    for (const [name, own] of groups) {
+      series.push({ name, colour: colour(methods.indexOf(own[0].method)), symbol: gpus.indexOf(own[0].gpu),
+        points: own.map((cell) => ({ ...at(cell), text: `${nameOf.get(cell)}\n${round(y(cell))} samples/h\n` +
+          `${round(x(cell))} GiB of tensors at the peak\n${some(cell.runs.length, "run")}${cell.warned ? ", with a warning" : ""}` })) });
     }
-    plot(box, 400, "GiB of tensors at the peak (number: batch)", "samples per hour", true, true, series);
+    const drawn = plot(box, 400, "GiB of tensors at the peak", "samples per hour", true, true, series);
+    const named = cells.length > NAMED ? front : [...front, ...cells.filter((cell) => !front.includes(cell)).sort((a, b) => y(b) - y(a))];
+    number(drawn, cells.map((cell) => [drawn.xs.to(x(cell)), drawn.ys.to(y(cell))]), named.map((cell) => cells.indexOf(cell)));
+    $("pareto-names").replaceChildren(...named.map((cell) => {
+      const item = make("li");
+      item.append(make("a", nameOf.get(cell), { class: "evidence", href: `#run-${cell.runs[0]}`, "data-runs": cell.runs.join(" ") }),
+        make("span", ` ${round(y(cell))} samples/h, ${round(x(cell))} GiB`, { class: "quiet" }));
+      return item;
+    }));
   }
 
-  const MOST_BARS = 60, ROW = 36;
-  function bars(box) {
-    const metric = $("metric").value;
-    const all = data.cells.filter((cell) => cell.workload === workload() && cell.figures[metric]);
-    const cells = all.slice(0, MOST_BARS);
-    const [groups, key] = many("gpu") ? [gpus, "gpu"] : [methods, "method"];
-    const used = groups.filter((group) => cells.some((cell) => cell[key] === group));
-    const bottom = cells.length * ROW + 6, width = box.clientWidth, marks = [];
-    const svg = canvas(box, bottom + 46, used.length > 1 ? used.map((group) => [group || "CPU", colour(groups.indexOf(group)), 1]) : []);
-    const scale = scaled(cells.flatMap((cell) => cell.figures[metric]).map((value) => value ?? NaN), 8, width - 16, true, width < 520 ? 4 : 8);
-    const left = all.length - cells.length;
-    axis(svg, scale, bottom, 4, METRICS[metric] + (left > 0 ? ` (first ${MOST_BARS} of ${all.length} cells)` : ""), false);
-    cells.forEach((cell, i) => {
-      const [value, low, high] = cell.figures[metric], top = i * ROW + 4, middle = top + 23;
-      const group = shape(svg, "g", { class: "bar" });
-      shape(group, "rect", { x: scale.to(0), y: top + 16, width: Math.max(1, scale.to(value) - scale.to(0)), height: 14, style: `fill: ${colour(groups.indexOf(cell[key]))}` });
-      if (low !== null) shape(group, "path", { d: `M${scale.to(low)},${middle - 4}v8M${scale.to(low)},${middle}H${scale.to(high)}m0,-4v8`, class: "whisker" });
-      const figure = shape(group, "text", { x: width - 8, y: top + 12, "text-anchor": "end", class: "tick" }, round(value));
-      const name = shape(group, "text", { x: 8, y: top + 12 }, cell.label);
-      const room = width - 32 - figure.getComputedTextLength();
-      for (let length = cell.label.length; length > 8 && name.getComputedTextLength() > room; length--) name.textContent = `${cell.label.slice(0, length)}…`;
-      marks.push([null, middle, `${cell.label}\n${cell.gpu}\n${round(value)} ${METRICS[metric]}\n` +
-        (low === null ? "no interval" : `95 %: ${round(low)} to ${round(high)}`) + `\n${cell.runs} run${cell.runs > 1 ? "s" : ""}`]);
+  // Writes numbers from 1 beside some of the points, each where it covers nothing, with a line to its point where that is
+  // not at once beside it.
+  function number({ svg, inner }, points, chosen) {
+    const taken = points.map(([x, y]) => [x - 6, y - 6, x + 6, y + 6]);
+    const free = (area) => area[0] >= inner[0] && area[1] >= inner[1] && area[2] <= inner[2] && area[3] <= inner[3] &&
+      !taken.some((other) => area[0] < other[2] && area[2] > other[0] && area[1] < other[3] && area[3] > other[1]);
+    chosen.forEach((index, i) => {
+      const text = String(i + 1), wide = 7 * text.length + 4, [x, y] = points[index];
+      for (const far of [15, 24, 36, 52, 70, 95, 130]) for (let turn = 0; turn < 12; turn++) {
+        const angle = -Math.PI / 2 + turn * Math.PI / 6, cx = x + far * Math.cos(angle), cy = y + far * Math.sin(angle);
+        const area = [cx - wide / 2, cy - 8, cx + wide / 2, cy + 8];
+        if (!free(area)) continue;
+        taken.push(area);
+        if (far > 15) shape(svg, "path", { d: `M${x},${y}L${x + (far - 9) * Math.cos(angle)},${y + (far - 9) * Math.sin(angle)}`, class: "leader" });
+        shape(svg, "text", { x: cx, y: cy + 4, "text-anchor": "middle", class: "number" }, text);
+        return;
+      }
     });
-    hover(box, svg, marks);
+  }
+
+  const MOST_BARS = 60, RISING = ["samples", "tokens"];
+  function bars(box) {
+    const metric = $("metric").value, sign = RISING.includes(metric) ? -1 : 1;
+    const all = data.cells.filter((cell) => cell.workload === workload() && cell.figures[metric])
+      .sort((a, b) => sign * (a.figures[metric][0] - b.figures[metric][0]));
+    const cells = all.slice(0, MOST_BARS), { names, shared } = apart(cells);
+    const key = new Set(cells.map((cell) => cell.gpu)).size > 1 ? "gpu" : "method", groups = key === "gpu" ? gpus : methods;
+    const longest = Math.max(...cells.map((cell) => cell.figures[metric][2] ?? cell.figures[metric][0]));
+    box.replaceChildren(...cells.map((cell, i) => {
+      const [value, low, high] = cell.figures[metric], share = (part) => `${100 * part / longest}%`;
+      const interval = low === null ? "no interval" : `95 %: ${round(low)} to ${round(high)}`;
+      const item = make("div", null, { class: "bar", role: "listitem", title: `${interval}, ${some(cell.runs.length, "run")}` });
+      const track = make("span", null, { class: "track" }), fill = make("span", null, { class: "fill" });
+      fill.style.width = share(value);
+      fill.style.background = colour(groups.indexOf(cell[key]));
+      track.append(fill);
+      if (low !== null) {
+        const whisker = make("span", null, { class: "whisker" });
+        whisker.style.left = share(low);
+        whisker.style.width = share(high - low);
+        track.append(whisker);
+      }
+      item.append(make("a", names[i], { class: "evidence name", href: `#run-${cell.runs[0]}`, "data-runs": cell.runs.join(" ") }), track, make("span", round(value), { class: "value" }));
+      return item;
+    }));
+    $("bars-shared").textContent = (shared ? `All: ${shared}. ` : "") + (all.length > cells.length ? `The best ${cells.length} of ${all.length}.` : "");
   }
 
   // Curves are kept as little-endian arrays in base64 and unpacked when they are first drawn.
@@ -304,20 +439,24 @@
   function curves(box) {
     const [names, title] = CURVES[$("curve").value];
     const progress = $("along").value === "progress";
-    const lines = [...picked].flatMap((index, place) => names.map((name, line) => {
-      const run = data.runs[index], found = series(index, name);
+    const indices = [...picked], told = apart(indices.map((index) => data.runs[index])), count = new Map();
+    told.names.forEach((name) => count.set(name, (count.get(name) || 0) + 1));
+    const lines = indices.flatMap((index, place) => names.map((name, part) => {
+      const found = series(index, name);
       if (!found) return null;
-      const planned = data.curves[index].planned, what = names.length > 1 ? `${run.label}: ${name}` : run.label;
+      const own = told.names[place] + (count.get(told.names[place]) > 1 ? `, run ${data.runs[index].number}` : "");
+      const planned = data.curves[index].planned, what = names.length > 1 ? `${own}: ${name}` : own;
       const points = found.steps.map((step, i) => ({
         x: progress ? (planned ? (step / planned) * 100 : NaN) : step, y: found.values[i] ?? NaN,
         text: `${what}\n${(found.values[i] ?? NaN).toPrecision(5)} ${title.split(", ").pop()}\nstep ${step}${planned ? " of " + planned : ""}`,
       })).filter(({ x }) => Number.isFinite(x) && (!zoomed || (x >= zoomed[0] && x <= zoomed[1])));
-      return { name: what, colour: colour(place), dash: DASHES[names.length > 1 ? line : Math.floor(place / 8) % DASHES.length], points };
+      return { name: what, colour: colour(place), dash: DASHES[names.length > 1 ? part : Math.floor(place / 8) % DASHES.length], points };
     })).filter(Boolean);
     const drawn = plot(box, 400, progress ? "progress, % of the planned steps" : "optimizer step", title, !zoomed, !zoomed && $("curve").value !== "loss", lines);
-    if (!lines.length) shape(drawn.svg, "text", { x: box.clientWidth / 2, y: 190, "text-anchor": "middle" }, "No run is chosen");
+    if (!lines.length) shape(drawn.svg, "text", { x: box.clientWidth / 2, y: 190, "text-anchor": "middle" }, indices.length ? "The chosen runs have no such curve" : "No run is chosen");
+    $("curves-shared").textContent = told.shared ? `All: ${told.shared}.` : "";
     let start = null;
-    const at = (event) => drawn.from(event.clientX - drawn.svg.getBoundingClientRect().left);
+    const at = (event) => drawn.xs.from(event.clientX - drawn.svg.getBoundingClientRect().left);
     drawn.svg.addEventListener("pointerdown", (event) => { start = event.pointerType === "mouse" ? [event.clientX, at(event)] : null; });
     drawn.svg.addEventListener("pointerup", (event) => {
       if (!start || Math.abs(event.clientX - start[0]) < 12) return;
@@ -327,54 +466,61 @@
     drawn.svg.addEventListener("dblclick", () => { zoomed = null; curves(box); });
   }
 
-  function chooser() {
-    const drawn = Object.keys(data.curves).map(Number);
-    // To begin with: of each method on each GPU the run that ended well with the most steps, of those alike the fastest.
-    const longest = new Map();
-    drawn.forEach((index) => {
-      const run = data.runs[index], key = `${run.method} ${run.gpu}`, before = longest.get(key);
+  const withCurves = Object.keys(data.curves).map(Number), FIRST = 6, MOST = 200;
+  const ofChosen = () => withCurves.filter((index) => data.runs[index].workload === workload());
+  // To begin with: of each way of training on each GPU the run that ended well with the most steps, of those alike the
+  // fastest; the fastest of these.
+  function pickFirst() {
+    if (!$("pick")) return;
+    const longest = new Map(), rate = (index) => data.runs[index].values.samples || 0;
+    ofChosen().forEach((index) => {
+      const run = data.runs[index], key = `${run.way} ${run.gpu}`, before = longest.get(key);
       if (run.state !== "ok") return;
-      const more = before === undefined ? 1 : data.curves[index].steps - data.curves[before].steps;
-      if (more > 0 || (more === 0 && (run.values.samples || 0) > (data.runs[before].values.samples || 0))) longest.set(key, index);
+      const more = before === undefined ? 1 : data.curves[index].steps - data.curves[before].steps || rate(index) - rate(before);
+      if (more > 0) longest.set(key, index);
     });
-    (longest.size ? [...longest.values()] : drawn).slice(0, 4).forEach((index) => picked.add(index));
-    const MOST = 200;
-    const list = () => {
-      const words = $("pick-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
-      const found = drawn.filter((index) => {
-        const run = data.runs[index], text = `${run.label} ${run.id} ${run.gpu} ${run.state}`.toLowerCase();
-        return words.every((word) => text.includes(word));
-      });
-      const items = found.slice(0, MOST).map((index) => {
-        const item = make("label"), box = make("input", null, { type: "checkbox" });
-        box.checked = picked.has(index);
-        box.addEventListener("change", () => { box.checked ? picked.add(index) : picked.delete(index); tell(); draw("curves-figure"); });
-        item.append(box, make("span", data.runs[index].label + (data.runs[index].state === "ok" ? "" : ` (${data.runs[index].state})`)));
-        return item;
-      });
-      if (found.length > MOST) items.push(make("span", `${found.length - MOST} more: filter to see them`, { class: "quiet" }));
-      $("pick").replaceChildren(...items);
-    };
-    const tell = () => { $("picked").textContent = `(${picked.size} of ${drawn.length})`; };
-    $("pick-filter").addEventListener("input", list);
+    picked.clear();
+    (longest.size ? [...longest.values()].sort((a, b) => rate(b) - rate(a)) : ofChosen()).slice(0, FIRST).forEach((index) => picked.add(index));
     list();
+  }
+
+  function list() {
+    const words = $("pick-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const own = ofChosen(), { names } = apart(own.map((index) => data.runs[index]));
+    const labels = own.map((index, i) => [index, `${data.runs[index].number}: ${names[i]}${data.runs[index].state === "ok" ? "" : ` (${data.runs[index].state})`}`]);
+    const found = labels.filter(([index, label]) => {
+      const text = `${label} ${data.runs[index].id} ${data.runs[index].gpu}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
+    const items = found.slice(0, MOST).map(([index, label]) => {
+      const item = make("label"), box = make("input", null, { type: "checkbox" });
+      box.checked = picked.has(index);
+      box.addEventListener("change", () => { box.checked ? picked.add(index) : picked.delete(index); tell(); draw("curves-figure"); });
+      item.append(box, make("span", label));
+      return item;
+    });
+    if (found.length > MOST) items.push(make("span", `${found.length - MOST} more: filter to see them`, { class: "quiet" }));
+    $("pick").replaceChildren(...items);
     tell();
   }
+  const tell = () => { $("picked").textContent = `(${picked.size} of ${ofChosen().length})`; };
+  if ($("pick")) $("pick-filter").addEventListener("input", list);
+  if ($("curve") && !withCurves.some((index) => data.curves[index].loss)) $("curve").value = "memory";
 
   // --- drawn in the room that there is ----------------------------------------------------------------------------------
   const FIGURES = { "pareto-figure": pareto, "bars-figure": bars, "curves-figure": curves };
-  const draw = (id) => $(id) && $(id).clientWidth && FIGURES[id]($(id));
-  if ($("pick")) chooser();
+  function draw(id) { if ($(id) && $(id).clientWidth) FIGURES[id]($(id)); }
   const widths = new Map();
   const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => {
     if (widths.get(target.id) === target.clientWidth) return;
     widths.set(target.id, target.clientWidth);
     draw(target.id);
   }));
-  Object.keys(FIGURES).forEach((id) => $(id) && resized.observe($(id)));
-  for (const [id, figures] of Object.entries({ workload: ["pareto-figure", "bars-figure"], metric: ["bars-figure"],
-    curve: ["curves-figure"], along: ["curves-figure"] })) {
-    if ($(id)) $(id).addEventListener("change", () => { zoomed = id === "along" ? null : zoomed; figures.forEach(draw); });
+  choose();
+  Object.keys(FIGURES).forEach((id) => $(id) && (widths.set(id, $(id).clientWidth), resized.observe($(id))));
+  if ($("workload")) $("workload").addEventListener("change", () => { zoomed = null; choose(); });
+  for (const [id, figure] of Object.entries({ metric: "bars-figure", curve: "curves-figure", along: "curves-figure" })) {
+    if ($(id)) $(id).addEventListener("change", () => { zoomed = id === "along" ? null : zoomed; draw(figure); });
   }
   document.documentElement.dataset.ready = "yes";
 })();

@@ -1,4 +1,4 @@
-"""Groups of repeats → one figure each with its 95 % interval, for the comparison bars."""
+"""Groups of repeats → one figure each with its 95 % interval, for points and bars."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Any
 
 from ftbench.core.compare import TYPICAL_SPREAD
 from ftbench.core.stats import CONFIDENCE, t_quantile
-from ftbench.report.page.view import NUMBERS, RunRow, View
+from ftbench.report.page.figures import NUMBERS
+from ftbench.report.page.view import RunRow, View
 
 Figure = tuple[float, float | None, float | None]
 _NORMAL = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 def bars(view: View) -> list[dict[str, Any]]:
-    """Return each group with runs that ended well: `figures` by name as value, low, high; no interval is None."""
+    """Return each group with runs that ended well: `runs` are their numbers, `figures` by name value, low, high; no
+    interval is None."""
     cells: dict[int, list[RunRow]] = {}
     for row in view.rows:
         if row.values:
             cells.setdefault(id(row.cell), []).append(row)
     return [
         {
-            "workload": first.workload, "gpu": first.gpu, "method": str(first.record["method"]),
-            "label": first.cell.name, "runs": len(rows),
+            "workload": first.workload, "gpu": str(first.cell.facts["gpu"]), "method": str(first.record["method"]),
+            "way": first.cell.way, "batch": first.cell.batch, "runs": [row.number for row in rows],
+            "warned": any(row.record["warnings"] for row in rows),
             "figures": {name: _figure(rows, name) for name in NUMBERS if any(name in row.values for row in rows)},
         }
         for rows in cells.values() for first in rows[:1]
@@ -33,7 +36,9 @@ def bars(view: View) -> list[dict[str, Any]]:
 
 def _figure(rows: Sequence[RunRow], name: str) -> Figure:
     values = [row.values[name] for row in rows if name in row.values]
-    return of_repeats(values) if len(values) > 1 else of_one_run(rows[0], name, values[0])
+    figure = of_repeats(values) if len(values) > 1 else of_one_run(rows[0], name, values[0])
+    value, *ends = (None if part is None else float(f"{part:.6g}") for part in figure)
+    return value or 0.0, ends[0], ends[1]
 
 
 def of_repeats(values: Sequence[float]) -> Figure:

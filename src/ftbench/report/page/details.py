@@ -9,43 +9,12 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.redact import clean
-from ftbench.report.page.view import RunRow, number
+from ftbench.report.page.figures import FIGURES, number
+from ftbench.report.page.view import RunRow
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 
 Pairs = list[tuple[str, str]]
 
-FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("median step", "step_time_s.median", units.seconds),
-    ("fastest tenth of the steps, at most", "step_time_s.p10", units.seconds),
-    ("slowest tenth, at least", "step_time_s.p90", units.seconds),
-    ("first step", "first_step_s", units.seconds),
-    ("until speed is steady", "time_to_steady_s", units.seconds),
-    ("steps", "steps.total", units.count),
-    ("of which steady", "steps.steady", units.count),
-    ("samples per hour", "samples_per_hour", units.rate),
-    ("real tokens/s", "tokens_per_s.real", units.rate),
-    ("positions computed/s, padding included", "tokens_per_s.padded", units.rate),
-    ("tokens with loss/s", "tokens_per_s.label", units.rate),
-    ("GiB allocated at the peak", "memory_gb.allocated_peak", units.gibibytes),
-    ("GiB reserved at the peak", "memory_gb.reserved_peak", units.gibibytes),
-    ("GiB used on the device at the peak", "memory_gb.device_peak", units.gibibytes),
-    ("GiB of the host's memory at the peak", "memory_gb.host_peak", units.gibibytes),
-    ("model TFLOP/s", "model_tflops", lambda value: f"{value:.3g}"),
-    ("MFU", "mfu", units.percent),
-    ("HFU", "hfu", units.percent),
-    ("MFU against the measured product rate", "mfu_measured", units.percent),
-    ("GPU busy", "bound.gpu_busy", units.percent),
-    ("waiting for batches", "bound.data_wait", units.percent),
-    ("joules per 1,000 samples, GPU only", "energy.joules_per_1k_samples", units.rate),
-    ("mean watts, GPU only", "energy.mean_watts", units.rate),
-    ("idle watts", "energy.idle_watts", units.rate),
-    ("loss of the first step", "loss.first", lambda value: f"{value:.4f}"),
-    ("loss of the last step", "loss.last", lambda value: f"{value:.4f}"),
-    ("evaluation loss", "loss.eval", lambda value: f"{value:.4f}"),
-    ("parameters", "parameters.total", lambda value: units.parameters(int(value))),
-    ("trained", "parameters.trainable", lambda value: units.parameters(int(value))),
-    ("wall time", "phases_s.total", units.seconds),
-)
 # What opens of each document: label, section (empty for the document itself), keys.
 _SHOWN: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "spec_json": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ftbench.core import units
 from ftbench.report.data.axes import in_order
@@ -11,30 +12,46 @@ from ftbench.report.data.groups import PEAK, SAMPLES, Cell
 from ftbench.report.page.view import View
 
 Spot = tuple[str, str, str]
-Grid = tuple[str, list[str], list[tuple[str, list[Spot]]]]
 
 
-def grids(view: View) -> list[Grid]:
-    """Return the caption of each grid, its batches, and a line for each way of training with a spot for each batch (one
-    spec each): the kind of its end, what it came to, and more on that."""
-    groups: dict[str, list[Cell]] = {}
-    for workload in view.workloads:
+@dataclass(frozen=True, slots=True)
+class FitGrid:
+    """A grid: the place of its workload, its batches, and a line for each way of training with a spot for each batch
+    (one spec each): the kind of its end, what it came to, and more on that."""
+
+    workload: int
+    caption: str
+    batches: list[str]
+    lines: list[tuple[str, list[Spot]]]
+
+
+def grids(view: View) -> list[FitGrid]:
+    """Return a grid for each workload and GPU on which something was tried at several batches, or failed."""
+    listed = []
+    for workload in range(len(view.workloads)):
+        groups: dict[str, list[Cell]] = {}
         for cell in view.cells_of(workload):
-            groups.setdefault(f"{workload} · {cell.facts['gpu']}", []).append(cell)
-    return [_grid(caption, cells) for caption, cells in groups.items() if len({cell.batch for cell in cells}) > 1]
+            groups.setdefault(str(cell.facts["gpu"]), []).append(cell)
+        listed += [grid for gpu, cells in groups.items() if (grid := _grid(workload, gpu, cells)).lines]
+    return listed
 
 
-def _grid(caption: str, cells: Sequence[Cell]) -> Grid:
-    lines: dict[str, dict[str, Cell]] = {}
+def _grid(workload: int, caption: str, cells: Sequence[Cell]) -> FitGrid:
+    ways: dict[str, dict[str, Cell]] = {}
     for cell in cells:
-        lines.setdefault(cell.way, {})[cell.batch] = cell
-    batches = in_order("train.batch_size", (cell.batch for cell in cells))
-    return caption, batches, [(way, [_spot(line.get(batch)) for batch in batches]) for way, line in lines.items()]
+        ways.setdefault(cell.way, {})[cell.batch] = cell
+    lines = {
+        way: line for way, line in ways.items()
+        if len(line) > 1 or not all(run.ok for cell in line.values() for run in cell.runs)
+    }  # fmt: skip
+    batches = in_order("train.batch_size", (batch for line in lines.values() for batch in line))
+    spots = [(way, [_spot(line.get(batch)) for batch in batches]) for way, line in lines.items()]
+    return FitGrid(workload, caption, batches, spots)
 
 
 def _spot(cell: Cell | None) -> Spot:
     if cell is None:
-        return "none", "", "not tried"
+        return "none", "", "–"
     failed = [run for run in cell.runs if not run.ok]
     if not cell.ok:
         states = dict.fromkeys(str(run.record["state"]) for run in failed)

@@ -1,4 +1,4 @@
-"""The heading that answers first: for each workload the fastest that fits, the smallest, and what failed."""
+"""What a workload comes to at a glance: a title, the fastest that fits, the smallest, and what failed."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from ftbench.core import units
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import noise_of, pair_of
 from ftbench.report.compare.words import change_in_words
+from ftbench.report.data.facts import CPU
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.page.view import View
 
 Card = tuple[str, str, str, str]  # label, answer, figures, more
-MOST = 8  # workloads with cards of their own
 _MOST_NAMES = 6
 
 
-def answers(view: View) -> list[tuple[str, list[Card]]]:
-    """Return the cards of the first workloads."""
-    names = view.workloads[:MOST]
-    return [(name, _cards(view.cells_of(name))) for name in names]
+def cards(cells: Sequence[Cell]) -> list[Card]:
+    """Return what a workload's groups come to."""
+    return [_fastest_card(cells), *_smallest_card(cells), _failed_card(cells)]
 
 
-def title(view: View) -> str:
-    """Return one sentence: the answer where there is one workload, what is compared where there are several."""
-    workloads = view.workloads
-    if len(workloads) == 1 and (ranked := fastest_first(view.cells_of(workloads[0]))):
-        best, gpu = ranked[0], view.rows[0].gpu
-        rate = units.rate((best.figure(SAMPLES) or 0.0) * 3600)
-        where = f" on {best.facts['gpu']}" if gpu else ""
-        model = workloads[0].split(",")[0]
-        return f"{model}{where}: {best.name} is fastest, {rate} samples per hour"
-    gpus = dict.fromkeys(row.gpu for row in view.rows if row.gpu)
-    return f"{len(view.rows)} fine-tuning runs on {', '.join(gpus) if len(gpus) <= 3 else f'{len(gpus)} GPUs'}"
+def title(view: View, workload: int) -> str:
+    """Return the answer of a workload in one sentence; how many runs it has where none can be relied on."""
+    cells, model = view.cells_of(workload), view.workloads[workload].split(",")[0]
+    if ranked := fastest_first(cells):
+        best = ranked[0]
+        where = "" if best.facts["gpu"] == CPU else f" on {best.facts['gpu']}"
+        return (
+            f"{model}{where}: {best.name} is fastest, {units.rate((best.figure(SAMPLES) or 0.0) * 3600)} samples "
+            "per hour"
+        )
+    own = [row for row in view.rows if row.workload == workload]
+    gpus = list(dict.fromkeys(str(row.cell.facts["gpu"]) for row in own))
+    where = ", ".join(gpus) if len(gpus) <= 3 else f"{len(gpus)} GPUs"
+    return f"{model}: {len(own)} fine-tuning run{'s' * (len(own) > 1)} on {where}"
 
 
 def fastest_first(cells: Sequence[Cell]) -> list[Cell]:
@@ -40,10 +42,6 @@ def fastest_first(cells: Sequence[Cell]) -> list[Cell]:
     steady steps are left out."""
     alone = [own for cell in cells if (own := cell.undisturbed()) and own.measured and own.figure(SAMPLES)]
     return sorted(alone, key=lambda cell: cell.figure(TOKENS) or cell.figure(SAMPLES) or 0.0, reverse=True)
-
-
-def _cards(cells: Sequence[Cell]) -> list[Card]:
-    return [_fastest_card(cells), *_smallest_card(cells), _failed_card(cells)]
 
 
 def _fastest_card(cells: Sequence[Cell]) -> Card:

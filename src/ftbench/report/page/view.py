@@ -1,38 +1,36 @@
-"""What the page shows of each run: the records and the table of runs, joined row by row."""
+"""What the page shows of each run: its group of repeats, its workload, and the columns of the table of all runs."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
+from ftbench.report.data.axes import MOST_AXES, headings
 from ftbench.report.data.collect import Record
-from ftbench.report.data.groups import Cell, Run, cells_of, runs_of
-from ftbench.report.render.document import Report
-from ftbench.report.render.runs_table import CONTEXT, FIGURES, NAME, runs_table
+from ftbench.report.data.groups import Cell, Run, cells_of, long_reason, runs_of, state_of
+from ftbench.report.data.names import number_of
+from ftbench.report.page.figures import FIGURES, NUMBERS, number
+from ftbench.report.render.document import Column, Report
 from ftbench.store.summary import PROFILED
 
-NUMBERS = {
-    "step": "step_time_s.median", "samples": "samples_per_hour", "tokens": "tokens_per_s.real",
-    "peak": "memory_gb.allocated_peak", "energy": "energy.joules_per_1k_samples",
+# Figures that have a column from the start; a reader can choose the others.
+_FIRST = {
+    "samples_per_hour": "samples/h", "tokens_per_s.real": "tokens/s", "memory_gb.allocated_peak": "peak GiB",
+    "step_time_s.median": "step", "first_step_s": "first step", "mfu": "MFU", "loss.eval": "eval loss",
 }  # fmt: skip
-_SORTED_BY = {column.heading: column.source for column in FIGURES}
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run as the page's sections see it. `cell` is the group of repeats that it belongs to, `label` its name among
-    all runs; `texts` are those of its row, `order` what each sorts by (None: its text)."""
+    """A run as the page's sections see it: its number in the table, the group of repeats that it belongs to, and the
+    index of its workload among those of the page."""
 
+    number: int
     record: Record
     cell: Cell
-    label: str
-    workload: str
-    gpu: str
-    texts: Sequence[str]
-    order: Sequence[float | None]
+    workload: int
 
     @property
     def run_id(self) -> str:
@@ -63,81 +61,135 @@ class RunRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RunColumn:
+    """A column of the table of all runs: a text for each run, and what each sorts by (None: its text). One that
+    `varies` is there because runs differ in it, and says nothing where those that are shown do not."""
+
+    heading: str
+    texts: Sequence[str]
+    order: Sequence[float | None]
+    varies: bool = False
+
+    @property
+    def in_words(self) -> bool:
+        """Whether it sorts by its texts."""
+        return all(value is None for value in self.order)
+
+
+@dataclass(frozen=True)
 class View:
-    """All runs, with the headings of their texts, what they share, and the notes below."""
+    """All runs, those of the workload with most runs numbered from 0 in `workloads`: only runs of one workload (model,
+    weights and data) are compared."""
 
     rows: list[RunRow]
-    headings: list[str]
+    workloads: list[str]
+    columns: list[RunColumn]
     context: str
-    notes: list[str]
 
-    @property
-    def workloads(self) -> list[str]:
-        """Model, weights and data, that of most runs first: only runs that share these are compared."""
-        return [name for name, _ in Counter(row.workload for row in self.rows).most_common()]
-
-    @property
-    def in_words(self) -> list[bool]:
-        """Whether a column sorts by its texts."""
-        return [all(row.order[column] is None for row in self.rows) for column in range(len(self.headings))]
-
-    def cells_of(self, workload: str) -> list[Cell]:
+    def cells_of(self, workload: int) -> list[Cell]:
         """Return the groups of repeats of a workload, in the order of their first, without profiled runs."""
         rows = (row for row in self.rows if row.workload == workload and not row.profiled)
         return list({id(row.cell): row.cell for row in rows}.values())
 
+    @cached_property
+    def by_path(self) -> dict[str, RunRow]:
+        return {str(row.record["path"]): row for row in self.rows}
+
+    @cached_property
+    def notes(self) -> list[tuple[str, list[RunRow]]]:
+        """The warnings of all runs and the reasons that a table has no room for, each once with its runs."""
+        about: dict[str, list[RunRow]] = {}
+        for row in self.rows:
+            for warning in filter(None, [long_reason(row.record), *map(str, row.record["warnings"])]):
+                about.setdefault(warning, []).append(row)
+        return list(about.items())
+
+    def workloads_of(self, run_ids: str) -> str:
+        """Return the places of the workloads of some runs, given by their ids, with spaces between them."""
+        return " ".join(sorted({str(index) for name in run_ids.split() for index in self._of_id.get(name, ())}))
+
+    @cached_property
+    def _of_id(self) -> dict[str, set[int]]:
+        places: dict[str, set[int]] = {}
+        for row in self.rows:
+            places.setdefault(row.run_id, set()).add(row.workload)
+        return places
+
 
 def view(report: Report) -> View:
-    """Return the records and the rows of their table, which are the same runs in the same order. The state stands
-    before the figures, so that a row without figures says why."""
-    records, table = report.records, runs_table(report.records, report.axes)
-    shown_columns = [column for column, heading in enumerate(table.headings) if heading != NAME]
-    order = sorted(shown_columns, key=lambda column: _column_order(table.headings[column]))
-    headings = [table.headings[column] for column in order]
+    """Return the records of a report as rows, in their order."""
+    records = report.records
     apart: dict[bool, list[Run]] = {False: [], True: []}  # profiled runs are of specs of their own, and no measurement
     for run in runs_of(records):
         apart[PROFILED in run.record["warnings"]].append(run)
     groups = [*cells_of(apart[False]), *cells_of(apart[True])]
     by_path = {run.record["path"]: cell for cell in groups for run in cell.runs}
     cells = [by_path[record["path"]] for record in records]
-    rows = []
-    for record, cell, label, texts in zip(records, cells, _labels(cells, records), table.rows, strict=True):
-        shown = dict(zip(table.headings, texts, strict=True))
-        context = {name: table.context.get(heading, shown.get(heading, "")) for name, heading in CONTEXT.items()}
-        workload = ", ".join(filter(None, (context["model"], f"{context['weights']} weights", context["data"])))
-        own = [shown[heading] for heading in headings]
-        sorts_by = [_order(record, heading, shown[heading]) for heading in headings]
-        rows.append(RunRow(record, cell, label, workload, context["gpu"], own, sorts_by))
-    return View(rows, headings, table.title, table.notes)
+    names = [_workload(cell) for cell in cells]
+    workloads = [name for name, _ in Counter(names).most_common()]
+    rows = [
+        RunRow(int(number_of(record) or row_number), record, cell, workloads.index(name))
+        for row_number, (record, cell, name) in enumerate(zip(records, cells, names, strict=True), start=1)
+    ]
+    shared = [*(workloads if len(workloads) == 1 else []), *_only(str(cell.facts["gpu"]) for cell in cells)]
+    return View(rows, workloads, _columns(rows, report, workloads), ", on ".join(shared))
 
 
-def _column_order(heading: str) -> int:
-    return 1 if heading == "state" else 2 if heading in (*_SORTED_BY, "runs") else 0
+def _workload(cell: Cell) -> str:
+    model, weights, data = cell.workload
+    return ", ".join(filter(None, (model.rsplit("/", 1)[-1], f"{weights} weights" if weights else "", data)))
 
 
-def number(value: Any) -> float | None:
-    """Return a finite number, or None."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+def _only(texts: Iterable[str]) -> list[str]:
+    """Return the one text that all are; none where they differ."""
+    distinct = list(dict.fromkeys(texts))
+    return distinct if len(distinct) == 1 else []
 
 
-def _order(record: Mapping[str, Any], heading: str, text: str) -> float | None:
-    if heading in _SORTED_BY:
-        return number(record.get(_SORTED_BY[heading])) if text else None
+def _columns(rows: Sequence[RunRow], report: Report, workloads: Sequence[str]) -> list[RunColumn]:
+    """Return the columns: what names a run, how it ended, its figures, and then what varies; those that the command
+    names, where it names some."""
+    if report.columns:
+        return [_named_column(column, [row.record for row in rows]) for column in report.columns]
+    axes = report.axes
+    formats: dict[str, Callable[[float], str]] = {source: text for _, source, text in FIGURES}
+    columns = [
+        _words("trained by", [row.cell.way for row in rows]),
+        _counts("batch", [row.cell.batch for row in rows], varies=False),
+        _words("state", [state_of(row.record) for row in rows]),
+    ]
+    for source, heading in _FIRST.items():
+        values = [number(row.record.get(source)) if row.state == "ok" else None for row in rows]
+        if any(value is not None for value in values):
+            texts = [formats[source](value) if value is not None else "" for value in values]
+            columns.append(RunColumn(heading, texts, values))
+    more = {"GPU": [str(row.cell.facts["gpu"]) for row in rows], "method": [str(row.record["method"]) for row in rows],
+            "workload": [workloads[row.workload] for row in rows]}  # fmt: skip
+    columns += [_words(name, texts, varies=True) for name, texts in more.items() if len(set(texts)) > 1]
+    shown = {column.heading for column in columns}
+    for key, heading in zip(axes[:MOST_AXES], headings(axes[:MOST_AXES]), strict=True):
+        if heading not in shown:
+            columns.append(_counts(heading, [str(row.record[key]) for row in rows], varies=True))
+    return columns
+
+
+def _named_column(column: Column, records: Sequence[Record]) -> RunColumn:
+    values = [record.get(column.source) for record in records]
+    texts = ["" if value is None else column.text(value) for value in values]
+    return RunColumn(column.heading, texts, [number(value) for value in values])
+
+
+def _words(heading: str, texts: Sequence[str], varies: bool = False) -> RunColumn:
+    return RunColumn(heading, texts, [None] * len(texts), varies)
+
+
+def _counts(heading: str, texts: Sequence[str], varies: bool) -> RunColumn:
+    return RunColumn(heading, texts, [leading_number(text) for text in texts], varies)
+
+
+def leading_number(text: str) -> float | None:
+    """Return the number that a text begins with, as `4x2` does; None where it begins with none."""
     try:
-        return float(text.partition("x")[0].replace(",", ""))
+        return number(float(text.partition("x")[0].replace(",", "")))
     except ValueError:
         return None
-
-
-def _labels(cells: Sequence[Cell], records: Sequence[Record]) -> list[str]:
-    """Return what names a run among the others: its cell's name, with its workload and GPU where these vary, and its
-    run id where the cell has several runs."""
-    contexts = [(cell.workload[0].rsplit("/", 1)[-1], cell.workload[2], cell.facts["gpu"]) for cell in cells]
-    varying = [i for i in range(3) if len({context[i] for context in contexts}) > 1]
-    texts = [
-        ", ".join([*(context[i] for i in varying), cell.name]) for context, cell in zip(contexts, cells, strict=True)
-    ]
-    return [
-        f"{text} ({record['run_id']})" if len(cell.runs) > 1 else text
-        for text, cell, record in zip(texts, cells, records, strict=True)
-    ]

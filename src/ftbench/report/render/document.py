@@ -42,10 +42,26 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
+class Point:
+    """One thing that runs say: the sentence, the paths of the runs that show it, what the runs it holds against each
+    other `also` differ in, and the workload and GPU that it is `about`."""
+
+    text: str
+    runs: tuple[str, ...] = ()
+    also: str = ""
+    about: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The text with what else differs, before its full stop."""
+        return f"{self.text.removesuffix('.')} ({self.also})." if self.also else self.text
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """One part of a report. `key` names it for programs; `records` is what the table shows, in full and as plain
-    numbers (unknown is None); a section may have words only. `pictures` are SVG elements, their text escaped, for a
-    page."""
+    numbers (unknown is None); a section may have words only. `pictures` are SVG elements, their text escaped, and
+    `points` what the paragraphs say, one by one: both are for a page."""
 
     key: str
     title: str
@@ -53,6 +69,7 @@ class Section:
     paragraphs: Sequence[str] = ()
     records: Sequence[dict[str, Any]] = ()
     pictures: Sequence[str] = ()
+    points: Sequence[Point] = ()
 
 
 @dataclass(frozen=True, slots=True)

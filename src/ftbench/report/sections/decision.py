@@ -11,7 +11,7 @@ from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import Noise, Pair, noise_of, pair_of
 from ftbench.report.compare.words import change_in_words, differences_text
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
-from ftbench.report.render.document import Section
+from ftbench.report.render.document import Point, Section
 
 LESS_MEMORY = 0.95  # a recipe that needs more than this share of another's memory is not called smaller
 NEARLY_LEAST = 1.10  # within this of the least memory, the fastest is the one to take
@@ -28,24 +28,33 @@ def decision(cells: Sequence[Cell]) -> Section | None:
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in alone:
         groups.setdefault((*cell.workload, cell.facts["gpu"]), []).append(cell)
-    paragraphs = [
-        f"{model.rsplit('/', 1)[-1]}, {data}, on {gpu}: {' '.join(sentences)}"
-        for (model, _, data, gpu), group in groups.items()
-        if (sentences := list(_sentences(group, noise)))
-    ]
+    points: list[Point] = []
+    paragraphs = []
+    for (model, _, data, gpu), group in groups.items():
+        about = f"{model.rsplit('/', 1)[-1]}, {data}, on {gpu}"
+        if of_group := [replace(point, about=about) for point in _points(group, noise)]:
+            points += of_group
+            paragraphs.append(f"{about}: {' '.join(point.sentence for point in of_group)}")
     left = len(paragraphs) - _MOST_GROUPS
     paragraphs[_MOST_GROUPS:] = [f"{left} more workloads: report them one by one."] if left > 0 else []
-    paragraphs += _cards(alone, noise)
+    between = list(_cards(alone, noise))
+    points += between
+    paragraphs += [point.sentence for point in between]
     contended = sum(run.contended for cell in cells for run in cell.runs)
     short = sum(bool(cell.figure(SAMPLES)) and not cell.measured for cell in alone)
     left_out = [f"{contended} run{'s' * (contended > 1)} beside other work (contended)"] if contended else []
     left_out += [f"{short} speed{'s' * (short > 1)} of fewer than {MINIMUM_STEADY} steady steps"] if short else []
     if left_out:
         paragraphs.append(f"Left out: {', '.join(left_out)}.")
-    return Section("decision", "What to do", None, paragraphs) if paragraphs else None
+        points.append(Point(paragraphs[-1]))
+    return Section("decision", "What to do", None, paragraphs, points=points) if paragraphs else None
 
 
-def _sentences(group: Sequence[Cell], noise: Noise) -> Iterator[str]:
+def _point(text: str, *cells: Cell, also: str = "") -> Point:
+    return Point(text, tuple(str(run.record["path"]) for cell in cells for run in cell.runs), also)
+
+
+def _points(group: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     measured = [cell for cell in group if cell.measured and cell.figure(SAMPLES)]
     best = _best_of_each_way(measured)
     yield from _memory_short(measured, noise)
@@ -68,7 +77,7 @@ def _rate(cell: Cell) -> float:
     return cell.figure(TOKENS) or cell.figure(SAMPLES) or 0.0
 
 
-def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[str]:
+def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     peaks = {id(cell): peak for cell in measured if (peak := cell.figure(PEAK))}
     known = [cell for cell in measured if id(cell) in peaks]
     if len(known) < 2:
@@ -78,51 +87,54 @@ def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[str]:
     fast = max(known, key=_rate)
     needs, most = peaks[id(small)], peaks[id(fast)]
     if small is fast:
-        yield (
+        yield _point(
             f"Memory short or not: {small.name} is the fastest, and needs {units.gibibytes(needs)} GiB where the "
-            f"least is {units.gibibytes(least)} GiB."
-        )
+            f"least is {units.gibibytes(least)} GiB.", small,
+        )  # fmt: skip
     elif needs < LESS_MEMORY * most:
         pair = _pair(small, fast, noise)
         rest = "" if needs == least else f" (the least is {units.gibibytes(least)} GiB)"
-        yield (
+        yield _point(
             f"Memory short: {small.name} needs {units.gibibytes(needs)} GiB{rest}, {fast.name} "
-            f"{units.gibibytes(most)} GiB; the price is speed, {change_in_words(pair.speed)}{_also(pair)}."
-        )
+            f"{units.gibibytes(most)} GiB; the price is speed, {change_in_words(pair.speed)}.",
+            small, fast, also=_also(pair),
+        )  # fmt: skip
 
 
-def _limits(group: Sequence[Cell]) -> Iterator[str]:
+def _limits(group: Sequence[Cell]) -> Iterator[Point]:
     """Yield the largest batch that fits and the first above it that does not, for each way of training."""
     ways: dict[str, list[Cell]] = {}
     for cell in group:
         if (cell.facts.get("train.batch_size") or "").isdigit():
             ways.setdefault(cell.way, []).append(cell)
-    parts = []
+    parts, failed = [], list[Cell]()
     for way, cells in ways.items():
         fits = [_batch(cell) for cell in cells if cell.ok]
         above = [_batch(c) for c in cells if any(run.record["state"] == "oom" for run in c.runs) and not c.ok]
         failing = [batch for batch in above if batch > max(fits, default=0)]
         if failing:
+            failed += [cell for cell in cells if _batch(cell) in (min(failing), max(fits, default=0))]
             parts.append(f"{way} fits up to batch {max(fits)} and not {min(failing)}" if fits else
                          f"{way} does not fit at batch {min(failing)}")  # fmt: skip
     if parts:
-        yield "Out of memory: " + ", ".join(parts) + "."
+        yield _point("Out of memory: " + ", ".join(parts) + ".", *failed)
 
 
 def _batch(cell: Cell) -> int:
     return int(cell.facts["train.batch_size"])
 
 
-def _many_steps(first: Cell, second: Cell, pair: Pair) -> str:
-    rate, words = units.rate((first.figure(SAMPLES) or 0.0) * 3600), f"{change_in_words(pair.speed)}{_also(pair)}"
+def _many_steps(first: Cell, second: Cell, pair: Pair) -> Point:
+    rate, words = units.rate((first.figure(SAMPLES) or 0.0) * 3600), change_in_words(pair.speed)
+    text = f"Many steps: {first.name} trains {rate} samples/h, against {second.name} {words}."
     if pair.speed is not None and pair.speed.verdict == "not distinguishable":
-        return (
+        text = (
             f"Many steps: {first.name} ({rate} samples/h) and {second.name} are not distinguishable in speed, {words}."
         )
-    return f"Many steps: {first.name} trains {rate} samples/h, against {second.name} {words}."
+    return _point(text, first, second, also=_also(pair))
 
 
-def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[str]:
+def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     """Yield the fastest against the one that starts with the least delay, where the noise lets their speeds be told
     apart."""
     paces = [(cell, pace) for cell in best if (pace := cell.pace()) is not None]
@@ -132,26 +144,27 @@ def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[str]:
     quick, other = min(paces, key=lambda pair: pair[1].start_s)
     if quick is fast:
         lost = units.seconds(max(0.0, own.start_s))
-        yield f"Few steps: {fast.name} also loses the least before it is steady ({lost})."
+        yield _point(f"Few steps: {fast.name} also loses the least before it is steady ({lost}).", fast)
         return
     pair = _pair(fast, quick, noise)
     if pair.break_even is None or pair.break_even.when != "after" or pair.break_even.steps is None:
         return
     if (ahead := round(pair.break_even.steps)) >= 1:
-        yield (
+        yield _point(
             f"Few steps: {quick.name} is ahead for the first {f'{ahead:,} steps' if ahead > 1 else 'step'} of the "
-            f"other, whose warm-up costs {units.seconds(own.start_s - other.start_s)} more{_also(pair)}."
-        )
+            f"other, whose warm-up costs {units.seconds(own.start_s - other.start_s)} more.",
+            quick, fast, also=_also(pair),
+        )  # fmt: skip
 
 
-def _other_learning(best: Sequence[Cell], noise: Noise) -> Iterator[str]:
+def _other_learning(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     for cell in best[1:]:
         learning = _pair(best[0], cell, noise).learning
         if learning is not None and learning.failed:
-            yield f"{best[0].name} and {cell.name} do not learn the same: {learning.reason}."
+            yield _point(f"{best[0].name} and {cell.name} do not learn the same: {learning.reason}.", best[0], cell)
 
 
-def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[str]:
+def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     """Yield, for each further GPU that ran the recipe of another, a sentence on the fastest recipe that both ran."""
     recipes: dict[tuple[tuple[str, str], ...], list[Cell]] = {}
     for cell in cells:
@@ -167,7 +180,8 @@ def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[str]:
     for (faster, slower), (fast, slow) in best.items():
         pair = pair_of("gpu", fast, slow, noise=noise)
         words = differences_text(pair) or "the same recipe"
-        yield f"{faster} against {slower}: {fast.name} is {change_in_words(pair.speed)} in speed, {words}."
+        text = f"{faster} against {slower}: {fast.name} is {change_in_words(pair.speed)} in speed, {words}."
+        yield _point(text, fast, slow)
 
 
 def _pair(cell: Cell, baseline: Cell, noise: Noise) -> Pair:
@@ -182,4 +196,4 @@ def _pair(cell: Cell, baseline: Cell, noise: Noise) -> Pair:
 def _also(pair: Pair) -> str:
     """Return what else differs, beside what the names of the two say."""
     words = differences_text(pair).removeprefix("differs: ")
-    return f" (also differs: {words})" if words else ""
+    return f"also differs: {words}" if words else ""
