@@ -130,6 +130,7 @@ def test_text_alone_that_shares_a_row_is_kept_apart_too(train_here, model):
 def compiler(monkeypatch):
     """The compiler up to its graphs, which are run as they are."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compile_layer = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile_layer(self, backend="eager", **how))
     yield torch._dynamo.utils.counters
@@ -145,7 +146,8 @@ def test_compiled_layers_of_both_parts_learn_the_same_from_images_of_many_sizes(
     for one, two in zip(figures(plain), figures(compiled), strict=True):
         assert two == pytest.approx(one, rel=2e-4)
     assert compiled[0].recompiles > 0
-    assert sum(row.recompiles for row in compiled[3:]) == 0
+    assert sum(row.recompiles for row in compiled[1 if model == LLAVA else 3 :]) == 0
+    assert bool(compiler["graph_break"]) == (model != LLAVA)  # Qwen's attention is left out on purpose
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -100,6 +100,11 @@ class Dataset(Part):
         return self.has_images or self.name == "file" or self.name not in DATASETS
 
     @property
+    def has_many_image_sizes(self) -> bool:
+        """Whether its images differ in size, as far as is known before they are read."""
+        return self.may_have_images and not (self.name == "images" and self.image_sizes == "fixed")
+
+    @property
     def source(self) -> Source:
         return DATASETS.get(self.name) or Source("a data set on the hub", self.name)
 

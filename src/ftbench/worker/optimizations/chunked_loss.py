@@ -90,6 +90,9 @@ class _Loss(torch.autograd.Function):
             logits = F.linear(states, weight, bias)
             targets = labels.reshape(-1)[chunk]
             if any(wanted):
+                if len(chunk) < size:  # of another length in each batch: one graph for all
+                    torch._dynamo.maybe_mark_dynamic(logits, 0)
+                    torch._dynamo.maybe_mark_dynamic(targets, 0)
                 gradient, of_targets = softmax(logits, targets)
                 del logits
                 gradient.scatter_(1, targets[:, None], of_targets.expm1().to(gradient.dtype))

@@ -3,25 +3,48 @@ layers, instead of one for the whole model."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.model.parts import decoder_layers, vision_layers
+from ftbench.worker.model.parts import base_model, decoder_layers, vision_layers
 
 
 def apply(model: Any, spec: Experiment) -> None:
     """Compile the layers. Images give batches many lengths: then graphs of the decoder are for all at once, where no
-    fixed shape is asked for; those of the encoder become so once sizes differ."""
+    fixed shape is asked for, and those of the encoder where the images' own sizes differ."""
+    torch._dynamo.config.specialize_float = True  # scales never change: dynamic ones get a C++ kernel on the host
     read, always = vision_layers(model), spec.optimizations.compile == "dynamic"
+    any_size = always or spec.dataset.has_many_image_sizes
     any_length = always or (bool(read) and spec.dataset.may_have_images and not spec.optimizations.fixed_shape)
     for layer in decoder_layers(model):
         layer.compile(dynamic=any_length or None)
     for layer in read:
         if hasattr(layer, "attn"):  # Qwen's loops over images or windows: a graph would be for their number alone
-            layer.attn.forward = torch.compiler.disable(layer.attn.forward)
-        layer.compile(dynamic=always or None)
+            layer.attn.__class__ = _not_compiled(type(layer.attn))  # type: ignore[arg-type]
+        layer.compile(dynamic=any_size or None)
+    tower: Any = getattr(base_model(model).base_model, "vision_tower", None)
+    if hasattr(tower, "pre_layrnorm"):
+        tower.forward = MethodType(_clip, tower)
+
+
+@lru_cache
+def _not_compiled(kind: Any) -> Any:
+    """Return one class for the modules of all layers: a function of each layer's own would be a graph of its own."""
+    return type(f"NotCompiled{kind.__name__}", (kind,), {"forward": torch.compiler.disable(kind.forward)})
+
+
+def _clip(tower: Any, pixel_values: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:
+    """Return what each layer of a CLIP encoder makes. transformers keeps that by hooks, which end a graph in the middle
+    of each layer."""
+    states = [tower.pre_layrnorm(tower.embeddings(pixel_values))]
+    for layer in tower.encoder.layers:
+        states.append(layer(states[-1], None))
+    return BaseModelOutputWithPooling(last_hidden_state=states[-1], hidden_states=tuple(states))
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
