@@ -111,3 +111,21 @@ def test_the_merged_file_is_written_once_and_read_as_any_other(run):
 def test_a_run_of_one_process_has_nothing_to_merge(tmp_path):
     write_merged(RunDir(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mean_rank_waits_for_the_one_with_the_most_positions():
+    """Steps of 100 and 300, of 200 and 200, of 400 and 100 positions: 900 are waited for, and 650 computed by each."""
+    counts = [(100, 300), (200, 200), (400, 100)]
+    ranks = [[row(step, rank, padded_tokens=both[rank]) for step, both in enumerate(counts, 1)] for rank in (0, 1)]
+    assert spread(ranks, 0)["token_skew"] == pytest.approx(1 - 650 / 900)
+    assert spread(ranks, 1)["token_skew"] == pytest.approx(1 - 450 / 600)
+    ranks[1][2].padded_tokens = None
+    assert spread(ranks, 0)["token_skew"] is None
+
+
+def test_each_rank_has_its_memory():
+    memory = spread([[row(rank=0), row(2, 0, peak_memory_gb=31.0)], [row(rank=1)]], 0)["memory_gb"]
+    assert [(of["allocated"], of["reserved"], of["device"]) for of in memory] == [
+        (31.0, None, 22.0),
+        (21.0, None, 23.0),
+    ]

@@ -33,6 +33,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("step time", _step_time(summary.step_time_s)),
         ("first step", units.seconds(summary.first_step_s)),
         ("speed", _speed(summary)),
+        ("ranks", _ranks(summary)),
         ("padding", f"{padding} of the positions computed are padding" if padding else ""),
         ("memory", _memory(summary.memory_gb)),
         ("model", _model(summary)),
@@ -57,6 +58,19 @@ def _speed(summary: RunSummary) -> str:
     images = summary.images_per_s.get("images")
     shown = f", {units.rate(images)} images/s" if images else ""
     return f"{tokens} real tokens/s, {units.rate(summary.samples_per_hour)} samples/h{shown}"
+
+
+def _ranks(summary: RunSummary) -> str:
+    ranks, peak = summary.ranks, summary.ranks.get("spread", {}).get("peak_memory_gb")
+    if not ranks:
+        return ""
+    parts = [f"{units.rate(rate)} real tokens/s each"] if (rate := ranks.get("tokens_per_s_per_gpu")) else []
+    parts += (
+        [f"{units.gibibytes(peak['lowest'])} to {units.gibibytes(peak['highest'])} GiB at the peak"] if peak else []
+    )
+    skew = ranks.get("token_skew")
+    parts += [f"{units.percent(skew)} of a step is spent on waiting for the one with the most tokens"] if skew else []
+    return f"{ranks['count']}: " + ", ".join(parts)
 
 
 def _memory(memory: dict[str, Any]) -> str:

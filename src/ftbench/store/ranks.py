@@ -18,6 +18,7 @@ from ftbench.core.rows import StepRow
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
+TIERS = {"allocated": "peak_memory_gb", "reserved": "peak_reserved_gb", "device": "device_memory_gb"}
 SPREAD = ("step_time_s", "peak_memory_gb", "peak_reserved_gb", "device_memory_gb")
 
 
@@ -82,8 +83,8 @@ _WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
-    """Return the `ranks` section of a summary: their `count`, and by column the `lowest` and the `highest` rank: the
-    median time of a steady step, and memory peaks. Empty for a single rank."""
+    """Return the `ranks` section of a summary: their `count`; by column the `lowest` and the `highest` rank, of the
+    median time of a steady step and of memory peaks; the `memory_gb` of each; their `token_skew`. Empty for a single rank."""
     if len(ranks) < 2:
         return {}
     columns_spread: dict[str, Any] = {}
@@ -93,7 +94,25 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
             timed = name == "step_time_s"
             figures = [statistics.median(values[warmup:] or values) if timed else max(values) for values in columns]
             columns_spread[name] = {"lowest": min(figures), "highest": max(figures)}
-    return {"count": len(ranks), "spread": columns_spread}
+    memory = [{tier: _peak(rows, name) for tier, name in TIERS.items()} for rows in ranks]
+    return {"count": len(ranks), "spread": columns_spread, "memory_gb": memory, "token_skew": token_skew(ranks, warmup)}
+
+
+def _peak(rows: Sequence[StepRow], name: str) -> float | None:
+    return max((value for row in rows if (value := getattr(row, name)) is not None), default=None)
+
+
+def token_skew(ranks: Sequence[Sequence[StepRow]], warmup: int) -> float | None:
+    """Return the share of a steady step that the mean rank waits for the one with the most positions to compute, as
+    far as a step takes as long as it has positions. The times of ranks hide it: each ends a step with the slowest.
+    None where a rank does not count them."""
+    tables = [{row.step: row.padded_tokens for row in rows if row.phase == "train"} for rows in ranks]
+    steady = sorted(step for step in tables[0] if step is not None)[warmup:]
+    counts = [[table.get(step) for table in tables] for step in steady]
+    known = [[count or 0 for count in step] for step in counts if None not in step and any(step)]
+    if not known or len(known) < len(counts):
+        return None
+    return 1 - sum(statistics.fmean(step) for step in known) / sum(max(step) for step in known)
 
 
 def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:

@@ -14,7 +14,7 @@ from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import flop_rates, health, run_warnings
 from ftbench.store.ranks import merge, read_ranks, spread
-from ftbench.store.rundir import RunDir, first_gpu, read_documents, state_of
+from ftbench.store.rundir import RunDir, first_gpu, gpus_of, read_documents, state_of
 from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
@@ -62,6 +62,8 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
     _first_steps(summary, train, warm)
     if steady := train[warm:]:
         _speed(summary, steady)
+        if rate := summary.tokens_per_s.get("real") if summary.ranks else None:
+            summary.ranks["tokens_per_s_per_gpu"] = rate / summary.ranks["count"]
         _flops(summary, steady, applied, machine)
         _energy(summary, steady, machine)
         summary.drift = run_warnings.drift(steady)
@@ -157,13 +159,13 @@ def _rate(counts: Sequence[int | None], window: float) -> float | None:
 
 
 def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
-    """Set model TFLOP/s from real tokens, their share of what the GPU can do at the precision used, and what the run
+    """Set model TFLOP/s from real tokens, their share of what its GPUs can do at the precision used, and what the run
     was bound by. A share above 100 % is a mistake in a count or in a table: it is named and the field stays empty."""
     rates = flop_rates.of_steps(steady, applied, summary.dataset)
     precision = applied.get("product_precision", "")
-    gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
-    peak = gpu.peak_tflops(precision) if gpu else None
-    measured = (machine.get("ceilings") or {}).get("tflops", {}).get(precision)
+    gpu, count = hardware.find_gpu(summary.gpu) if summary.gpu else None, summary.ranks.get("count", 1)
+    peak = _times(gpu.peak_tflops(precision) if gpu else None, count)
+    measured = _times((machine.get("ceilings") or {}).get("tflops", {}).get(precision), count)
     if rates:
         summary.model_tflops = rates[0]
         for name, rate, best, word in (
@@ -185,9 +187,14 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
     ).as_dict()
 
 
+def _times(rate: float | None, count: int) -> float | None:
+    """Return what so many GPUs can do together."""
+    return None if rate is None else rate * count
+
+
 def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, Any]) -> None:
-    """Set the energy of the GPU alone: joules from the driver's counter; mean watts from the sampled power, weighted by
-    step time."""
+    """Set the energy of the GPUs alone: joules from the driver's counters; mean watts from the sampled power, weighted
+    by step time."""
     counted = [row for row in steady if row.energy_j is not None]
     joules = sum(row.energy_j or 0.0 for row in counted) if counted else None
     samples = total(row.samples for row in counted)
@@ -198,12 +205,17 @@ def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, A
         "joules": joules,
         "joules_per_1k_samples": joules / samples * 1000 if joules is not None and samples else None,
         "mean_watts": watts,
-        "idle_watts": first_gpu(machine).get("idle_power_w"),
+        "idle_watts": _idle_watts(machine),
     }
     if joules and watts and abs(joules / (watts * seconds) - 1) > 0.1 and seconds >= 30:
         summary.warnings.append(
             f"energy: the counter's {joules:,.0f} J and the sampled {watts * seconds:,.0f} J differ by more than 10 %"
         )
+
+
+def _idle_watts(machine: dict[str, Any]) -> float | None:
+    idle = [gpu.get("idle_power_w") for gpu in gpus_of(machine)]
+    return sum(watts or 0.0 for watts in idle) if idle and None not in idle else None
 
 
 def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
