@@ -56,11 +56,13 @@ def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("clock", _joined(("idle", idle.get("sm_clock_mhz"), "MHz"), ("loaded", hottest.get("sm_clock_mhz"), "MHz"),
                           ("highest", gpu.get("sm_clock_max_mhz"), "MHz"))),
         ("heat", _joined(("idle", idle.get("temperature_c"), "°C"), ("loaded", hottest.get("temperature_c"), "°C"))),
-        (f"{links.get('gpus', 0)} GPUs", _joined(("all-reduce bus", links.get("all_reduce_bus_gbs"), "GB/s"),
-                                                 ("slowest link", min(pairs, default=None), "GB/s"))),
+        (f"{links.get('gpus', 0)} {_ENDS.get(links.get('backend', ''), 'GPUs')}",
+         _joined(("all-reduce bus", links.get("all_reduce_bus_gbs"), "GB/s"),
+                 ("slowest link", min(pairs, default=None), "GB/s"))),
     ]  # fmt: skip
 
 
+_ENDS = {"gloo": "processes (gloo)"}  # what links connect
 _CAPACITY = (("for processes (CUDA)", "total_gb"), ("of (NVML)", "driver_total_gb"), ("context", "context_gb"))
 
 

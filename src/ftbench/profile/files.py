@@ -12,6 +12,7 @@ from typing import Any
 from ftbench.errors import SpecError
 from ftbench.profile import pictures
 from ftbench.profile.analyse import analyse
+from ftbench.profile.communication import communication
 from ftbench.profile.trace import Trace, each_event, read
 from ftbench.profile.work import work_of
 from ftbench.store import rundir
@@ -24,14 +25,21 @@ MOST_TRACE_BYTES = 128 * 2**20  # of JSON; a browser opens no more, and it packs
 
 
 def finish(run: RunDir) -> None:
-    """Read the trace that the worker left, write kernels.json, timeline.json and timeline.svg, and pack it. Raise
-    TraceError where it cannot be read. Does nothing where there is none."""
+    """Read the trace that each rank left, write kernels.json, timeline.json and timeline.svg beside it, and pack it.
+    Raise TraceError where one cannot be read. Does nothing where there is none."""
+    ranks = [run, *(run.of_rank(int(path.name[4:])) for path in sorted(run.profile.glob("rank[0-9]*")))]
+    for rank in ranks:
+        if (rank.profile / rundir.TRACE).is_file():
+            _finish(rank, len(ranks))
+
+
+def _finish(run: RunDir, ranks: int) -> None:
     raw = run.profile / rundir.TRACE
-    if not raw.is_file():
-        return
     trace = read(raw)
     work = work_of(trace)
     document = analyse(trace, work, step_before(run))
+    network = (rundir.read_json(run.machine).get("ceilings") or {}).get("network_gbs")
+    document["communication"] = communication(trace, work, ranks, network)
     document["trace"] = pack(raw, run.profile / PACKED, trace)
     picture = pictures.reduce(trace, work)
     try:

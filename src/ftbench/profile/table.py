@@ -37,11 +37,37 @@ def as_text(document: dict[str, Any], folder: Path) -> str:
             (phase["phase"], *_ms(steps, phase["cpu_ms"], phase["device_ms"], phase["idle_ms"]))
             for phase in document["phases"]
         ]),
+        _sent(document, folder),
         "\n".join([idle, *(_gap(gap) for gap in document["gaps"][:_GAPS])]),
         _memory(folder),
         "\n".join(_below(document, folder)),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
+
+
+def _sent(document: dict[str, Any], folder: Path) -> str:
+    """Return a line a rank: what it sends, how long, and how much of that it waits for."""
+    documents = [document, *(read_json(path) for path in sorted(folder.glob("rank[0-9]*/kernels.json")))]
+    ranks = [(rank, each["communication"]) for rank, each in enumerate(documents) if each.get("communication")]
+    if not ranks:
+        return ""
+    rows = [
+        (str(rank), *_ms(each["steps"], each["total_ms"], each["exposed_ms"]), _percent(each["overlap_share"]),
+         _at_network(each), "; ".join(map(_collective, each["collectives"])))
+        for rank, each in ranks
+    ]  # fmt: skip
+    headings = ("rank", ">sending ms/step", ">waited for", ">overlap", ">at probed rate", "in the profiled steps")
+    return text_table(headings, rows)
+
+
+def _at_network(each: dict[str, Any]) -> str:
+    known = each["at_network_ms"]
+    return "" if known is None else f"{known / each['steps']:.3f}"
+
+
+def _collective(row: dict[str, Any]) -> str:
+    size = "" if row["bytes"] is None else f" of {units.count(row['bytes'] / row['calls'])} bytes"
+    return f"{row['calls']} {row['kind']}{size}"
 
 
 def _ms(steps: int, *times: float) -> list[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,15 @@ class Kernel:
 
 
 @dataclass(slots=True)
+class Collective:
+    """Something that the ranks of a run did together; `size` in bytes is that of the whole tensor on all ranks, None
+    where the trace does not tell."""
+
+    name: str
+    size: int | None
+
+
+@dataclass(slots=True)
 class Trace:
     """`steps` and `phases` are (begin, end) and (begin, end, name) in the order of time; `threads` maps a thread to its
     spans, by begin; `gpu` is the name of the first GPU in the file."""
@@ -63,6 +73,7 @@ class Trace:
     threads: dict[Any, list[Span]] = field(default_factory=dict)
     steps: list[tuple[float, float]] = field(default_factory=list)
     phases: list[tuple[float, float, str]] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
 
     @property
     def window(self) -> tuple[float, float]:
@@ -118,6 +129,8 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
     begin = float(event["ts"]) / 1e3
     end = begin + float(event.get("dur", 0.0)) / 1e3
     details = event.get("args", {})
+    if (collective := _collective(kind, name, details)) is not None:
+        trace.collectives.append(collective)
     if kind in _ON_GPU:
         trace.kernels.append(Kernel(name, begin, end, int(details.get("correlation", 0))))
     elif kind == "user_annotation" and _STEP.match(name):
@@ -131,6 +144,40 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
     elif kind in _CALLS:
         call = Span(name, begin, end, "call", correlation=int(details.get("correlation", 0)))
         trace.threads.setdefault(event.get("tid"), []).append(call)
+
+
+_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "int": 4, "byte": 1, "bool": 1}
+
+
+def _collective(kind: str | None, name: str, details: dict[str, Any]) -> Collective | None:
+    """Return the collective of an event: of NCCL a kernel that names it, with its elements; of gloo the operator that
+    began it, with its shapes where the profiler wrote them."""
+    if kind == "kernel" and "Collective name" in details:
+        elements = max(int(details.get(side, 0)) for side in ("In msg nelems", "Out msg nelems"))
+        width = _BYTES.get(str(details.get("dtype", "")).lower())
+        return Collective(str(details["Collective name"]), None if width is None else elements * width)
+    if kind != "cpu_op" or not name.startswith("c10d::"):
+        return None
+    widths = (_BYTES.get(text.removeprefix("c10::").lower()) for text in _leaves(details.get("Input type")))
+    largest = max((math.prod(shape) for shape in _shapes(details.get("Input Dims"))), default=0)
+    return Collective(name, largest * next(filter(None, widths), 4) or None)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def _shapes(value: Any) -> Iterator[list[int]]:
+    """Yield the shapes in nested lists: of each tensor, of each tensor of a list."""
+    if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _shapes(each)
 
 
 def _settle(trace: Trace) -> None:

@@ -19,6 +19,8 @@ def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
     gives processes of `driver_total_gb`. What no probe has measured is left out;
     without a probe there is nothing.
 
+    Without a GPU there is `network_gbs` alone, of processes that meet in the host's memory.
+
     They are ceilings, so of several cards and several probes the fastest counts: a card that is hot or sick, or was
     not free, says little about what others of its kind can do.
     """
@@ -39,7 +41,8 @@ def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
         "usable_gb": _best(min, capacity, "total_gb"),
         "driver_total_gb": _best(min, capacity, "driver_total_gb"),
     }
-    return {name: value for name, value in ceilings.items() if value not in (None, {})}
+    told = ceilings if gpu_name else ("network_gbs",)
+    return {name: value for name, value in ceilings.items() if name in told and value not in (None, {})}
 
 
 def _best(pick: Any, parts: Iterable[dict[str, Any] | None], name: str) -> float | None:
@@ -55,9 +58,9 @@ def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
 
 
 def _documents(store: Path, gpu_name: str | None) -> list[dict[str, Any]]:
-    if gpu_name is None:
-        return []
     documents = [rundir.read_json(path) for path in sorted((store / FOLDER).glob("*.json"))]
+    if gpu_name is None:
+        return [document for document in documents if (document.get("device") or {}).get("kind") == "cpu"]
     return [
         document
         for document in documents

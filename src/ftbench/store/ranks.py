@@ -84,7 +84,7 @@ _WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
 
 def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
     """Return the `ranks` section of a summary: their `count`; by column the `lowest` and the `highest` rank, of the
-    median time of a steady step and of memory peaks; the `memory_gb` of each; their `token_skew`. Empty for a single rank."""
+    median time of a steady step and of memory peaks; the `memory_gb` of each; their `token_skew`. Empty for one."""
     if len(ranks) < 2:
         return {}
     columns_spread: dict[str, Any] = {}

@@ -59,6 +59,8 @@ class RunDir:
         if self.rank is not None and (name in _MADE_OF_RANKS or (self.rank and name in _OF_EACH_RANK)):
             stem, _, ending = _FILES[name].partition(".")
             return self.path / f"{stem}.rank{self.rank}.{ending}"
+        if self.rank and name == "profile":
+            return self.path / _FILES[name] / f"rank{self.rank}"
         return self.path / _FILES[name]
 
 

@@ -110,9 +110,9 @@ def _measure(document: Document, budget: Budget, device: Any, sampler: Sampler |
         else:
             left = [*(kind for kind in products.KINDS if kind not in products.ON_CPU), "host_link", "launch_us"]
             figures["notes"].append(f"{', '.join(left)}: not measured: on a GPU only")
-    if cuda and torch.cuda.device_count() > 1:
-        gpus = torch.cuda.device_count()
-        tested = document.item("links", budget, links.MINIMUM_S, lambda: links.self_test(gpus, "nccl", budget))
+    gpus, backend = (torch.cuda.device_count(), "nccl") if cuda else (2, "gloo")  # a CPU's ranks meet in its memory
+    if gpus > 1:
+        tested = document.item("links", budget, links.MINIMUM_S, lambda: links.self_test(gpus, backend, budget))
         figures["links"], notes = tested or (None, [])
         figures["notes"] += notes
 

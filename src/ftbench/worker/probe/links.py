@@ -62,7 +62,7 @@ def attempt(
             for rank in range(world)
         ]
         reason = supervise(ranks, {**environment, PARENT: str(os.getpid())}, Path(folder), timeout_s)
-        return {"gpus": world, "all_reduce_bus_gbs": None, "pairs": [], **read_json(out)}, reason
+        return {"gpus": world, "backend": backend, "all_reduce_bus_gbs": None, "pairs": [], **read_json(out)}, reason
 
 
 def supervise(

@@ -20,12 +20,18 @@ from ftbench.core.phases import DATA, OPTIMIZER
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
 from ftbench.store.rundir import TRACE, WINDOW, RunDir, write_json
+from ftbench.worker import parallel
 from ftbench.worker.profile.memory import Memory
 from ftbench.worker.profile.ranges import Ranges, mark
 
 SCHEMA = 1
 _TIMED = 3
 _LATEST = 20  # a run that compiles for ever is profiled all the same
+
+
+def spreads_over_cpus(on_gpu: bool) -> bool:
+    """Return whether ranks send each other tensors over gloo."""
+    return parallel.rank() is not None and not on_gpu
 
 
 class Profiler(TrainerCallback):
@@ -41,7 +47,7 @@ class Profiler(TrainerCallback):
         self._profiler: Any = None
         self._first: int | None = None  # of the profiled steps
         self._compiled = (0, 0)  # graphs so far, and the step that compiled the last of them
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         mark(loop, self._ranges)
 
     # --- hooks of the trainer ----------------------------------------------------------------------------------------
@@ -99,6 +105,7 @@ class Profiler(TrainerCallback):
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(
             activities=activities,
+            record_shapes=spreads_over_cpus(self._on_gpu),  # NCCL tells how much it sends, gloo does not
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._count, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self._folder / TRACE)),
         )

@@ -1,0 +1,80 @@
+"""What the ranks of a run send each other, from the trace of one: how long, how much of it behind other work, how many
+bytes, and how long these would take at the rate that a probe measured."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ftbench.profile.groups import COMMUNICATION
+from ftbench.profile.trace import Collective, Trace
+from ftbench.profile.work import DeviceWork, union
+
+_GLOO = "gloo:"
+# How often each byte of a collective crosses a GPU's link in a ring of n (nccl-tests, PERFORMANCE.md).
+_KINDS = (
+    (r"all_?reduce", "all-reduce", lambda n: 2 * (n - 1) / n),
+    (r"reduce_?scatter", "reduce-scatter", lambda n: (n - 1) / n),
+    (r"all_?gather", "all-gather", lambda n: (n - 1) / n),
+    (r"all_?to_?all", "all-to-all", lambda n: (n - 1) / n),
+    (r"broadcast", "broadcast", lambda n: 1.0),
+    (r"send|recv", "send and receive", lambda n: 1.0),
+)
+
+
+def communication(
+    trace: Trace, work: Sequence[DeviceWork], ranks: int, network_gbs: float | None
+) -> dict[str, Any] | None:
+    """Return milliseconds and bytes of the profiled steps: `total_ms` in which something was sent, of which
+    `exposed_ms` beside no other work (`overlap_share` is the rest), and a row for each kind of collective. None where
+    nothing was sent."""
+    begin, end = trace.window
+    sent = [(each.begin, each.end) for each in work if each.group == COMMUNICATION]
+    if not trace.kernels:  # gloo's own threads send, while operators on others wait for them
+        sent = [(span.begin, span.end) for spans in trace.threads.values() for span in spans
+                if span.name.startswith(_GLOO)]  # fmt: skip
+    stretches = union(sent, begin, end)
+    if not stretches:
+        return None
+    others = union(((each.begin, each.end) for each in work if each.group != COMMUNICATION), begin, end)
+    total = _length(stretches)
+    hidden = total + _length(others) - _length(union([*stretches, *others], begin, end))
+    rows = _collectives(trace.collectives, ranks, network_gbs)
+    return {
+        "ranks": ranks, "steps": len(trace.steps), "total_ms": total, "exposed_ms": total - hidden,
+        "overlap_share": hidden / total, "collectives": rows, "network_gbs": network_gbs,
+        "at_network_ms": _sum(row["at_network_ms"] for row in rows),
+    }  # fmt: skip
+
+
+def _length(stretches: Iterable[tuple[float, float]]) -> float:
+    return sum(stop - start for start, stop in stretches)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if not known or None in known else sum(value or 0.0 for value in known)
+
+
+def _collectives(seen: Sequence[Collective], ranks: int, network_gbs: float | None) -> list[dict[str, Any]]:
+    """Return calls and bytes by kind, the most bytes first; bytes are those of the whole tensor, of what is gathered
+    or scattered on all ranks together."""
+    calls: dict[str, int] = defaultdict(int)
+    sizes: dict[str, list[int | None]] = defaultdict(list)
+    for each in seen:
+        if (kind := _kind(each.name)) is not None:
+            calls[kind] += 1
+            sizes[kind].append(each.size)
+    rows = []
+    for kind, count in calls.items():
+        size = _sum(sizes[kind])
+        wire = None if size is None else size * next(times(ranks) for _, name, times in _KINDS if name == kind)
+        at_rate = None if wire is None or not network_gbs else wire / network_gbs / 1e6
+        rows.append({"kind": kind, "calls": count, "bytes": size, "at_network_ms": at_rate})
+    return sorted(rows, key=lambda row: -(row["bytes"] or 0))
+
+
+def _kind(name: str) -> str | None:
+    return next((kind for pattern, kind, _ in _KINDS if re.search(pattern, name, re.IGNORECASE)), None)

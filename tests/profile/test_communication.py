@@ -1,0 +1,56 @@
+"""What ranks send each other, against stretches laid by hand."""
+
+import pytest
+from gpu_traces import GEMM, GpuTrace
+
+from ftbench.profile.communication import communication
+from ftbench.profile.trace import read
+from ftbench.profile.work import work_of
+
+REDUCE, GATHER = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)", "ncclDevKernel_AllGather_RING_LL(...)"
+
+
+def nccl(trace, name, begin, length, **args):
+    trace.add("kernel", name, begin, length, 9, device=0, stream=9, correlation=0, **args)
+
+
+@pytest.fixture
+def two_steps(tmp_path):
+    """In each of two steps of 1 ms a product from 100 to 500 µs; an all-reduce from 400 to 700, and an all-gather from
+    650 to 750: 350 µs of sending, 100 of them behind the product."""
+    trace = GpuTrace()
+    for number, at in enumerate((0, 1000)):
+        trace.step(number, at, 1000)
+        trace.launch(GEMM, at + 90, at + 100, 400)
+        nccl(trace, REDUCE, at + 400, 300, **{"Collective name": "allreduce", "In msg nelems": 250_000,
+             "Out msg nelems": 250_000, "dtype": "Float"})  # fmt: skip
+        nccl(trace, GATHER, at + 650, 100, **{"Collective name": "_allgather_base", "In msg nelems": 100_000,
+             "Out msg nelems": 400_000, "dtype": "BFloat16"})  # fmt: skip
+    return read(trace.write(tmp_path / "trace.json"))
+
+
+def test_what_is_exposed_is_what_no_other_work_hides(two_steps):
+    found = communication(two_steps, work_of(two_steps), 4, None)
+    assert found["total_ms"] == pytest.approx(2 * 0.35, abs=1e-4)
+    assert found["exposed_ms"] == pytest.approx(2 * 0.25, abs=1e-4)
+    assert found["overlap_share"] == pytest.approx(0.1 / 0.35, abs=1e-3)
+    assert found["at_network_ms"] is None
+
+
+def test_bytes_cross_a_ring_at_the_rate_of_a_probe(two_steps):
+    """1 MB summed over four crosses each link 1.5 times; 800 kB gathered from four 0.75 times."""
+    found = communication(two_steps, work_of(two_steps), 4, 100.0)
+    rows = {row["kind"]: row for row in found["collectives"]}
+    assert {kind: (row["calls"], row["bytes"]) for kind, row in rows.items()} == {
+        "all-reduce": (2, 2_000_000), "all-gather": (2, 1_600_000),
+    }  # fmt: skip
+    assert rows["all-reduce"]["at_network_ms"] == pytest.approx(2 * 1.5e6 / 100e9 * 1e3)
+    assert found["at_network_ms"] == pytest.approx((2 * 1.5e6 + 2 * 0.6e6) / 100e9 * 1e3)
+
+
+def test_a_run_alone_sends_nothing(tmp_path):
+    trace = GpuTrace()
+    trace.step(0, 0, 1000)
+    trace.launch(GEMM, 90, 100, 400)
+    found = read(trace.write(tmp_path / "trace.json"))
+    assert communication(found, work_of(found), 1, None) is None

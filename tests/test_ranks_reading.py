@@ -1,0 +1,55 @@
+"""What is read of a run on several ranks: one real profile over gloo, for many tests."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="training libraries are not installed")
+
+from commands import Command, write_spec
+from ftbench.profile import files, table
+from ftbench.store import rundir
+from ftbench.store.ranks import read_ranks
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiled")
+    spec = write_spec(
+        folder, dataset={"name": "synthetic", "samples": 64, "mean_length": 20, "max_length": 64},
+        train={"batch_size": 2, "max_steps": 13}, launch={"gpus": 2, "strategy": "ddp"}, measure={"profile": "on"},
+    )  # fmt: skip
+    with Command(spec, folder / "out") as command:
+        command.finish()
+    assert command.code == 0, command.stderr
+    return command.run
+
+
+def test_the_gradients_that_are_summed_are_those_of_what_is_trained(profiled):
+    """Float32 adapters: 4 bytes each, once a step, on both ranks."""
+    trained = rundir.read_json(profiled.applied)["parameters"]["trainable"]
+    for rank in (profiled, profiled.of_rank(1)):
+        document = files.load(rank.profile)
+        sent = document["communication"]
+        (summed,) = (row for row in sent["collectives"] if row["kind"] == "all-reduce")
+        assert summed["bytes"] == 4 * trained * document["steps"]
+        assert 0 < sent["exposed_ms"] <= sent["total_ms"]
+        assert sent["ranks"] == 2
+
+
+def test_a_profile_tells_of_each_rank(profiled):
+    text = table.as_text(files.load(profiled.profile), profiled.profile)
+    assert "waited for" in text
+    assert [line.split()[0] for line in text.splitlines() if "all-reduce of" in line] == ["0", "1"]
+
+
+def test_memory_and_skew_of_the_ranks_are_in_the_summary(profiled):
+    ranks, _ = read_ranks(profiled)
+    summary = rundir.read_json(profiled.summary)["ranks"]
+    assert summary["count"] == 2
+    assert [of["allocated"] for of in summary["memory_gb"]] == [
+        max(row.peak_memory_gb for row in rows) for rows in ranks
+    ]
+    assert 0 < summary["token_skew"] < 0.5
