@@ -44,12 +44,30 @@ def test_images_and_their_tokens_are_counted_apart(train_here, model):
     assert summary.dataset["images"]["tokens"]["max"] == size.tokens
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_the_time_of_a_forward_pass_is_told_by_its_parts(train_here, model):
+    """All parts lie within the step's forward and backward passes; features that are kept cost the encoder nothing."""
+    train = {"max_steps": 4, "gradient_accumulation_steps": 2, "batch_size": 2}
+    run = train_here(model={"id": model}, dataset=MADE | {"samples": 8}, train=train,
+                     optimizations={"feature_cache": True, "gradient_checkpointing": True})  # fmt: skip
+    rows, _ = read_steps(run.steps)
+    for row in rows:
+        parts = (row.vision_s or 0, row.language_s, row.loss_s)
+        assert min(parts[1:]) > 0
+        assert sum(parts) < row.forward_backward_s
+    assert [bool(row.vision_s) for row in rows] == [True, True, False, False]
+    steady = rows[summarise(run).steps["warmup"] :]
+    mean = sum(row.language_s for row in steady) / len(steady)
+    assert summarise(run).forward_s["language"] == pytest.approx(mean)
+
+
 def test_a_run_of_text_has_no_counts_of_images(train_here):
     run = train_here(train={"max_steps": 2})
     assert all(
         row.images is row.image_tokens is row.text_tokens is row.tiles is None for row in read_steps(run.steps)[0]
     )
-    assert summarise(run).images_per_s == {}
+    assert summarise(run).images_per_s == summarise(run).forward_s == {}
+    assert all(row.vision_s is row.language_s is row.loss_s is None for row in read_steps(run.steps)[0])
     assert "image" not in summarise(run).tokens_per_s
     assert "vision_shape" not in read_json(run.applied)
 

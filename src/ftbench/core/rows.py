@@ -70,11 +70,16 @@ class StepRow:
     )
     host_cpu_by_others: float | None = _column("", "share of the host's CPUs that other processes used", "mean")
     gpu_by_others: float | None = _column("", "share of the time in which other processes' kernels ran on the GPU")
-    images: int | None = _column("", "images of the step; like the columns after it empty without images", "shares")
+    images: int | None = _column(
+        "", "images of the step; like those from here to loss_s empty without images", "shares"
+    )
     image_tokens: int | None = _column("tokens", "real tokens that stand for images", "shares")
     text_tokens: int | None = _column("tokens", "real tokens that do not", "shares")
     tiles: int | None = _column("", "parts that the images were cut into, each seen by itself", "shares")
     image_patches: int | None = _column("", "patches of the images that the vision encoder saw", "shares")
+    vision_s: float | None = _column("s", "device time of encoder and projector in the forward pass")
+    language_s: float | None = _column("s", "device time of the decoder in the forward pass")
+    loss_s: float | None = _column("s", "device time of head and loss in the forward pass")
 
 
 SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # of the seconds, tokens, GiB, joules and learning rates of a run
@@ -184,6 +189,8 @@ class RunSummary:
     ranks: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
     # `images` and `tiles` a second; empty without images
     images_per_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
+    # seconds a step of the forward pass, on average: `vision` (with the projector), `language`, `loss`; of images alone
+    forward_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
 
 
 # Of a summary.json; one with fewer was written by an earlier version. What came later is absent from older ones.

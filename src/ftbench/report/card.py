@@ -31,6 +31,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("trained", share if trained else ""),
         ("steps", f"{steps['total']}, of which {steps['warmup']} warm-up" if steps.get("total") else ""),
         ("step time", _step_time(summary.step_time_s)),
+        ("forward", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.forward_s.items())),
         ("first step", units.seconds(summary.first_step_s)),
         ("speed", _speed(summary)),
         ("ranks", _ranks(summary)),

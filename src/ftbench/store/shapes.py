@@ -103,7 +103,8 @@ SHAPES: dict[str, Any] = {
         "loss": {"*": _NUMBER}, "parameters": {"*": _KNOWN_COUNT}, "phases_s": {"*": _REAL}, "dataset": _DATASET,
         "oom": _OOM, "warnings": [_NAME], "learning": {"state": _TEXT, "first_step": _NUMBER, "count": _NUMBER},
         "contention": {"contended": _FLAG, "*": _NUMBER}, "first_step_cache": _TEXT,
-        "images_per_s": {"*": _NUMBER}, "ranks": {"count": _COUNT, "spread": {"*": {"*": _REAL}}},
+        "images_per_s": {"*": _NUMBER}, "forward_s": {"*": _NUMBER},
+        "ranks": {"count": _COUNT, "spread": {"*": {"*": _REAL}}},
     },
 }  # fmt: skip
 

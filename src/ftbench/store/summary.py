@@ -148,6 +148,8 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
         rates = {name: _rate([getattr(row, name) or 0 for row in steady], window) for name in _OF_IMAGES}
         summary.tokens_per_s |= {name: rates[f"{name}_tokens"] for name in ("image", "text")}
         summary.images_per_s = {name: rates[name] for name in ("images", "tiles")}
+        parts = {part: [getattr(row, f"{part}_s") or 0.0 for row in steady] for part in ("vision", "language", "loss")}
+        summary.forward_s = {part: total(spent) / len(spent) for part, spent in parts.items() if any(spent)}
     summary.samples_per_s = _rate([row.samples for row in steady], window)
     if summary.samples_per_s is not None:
         summary.samples_per_hour = summary.samples_per_s * 3600

@@ -18,7 +18,7 @@ from ftbench.worker.data import order
 from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device
 from ftbench.worker.generate import Answers
-from ftbench.worker.measure import applied
+from ftbench.worker.measure import applied, forward_parts
 from ftbench.worker.measure.controls import Control
 from ftbench.worker.measure.gradients import Gradients
 from ftbench.worker.measure.hf_adapter import HfRecording
@@ -120,6 +120,7 @@ def _attach(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> None
     if spec.measure.control != "off":
         loop.add_callback(Control(spec))
     recording = HfRecording(recorder, run.phases).attach(loop)
+    forward_parts.watch(loop.model, recorder)
     if spec.measure.gradients:
         loop.add_callback(Gradients(spec.measure.gradients, directory, recording))
     loop.add_callback(_AfterFirstStep(run, loop))

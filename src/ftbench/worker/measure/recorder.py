@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class _Pending:
     marks: tuple[Any, Any, Any, Any] | None = None  # the step before, begin, optimizer, end
     names: tuple[str, ...] = ()
     values: torch.Tensor | None = None
+    parts: tuple[tuple[str | None, Any], ...] = ()
 
 
 class Recorder:
@@ -64,6 +66,7 @@ class Recorder:
         self._planned: int | None = None
         self._order = hashlib.sha256()
         self._count, self._loss = BatchCount(), None
+        self._parts: list[tuple[str | None, Any]] = []
         self._pending: deque[_Pending] = deque()
         self._failure: BaseException | None = None
         self._stop = threading.Event()
@@ -93,7 +96,7 @@ class Recorder:
         """Mark that the batches of the next step are there."""
         self._data_time = time.perf_counter() - self._host_mark
         self._begin, self._update = self.clock.mark(), None
-        self._count, self._loss = BatchCount(), None
+        self._count, self._loss, self._parts = BatchCount(), None, []
         self.step += 1
         self.position = "forward"
 
@@ -107,6 +110,11 @@ class Recorder:
         if loss is not None:
             self._loss = loss if self._loss is None else self._loss + loss
         self.position = "forward"
+
+    def mark_part(self, column: str | None) -> None:
+        """Mark that a part of the forward pass ends, whose time goes into a column, or with None that one begins."""
+        if self.position == "forward":
+            self._parts.append((column, self.clock.mark()))
 
     def begin_optimizer(self) -> None:
         """Mark that the gradients are ready: what follows in this step is the optimizer's update."""
@@ -137,7 +145,7 @@ class Recorder:
         )
         self.memory.reset()
         marks = (self._mark, self._begin, self._update, end)
-        self._pending.append(_Pending(row, marks, tuple(on_device), values))
+        self._pending.append(_Pending(row, marks, tuple(on_device), values, tuple(self._parts)))
         self._mark, self._host_mark = end, now
         self.position = "data"
         self._raise_failure()
@@ -264,6 +272,9 @@ class Recorder:
             if update is not None:
                 row.forward_backward_s = self.clock.seconds(begin, update)
                 row.optimizer_s = self.clock.seconds(update, end)
+        for (_, begin), (column, end) in pairwise(step.parts):
+            if column:
+                setattr(row, column, (getattr(row, column) or 0.0) + self.clock.seconds(begin, end))
         if step.values is not None:
             for name, value in zip(step.names, step.values.tolist(), strict=True):
                 setattr(row, name, _number(name, value))
