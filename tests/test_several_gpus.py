@@ -51,24 +51,29 @@ def dataset_of(command: Command) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """One process, and two ranks of it, of a method and more of the spec; each trained once."""
-    runs: dict[str, tuple[Command, Command]] = {}
+    runs: dict[str, Command] = {}
 
     def trained(strategy: str, gpus: int = 2, **parts: Any) -> tuple[Command, Command]:
         folder, key = tmp_path_factory.mktemp("ranks"), json.dumps([strategy, gpus, parts])
+        alone = json.dumps(parts)
+        if alone not in runs:
+            runs[alone] = run(folder / "one", 1, strategy, **parts)
         if key not in runs:
-            runs[key] = run(folder / "one", 1, strategy, **parts), run(folder / "several", gpus, strategy, **parts)
-        return runs[key]
+            runs[key] = run(folder / "several", gpus, strategy, **parts)
+        return runs[alone], runs[key]
 
     return trained
 
 
 LORA = {"method": {"name": "lora"}, "measure": {"save_adapter": True}}
+FULL, QLORA = {"method": {"name": "full"}}, {"method": {"name": "qlora"}}
+PROVEN = [("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL)]
 
 
-@pytest.mark.parametrize("parts", [LORA, {"method": {"name": "full"}}, {"method": {"name": "qlora"}}], ids=str)
-def test_two_ranks_learn_under_ddp_what_one_process_learns(pair, parts):
+@pytest.mark.parametrize(("strategy", "parts"), PROVEN, ids=str)
+def test_two_ranks_learn_what_one_process_learns(pair, strategy, parts):
     """With accumulation, uneven lengths, a last step that not all ranks have samples for, and evaluation."""
-    one, two = pair("ddp", **parts)
+    one, two = pair(strategy, **parts)
     assert learned(two) == learned(one)
     assert figures(two) == pytest.approx(figures(one), rel=1e-4)
     assert len({row.loss for row in one.steps()}) > 3
@@ -93,12 +98,21 @@ def test_the_run_says_what_it_ran_on_and_how_large_its_batch_was(pair):
     assert all((two.run.path / f"{name}.rank1.json").exists() for name in ("state", "applied", "phases"))
 
 
-def test_the_adapters_of_several_ranks_are_those_of_one(pair):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_adapters_of_several_ranks_are_those_of_one(pair, strategy):
     from safetensors.torch import load_file
 
-    one, two = (load_file(each.run.adapter / "adapter_model.safetensors") for each in pair("ddp", **LORA))
+    one, two = (load_file(each.run.adapter / "adapter_model.safetensors") for each in pair(strategy, **LORA))
     assert one.keys() == two.keys()
     assert all(two[name].allclose(one[name], rtol=1e-3, atol=1e-6) for name in one)
+
+
+def test_a_rank_keeps_its_share_of_every_parameter_under_fsdp(pair):
+    _, two = pair("fsdp", **FULL)
+    parallel = rundir.read_json(two.run.applied)["parallel"]
+    assert (parallel["strategy"], parallel["ranks"], parallel["global_batch"]) == ("fsdp", 2, 8)
+    assert parallel["sharded"] == 2 * 11 + 2  # of two layers, and norm and embedding, which is the head
+    assert parallel["elements_of_rank"] * 2 == parallel["elements"] == two.summary()["parameters"]["total"]
 
 
 # --- bad ends --------------------------------------------------------------------------------------------------------

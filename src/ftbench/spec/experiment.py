@@ -192,6 +192,11 @@ class Launch(Part):
         return self.gpus
 
     @property
+    def sharded(self) -> bool:
+        """Whether no rank holds the whole model."""
+        return self.ranks > 1 and self.strategy not in ("ddp", "zero1", "zero2")
+
+    @property
     def shares(self) -> int:
         """Into how many shares a step's batch is dealt: ranks that hold parts of one layer see the same."""
         return self.ranks

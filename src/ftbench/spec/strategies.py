@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A value of `launch.strategy`. `verified` says how a run knows that it is there; `refusals` are what it cannot go
-    with."""
+    """A value of `launch.strategy`. `verified` says how a run knows that it is there; `offloads` are the values of
+    `launch.offload` that it has, `refusals` what it cannot go with."""
 
     description: str
     verified: str
+    offloads: tuple[str, ...] = ()
     refusals: Callable[[Experiment], Iterable[str]] = lambda spec: ()
+
+
+def _refused_where_sharded(spec: Experiment) -> Iterator[str]:
+    name = spec.launch.strategy
+    if spec.method.quantised:
+        yield (
+            f"launch.strategy: {name} cannot spread 4-bit weights: bitsandbytes keeps them as bytes that are left whole on "
+            "each GPU, or computes wrong results where they are stored as bfloat16: use ddp, or method lora"
+        )
+    if spec.measure.generate is not None:
+        yield f"measure.generate: an answer needs the whole model and {name} spreads it: set it to off"
+    if spec.measure.gradients:
+        yield f"measure.gradients: {name} leaves a share of each gradient on a rank: set it to 0, or use ddp"
 
 
 STRATEGIES = {
@@ -25,23 +39,36 @@ STRATEGIES = {
         description="a copy of the model on each GPU, each trained on its share of the batch; gradients are summed",
         verified="the model is wrapped for as many ranks, and after the first step all hold the same weights",
     ),
+    "fsdp": Strategy(
+        description="a share of each layer on each GPU, gathered while the layer computes (PyTorch's FSDP2)",
+        verified="after the first step every layer is sharded, and every parameter is a DTensor over all ranks",
+        offloads=("params",),
+        refusals=_refused_where_sharded,
+    ),
 }
 
 
 def refusals(spec: Experiment) -> list[str]:
     """Return what of `launch` cannot work, or not with the rest of the spec."""
     launch, name = spec.launch, spec.launch.strategy
-    if launch.offload != "none":
-        return [f"launch.offload: {launch.offload} cannot be launched yet: set it to none"]
     if launch.ranks == 1:
-        several = f"launch.strategy: {name} is for several GPUs and launch.gpus is 1: raise it, or set strategy to none"
-        return [several] if name != "none" else []
+        several = {"strategy": name, "offload": launch.offload}
+        return [
+            f"launch.{key}: {value} is for several GPUs and launch.gpus is 1: raise it, or set {key} to none"
+            for key, value in several.items()
+            if value != "none"
+        ]
     if name == "none":
         known = "; ".join(f"{key}: {strategy.description}" for key, strategy in STRATEGIES.items())
         return [f"launch.strategy: none is for one GPU and launch.gpus is {launch.gpus}: take one of {known}"]
     if name not in STRATEGIES:
         return [f"launch.strategy: {name} cannot be launched yet: use {' or '.join(STRATEGIES)}"]
     sentences = list(STRATEGIES[name].refusals(spec))
+    if launch.offload not in ("none", *STRATEGIES[name].offloads):
+        having = [f"{key} has {' and '.join(each.offloads)}" for key, each in STRATEGIES.items() if each.offloads]
+        sentences.append(
+            f"launch.offload: {launch.offload} is nothing that {name} has ({', '.join(having)}): set it to none"
+        )
     if spec.method.name == "unsloth":
         sentences.append("method unsloth trains on one GPU: set launch.gpus to 1, or use method lora or qlora")
     return sentences

@@ -20,6 +20,7 @@ from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.order import Row, filled
 from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.prepare import Prepared
+from ftbench.worker.device import device
 from ftbench.worker.measure.applied import innermost
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.optimizations import feature_cache, gradient_checkpointing
@@ -82,7 +83,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures)
     loop = Trainer(
         model=model,
-        args=arguments(spec, run, on_gpu=next(model.parameters()).device.type == "cuda"),
+        args=arguments(spec, run, on_gpu="cuda" in (next(model.parameters()).device.type, device().type)),
         processing_class=tokenizer,
         train_dataset=train,
         eval_dataset=evaluation if data.evaluation else None,
@@ -96,7 +97,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
 def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
     """Return the spec's recipe in trl's words; what ftbench does itself (logging, saving, tokenising) is off."""
     train, processes = spec.train, _loader_processes(spec)
-    return SFTConfig(
+    recipe: dict[str, Any] = dict(
         output_dir=str(run.path / "trainer"),
         per_device_train_batch_size=train.batch_size,
         per_device_eval_batch_size=train.batch_size,
@@ -133,8 +134,14 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         router_aux_loss_coef=0.0,  # a loss in nats per token; trl would add each micro-batch's balancing loss undivided
         disable_tqdm=True,
         **PRECISION[train.precision],
-        **(parallel.load(spec.launch.strategy).arguments(spec) if spec.launch.ranks > 1 else {}),
     )
+    if spec.launch.ranks == 1:
+        return SFTConfig(**recipe)
+    strategy = parallel.load(spec.launch.strategy)
+    made = SFTConfig(**recipe | strategy.arguments(spec))
+    if hasattr(strategy, "prepare"):
+        strategy.prepare(made)
+    return made
 
 
 def _loader_processes(spec: Experiment) -> int:

@@ -13,7 +13,8 @@ from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.core.units import GIB
 from ftbench.families import vision as families
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import optimizations
+from ftbench.worker import optimizations, parallel
+from ftbench.worker.device import device as own_device
 from ftbench.worker.methods import lora, unsloth
 from ftbench.worker.model.parts import base_model, decoder_layers, part_of
 from ftbench.worker.model.vision import reads_images
@@ -68,6 +69,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
             "state": dict(state),
         },
         **optimizations.applied(trainer.model, spec),
+        **parallel.applied(trainer, spec),
     }
 
 
@@ -208,7 +210,7 @@ def _visited_share(config: Any) -> float:
 
 
 def _device(model: Any) -> str:
-    device = next(model.parameters()).device
+    device = next(model.parameters()).device if parallel.rank() is None else own_device()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 

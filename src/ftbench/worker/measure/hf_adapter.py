@@ -97,8 +97,9 @@ class HfRecording(TrainerCallback):
 
     def _around_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
-            self.grad_norm = clip(*args, **kwargs)
-            return self.grad_norm
+            norm = clip(*args, **kwargs)
+            self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            return norm
 
         return clip_grad_norm
 

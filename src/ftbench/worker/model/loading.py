@@ -84,9 +84,10 @@ def load_model(spec: Experiment, source: Source, quantization_config: Any = None
 
 
 def read(spec: Experiment, source: Source, **more: Any) -> Any:
-    """Call from_pretrained with what the spec says, and `more`."""
+    """Call from_pretrained with what the spec says, and `more`: onto the device, or into the host's memory what no
+    device will hold as a whole."""
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
-    if device().type == "cuda":
+    if device().type == "cuda" and not spec.launch.sharded:
         arguments["device_map"] = {"": device()}
     config = more.get("config") or load_config(spec.model, source)
     if vision.reads_images(config) and "attn_implementation" in arguments:  # the encoder's attention is not causal

@@ -1,9 +1,9 @@
 """Ranks of one run, and the heavy half of each strategy, in a module of its name with these functions:
 
 arguments(spec) → what the trainer's arguments say of it
+prepare(made) → None: what is to be changed once the trainer's arguments are `made`, where there is something
 verify(trainer, spec) → sentences on what was asked for and is not there, asked after the first step
-
-What is spread over the ranks, and so where one of them alone can do nothing, says `spec/strategies.py`.
+applied(trainer) → what applied.json tells of it, read after the first step
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from __future__ import annotations
 import importlib
 import os
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment
 
 
 def rank() -> int | None:
@@ -26,3 +30,17 @@ def is_first() -> bool:
 def load(strategy: str) -> ModuleType:
     """Return the module of a strategy, importing nothing of the others."""
     return importlib.import_module(f"ftbench.worker.parallel.{strategy}")
+
+
+def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:
+    """Return the section `parallel` of applied.json; nothing for a process that trains alone."""
+    if rank() is None:
+        return {}
+    launch = spec.launch
+    said = {
+        "strategy": launch.strategy,
+        "ranks": launch.ranks,
+        "shares": launch.shares,
+        "global_batch": spec.global_batch,
+    }
+    return {"parallel": said | load(launch.strategy).applied(trainer)}

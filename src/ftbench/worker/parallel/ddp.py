@@ -36,3 +36,8 @@ def _sums(model: Any) -> torch.Tensor:
     return torch.stack(
         [parameter.detach().double().sum() for parameter in model.parameters() if parameter.requires_grad]
     )
+
+
+def applied(trainer: Any) -> dict[str, Any]:
+    """Return what wraps the model."""
+    return {"wrapper": type(trainer.model_wrapped).__name__}

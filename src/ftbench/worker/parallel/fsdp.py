@@ -1,0 +1,58 @@
+"""FSDP2: each GPU keeps a share of every weight, gradient and optimizer state, and gathers a layer's weights while it
+computes with them. Weights are loaded into the host's memory: a GPU never holds all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import DistributedType, PartialState
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.model.parts import decoder_layers
+
+
+def arguments(spec: Experiment) -> dict[str, Any]:
+    """Return what the trainer is told. A layer that is computed again in the backward pass is gathered once for both:
+    checkpointing within what is sharded, not the trainer's around it."""
+    config = {
+        "version": 2,
+        "reshard_after_forward": True,
+        "activation_checkpointing": bool(spec.optimizations.gradient_checkpointing),
+        "cpu_offload": spec.launch.offload == "params",
+    }
+    return {"fsdp": True, "fsdp_config": config, "gradient_checkpointing": False}
+
+
+def prepare(made: Any) -> None:
+    """Let accelerate shard on a CPU, too: it takes FSDP for GPUs alone, and falls back to DDP without a word."""
+    if made.device.type == "cpu":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def verify(trainer: Any, spec: Experiment) -> list[str]:
+    """Return what is not sharded: every layer is a unit of its own, every parameter is spread over all ranks, and a
+    rank holds no more than its share of them."""
+    model, ranks = trainer.model_wrapped, spec.launch.ranks
+    if not isinstance(model, FSDPModule):
+        return [f"launch.strategy is fsdp and the trainer trains a {type(model).__name__}, which is whole on each rank"]
+    whole = [layer for layer in decoder_layers(model) if not isinstance(layer, FSDPModule)]
+    if whole:
+        return [f"launch.strategy is fsdp and {len(whole)} {type(whole[0]).__name__} are not sharded"]
+    parameters = dict(model.named_parameters())
+    if plain := [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]:
+        return [f"launch.strategy is fsdp and {plain[0]} and {len(plain) - 1} more parameters are whole on each rank"]
+    if (meshes := {parameter.device_mesh.size() for parameter in parameters.values()}) != {ranks}:
+        return [f"launch.gpus is {spec.launch.gpus} and parameters are spread over {meshes} ranks"]
+    return []
+
+
+def applied(trainer: Any) -> dict[str, Any]:
+    """Return how many parameters are sharded, and how many elements there are and this rank keeps."""
+    parameters = list(trainer.model_wrapped.parameters())
+    return {
+        "sharded": sum(isinstance(parameter, DTensor) for parameter in parameters),
+        "elements": sum(parameter.numel() for parameter in parameters),
+        "elements_of_rank": sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in parameters),
+    }
