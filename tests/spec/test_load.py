@@ -524,7 +524,9 @@ def test_a_model_without_either_is_missing_its_id(problems, text):
     [
         ("gpus: 4, strategy: none", "launch.strategy: none is for one GPU and launch.gpus is 4: take one of ddp: "),
         ("strategy: ddp", "launch.strategy: ddp is for several GPUs and launch.gpus is 1: raise it"),
-        ("offload: optimizer", "launch.offload: optimizer cannot be launched yet: set it to none"),
+        ("offload: optimizer", "launch.offload: optimizer is for several GPUs and launch.gpus is 1: raise it"),
+        ("gpus: 2, offload: params", "launch.offload: params is nothing that ddp has (fsdp has params"),
+        ("gpus: 2, strategy: cp", "launch.strategy: cp cannot be launched yet"),
         ("framework: axolotl", "launch.framework: axolotl cannot be launched yet: use trl"),
         ("python: /opt/axolotl/bin/python", "launch.python: a run uses the interpreter that ftbench itself runs in"),
     ],
