@@ -25,8 +25,8 @@ def _refused_where_sharded(spec: Experiment) -> Iterator[str]:
     name = spec.launch.strategy
     if spec.method.quantised:
         yield (
-            f"launch.strategy: {name} cannot spread 4-bit weights: bitsandbytes keeps them as bytes that are left whole "
-            "on each GPU, or computes wrong results where they are stored as bfloat16: use ddp, or method lora"
+            f"launch.strategy: {name} cannot spread 4-bit weights: bitsandbytes keeps them as bytes that are left "
+            "whole on each GPU, or computes wrong results where they are stored as bfloat16: use ddp, or method lora"
         )
     if spec.measure.generate is not None:
         yield f"measure.generate: an answer needs the whole model and {name} spreads it: set it to off"
