@@ -349,20 +349,21 @@ def test_torch_is_asked_in_a_child():
     assert set(told) == set(TORCH)
 
 
-def test_a_torch_that_hangs_is_given_up(monkeypatch):
-    def hang(*_, timeout, **__):
-        raise subprocess.TimeoutExpired("python", timeout)
-
+@pytest.mark.parametrize(
+    ("torch", "within_s", "reason"),
+    [
+        ("import time; time.sleep(60)", 0.3, "torch did not answer within 0 s"),
+        ("raise OSError('libtorch.so is gone')", 40, "torch ended with exit code 1: OSError: libtorch.so is gone"),
+    ],
+    ids=["hangs", "cannot be imported"],
+)  # fmt: skip
+def test_a_torch_that_does_not_answer_is_told_with_the_reason(monkeypatch, tmp_path, torch, within_s, reason):
+    (tmp_path / "torch.py").write_text(torch)
     monkeypatch.setattr(facts, "has", lambda name: True)
-    monkeypatch.setattr(facts.subprocess, "run", hang)
-    assert facts.ask_torch({}) == ({}, "torch did not answer within 40 s")
-
-
-def test_a_torch_that_cannot_be_imported_leaves_its_last_words(monkeypatch):
-    ended = subprocess.CompletedProcess([], 1, "", "Traceback\nOSError: libtorch.so: no such file\n")
-    monkeypatch.setattr(facts, "has", lambda name: True)
-    monkeypatch.setattr(facts.subprocess, "run", lambda *_, **__: ended)
-    assert facts.ask_torch({}) == ({}, "OSError: libtorch.so: no such file")
+    path = f"{tmp_path}:{facts.os.environ.get('PYTHONPATH', '')}"
+    told, why = facts.ask_torch({**facts.os.environ, "PYTHONPATH": path}, within_s)
+    assert told == {}
+    assert why.startswith(reason)
 
 
 # --- methods and optimizations ---------------------------------------------------------------------------------------

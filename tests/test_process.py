@@ -5,6 +5,7 @@ import sys
 import types
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ftbench.launch import process
@@ -242,6 +243,46 @@ def test_whichever_of_the_family_is_killed_nothing_outlives_the_child(parent, me
     assert all(map(gone, family))
 
 
+@pytest.mark.parametrize("killed", ["ftbench upper", "ftbench lower", "upper lower", "ftbench upper lower"])
+def test_who_is_left_of_ftbench_and_the_supervisors_leaves_nothing_of_the_family(parent, killed):
+    one = parent(child=IGNORE_TERM + SLEEP)
+    *family, lower = one.family()
+    three = {"ftbench": one.process.pid, "upper": psutil.Process(lower).ppid(), "lower": lower}
+    for pid in three.values():  # so that all of them end at the same instant
+        os.kill(pid, signal.SIGSTOP)
+    for name, pid in three.items():
+        os.kill(pid, signal.SIGKILL if name in killed else signal.SIGCONT)
+    one.process.wait()
+    if killed == "ftbench upper lower":  # what is in no session of the child's is left, and the next ftbench ends it
+        assert not all(map(gone, family))
+        process.end_orphans()
+    eventually(lambda: all(map(gone, [*family, *list(three.values())[1:]])))
+
+
+def test_a_family_whose_ftbench_is_alive_is_no_orphan(parent):
+    one = parent()
+    family = one.family()
+    process.end_orphans()
+    assert not any(map(gone, family))
+    one.process.send_signal(signal.SIGTERM)
+    assert one.end() == "-15 interrupted"
+
+
+def test_what_must_not_be_killed_does_not_keep_a_supervisor(tmp_path):
+    """A descendant of another user (setuid) is its owner's to end."""
+    forbidden = "raise PermissionError if number == 9 else OSError"
+    code = f"""
+import os, sys
+from ftbench.launch import supervisor
+def kill(pid, number): {forbidden}
+os.kill = kill
+supervisor.main(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!; exit 3"])
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
+        assert supervisor.wait(60) == 3
+        os.kill(int(supervisor.stdout.read()), signal.SIGKILL)
+
+
 def test_a_supervisor_that_is_stopped_keeps_nothing_alive(parent):
     one = parent(child=IGNORE_TERM + SLEEP)
     family = one.family()
@@ -284,7 +325,7 @@ process.subprocess.Popen = Popen
 
 
 def test_signals_to_other_processes_of_the_terminal_do_not_reach_the_child(run, log):
-    run("import os; print(os.getsid(0) == os.getpgid(0) == os.getppid())")
+    run(f"import os; print(os.getsid(0) == os.getpgid(0) != {os.getsid(0)})")
     assert log() == "True\n"
 
 

@@ -25,9 +25,9 @@ def processes_about(folder: Path) -> list[psutil.Process]:
 
 
 def without_supervisors(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that train: those whose parent is one of them."""
-    pids = {process.pid for process in processes}
-    return [process for process in processes if process.info["ppid"] in pids]
+    """Return the processes that train: those below the two supervisors, one of which started the other."""
+    parents = {process.pid: process.info["ppid"] for process in processes}
+    return [process for process in processes if parents.get(parents[process.pid]) in parents]
 
 
 def eventually(holds: Callable[[], Any], what: str = "waited too long") -> Any:

@@ -35,7 +35,7 @@ def mocks(cluster: Cluster) -> list[psutil.Process]:
     found = []
     for process in cluster.processes():
         with suppress(psutil.Error):
-            found += [process] if "ftbench.launch.mock" in process.cmdline() else []
+            found += [process] if process.cmdline()[3:4] == ["ftbench.launch.mock"] else []
     return found
 
 

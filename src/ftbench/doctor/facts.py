@@ -7,8 +7,7 @@ import json
 import os
 import platform
 import re
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.doctor.bounds import Requirement, requirements
+from ftbench.launch import process
 from ftbench.launch.runner import capability
-from ftbench.store import machine, process_identity
+from ftbench.store import machine
 from ftbench.store.rundir import first_gpu
 
 CHILD_S = 40.0  # importing torch takes 2 s, on a cold disk 20
@@ -58,19 +58,17 @@ def ask_torch(environment: Mapping[str, str], within_s: float = CHILD_S) -> tupl
     """Return what a short child that imports torch says, or nothing and the reason."""
     if not has("torch"):
         return {}, "torch is not installed"
-    try:
-        child = subprocess.run(
-            [sys.executable, "-P", "-m", "ftbench.worker.versions"],
-            env={**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", process_identity.PARENT: str(os.getpid())},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=within_s, check=False,
+    with tempfile.TemporaryDirectory() as folder:
+        _, why = process.run_module(
+            "ftbench.worker.versions", (), {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            log := Path(folder, "log.txt"), within_s, f"did not answer within {within_s:.0f} s",
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {}, f"torch did not answer within {within_s:.0f} s"
+        lines = log.read_text(errors="replace").splitlines()
+    said = next((line for line in reversed(lines) if line.startswith("{")), "")
     try:
-        return json.loads(child.stdout), None
+        return json.loads(said), None
     except ValueError:
-        lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
-        return {}, lines[-1][:300] if lines else f"torch ended with exit code {child.returncode}"
+        return {}, f"torch {why or 'said nothing'}"
 
 
 def gather() -> Facts:

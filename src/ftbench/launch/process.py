@@ -1,16 +1,19 @@
 """One child in its own session: log, watch, TERM then KILL, and how it ended. Linux.
 
-The child runs under a supervisor, which leaves nothing of its family (`supervisor.py`); if that is killed itself, this
-process looks for what carries its mark. The parent waits on a pidfd, so that it uses no CPU while the child is
-measured. Signals to the parent (Ctrl-C, a closed terminal, kill) end the child's family and nothing else: they arrive
-in a pipe, which is read where this process waits, and never cut into anything.
+The child runs under a supervisor, which leaves nothing of its family (`supervisor.py`). If that is killed itself, this
+process looks for what carries its mark, and if all of them are killed at once, the next ftbench does. The parent waits
+on a socket, so that it uses no CPU while the child is measured. Signals to the parent (Ctrl-C, a closed terminal, kill)
+end the child's family and nothing else: they arrive in a pipe, which is read where this process waits, and never cut
+into anything.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,11 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftbench.launch import supervisor
+from ftbench.store.process_identity import process_start
 
-MARK = "FTBENCH_FAMILY"  # the environment variable that a child's descendants inherit
+MARK = "FTBENCH_FAMILY"  # the environment variable that a child's descendants inherit: `_mark`
 GRACE_S = 8.0  # between TERM and KILL: time to write the last rows
 TICK_S = 0.5
 _POLL_S = 0.01
+_OF_MARK = re.compile(rf"(?:^|\0){MARK}=(\d+\.\d+\.\d+\.[0-9a-f]+)(?:\0|$)".encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +64,22 @@ def run_child(
     `signals` yields, or until `watch`, which is called about twice a second, says stop."""
     kills = _kernel_oom_kills()
     begin = time.monotonic()
-    mark, stop = uuid.uuid4().hex, None
-    with log.open("ab") as output:
+    mark, stop = _mark(), None
+    line, theirs = socket.socketpair()  # its end is that of both supervisors, and to them that of this process
+    with line, theirs, log.open("ab") as output:
         child = subprocess.Popen(
             [sys.executable, "-I", "-S", supervisor.__file__, *argv],
             env={**env, MARK: mark},
-            stdin=subprocess.PIPE,
+            stdin=theirs.fileno(),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        theirs.close()
         try:
-            stop = _wait(child, signals_pipe, watch)
+            stop = _wait(line.fileno(), signals_pipe, watch)
         finally:
-            _end_family(child, signals_pipe, mark)
+            _end_family(child, line, signals_pipe, mark)
     killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) and stop is None
     return Exit(child.returncode, stop, killed and _kernel_oom_kills() > kills, time.monotonic() - begin)
 
@@ -82,6 +89,7 @@ def run_module(
 ) -> tuple[Exit, str | None]:
     """Run a module of ftbench's in a child process to its end, at most `limit_s` seconds; return how it ended, and in
     words why not well (`late`, its exit code, its last words). Raise KeyboardInterrupt where a signal ended it."""
+    end_orphans()
     end = time.monotonic() + limit_s
     stop = Stop("timeout", late)
     argv = [sys.executable, "-P", "-m", name, *arguments]
@@ -95,57 +103,71 @@ def run_module(
     return ended, f"ended with exit code {ended.code}: {(lines or ['no output'])[-1][:300]}"
 
 
-def _wait(child: subprocess.Popen[bytes], signals_pipe: int, watch: Callable[[], Stop | None]) -> Stop | None:
-    with _pidfd(child) as ended:
-        while True:
-            ready, _, _ = select.select([ended, signals_pipe], [], [], TICK_S)
-            if ended in ready:
-                return None
-            if signals_pipe in ready:
-                os.read(signals_pipe, 1)
-                return Stop("interrupted", "interrupted by a signal")
-            if (stop := watch()) is not None:
-                return stop
+def _wait(line: int, signals_pipe: int, watch: Callable[[], Stop | None]) -> Stop | None:
+    while True:
+        ready, _, _ = select.select([line, signals_pipe], [], [], TICK_S)
+        if line in ready:
+            return None
+        if signals_pipe in ready:
+            os.read(signals_pipe, 1)
+            return Stop("interrupted", "interrupted by a signal")
+        if (stop := watch()) is not None:
+            return stop
 
 
-def _end_family(child: subprocess.Popen[bytes], signals_pipe: int, mark: str) -> None:
-    """Send TERM to the child's process group unless the child has ended; after the grace have the supervisor kill
+def _end_family(child: subprocess.Popen[bytes], line: socket.socket, signals_pipe: int, mark: str) -> None:
+    """Send TERM to the child's process group unless the child has ended; after the grace have the supervisors kill
     whatever is left. A second signal to this process while it waits skips the wait."""
-    with _pidfd(child) as ended:
-        if not select.select([ended], [], [], 0)[0]:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGTERM)
-            select.select([ended, signals_pipe], [], [], GRACE_S)
-        assert child.stdin is not None
-        child.stdin.close()
+    ended = line.fileno()
+    if not select.select([ended], [], [], 0)[0]:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGTERM)
+        select.select([ended, signals_pipe], [], [], GRACE_S)
+    with suppress(OSError):
+        line.shutdown(socket.SHUT_WR)
+    if not select.select([ended], [], [], GRACE_S)[0]:
+        child.kill()  # a supervisor that was stopped
         select.select([ended], [], [], GRACE_S)
-    child.kill()  # a supervisor that was stopped
+    child.kill()
     if child.wait() < 0:
-        while marked := _marked(f"{MARK}={mark}".encode()):
-            for pid in marked:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(_POLL_S)
+        _end_marked(mark.__eq__)
 
 
-def _marked(mark: bytes) -> list[int]:
-    """Return the processes with a mark in their environment."""
-    marked = []
+def end_orphans() -> None:
+    """End what is left of runs whose ftbench was killed together with all of its supervisors: it would hold the GPU."""
+    namespace, *_ = _mark().split(".")
+
+    def orphaned(mark: str) -> bool:
+        where, pid, start, _ = mark.split(".")
+        return where == namespace and process_start(int(pid)) != int(start)
+
+    _end_marked(orphaned)
+
+
+def _mark() -> str:
+    """Return a mark that is no other's and says which process it is of: `namespace.pid.start.random`."""
+    namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    return f"{namespace}.{os.getpid()}.{process_start(os.getpid())}.{uuid.uuid4().hex}"
+
+
+def _end_marked(is_meant: Callable[[str], bool]) -> None:
+    """Kill the processes whose mark is meant, until none is left; what waits for a broken device outlives that."""
+    end = time.monotonic() + GRACE_S
+    while marked := [pid for pid, mark in _marked() if is_meant(mark)]:
+        for pid in marked:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > end:
+            return
+        time.sleep(_POLL_S)
+
+
+def _marked() -> Iterator[tuple[int, str]]:
+    """Yield the processes of this user that have a mark in their environment, each with it."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if mark in path.read_bytes():
-                marked.append(int(path.parent.name))
-    return marked
-
-
-@contextmanager
-def _pidfd(child: subprocess.Popen[bytes]) -> Iterator[int]:
-    """Yield a file descriptor that becomes readable when the child ends."""
-    handle = os.pidfd_open(child.pid)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
+            if mark := _OF_MARK.search(path.read_bytes()):
+                yield int(path.parent.name), mark[1].decode()
 
 
 @contextmanager

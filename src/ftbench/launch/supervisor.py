@@ -1,10 +1,11 @@
 """What stands between ftbench and a run's child: `python -I -S supervisor.py COMMAND…` runs the command and leaves no
 descendant of it, in whatever session, however the child or ftbench ends. Linux.
 
-It is a subreaper (prctl(2)): what the child leaves behind becomes a child of this process, also what was forked twice
-or is in a session of its own. Its stdin is a pipe that ftbench holds and never writes to: the end of that is the end of
-ftbench, or its wish. The child carries a death signal for the end of this process. It imports nothing of ftbench, so
-that it starts in no time.
+It is two processes, one below the other, so that either does the work where the other is killed with ftbench. Each is a
+subreaper (prctl(2)): what the child leaves behind becomes a child of theirs, also what was forked twice or is in a
+session of its own. Their stdin is a socket whose other side ftbench holds and never writes to: the end of that is the
+end of ftbench, or its wish. The child carries a death signal for the end of the lower one. It imports nothing of
+ftbench, so that it starts in no time.
 """
 
 import ctypes
@@ -13,42 +14,57 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.005
+_prctl = ctypes.CDLL(None).prctl
 
 
 def main(command: list[str]) -> None:
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    line, held = os.pipe2(os.O_CLOEXEC)
+
+    def lower(upper: int) -> None:
+        os.close(held)  # so that the line ends with the upper one
+        end_like(_guard(lambda supervisor: _become(command, supervisor), (0, line)))
+
+    end_like(_guard(lower, (0,)))
+
+
+def _guard(begin: Callable[[int], None], lines: tuple[int, ...]) -> int:
+    """Call `begin` with this process's id in a child; when that ends, or one of `lines` does, leave none of its
+    descendants. Return the child's exit code, or minus the signal that ended it."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     supervisor, ended = os.getpid(), dict[int, int]()
     if (child := os.fork()) == 0:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        _become(command, supervisor)
+        code = 127
+        try:
+            begin(supervisor)
+        except SystemExit as ending:
+            code = int(ending.code or 0)
+        finally:
+            os._exit(code)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # go to the whole group, and are for the child
         signal.signal(number, lambda *_: None)
-    while child not in ended and 0 not in select.select([0, reader], [], [])[0]:
+    while child not in ended and not {*lines} & {*select.select([*lines, reader], [], [])[0]}:
         os.read(reader, 4096)
         _reap(ended)
-    while _reap(ended):
-        for pid in _children():
-            os.kill(pid, signal.SIGKILL)
+    while _reap(ended) and sum(map(_kill, _children())):
         time.sleep(_POLL_S)
-    end_like(os.waitstatus_to_exitcode(ended[child]))
+    return os.waitstatus_to_exitcode(ended.get(child, signal.SIGKILL))
 
 
 def _become(command: list[str], supervisor: int) -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         if os.getppid() == supervisor:  # which may have ended before the death signal was asked for
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.execvp(command[0], command)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(127)
 
 
 def _reap(ended: dict[int, int]) -> bool:
@@ -75,6 +91,15 @@ def _children() -> list[int]:
         if int(parent) == os.getpid():
             children.append(int(name))
     return children
+
+
+def _kill(pid: int) -> bool:
+    """Kill a process; return whether that is allowed: one of another user (setuid) is left to its owner."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except PermissionError:
+        return False
+    return True
 
 
 def end_like(code: int) -> None:

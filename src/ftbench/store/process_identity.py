@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
-import signal
-import sys
 from pathlib import Path
 from typing import Any
-
-PARENT = "FTBENCH_PARENT"  # the environment variable that tells a child who started it
-_PR_SET_PDEATHSIG = 1
 
 
 def this_process() -> dict[str, Any]:
@@ -44,12 +38,3 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, so that `kill -9` of ftbench leaves nothing behind
-    on the GPU (prctl(2), PR_SET_PDEATHSIG); ends at once if the parent is gone already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = os.environ.get(PARENT)
-    if parent and os.getppid() != int(parent):
-        sys.exit(1)

@@ -13,7 +13,6 @@ import json
 import warnings
 from typing import Any
 
-from ftbench.store.process_identity import die_with_parent
 from ftbench.worker.child import end
 
 
@@ -55,5 +54,4 @@ def versions() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     end(main())

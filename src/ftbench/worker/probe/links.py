@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ftbench.store.process_identity import PARENT, die_with_parent
 from ftbench.store.rundir import read_json, write_json
 from ftbench.worker.child import end
 from ftbench.worker.measure.meters import CudaClock, meters
@@ -61,7 +60,7 @@ def attempt(
             [sys.executable, "-P", "-m", __name__, backend, str(rank), str(world), str(meeting), str(out)]
             for rank in range(world)
         ]
-        reason = supervise(ranks, {**environment, PARENT: str(os.getpid())}, Path(folder), timeout_s)
+        reason = supervise(ranks, environment, Path(folder), timeout_s)
         return {"gpus": world, "backend": backend, "all_reduce_bus_gbs": None, "pairs": [], **read_json(out)}, reason
 
 
@@ -170,6 +169,5 @@ def _pairs(world: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     rank_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
     end(0)  # NCCL's threads too
