@@ -361,7 +361,13 @@ def test_output_into_a_pipe_that_nobody_reads_from_is_a_sentence(ftbench, study,
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "said"), [("/dev/full", 3, "no space left"), ("", 2, "is a directory"), (".", 2, "is a directory")]
+    ("name", "code", "said"),
+    [
+        ("/dev/full", 3, "no space left"),
+        ("/proc/self/mem", 3, "mem: cannot be written"),
+        ("", 2, "is a directory"),
+        (".", 2, "is a directory"),
+    ],
 )
 def test_an_output_that_takes_nothing_is_a_sentence(ftbench, study, name, code, said):
     found, out, err = ftbench("report", study, "-o", name)
@@ -392,10 +398,13 @@ def test_an_ascii_terminal_gets_what_it_can_show(study):
 
 @pytest.mark.parametrize("redirection", ["2>&-", ">&-", ">&- 2>&- <&-", "2>/dev/full"])
 @pytest.mark.parametrize(("command", "code"), [("list methods", 0), ("run none.yaml", 2)])
-def test_streams_that_are_closed_or_full_end_no_command(redirection, command, code):
+def test_streams_that_are_closed_or_full_end_no_command_before_its_result(redirection, command, code):
+    code = 3 if ">&-" in redirection.split() and not code else code  # where the result would have gone
     words = ["sh", "-c", f'"$0" -m ftbench {command} {redirection}', sys.executable]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    if (code, redirection) == (3, ">&-"):
+        assert done.stderr == "ftbench: stdout: it is closed: the result is not whole\n"
 
 
 TOO_LONG = "x" * 300  # bytes; a name has 255 at the most

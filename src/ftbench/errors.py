@@ -9,6 +9,8 @@ FtbenchError            1  a run failed
 A message is a sentence with a way out; it is printed as it is, without a traceback.
 """
 
+import errno
+
 
 class FtbenchError(Exception):
     """An error whose text is meant for the user."""
@@ -43,3 +45,15 @@ class NotAppliedError(FtbenchError):
 
 
 INTERRUPTED = 130
+
+
+def file_problem(error: OSError, what: str = "cannot be read ({})") -> str:
+    """Return in words why a file cannot be opened; `what` takes the system's words."""
+    return "no file can have so long a name" if error.errno == errno.ENAMETOOLONG else what.format(error.strerror)
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Return in words why a text cannot be read as JSON."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "a number of thousands of digits" if "set_int_max_str_digits" in str(error) else str(error)

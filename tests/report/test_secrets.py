@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def left(capsys, monkeypatch, *arguments: object) -> str:
         cli.main()
     printed = capsys.readouterr()
     return printed.out + printed.err
+
+
+def test_no_log_of_a_run_holds_one(tmp_path, capsys, monkeypatch):
+    """What the child prints, and no code of ftbench sees, is in the log until the run has ended."""
+    (tmp_path / "sitecustomize.py").write_text("import os; os.write(1, f'{os.environ[\"APP_DSN\"]} \\xff'.encode())")
+    monkeypatch.setenv("APP_DSN", PASSWORD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "spec.yaml").write_text("model: {id: tiny/qwen3, weights: random}\nlaunch: {mock: ok}\n")
+    assert "ok" in left(capsys, monkeypatch, "run", tmp_path / "spec.yaml", "--out", tmp_path / "out")
+    (log,) = tmp_path.glob("out/*/*/log.txt")
+    assert log.read_text().startswith(f"{REDACTED} ")
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -151,6 +151,13 @@ def test_a_file_to_extend_that_is_not_there_is_named(problems):
     assert problems(f"{MODEL}extends: nowhere.yaml\n") == ["spec.yaml:2: nowhere.yaml: no such file"]
 
 
+def test_a_base_whose_name_no_file_can_have_is_told_with_the_file_that_names_it(problems):
+    name = "x" * 300 + ".yaml"
+    assert problems(f"{MODEL}extends: {name}\n") == [f"spec.yaml:2: {name}: no file can have so long a name"]
+    (told,) = problems(f"{MODEL}recipe: {name}\n")
+    assert told.startswith("spec.yaml:2: recipe: 'xxx")
+
+
 @pytest.mark.parametrize(
     ("path", "why"), [('"a\\0b"', "a NUL character"), ('"\\ud800"', "cannot be the name of a file")]
 )

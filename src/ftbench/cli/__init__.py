@@ -15,7 +15,7 @@ import typer
 
 from ftbench import __version__
 from ftbench.cli.shared import app, guard, tell
-from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
+from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError, file_problem
 
 MODULES = ("train", "plans", "report", "exchange", "estimate", "machine")  # in the order of --help
 for _name in MODULES:
@@ -63,7 +63,7 @@ def _prepare_streams() -> None:
     no secret out, and no command end for a stderr that is full."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            _to_nowhere(number)
+            _to_nowhere(number, os.O_RDONLY if name == "stdout" else os.O_RDWR)  # to write there is an error
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -81,19 +81,20 @@ def _prepare_streams() -> None:
     sys.stderr.write = attempt  # type: ignore[method-assign]
 
 
-def _to_nowhere(number: int) -> None:
-    os.dup2(os.open(os.devnull, os.O_RDWR), number)
+def _to_nowhere(number: int, flags: int = os.O_RDWR) -> None:
+    os.dup2(os.open(os.devnull, flags), number)
 
 
 def _fail_for_file(error: OSError) -> None:
     """Say which file it was; what names none and is no full disk is an error of ours."""
     if error.filename is not None:
         code = SpecError.exit_code if error.errno == errno.ENAMETOOLONG else MissingError.exit_code
-        _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", code)
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        _fail(f"{os.fsdecode(error.filename)}: {file_problem(error, '{}')}", code)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF):
         raise error
     _to_nowhere(sys.stdout.fileno())  # what is left of it is not tried again
-    _fail(f"stdout: {error.strerror}: the result is not whole", MissingError.exit_code)
+    reason = "it is closed" if error.errno == errno.EBADF else error.strerror
+    _fail(f"stdout: {reason}: the result is not whole", MissingError.exit_code)
 
 
 def _fail(text: str, code: int) -> None:

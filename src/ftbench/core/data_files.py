@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ftbench.errors import DataError
+from ftbench.errors import DataError, file_problem, json_problem
 
 _ROWS = 1024  # of a Parquet file that are made at once
 
@@ -47,7 +47,7 @@ def read_file(path: Path) -> FileRows:
     try:
         rows = FileRows(path, reader(path), unit)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{path}: {file_problem(error)}") from None
     if not len(rows):
         raise DataError(f"{path}: holds no rows")
     return rows
@@ -71,7 +71,8 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error}); each line is one object") from None
+            problem = json_problem(error)
+            raise DataError(f"{path}, line {number}: not JSON ({problem}); each line is one object") from None
         yield number, _object(path, f"line {number}", row)
 
 
@@ -83,7 +84,7 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{path}, line {error.lineno}: not JSON ({error.msg}); for one object a line name it .jsonl"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error})") from None
+        raise DataError(f"{path}: cannot be read as JSON ({json_problem(error)})") from None
     if not isinstance(data, list):
         raise DataError(f"{path}: must hold a list of objects, not {type(data).__name__}")
     for number, row in enumerate(data, start=1):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core import oom
+from ftbench.core.redact import secretless
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 from ftbench.launch import process
@@ -65,6 +66,7 @@ def run(
     Raises SpecError or MissingError before anything is loaded; once a directory is claimed, every end is a state in
     it."""
     spec = load(spec_path, sets)
+    process.end_orphans()
     described = describe(spec)
     spec = resolve(spec, capability(described))
     check(spec, described)
@@ -206,11 +208,20 @@ def _close(run: RunDir, ended: process.Exit) -> FinishedRun:
         summarised = summary.summarise(run)
         rundir.write_json(run.summary, summary.as_dict(summarised))
         digests.write(run)
+        _redact_logs(run)
     except MissingError as error:
         kept = f"\nthe steps that were finished are in {run.steps}" if run.steps.exists() else ""
         raise MissingError(f"{error}{kept}") from None
     run.reserve.unlink(missing_ok=True)
     return FinishedRun(run, summarised, _exit_code(state))
+
+
+def _redact_logs(run: RunDir) -> None:
+    """Take secrets out of what the child and its libraries have printed, as out of everything else that is shown."""
+    for log in run.path.glob("log*.txt"):
+        text = log.read_text(encoding="utf-8", errors="surrogateescape")
+        if (redacted := secretless(text)) != text:
+            rundir.write_text(log, redacted)
 
 
 def _profile(run: RunDir) -> dict[str, Any]:
@@ -227,6 +238,7 @@ def tidy(run: RunDir) -> None:
     than its files."""
     if not run.reserve.exists():
         return
+    _redact_logs(run)
     state = rundir.read_json(run.state)
     if state.get("state") in ("ok", "oom", "timeout", "error"):
         rundir.write_json(run.state, {key: value for key, value in state.items() if key != "owner"})

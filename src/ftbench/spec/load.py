@@ -92,7 +92,7 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
         raise SpecError(f"{path}:{line_of(path, ['extends'])}: extends: is the path of one file, not {shown(base)}")
     with _at_key(path, "extends"):
         base_file = recipes.file_of(base, path.parent) if base else None
-        if base_file and not base_file.is_file():
+        if base_file and not os.path.isfile(base_file):
             read_yaml(base_file)  # raises the sentence, which then says who names it
     below = _chain(base_file, (*seen, absolute)) if base_file else []
     if "recipe" in data:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ftbench.errors import SpecError
+from ftbench.errors import SpecError, file_problem, json_problem
 from ftbench.spec.base import MAX_NUMBER, nearest
 
 MAX_BYTES = 1 << 16  # a second of parsing at most
@@ -151,7 +151,7 @@ def _text(path: Path, what: str = "a spec", most: int = MAX_BYTES) -> str:
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file{_neighbours(path)}") from None
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror})") from None
+        raise SpecError(f"{path}: {file_problem(error)}") from None
     except ValueError:  # a NUL, or half of a character
         raise SpecError(f"{str(path)!r} cannot be the name of a file") from None
     if len(raw) > most:
@@ -228,7 +228,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(text, parse_int=_whole)
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
+        raise SpecError(f"{path}: cannot be read as JSON ({json_problem(error)})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise SpecError(f"{path}: has no model_type, so it is no model's config.json")
     return config

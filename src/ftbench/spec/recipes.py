@@ -3,6 +3,7 @@ is the same recipe wherever it is laid, and says nothing about model, data and b
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def file_of(name: str, folder: Path) -> Path:
     `recipes/`. Raises SpecError with the shipped ones for a recipe that there is not."""
     beside = folder / name
     head, _, file = name.rpartition("/")
-    if head != "recipes" or beside.exists():
+    if head != "recipes" or os.path.exists(beside):
         return beside
     if file.removesuffix(".yaml") not in recipes() or not file.endswith(".yaml"):
         files = [f"recipes/{known}.yaml" for known in recipes()]
@@ -43,7 +44,7 @@ def named(name: object, folder: Path) -> Path:
     if name in recipes():
         return FOLDER / f"{name}.yaml"
     path = file_of(name, folder)
-    if not path.exists():
+    if not os.path.exists(path):
         raise SpecError(
             f"recipe: {shown(name)} is no recipe and no file{nearest(name, recipes())} "
             f"(allowed: {', '.join(recipes())}, or a YAML file with method, train and optimizations)"

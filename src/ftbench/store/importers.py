@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import LARGEST, StepRow
-from ftbench.errors import SpecError
+from ftbench.errors import SpecError, file_problem, json_problem
 from ftbench.spec.base import known
 from ftbench.spec.experiment import experiment_name
 from ftbench.spec.identity import model_slug
@@ -99,7 +99,7 @@ def _read(file: Path) -> bytes:
         with rundir.open_plain_file(file, MAX_BYTES) as opened:
             return opened.read()
     except OSError as error:
-        raise SpecError(f"{file}: cannot be read ({error.strerror})") from None
+        raise SpecError(f"{file}: {file_problem(error)}") from None
     except ValueError as error:
         raise SpecError(f"{file}: {error}, so it is no log of a run") from None
 
@@ -190,7 +190,7 @@ def _trainer_state(file: Path, data: bytes, about: About) -> ForeignLog:
     try:
         state = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"{file}: is not JSON ({error})") from None
+        raise SpecError(f"{file}: is not JSON ({json_problem(error)})") from None
     history = state.get("log_history")
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise SpecError(f"{file}: has no `log_history`, which a Trainer's trainer_state.json has")

@@ -233,7 +233,7 @@ def first_gpu(machine: Mapping[str, Any]) -> dict[str, Any]:
 def disk_error(path: Path, error: OSError) -> MissingError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere")
-    if error.errno == errno.ENOENT:
+    if error.errno == errno.ENOENT and not path.exists():
         return MissingError(f"{path}: its folder was deleted meanwhile; the same command makes it anew")
     return MissingError(f"{path}: cannot be written ({error.strerror}); write elsewhere")
 

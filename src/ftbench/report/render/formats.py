@@ -21,7 +21,8 @@ from ftbench.report.render.latex import escape, latex
 from ftbench.report.render.runs_table import FOOTNOTE, runs_table
 from ftbench.spec.base import nearest
 
-_FORMULA = re.compile(r"\s*[=+\-@\t\r]")
+# Also full-width signs, and what a spreadsheet that separates by semicolons or tabs takes for the beginning of a cell.
+_FORMULA = re.compile(r"^(?=\s*[\t\r])|(?:^|(?<=[;\t\r\n]))(?=\s*[=+\-@＝＋－＠])")
 MOST_NOTES = 10  # below a table for people
 
 
@@ -123,23 +124,23 @@ def _csv(report: Report) -> str:
 
 
 def csv_text(records: Sequence[Record]) -> str:
-    """Return every field of the records that is no list. A name or a text that a spreadsheet would take for a formula
-    gets a leading apostrophe."""
+    """Return every field of the records that is no list. What a spreadsheet would take for a formula gets an
+    apostrophe before it."""
     records = named_paths(records)
     names = dict.fromkeys(name for record in records for name in record)
     flat = [n for n in names if not any(isinstance(record.get(n), (list, dict)) for record in records)]
     lines: list[str] = []
-    # A line ends with a line feed; with both in its lineterminator the writer quotes what holds either.
-    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n")
+    # A line ends with a line feed; the writer quotes what holds a character of its lineterminator.
+    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n;")
     rows: list[list[Any]] = [flat, *([record.get(name) for name in flat] for record in records)]
     writer.writerows([_harmless(value) for value in row] for row in rows)
-    return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
+    return "".join(line.removesuffix("\r\n;") + "\n" for line in lines)
 
 
 def _harmless(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+    return _FORMULA.sub("'", value) if isinstance(value, str) else value
 
 
 def _json(report: Report) -> str:

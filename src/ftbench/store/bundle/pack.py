@@ -19,7 +19,7 @@ from typing import Any
 
 from ftbench import __version__
 from ftbench.core.redact import REDACTED, clean, redact, secretless
-from ftbench.errors import SpecError
+from ftbench.errors import SpecError, file_problem
 from ftbench.store import digests
 from ftbench.store.bundle.unpack import BLOCK, MANIFEST, MAX_FILE, SCHEMA, unsafe, zstd
 from ftbench.store.output import output_file
@@ -120,7 +120,7 @@ def _content(path: Path) -> tuple[bytes, int]:
             raise SpecError(f"{path}: larger than {MAX_FILE >> 20} MiB, which no file of a run is")
         text = path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror})") from None
+        raise SpecError(f"{path}: {file_problem(error)}") from None
     cleaned = (_clean_document(text) if path.suffix == ".json" else None) or redact(text, os.environ)[0]
     return cleaned.encode("utf-8", "surrogateescape"), cleaned.count(REDACTED) - text.count(REDACTED)
 

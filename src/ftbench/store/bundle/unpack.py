@@ -16,7 +16,7 @@ from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ftbench.errors import SpecError
+from ftbench.errors import SpecError, file_problem
 from ftbench.store.rundir import open_plain_file, parse_document
 
 if sys.version_info >= (3, 14):
@@ -140,7 +140,7 @@ def opened(path: Path) -> Path:
     try:
         modified = path.stat().st_mtime_ns
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror})") from None
+        raise SpecError(f"{path}: {file_problem(error)}") from None
     folder = Path(_unpacked(path.resolve(), modified).name) / "runs"
     _OPENED[f"{folder}/"] = path
     return folder
