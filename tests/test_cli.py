@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -563,3 +564,35 @@ def test_nothing_of_a_sweep_s_command_line_is_dropped_in_silence(ftbench, tmp_pa
     assert (code, out) == (2, "")
     assert said in err
     assert not (tmp_path / "out").exists()
+
+
+# --- how it goes -----------------------------------------------------------------------------------------------------
+
+
+def test_off_a_terminal_a_run_says_every_so_often_how_far_it_is(tmp_path, ftbench):
+    path = write_spec(tmp_path, launch={"mock": "slow"}, train={"max_steps": 3})
+    code, _, err = ftbench("run", path, "--out", tmp_path / "out", "--log-every", "1s")
+    lines = [line for line in err.splitlines() if line.startswith("  step ")]
+    assert code == 0
+    assert lines
+    assert all(re.fullmatch(r"  step \d of 3 · .* GiB · .* so far", line) for line in lines)
+    assert "step" not in ftbench("run", path, "--set", "train.max_steps=1", "--out", tmp_path, "--log-every", "off")[2]
+
+
+def test_an_interval_that_is_none_is_a_sentence(tmp_path, ftbench):
+    code, _, err = ftbench("run", write_spec(tmp_path), "--log-every", "often")
+    assert (code, err) == (2, "ftbench: --log-every often: write it as 60s, 5m or 1h, or off\n")
+
+
+def test_run_says_that_it_leaves_the_axes_of_a_sweep_out(tmp_path, ftbench):
+    path = write_spec(tmp_path, launch={"mock": "ok"}, sweep={"axes": {"train.batch_size": [1, 2]}})
+    code, _, err = ftbench("run", path, "--out", tmp_path / "out")
+    assert code == 0
+    assert f"`ftbench sweep {path}` runs every cell" in err
+
+
+def test_run_and_doctor_end_alike_where_a_recipe_needs_a_gpu(tmp_path, ftbench, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = write_spec(tmp_path, recipe="fastest")
+    assert [ftbench(command, path)[0] for command in ("run", "doctor")] == [3, 3]

@@ -121,7 +121,42 @@ def test_after_a_step_a_run_says_where_it_is(run):
     append(run, StepRow(step=7, phase="train", progress_ratio=0.35, step_time_s=0.5, real_tokens=1000,
                         peak_memory_gb=12.3, loss=1.5))  # fmt: skip
     follower.poll()
-    assert follower.text() == "step 7 · 35% · 2,000 tokens/s · 12.3 GiB · loss 1.500"
+    assert follower.text() == "step 7 of 20 · 35% · 2,000 tokens/s · 12.3 GiB · loss 1.500"
+
+
+def test_the_rest_is_reckoned_by_recent_steps_and_goes_down_between_them(run, clock):
+    """A first step of 60 s compiled; the others take 2 s each, of which 90 are left after the tenth."""
+    follower = Follower(run)
+    append(run, *(StepRow(step=i, phase="train", progress_ratio=i / 100, elapsed_time_sec=58.0 + 2 * i)
+                  for i in range(1, 11)))  # fmt: skip
+    follower.poll()
+    assert follower.left_s() == pytest.approx(180.0)
+    clock.moves(1.5)
+    follower.poll()
+    assert follower.left_s() == pytest.approx(178.5)
+    assert follower.text().endswith("about 2 min 58 s left")
+    append(run, *(StepRow(step=i, phase="train", progress_ratio=i / 100, elapsed_time_sec=78.0 + 4 * (i - 10))
+                  for i in range(11, 41)))  # fmt: skip
+    follower.poll()
+    assert follower.left_s() == pytest.approx(60 * 4.0)
+
+
+@pytest.mark.parametrize("row", [{"progress_ratio": 1e-300}, {"progress_ratio": None}, {"elapsed_time_sec": None}])
+def test_without_what_it_is_reckoned_by_nothing_is_said_of_the_rest(run, row):
+    follower = Follower(run)
+    known = {"phase": "train", "progress_ratio": 0.1, "elapsed_time_sec": 1.0}
+    append(run, *(StepRow(**known | row | {"step": step}) for step in (1, 2)))
+    follower.poll()
+    assert follower.left_s() is None
+    assert "left" not in follower.text()
+
+
+def test_after_the_last_step_a_run_says_what_it_does_then(run):
+    follower = Follower(run)
+    append(run, StepRow(step=20, phase="train", progress_ratio=1.0))
+    phase(run, "train", "save")
+    follower.poll()
+    assert follower.text() == "step 20 of 20 · 100% · save"
 
 
 def test_what_a_step_does_not_know_is_left_out(run):

@@ -26,9 +26,12 @@ def test_bytes_become_gib():
         (12.34, "12.3 s"),
         (119.9, "119.9 s"),
         (245, "4 min 05 s"),
+        (3599.4, "59 min 59 s"),
+        (3600, "1 h 00 min"),
         (7199.6, "2 h 00 min"),
         (7800, "2 h 10 min"),
         (100_000, "27 h 46 min"),
+        (3_417_540, "39.6 days"),
     ],
 )
 def test_a_duration_has_the_unit_a_person_would_choose(value, text):

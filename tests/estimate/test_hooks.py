@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ import yaml
 from ftbench.estimate import preflight
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.launch import runner
-from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import first_gpu
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.load import load
 from ftbench.sweep import command
-from ftbench.sweep.dry_run import as_text, dry_run
+from ftbench.sweep.dry_run import Planned, as_text, dry_run
 
 H200 = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
 SMALL = {"name": "NVIDIA L4", "memory_gb": 22.5, "compute_capability": [8, 9]}
@@ -51,7 +53,7 @@ def test_a_run_warns_once_and_goes_on(
         runner.run(
             spec, [], tmp_path,
             on_checked=lambda spec, described: preflight.announce(
-                spec, first_gpu(described), tmp_path, heard.append, lambda text: None
+                spec, described, tmp_path, heard.append, lambda text: None
             ),
         )  # fmt: skip
     assert len(heard) == told
@@ -91,3 +93,72 @@ def test_cells_that_differ_in_how_they_learn_share_an_estimate(
     each = [estimate(job.spec, H200, tmp_path) for job in ready.plan.standings]
     assert [line.peak_gb for line in lines] == [memory.reserved.expected for memory in each if memory]
     assert len(lines) == 16
+
+
+# --- what will not end well ------------------------------------------------------------------------------------------
+
+
+def described(memory_gb: float, threads: int, *gpus: dict[str, object]) -> dict[str, Any]:
+    return {"cpu": {"memory_gb": memory_gb, "threads": threads}, "gpus": list(gpus)}
+
+
+@pytest.mark.parametrize(
+    ("sets", "machine", "said"),
+    [
+        ([], described(24.0, 2), "out of memory"), ([], described(2000.0, 2), "days at the least"),
+        ([], described(24.0, 2, H200), None), ([], described(24.0, 2, SMALL), "out of memory"),
+        (["model.id=Qwen/Qwen3-0.6B", "train.batch_size=1", "train.max_steps=5"], described(64.0, 16), None),
+        (["launch.mock=ok"], described(1.0, 1), None),
+    ],
+)  # fmt: skip
+def test_what_will_not_end_well_is_said_before(
+    spec: Path, tmp_path: Path, sets: list[str], machine: dict[str, Any], said: str | None
+) -> None:
+    changes = ["train.max_steps=5000"] if machine["cpu"]["memory_gb"] == 2000.0 else []
+    asked = resolve(load(spec, [*sets, *changes]), runner.capability(machine))
+    doubt = preflight.doubt(asked, machine, tmp_path)
+    assert (doubt is None) == (said is None)
+    assert (said or "") in (doubt or "")
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), (None, 3)])
+def test_a_terminal_is_asked_and_nobody_else(
+    ftbench: Any, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, code: int
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(preflight, "doubt", lambda *_: "this will not end well")
+    if answer is not None:
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    ended, _, err = ftbench("run", spec, "--set", "launch.mock=ok", "--out", tmp_path / "out")
+    assert ended == code
+    assert "ftbench: this will not end well" in err
+    assert ("--yes runs it all the same" in err) == (answer is None)
+    assert (tmp_path / "out").exists() == (code == 0)
+
+
+def test_with_yes_it_runs(ftbench: Any, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "doubt", lambda *_: "this will not end well")
+    assert ftbench("run", spec, "--set", "launch.mock=ok", "--out", tmp_path / "out", "--yes")[0] == 0
+
+
+# --- the totals of a dry run -----------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_ends_with_runs_time_energy_and_money(spec: Path, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("H200 SXM:\n  rent: {per_hour: 3.6, currency: USD, date: 2026-01-02, source: a shop}\n")
+    lines = [Planned("a", "pending", None, seconds=3600.0, joules=1.8e6), Planned("b", "ok", None, seconds=99.0),
+             Planned("c", "pending", None, estimated_s=1800.0, joules=0.9e6),
+             Planned("d", "pending", None)]  # fmt: skip
+    with ExitStack() as stack:
+        ready = dataclasses.replace(
+            command.prepare(command.SweepRequest(spec, ["launch.mock=ok"], tmp_path), stack), device=H200
+        )
+    total = as_text(lines, ready, prices).splitlines()[-1]
+    assert total == "total: 3 runs, about 1 h 30 min, 0.75 kWh of the GPU, 5.40 USD (rent), known of 2 of them"
+    unknown = as_text([Planned("d", "pending", None)], ready).splitlines()[-1]
+    assert unknown == "total: 1 run; how long they take is not known: no run like them has been measured on this GPU"

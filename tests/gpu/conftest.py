@@ -26,7 +26,7 @@ def train(tmp_path_factory):
 
     def started(*sets: str) -> tuple[int, dict]:
         changes = [part for text in sets for part in ("--set", text)]
-        command = [sys.executable, "-m", "ftbench", "run", str(folder / "spec.yaml"), "--json", *changes]
+        command = [sys.executable, "-m", "ftbench", "run", str(folder / "spec.yaml"), "--json", "--yes", *changes]
         command += ["--out", str(folder / "out")]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
         return ended.returncode, json.loads(ended.stdout)

@@ -120,6 +120,8 @@ def test_what_remains_is_what_the_middling_jobs_of_each_family_took():
     assert made.remaining_s([a_job(8), a_job(16)], 1) == pytest.approx(40.0)
     assert made.remaining_s([a_job(8), a_job(2, method="qlora")], 1) == pytest.approx(70.0)
     assert made.remaining_s([a_job(8), a_job(16)], 4) == pytest.approx(10.0)
+    assert made.remaining_s([a_job(16)], 1, [(a_job(8), 15.0)]) == pytest.approx(25.0)
+    assert made.remaining_s([a_job(16)], 1, [(a_job(8), 95.0)]) == pytest.approx(20.0)
 
 
 def test_a_family_of_which_none_has_ended_takes_what_a_middling_job_took():

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Config, Json, Prices, Sets, Spec, Store, app, deliver, emit
+from ftbench.cli.shared import Config, Json, Prices, Sets, Spec, Store, Wide, app, deliver, emit
 from ftbench.errors import SpecError
 
 
@@ -36,6 +36,7 @@ def estimate(
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,
+    wide: Wide = False,
 ) -> None:
     """Say how much memory and time a spec needs, and whether it fits, without training."""
     from ftbench.estimate import command
@@ -79,6 +80,7 @@ def recommend(
     config: Config = None,
     store: Store = Path("results"),
     as_json: Json = False,
+    wide: Wide = False,
 ) -> None:
     """Find the best method, optimizations, batch and GPU within a time and a budget; 1 if nothing is."""
     from ftbench.estimate.recommend import command

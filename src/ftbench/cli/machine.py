@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Json, Out, Sets, app, emit, tell
+from ftbench.cli.shared import Json, Out, Sets, Wide, app, emit, tell
 from ftbench.errors import MissingError
 
 
@@ -28,6 +28,7 @@ def doctor(
     sets: Sets = None,
     out: Out = Path("results"),
     as_json: Json = False,
+    wide: Wide = False,
 ) -> None:
     """Say what is installed, what works on this machine, and what to do about the rest."""
     from ftbench.doctor.examine import examine
@@ -40,6 +41,7 @@ def doctor(
 @app.command("list")
 def list_(
     what: Annotated[str, typer.Argument(help="methods, optimizations, recipes, models, datasets, gpus or keys")],
+    wide: Wide = False,
 ) -> None:
     """Show what can be named in a spec."""
     from ftbench.report.catalogue import catalogue

@@ -7,7 +7,9 @@ import gc
 import inspect
 import json
 import re
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from ftbench.core.redact import clean, secretless
+from ftbench.errors import MissingError, SpecError
 
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
@@ -44,6 +47,14 @@ def _in_full(wanted: bool) -> bool:
     return wanted
 
 
+def _interval(text: str) -> str:
+    from ftbench.core.units import parse_seconds
+
+    if text != "off" and parse_seconds(text) is None:
+        raise SpecError(f"--log-every {text}: write it as 60s, 5m or 1h, or off")
+    return text
+
+
 Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train and how")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Runs = Annotated[list[Path], typer.Argument(help="run directories, or folders that hold some")]
@@ -54,6 +65,11 @@ Store = Annotated[Path, typer.Option(help="runs and probes to learn from")]
 Wide = Annotated[
     bool, typer.Option("--wide", help="tables in full, whatever the terminal's width", callback=_in_full, is_eager=True)
 ]
+LogEvery = Annotated[
+    str,
+    typer.Option(help="off a terminal: a line on how it goes this often, or off", metavar="60s", callback=_interval),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="also what will not end well on this machine")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
@@ -68,8 +84,11 @@ class PlanOptions:
     ] = None
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")] = False
     force: Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and their commands")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs, their commands, what all take")] = False
+    prices: Annotated[Path | None, typer.Option(help="--dry-run: what GPUs cost", metavar="FILE")] = None
+    log_every: LogEvery = "60s"
     as_json: Json = False
+    wide: Wide = False
 
     def request(self) -> dict[str, Any]:
         """Return what is part of each request for a plan."""
@@ -127,35 +146,56 @@ def printable(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
-def train(spec: Path, sets: list[str], out: Path) -> FinishedRun:
-    """Train a spec once and show on stderr how it goes."""
+def train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> FinishedRun:
+    """Train a spec once and show on stderr how it goes. What will not end well on this machine is trained with `yes`,
+    or where somebody at a terminal says so."""
+    from ftbench.core.units import parse_seconds
     from ftbench.estimate import preflight
     from ftbench.launch import runner
-    from ftbench.store.rundir import first_gpu
+    from ftbench.spec.sweep import has_axes
 
-    line = ProgressLine()
+    if has_axes(spec, sets):
+        tell(
+            f"ftbench: note: {spec} has a section `sweep:`, of which `run` knows nothing: this trains the spec without "
+            f"it; `ftbench sweep {spec}` runs every cell"
+        )
+
+    line = ProgressLine(parse_seconds(log_every))
     result = runner.run(
         spec, sets, out, lambda run: tell(f"run {run.path}"), line.show,
         lambda resolved, described: preflight.announce(
-            resolved, first_gpu(described) or None, out, lambda warning: tell(f"ftbench: {warning}"), tell
+            resolved, described, out, lambda doubt: confirm(doubt, yes), tell
         ),
     )  # fmt: skip
     line.clear()
     return result
 
 
+def confirm(doubt: str, yes: bool) -> None:
+    """Say why a run will not end well, and ask somebody at a terminal. Raise MissingError where nobody wants it."""
+    tell(f"ftbench: {doubt}")
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise MissingError("nothing was started: --yes runs it all the same")
+    if not typer.confirm("Run it all the same?", err=True):
+        raise MissingError("nothing was started")
+
+
 def run_plan(ready: Ready, options: PlanOptions) -> tuple[int, Tables]:
     """Run a plan and print its tables; return the exit code and the tables. With --dry-run say what would run, and end
     the command."""
+    from ftbench.core.units import parse_seconds
     from ftbench.sweep import command
     from ftbench.sweep import dry_run as planned
 
     if options.dry_run:
         with uncollected():
             lines = planned.dry_run(ready)
-        emit([dataclasses.asdict(line) for line in lines] if options.as_json else planned.as_text(lines))
+            text = "" if options.as_json else planned.as_text(lines, ready, options.prices)
+        emit([dataclasses.asdict(line) for line in lines] if options.as_json else text)
         raise typer.Exit
-    code, tables = command.run(ready)
+    code, tables = command.run(ready, parse_seconds(options.log_every))
     emit(tables.document() if options.as_json else tables.terminal(), end="\n" * options.as_json)
     return code, tables
 
@@ -173,14 +213,23 @@ def uncollected() -> Iterator[None]:
 
 
 class ProgressLine:
-    """One line on stderr that follows the run, on a terminal only."""
+    """One line on stderr that follows the run; off a terminal a new one every `log_every_s` seconds."""
 
-    def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
+    def __init__(self, log_every_s: float | None = None) -> None:
+        self._live, self._log_every_s = sys.stderr.isatty(), log_every_s
+        self._begun = self._logged = time.monotonic()
 
     def show(self, follower: Follower) -> None:
+        from ftbench.core.units import seconds
+
+        now = time.monotonic()
+        text = f"  {follower.text()} · {seconds(now - self._begun)} so far"
         if self._live:
-            print(f"\r\033[K  {printable(follower.text())}", end="", file=sys.stderr, flush=True)
+            shown = printable(text)[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\033[K{shown}", end="", file=sys.stderr, flush=True)
+        elif self._log_every_s and now - self._logged >= self._log_every_s:
+            self._logged = now
+            tell(text)
 
     def clear(self) -> None:
         if self._live:

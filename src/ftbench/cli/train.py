@@ -7,15 +7,18 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Json, Out, Sets, Spec, app, emit, train
+from ftbench.cli.shared import Json, LogEvery, Out, Sets, Spec, Yes, app, emit, train
 
 
 @app.command()
-def run(spec: Spec, sets: Sets = None, out: Out = Path("results"), as_json: Json = False) -> None:
+def run(
+    spec: Spec, sets: Sets = None, out: Out = Path("results"), log_every: LogEvery = "60s", yes: Yes = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
     """Train once, record every step, print the card."""
     from ftbench.report.card import card
 
-    result = train(spec, sets or [], out)
+    result = train(spec, sets or [], out, log_every, yes)
     emit(result.document() if as_json else card(result.summary, result.run))
     raise typer.Exit(result.exit_code)
 
@@ -28,8 +31,11 @@ def profile(
     steps: Annotated[int | None, typer.Option(min=1, max=20, help="how many steps (measure.profile_steps)")] = None,
     nsys: Annotated[bool, typer.Option("--nsys", help="record with Nsight Systems instead")] = False,
     diff: Annotated[
-        tuple[Path, Path] | None, typer.Option("--diff", help="two profiled runs: where their time differs")
+        tuple[Path, Path] | None,
+        typer.Option("--diff", help="two profiled runs, A and B: where their time differs", metavar="A B"),
     ] = None,
+    log_every: LogEvery = "60s",
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Record what a few steady steps do: kernels by group, idle gaps and their cause, memory by what it is for."""
@@ -41,7 +47,7 @@ def profile(
 
         emit(compared(diff, spec, as_json))
         return
-    result = train(*command.request(spec, sets or [], steps, nsys), out)
+    result = train(*command.request(spec, sets or [], steps, nsys), out, log_every, yes)
     if as_json:
         emit(result.document() | {"profile": command.document(result.run)})
     else:

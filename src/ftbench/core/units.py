@@ -12,7 +12,8 @@ def gib(count: float | None) -> float | None:
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration in the unit a person would choose: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`."""
+    """Return a duration in the unit a person would choose: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`,
+    `39.6 days`."""
     if value is None:
         return ""
     if value < 0.0995:
@@ -22,10 +23,10 @@ def seconds(value: float | None) -> str:
     if value < 120:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
-    if minutes < 120:
+    if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
+    return f"{hours} h {minutes:02d} min" if hours < 100 else f"{value / 86_400:,.1f} days"
 
 
 def parse_seconds(text: str) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +51,7 @@ class Diagnosis:
         ends = [f"{count['fail']} fail, {count['warn']} warn"]
         if self.can_run is not None:
             ends.append("the spec can run here" if self.can_run else "the spec cannot run here")
-        width = shutil.get_terminal_size((120, 24)).columns
-        return f"{as_text(self.findings, width)}\n\n{'; '.join(ends)}"
+        return f"{as_text(self.findings)}\n\n{'; '.join(ends)}"
 
 
 def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis:

@@ -28,9 +28,9 @@ def answers(area: str, checks: Mapping[str, Callable[..., Answer | None]], *argu
     return [Finding(area, name, *answer) for name, check in checks.items() if (answer := check(*arguments))]
 
 
-def as_text(findings: Iterable[Finding], width: int) -> str:
+def as_text(findings: Iterable[Finding], width: int | None = None) -> str:
     """Return findings grouped by area in the order in which areas first come, a long sentence over several lines of
-    `width` characters."""
+    `width` characters, or of the terminal's."""
     areas: dict[str, list[tuple[str, str, str]]] = {}
     for finding in findings:
         areas.setdefault(finding.area, []).append((f"  {finding.verdict}", finding.name, finding.text))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu, find_gpu, gpus
-from ftbench.core.table import text_table
+from ftbench.core.table import folded, text_table
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import view
@@ -74,7 +74,7 @@ def estimate(request: EstimateRequest) -> Answer:
         record["time"] = time_text.as_record(spec, time, scope)
     text = [view.as_text(spec, rows), "", time_text.as_text(spec, times, scope)]
     if any(memory.verdict == VERDICTS[-1] for _, memory, _ in rows):
-        text.append("Where it does not fit, times are those that the GPU would reach with more memory.")
+        text.append(folded("Where it does not fit, times are those that the GPU would reach with more memory."))
     if best:
         closest = min(range(len(rows)), key=lambda at: rows[at][1].device.high - rows[at][1].usable)
         sentence, document["gpus"][closest]["nearest"] = _nearest(spec, gpus[closest], request, config)

@@ -13,22 +13,70 @@ from ftbench.estimate.memory.capacity import machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.spec.experiment import Experiment
+from ftbench.store.rundir import first_gpu
 
 
 def announce(
     spec: Experiment,
-    gpu: dict[str, Any] | None,
+    described: dict[str, Any],
     store: Path,
-    on_warning: Callable[[str], None],
+    on_doubt: Callable[[str], None],
     on_expected: Callable[[str], None],
 ) -> None:
-    """Tell `on_warning` that a run will not fit the GPU of a machine.json, or `on_expected` what it will take there,
-    by the runs of the results store."""
-    if (text := warning(spec, gpu, store)) is not None:
-        on_warning(text)
+    """Tell `on_doubt` why a run will not end well on the machine of a machine.json, or `on_expected` what it will take
+    there, by the runs of the results store."""
+    gpu = first_gpu(described) or None
+    if (text := doubt(spec, described, store)) is not None:
+        on_doubt(text)
     elif gpu and (text := expectation(spec, gpu, Store.read(store))) is not None:
         on_expected(text)
+
+
+def doubt(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
+    """Return a sentence where a run will not end well on the machine of a machine.json: no room for it, or days without
+    a GPU."""
+    if gpu := first_gpu(described):
+        return warning(spec, gpu, store)
+    cpu = described.get("cpu") or {}
+    if spec.launch.mock != "off" or not cpu.get("memory_gb"):
+        return None
+    try:
+        memory = estimate_memory(spec, cpu["memory_gb"], total=cpu["memory_gb"])
+        lasts = _cpu_seconds(spec, cpu["threads"])
+    except FtbenchError:
+        return None
+    if memory.allocated.low > cpu["memory_gb"]:
+        return (
+            f"this will run out of memory: it needs {gibibytes(memory.allocated.low)} GiB at the least, and this "
+            f"machine has no GPU and {gibibytes(cpu['memory_gb'])} GiB; `ftbench estimate --gpu all` says where it fits"
+        )
+    if lasts > _LONG_S:
+        return (
+            f"this will take {seconds(lasts)} at the least: this machine has no GPU, and {cpu['threads']} threads "
+            "multiply no faster; `ftbench estimate --gpu all` says how long it takes elsewhere"
+        )
+    return None
+
+
+# A core's products in float32 at the most: two units of 16 lanes that multiply and add, at 3.1 GHz (AVX-512).
+_CORE_FLOPS, _LONG_S = 2e11, 86_400.0
+
+
+def _cpu_seconds(spec: Experiment, threads: int) -> float:
+    """Return the seconds that the products of a training take without a GPU, at the least; 0 where the number of its
+    steps is not known."""
+    store = Store()
+    batches = batches_of(spec, store.lengths(spec))
+    a_step = per_step(spec, batches, "samples")
+    samples = epochs_samples(spec, a_step)
+    _, work = store.work(spec, batches, None)
+    flops = sum(
+        weight * amount for weight, amounts in work.groups for name, amount in amounts.items()
+        if name.startswith(("products", "attention"))
+    )  # fmt: skip
+    return (samples or 0.0) / a_step * work.passes * flops / (threads * _CORE_FLOPS)
 
 
 def on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Path | None) -> MemoryEstimate | None:

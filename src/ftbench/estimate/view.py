@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ftbench.core.table import text_table
+from ftbench.core.table import folded, text_table
 from ftbench.core.units import gibibytes
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.spec.experiment import Experiment
@@ -19,16 +19,16 @@ def as_text(spec: Experiment, rows: Sequence[tuple[str, MemoryEstimate, int | No
     fits."""
     if len(rows) == 1:
         return _card(spec, *rows[0])
-    columns = ["GPU", ">for a process", ">device memory", "verdict", "largest batch"]
+    columns = ["GPU", "verdict", "largest batch", ">device memory", ">for a process"]
     table = text_table(columns, [
-        (name, gibibytes(memory.usable - memory.margin),
-         f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)} GiB", memory.verdict,
-         _largest(spec, largest) or "none")
+        (name, memory.verdict, _largest(spec, largest) or "none",
+         f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)} GiB",
+         gibibytes(memory.usable - memory.margin))
         for name, memory, largest in rows
     ])  # fmt: skip
     margin = max(memory.margin for _, memory, _ in rows)
     kept = f", less a margin of {gibibytes(margin)} GiB on cards that may drive a display" if margin else ""
-    return f"{table}\nfor a process: GiB that CUDA gives one, as probed or published{kept}"
+    return f"{table}\n" + folded(f"for a process: GiB that CUDA gives one, as probed or published{kept}")
 
 
 def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | None) -> str:
@@ -37,14 +37,14 @@ def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | No
     most = _largest(spec, largest)
     lines = [
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}",
-        f"largest batch: {rows} x {length:,} positions ({memory.basis})",
+        folded(f"largest batch: {rows} x {length:,} positions ({memory.basis})"),
         "",
         text_table(["GiB", ">low", ">expected", ">high"], tiers),
         "",
         f"peak: {memory.peak_phase}, most of it {memory.peak_term}",
         bars(memory.parts),
         "",
-        f"{name} has {memory.capacity.words}: {memory.verdict}",
+        folded(f"{name} has {memory.capacity.words}: {memory.verdict}"),
         f"largest batch that fits: {most}" if most else "no batch is sure to fit",
     ]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from pathlib import Path
 
 from ftbench.core.rows import StepRow
@@ -15,6 +16,8 @@ from ftbench.store.steps import StepsTail
 START_S = 1800.0  # without any sign of life before the third step: weights are fetched, kernels compiled and tuned
 STEP_S = 300.0  # the least that is waited for a step later on: a new shape, a slow disk
 COMPILE_S = 900.0  # the same where a new shape means compiling again
+_LEAST_RATIO = 1e-9
+_RECENT = 20  # steps by which the rest is reckoned
 PATIENCE = 20  # times the slowest step so far
 
 
@@ -27,7 +30,9 @@ class Follower:
         self.last: StepRow | None = None
         self.steps = 0
         self.slowest_s = 0.0
-        self.changed = time.monotonic()
+        self.begun = self.changed = time.monotonic()
+        self._stepped = self.begun  # when the last step was seen
+        self._pace: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._tail: StepsTail | None = None
         self._seen: dict[Path, tuple[int, int]] = {}
 
@@ -42,6 +47,9 @@ class Follower:
                 if row.phase == "train":
                     self.last = row
                     self.steps += 1
+                    self._stepped = time.monotonic()
+                    if row.step is not None and row.elapsed_time_sec is not None:
+                        self._pace.append((row.step, row.elapsed_time_sec))
                     self.slowest_s = max(self.slowest_s, row.step_time_s or 0.0)
         if self.phase != "train":  # a log line in the middle of training is no step
             self._grown(self.run.log)
@@ -60,16 +68,37 @@ class Follower:
         self.changed = time.monotonic()
         return True
 
+    @property
+    def planned(self) -> int | None:
+        """How many steps the run will have, where its last one says it."""
+        ratio = self.last.progress_ratio if self.last else None
+        return (
+            round(self.last.step / ratio) if self.last and self.last.step and ratio and ratio > _LEAST_RATIO else None
+        )
+
+    def left_s(self) -> float | None:
+        """Return the seconds until the last step, by the pace of the recent ones; None before there are two."""
+        if self.planned is None or len(self._pace) < 2:
+            return None
+        (first, begun), (last, ended) = self._pace[0], self._pace[-1]
+        if last <= first or ended < begun:
+            return None
+        left = (self.planned - last) * (ended - begun) / (last - first)
+        return max(0.0, left - (time.monotonic() - self._stepped))
+
     def text(self) -> str:
         """Return one line on where the run stands; `starting` before its first word."""
         if self.last is None:
             return self.phase.replace("_", " ") or "starting"
-        last = self.last
+        last, left = self.last, self.left_s()
+        step = f"step {last.step}" + (f" of {self.planned}" if self.planned else "")
         share = f"{last.progress_ratio:.0%}" if last.progress_ratio is not None else ""
+        rest = f"about {seconds(left)} left" if left and self.phase in ("", "train") else ""
+        done = self.phase.replace("_", " ") if self.phase not in ("", "train") else ""
         speed = f"{last.real_tokens / last.step_time_s:,.0f} tokens/s" if last.real_tokens and last.step_time_s else ""
         memory = f"{gibibytes(last.peak_memory_gb)} GiB" if last.peak_memory_gb is not None else ""
         loss = f"loss {last.loss:.3f}" if last.loss is not None else ""
-        return " · ".join(part for part in (f"step {last.step}", share, speed, memory, loss) if part)
+        return " · ".join(part for part in (step, share, speed, memory, loss, rest, done) if part)
 
 
 class Watchdog:

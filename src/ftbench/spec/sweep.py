@@ -117,6 +117,11 @@ def cells(
     return kept
 
 
+def has_axes(path: Path, sets: Sequence[str]) -> bool:
+    """Return whether a spec file, or one that it extends, has a section `sweep:`."""
+    return "sweep" in merged(read_layers(path, sets), path)
+
+
 def _section(values: object, layers: Sequence[SpecLayer]) -> SweepSection:
     try:
         return SweepSection.model_validate({} if values is None else values)

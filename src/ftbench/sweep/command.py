@@ -161,11 +161,12 @@ def _without_batch(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _BATCH}
 
 
-def run(ready: Ready) -> tuple[int, Tables]:
-    """Run one sitting and return its exit code and the tables; they are in the folder and stay there."""
+def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
+    """Run one sitting and return its exit code and the tables; they are in the folder and stay there. Off a terminal
+    say every `log_every_s` seconds what is on."""
     plan, folder, limit = ready.plan, ready.plan.options.folder, ready.request.limit_s
     deadline = None if limit is None else time.monotonic() + limit
-    with locked(folder), view.LiveView() as shown:
+    with locked(folder), view.LiveView(log_every_s) as shown:
         journal = Journal(folder / JOURNAL)
         tables = ready.tables(plan, ready.impossible)
         about = {"spec": ready.request.spec.name, "gpu": plan.options.gpu, "until_oom": isinstance(plan, Search)}

@@ -5,14 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ftbench.core.units import gibibytes, seconds
 from ftbench.estimate import preflight
 from ftbench.estimate.memory.estimate import MemoryEstimate
-from ftbench.estimate.time.duration import SHEET, epochs_samples
+from ftbench.estimate.time.duration import SHEET, DurationEstimate, epochs_samples
 from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.text import JOULES_PER_KWH
+from ftbench.spec.cost import amount
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.prices import load_prices
 from ftbench.sweep.command import Ready
 from ftbench.sweep.jobs import Job, Standing, command
 from ftbench.sweep.plan import frontier
@@ -35,6 +39,7 @@ class Planned:
     verdict: str | None = None
     estimated_s: float | None = None
     confidence: str | None = None
+    joules: float | None = None
     command: list[str] = field(default_factory=list)
 
 
@@ -59,16 +64,19 @@ def _planned(
     known: dict[Any, MemoryEstimate | None],
 ) -> Planned:  # fmt: skip
     peak = frontier.peak_on_the_line(trials, job.spec.train.batch_size)
-    expected = verdict = estimated = confidence = None
+    expected = verdict = estimated = confidence = joules = None
     if not standing.done:
         expected = ready.plan.wall_times.at_most_s(job)
         if memory := _memory(job.spec, ready, known):
             verdict, peak = memory.verdict, memory.reserved.expected if peak is None else peak
+        time = preflight.time_on_machine(job.spec, ready.device, store)
         if expected is None:
-            estimated, confidence = _estimated(job.spec, ready, store)
+            estimated, confidence = _estimated(job.spec, time)
+        if time and (lasts := expected or estimated):
+            joules = lasts * time.watts.expected
     state = "pending" if standing.state == "running" else standing.state
     return Planned(
-        job.what, state, standing.reason, expected, peak, verdict, estimated, confidence,
+        job.what, state, standing.reason, expected, peak, verdict, estimated, confidence, joules,
         command(ready.request.spec, job, ready.request.out),
     )  # fmt: skip
 
@@ -83,16 +91,15 @@ def _memory(spec: Experiment, ready: Ready, known: dict[Any, MemoryEstimate | No
     return known[key]
 
 
-def _estimated(spec: Experiment, ready: Ready, store: Store) -> tuple[float | None, str | None]:
+def _estimated(spec: Experiment, time: DurationEstimate | None) -> tuple[float | None, str | None]:
     """Return wall seconds and how they are known; nothing by the data sheet alone, which would be a guess in a plan."""
-    time = preflight.time_on_machine(spec, ready.device, store)
     if time is None or time.basis == SHEET or (samples := epochs_samples(spec, time.samples)) is None:
         return None, None
     return time.seconds_for(samples).expected, time.confidence
 
 
-def as_text(lines: Sequence[Planned]) -> str:
-    """Return the lines of --dry-run for people."""
+def as_text(lines: Sequence[Planned], ready: Ready | None = None, prices: Path | None = None) -> str:
+    """Return the lines of --dry-run for people, and what all runs that are to come take together."""
     text = []
     for line in lines:
         duration = f"at most {seconds(line.seconds)}" if line.seconds else ""
@@ -104,4 +111,30 @@ def as_text(lines: Sequence[Planned]) -> str:
         text.append(f"{line.state:<10} {line.what}" + (f": {details}" if details else ""))
         if line.command:
             text.append(f"           {shlex.join(line.command)}")
-    return "\n".join(text)
+    return "\n".join([*text, *_totals([line for line in lines if line.state == "pending"], ready, prices)])
+
+
+def _totals(pending: Sequence[Planned], ready: Ready | None, prices: Path | None) -> list[str]:
+    """Return a line with runs, time, energy of the GPU, and money, and of how many of them these are known."""
+    lasting = [time for line in pending if (time := line.seconds or line.estimated_s)]
+    drawn = [line.joules for line in pending if line.joules is not None]
+    count = f"{len(pending)} run{'s' * (len(pending) != 1)}"
+    if not lasting:
+        why = "no run like them has been measured on this GPU" if ready and ready.device else "there is no GPU here"
+        return [f"\ntotal: {count}; how long they take is not known: {why}"]
+    slots = len(ready.slots) if ready else 1
+    total, joules = sum(lasting), sum(drawn)
+    parts = [count, f"about {seconds(total / slots)}" + (f" on {slots} GPUs" if slots > 1 else "")]
+    parts += [f"{joules / JOULES_PER_KWH:.3g} kWh of the GPU"] if drawn else []
+    parts += _money(total, joules, ready, prices) if drawn else []
+    parts += [f"known of {len(lasting)} of them"] if len(lasting) < len(pending) else []
+    return ["\ntotal: " + ", ".join(parts)]
+
+
+def _money(total: float, joules: float, ready: Ready | None, prices: Path | None) -> list[str]:
+    gpu = ready.device["name"] if ready and ready.device else ""
+    if prices is None:
+        return []
+    price = load_prices(prices, {gpu}).of(gpu)
+    cost = amount(price, total, joules / total) if price else None
+    return [f"{cost} ({cost.way})" if cost else f"{prices} has no price for {gpu}"]

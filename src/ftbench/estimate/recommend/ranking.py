@@ -186,10 +186,10 @@ def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]
     misses = [(missed, option) for option in fitting if (missed := _missed(option, goal))]
     (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
     if limit.startswith("later"):
-        took = f"{units.seconds(option.seconds.expected)} of {units.seconds(goal.deadline_s)}"
+        took = f"{units.seconds(option.seconds.expected)} where there are {units.seconds(goal.deadline_s)}"
     else:
         assert option.cost is not None
-        took = f"{option.cost} of {units.money(goal.max_cost, option.cost.currency)}"
+        took = f"{option.cost} where there are {units.money(goal.max_cost, option.cost.currency)}"
     return option, f"{limit}: {took}, {factor:,.2f} times"
 
 

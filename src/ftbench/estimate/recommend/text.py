@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import yaml
 
 from ftbench.core import units
-from ftbench.core.table import text_table
+from ftbench.core.table import folded, text_table
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations import Optimizations
@@ -19,7 +18,7 @@ from ftbench.store.summary import optimizations_on
 SHOWN = 10
 FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a run in bf16 first"
 _HEADINGS = (
-    ">#", "method", "with", ">batch", ">accum", "GPU", ">time", ">slow end", "deadline", ">free GiB", ">cost", ">kWh",
+    ">#", "method", "with", ">time", ">batch", "deadline", ">free GiB", "GPU", ">cost", ">slow end", ">accum", ">kWh",
     "basis",
 )  # fmt: skip
 
@@ -27,21 +26,22 @@ _HEADINGS = (
 def as_text(answer: Recommendation) -> str:
     """Return the table, what was ruled out, and the best spec."""
     goal = answer.goal
-    limits = [f"{units.count(goal.samples)} samples"]
+    limits = [*([goal.gpus[0].name] if len(goal.gpus) == 1 else []), f"{units.count(goal.samples)} samples"]
     limits += [f"deadline {units.seconds(goal.deadline_s)}"] if goal.deadline_s else []
     limits += [f"at most {goal.max_cost:g}"] if goal.max_cost is not None else []
     limits += [f"{goal.effective_batch:,} samples a step"] if goal.effective_batch else []
-    lines = [" · ".join([goal.spec.model.id, *limits, f"best by {goal.objective}"]), ""]
+    lines = [folded(" · ".join([goal.spec.model.id, *limits, f"best by {goal.objective}"])), ""]
     if answer.options:
-        lines += [_table(answer.options[:SHOWN], goal), "", *_remarks(answer)]
+        lines += [_table(answer.options[:SHOWN], goal), "", *map(folded, _remarks(answer))]
     else:
-        lines += _nothing(answer)
+        lines += map(folded, _nothing(answer))
+        lines += ["", _table([answer.closest], goal)] if answer.closest else []
     if answer.ruled_out:
         lines += ["", f"ruled out, of {units.count(answer.weighed)} ways:"]
         reasons = [(units.count(count), reason) for reason, count in list(answer.ruled_out.items())[:SHOWN]]
         left = sum(list(answer.ruled_out.values())[SHOWN:])
         reasons += [(units.count(left), "for other reasons (--json names them)")] if left else []
-        lines.append(textwrap.indent(text_table([">", ""], reasons), "  "))
+        lines.append(text_table(["", ">", ""], [("", *reason) for reason in reasons]))
     if answer.options:
         lines += ["", "the best as a spec (-o FILE writes it):", as_yaml(answer).rstrip()]
     return "\n".join(lines) + "\n"
@@ -55,12 +55,12 @@ def _table(options: Sequence[Option], goal: Goal) -> str:
 
 
 def _row(rank: int, option: Option, goal: Goal) -> list[str]:
-    train = option.spec.train
+    train, cost = option.spec.train, option.cost
     return [
-        str(rank), method_words(option.spec), switches(option.spec), str(train.batch_size),
-        str(train.gradient_accumulation_steps), option.gpu.name, units.seconds(option.seconds.expected),
-        units.seconds(option.seconds.high), _keeps(option, goal), units.gibibytes(option.headroom),
-        "" if option.cost is None else f"{option.cost} ({option.cost.way})", f"{option.kwh:.3g}",
+        str(rank), method_words(option.spec), switches(option.spec), units.seconds(option.seconds.expected),
+        str(train.batch_size), _keeps(option, goal), units.gibibytes(option.headroom),
+        option.gpu.name if len(goal.gpus) > 1 else "", "" if cost is None else f"{cost} ({cost.way})",
+        units.seconds(option.seconds.high), str(train.gradient_accumulation_steps), f"{option.kwh:.3g}",
         option.duration.basis,
     ]  # fmt: skip
 
@@ -118,7 +118,7 @@ def _nothing(answer: Recommendation) -> list[str]:
     if answer.closest is None:
         closest = [f"closest to it is {answer.missed}"] if answer.missed else []
         return [f"no way to train it fits the memory of {_gpus(answer)}", *closest]
-    return [f"nothing meets these limits. The closest is {answer.missed}:", "", _table([answer.closest], answer.goal)]
+    return [f"nothing meets these limits. The closest is {answer.missed}:"]
 
 
 def _gpus(answer: Recommendation) -> str:

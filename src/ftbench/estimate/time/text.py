@@ -9,7 +9,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu
-from ftbench.core.table import text_table
+from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band
 from ftbench.estimate.time import speeds
@@ -76,7 +76,7 @@ def as_text(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
         return _table(spec, rows, scope)
     (only,) = rows
     if only.gpu is None or only.estimate is None:
-        return f"time: {only.reason}"
+        return folded(f"time: {only.reason}")
     return text_table(["", ""], _lines(spec, only.gpu, only.estimate, scope))
 
 
@@ -142,7 +142,7 @@ def _table(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
     table = text_table(columns, [_row(row, samples, scope) for row in rows])
     notes = dict.fromkeys(_BASIS.format(units.rate(each.mean_tokens), each.lengths) for each in known)
     reasons = [f"{row.name}: {row.reason}" for row in rows if row.estimate is None]
-    return "\n".join([table, *reasons, *notes])
+    return "\n".join([table, *map(folded, (*reasons, *notes))])
 
 
 def _row(row: GpuTime, samples: float | None, scope: Scope) -> list[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ftbench.core.units import seconds
 from ftbench.errors import INTERRUPTED, FtbenchError
 from ftbench.launch import process, runner
 from ftbench.launch.runner import FinishedRun
@@ -254,12 +255,14 @@ class Sitting:
 
     def left_s(self) -> float | None:
         """Return the seconds that are left, roughly; None before a run has ended."""
-        pending = [*self.plan.pending(), *(running.job for running in self._running)]
-        return self.plan.wall_times.remaining_s(pending, max(1, len(self.slots)))
+        now = time.monotonic()
+        running = [(each.job, now - each.begun) for each in self._running]
+        return self.plan.wall_times.remaining_s(self.plan.pending(), max(1, len(self.slots)), running)
 
     def _show(self) -> None:
         now = time.monotonic()
-        lines = [f"{each.slot.name}: {each.job.what}: {each.text} · {now - each.begun:.0f} s" for each in self._running]
+        lines = [f"{each.slot.name}: {each.job.what}: {each.text} · {seconds(now - each.begun)} so far"
+                 for each in self._running]  # fmt: skip
         self.shown.show(view.counted(self.plan.standings.values(), self.left_s()), lines)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import calendar
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def as_text(board: dict[str, Any]) -> str:
     jobs = {job["run"]: job for job in board["jobs"]}
     cut_short = {} if board["alive"] else {"running": "pending"}
     standings = [Standing(cut_short.get(job["state"], job["state"])) for job in jobs.values()]
-    lines = [f"{board['folder']}: {counted(standings, board['left_s'] if board['alive'] else None)}"]
+    lines = [f"{board['folder']}: {counted(standings, _left_s(board) if board['alive'] else None)}"]
     lines += [f"  running  {jobs[run]['what']}: {text}" for run, text in board["running"].items()]
     lines += [
         f"  {job['state']:<8} {job['what']}: {job.get('reason')}"
@@ -48,3 +50,12 @@ def as_text(board: dict[str, Any]) -> str:
         lines.append(f"  not running since {board['at']}: the same command goes on where it stopped")
     lines.append(f"  table    {Path(board['folder']) / 'summary.md'}")
     return "\n".join(lines)
+
+
+def _left_s(board: dict[str, Any]) -> float | None:
+    """Return what is left of the seconds that were left as the board was written."""
+    try:
+        since = time.time() - calendar.timegm(time.strptime(board["at"], "%Y-%m-%dT%H:%M:%SZ"))
+    except ValueError:
+        return None
+    return None if board["left_s"] is None else max(0.0, board["left_s"] - max(0.0, since))

@@ -9,7 +9,9 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.rows import RunSummary
-from ftbench.report.data.collect import records
+from ftbench.report import select
+from ftbench.report.data import repeats
+from ftbench.report.data.collect import collect, records
 from ftbench.report.render import formats
 from ftbench.report.render.document import Report, Table
 from ftbench.store import rundir
@@ -62,8 +64,20 @@ class Tables:
         if ended > TERMINAL_ROWS:
             parts.append(f"{ended:,} rows are in {self.folder / 'summary.md'} and summary.csv\n")
         elif ended:
-            parts.append(formats.render(Report(records(self._rows()), self._axes()), "table"))
+            parts.append(formats.render(self._ranked(), "table"))
         return "\n".join(parts)
+
+    def _ranked(self) -> Report:
+        """Return the runs that have ended, under the numbers that they have in a report of the folder: repeats merged,
+        the fastest first, those without a speed last; of what was skipped the cells of which nothing ran."""
+        jobs = {job.run.run_id: job for job, standing in self.plan.standings.items() if standing.done}
+        rows = [record for record in self._rows() if record["state"] == "skipped"]
+        ran = [run for run in collect([self.folder]) if run["run_id"] in jobs] if len(jobs) > len(rows) else []
+        cells = {jobs[run["run_id"]].cell for run in ran}
+        skipped = {jobs[row["run_id"]].cell: row | {"path": str(self.folder / row["path"])} for row in reversed(rows)}
+        left_out = records(row for cell, row in skipped.items() if cell not in cells)
+        named, axes = repeats.with_axes(repeats.merge_repeats([*ran, *left_out]))
+        return Report(select.arranged(named, "tokens/s", ())[0], axes)
 
     def document(self) -> dict[str, Any]:
         """Return all of it, for programs; `frontier` is empty for a grid."""

@@ -19,9 +19,10 @@ REFRESH_S = 1.0  # the view shares the CPU with what is measured
 
 
 class LiveView:
-    """A context that shows how a sweep goes."""
+    """A context that shows how a sweep goes; off a terminal what is on, every `log_every_s` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_every_s: float | None = None) -> None:
+        self._log_every_s, self._logged = log_every_s, time.monotonic()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if sys.stderr.isatty() else None
         self._shown = 0.0
@@ -40,10 +41,14 @@ class LiveView:
         self._console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}"))
 
     def show(self, counted: str, running: Sequence[str]) -> None:
-        """Show the state of things, no more often than once a second."""
+        """Show the state of things, on a terminal no more often than once a second."""
         if self._live and time.monotonic() - self._shown >= REFRESH_S:
             self._shown = time.monotonic()
             self._live.update(Group(*(Text(f"  {line}") for line in (*running, counted))), refresh=True)
+        elif not self._live and self._log_every_s and time.monotonic() - self._logged >= self._log_every_s:
+            self._logged = time.monotonic()
+            for line in (*running, counted):
+                self.event(line)
 
 
 def counted(standings: Iterable[Standing], left_s: float | None) -> str:

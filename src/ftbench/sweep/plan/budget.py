@@ -50,19 +50,23 @@ class WallTimes:
             return MARGIN * wall * _growth(spec, job.spec)
         return MARGIN * self._slowest[1] * _growth(self._slowest[0], job.spec) if self._slowest else None
 
-    def remaining_s(self, pending: Collection[Job], slots: int) -> float | None:
+    def remaining_s(
+        self, pending: Collection[Job], slots: int, running: Collection[tuple[Job, float]] = ()
+    ) -> float | None:
         """Return the seconds until all pending jobs are done, roughly: for each the median of its family, or else of
-        all runs; None before the first has ended."""
+        all runs, less the seconds for which it is `running`; None before the first has ended."""
         if not self._cells:
             return None
         if self._median is None:
             self._median = statistics.median(wall for walls in self._cells.values() for wall in walls)
         medians: dict[str, float] = {}
-        for job in pending:
+        left = 0.0
+        for job, spent in (*((job, 0.0) for job in pending), *running):
             if job.family not in medians:
                 walls = [wall for _, wall in self._families.get(job.family, ())]
                 medians[job.family] = statistics.median(walls) if walls else self._median
-        return sum(medians[job.family] for job in pending) / slots
+            left += max(0.0, medians[job.family] - spent)
+        return left / slots
 
 
 def _batch(spec: Experiment) -> int:

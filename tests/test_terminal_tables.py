@@ -1,0 +1,71 @@
+"""What the commands beside `report` print fits the terminal too, and the end of a sweep is a ranking."""
+
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+
+SPEC = """
+model: {id: Qwen/Qwen3-8B, weights: random}
+dataset: {name: synthetic, samples: 1000, mean_length: 300}
+train: {batch_size: 8}
+"""
+SWEEP = """
+model: {id: tiny/qwen3, weights: random}
+dataset: {name: synthetic, samples: 100, mean_length: 30}
+train: {max_steps: 8}
+measure: {repeats: 2}
+launch: {mock: oom, mock_fits: 2}
+sweep: {axes: {train.batch_size: [1, 4, 2], method: [lora, qlora]}}
+"""
+CALLS = {
+    "recommend": ["recommend", "SPEC", "--gpu", "H100 SXM5,H200 SXM", "--deadline", "8h", "--samples", "20000"],
+    "nothing fits": ["recommend", "SPEC", "--gpu", "L4", "--method", "full", "--deadline", "1m"],
+    "estimate": ["estimate", "SPEC", "--gpu", "H100 SXM5"],
+    "estimates": ["estimate", "SPEC", "--gpu", "all"],
+    **{what: ["list", what] for what in ("methods", "optimizations", "recipes", "models", "datasets", "gpus", "keys")},
+}
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_line_fits(ftbench, monkeypatch, tmp_path, call, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC)
+    code, out, _ = ftbench(*(spec if part == "SPEC" else part for part in CALLS[call]))
+    assert code in (0, 1)
+    table = out.partition("\nthe best as a spec")[0].splitlines()
+    assert [line for line in table if cell_len(line) > width and not line.startswith("  ftbench run ")] == []
+
+
+def test_what_the_doctor_says_fits(ftbench, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [line for line in ftbench("doctor")[1].splitlines() if cell_len(line) > 80] == []
+
+
+def test_with_wide_nothing_is_left_out(ftbench, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC)
+    call = ["recommend", spec, "--gpu", "H200 SXM"]
+    assert "left out for want of width" in ftbench(*call)[1]
+    assert "left out for want of width" not in ftbench(*call, "--wide")[1]
+
+
+def test_the_end_of_a_sweep_is_ranked_and_has_a_row_for_all_repeats(ftbench, tmp_path):
+    spec = tmp_path / "sweep.yaml"
+    spec.write_text(SWEEP)
+    code, out, _ = ftbench("sweep", spec, "--out", tmp_path / "out")
+    lines = [line.split() for line in out.splitlines() if "at batch" in line]
+    assert code == 0
+    assert [" ".join(line[1:5]) for line in lines[:4]] == [
+        "lora at batch 2", "qlora at batch 2", "lora at batch 1", "qlora at batch 1",
+    ]  # fmt: skip
+    assert [line[line.index("ok") + 1] for line in lines[:4]] == ["2"] * 4
+    assert all("oom" in line for line in map(" ".join, lines[4:]))
+    assert len(lines) == 6
+    reported = ftbench("report", tmp_path / "out" / "sweep-mock")[1]
+    numbers = {line.split()[0]: " ".join(line.split()[1:5]) for line in reported.splitlines() if "at batch" in line}
+    assert all(numbers[line[0]] == " ".join(line[1:5]) for line in lines)
