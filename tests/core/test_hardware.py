@@ -1,6 +1,6 @@
 import pytest
 
-from ftbench.core.hardware import find_gpu, gpus, supports_fp8
+from ftbench.core.hardware import find_gpu, gpus, gpus_called, supports_fp8
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,23 @@ from ftbench.core.hardware import find_gpu, gpus, supports_fp8
         ("NVIDIA RTX A6000", "RTX A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("NVIDIA GB10", "DGX Spark GB10"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 4080", "RTX 4080"),
+        ("NVIDIA GeForce RTX 5080", "RTX 5080"),
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100 SXM2 16GB"),
+        ("Tesla V100-PCIE-32GB", "V100 PCIe 32GB"),
     ],
 )
 def test_a_name_as_the_driver_reports_it_finds_its_row(driver_name, row):
     assert find_gpu(driver_name).name == row
 
 
-@pytest.mark.parametrize("driver_name", ["NVIDIA T4", "Quadro RTX 6000", "NVIDIA H800", "", "Tesla V100-SXM2-16GB"])
+@pytest.mark.parametrize(
+    "driver_name",
+    ["NVIDIA A10", "Quadro RTX 6000", "NVIDIA H800", "", "NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 3090 Ti"],
+)
 def test_an_unknown_gpu_is_none(driver_name):
     assert find_gpu(driver_name) is None
 
@@ -81,6 +91,29 @@ def test_peaks_are_known_by_precision_and_unknown_otherwise():
     assert h200.peak_tflops("fp8") == 1979
     assert h200.peak_tflops("fp32") is None
     assert find_gpu("NVIDIA RTX A6000").peak_tflops("fp8") is None
+
+
+def test_a_gpu_without_bf16_has_the_peak_of_fp16_only():
+    assert find_gpu("Tesla T4").peak_tflops("fp16") == 65
+    assert find_gpu("Tesla T4").peak_tflops("bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("rtx4090", ["RTX 4090"]),
+        ("4090", ["RTX 4090"]),
+        ("GeForce RTX-4090", ["RTX 4090"]),
+        ("h100pcie", ["H100 PCIe"]),
+        ("H100", ["H100 NVL", "H100 PCIe", "H100 SXM5"]),
+        ("l4", ["L4"]),
+        ("a100-80gb", ["A100 80GB"]),
+        ("409", []),
+        ("", []),
+    ],
+)
+def test_words_of_a_name_find_the_cards_that_are_called_so(words, names):
+    assert [gpu.name for gpu in gpus_called(words)] == names
 
 
 def test_fp8_begins_with_ada():

@@ -277,6 +277,8 @@ def test_nothing_that_meets_the_limits_is_exit_code_1(ftbench, spec_file):
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--gpu", "H300", "--samples", "9"], "--gpu H300: no such GPU is in the table"),
+    (["--gpu", "M3 Max", "--samples", "9"], "on Apple's chips not at all"),
+    (["--gpu", "h100", "--samples", "9"], "there are several: H100 NVL (94 GB), H100 PCIe (80 GB), H100 SXM5 (80 GB)"),
     (["--gpu", ",", "--samples", "9"], "--gpu: name GPUs"),
     (["--gpu", "H200"], "--samples: say how many"),
     (["--gpu", "H200", "--samples", "0"], "--samples 0: how many samples"),

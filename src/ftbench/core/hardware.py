@@ -17,7 +17,8 @@ class Gpu:
     board power in W; None where no source is known. `gemm_bf16` is the highest rate of large bf16 products that others
     have published, TFLOP/s. `nvml_mib` is the memory as the driver reports it, `usable_gib` what CUDA gives processes
     of it in all; a card with a `display` may show a screen. `link` is what one sends another, GB/s in one
-    direction, and `peer_access` says whether their driver lets them read each other's memory."""
+    direction, and `peer_access` says whether their driver lets them read each other's memory. `fp16` is the peak of a
+    GPU that has no bf16."""
 
     name: str
     match: tuple[str, ...]
@@ -34,11 +35,12 @@ class Gpu:
     display: bool = False
     link: float | None = None
     peer_access: bool = True
+    fp16: float | None = None
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Return dense tensor peak for `bf16`, `fp16` (the same units and rate on these GPUs) or `fp8`; None for
+        """Return dense tensor peak for `bf16`, `fp16` (the same units and rate where there is bf16) or `fp8`; None for
         others."""
-        return {"bf16": self.bf16, "fp16": self.bf16, "fp8": self.fp8}.get(precision)
+        return {"bf16": self.bf16, "fp16": self.bf16 or self.fp16, "fp8": self.fp8}.get(precision)
 
 
 @cache
@@ -62,15 +64,15 @@ def _highest(published: float | list[float] | None) -> float | None:
     return max(published) if isinstance(published, list) else published
 
 
-# Less than the whole or the desktop card whose name they bear: a slice of a GPU, a laptop's, the export version.
-_LESSER = re.compile(r"\bMIG\b|\bLaptop\b|\d D\b")
+# Not the card whose name they bear: a slice of a GPU, a laptop's, the export version, a later one with more units.
+_OTHER_CARD = re.compile(r"\bMIG\b|\bLaptop\b|\d D\b|\bSUPER\b|\bTi\b")
 
 
 @cache  # a sweep asks for each of its cells
 def find_gpu(driver_name: str) -> Gpu | None:
     """Return the table's row for a name as the driver reports it ("NVIDIA H200"), or None. Names are compared word by
     word: an L40 is no L4 and a GH200 no H200."""
-    if _LESSER.search(driver_name):
+    if _OTHER_CARD.search(driver_name):
         return None
     return next((gpu for gpu in gpus() if any(_names(part, driver_name) for part in gpu.match)), None)
 
@@ -81,6 +83,27 @@ def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
     gpu = find_gpu(described["name"]) if described and described.get("name") else None
     limit = described.get("power_limit_w") if described else None
     return replace(gpu, watts=limit) if gpu and limit and limit < gpu.watts else gpu
+
+
+def gpus_called(words: str) -> list[Gpu]:
+    """Return the rows that a person may mean: those of which some words in a row are these, however they are written
+    (`rtx4090`, `4090`, `h100-pcie`)."""
+    wanted = "".join(_words(words))
+    return [gpu for gpu in gpus() if wanted and wanted in _runs_of_words(gpu.name)]
+
+
+@cache
+def _runs_of_words(name: str) -> frozenset[str]:
+    words = _words(name)
+    ends = range(1, len(words) + 1)
+    return frozenset("".join(words[start:end]) for start in range(len(words)) for end in ends if start < end)
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.findall(r"[a-z0-9]+", name.casefold()) if word not in _MAKERS]
+
+
+_MAKERS = ("nvidia", "geforce", "tesla", "amd", "instinct")
 
 
 @cache

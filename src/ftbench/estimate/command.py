@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import Gpu, find_gpu, gpus
+from ftbench.core.hardware import Gpu, find_gpu, gpus, gpus_called
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
@@ -136,6 +137,9 @@ def gpus_of(request: EstimateRequest, store: Path | None) -> list[tuple[str, Gpu
     return [(described["name"], machine_gpu(described, store), described["memory_gb"])]
 
 
+_APPLE = re.compile(r"\b(apple|mps|metal|m[1-9]( (pro|max|ultra))?)\b")
+
+
 def listed(text: str) -> list[Gpu]:
     """Return the GPUs of `--gpu NAME[,NAME]` or `--gpu all`, each once. Raise SpecError for a name of none or of
     several."""
@@ -150,14 +154,20 @@ def named(name: str) -> Gpu:
     plain = name.casefold()
     if (exact := next((gpu for gpu in gpus() if plain == gpu.name.casefold()), None)) is not None:
         return exact
-    near = [gpu for gpu in gpus() if f" {plain} " in f" {gpu.name.casefold()} "]
+    if _APPLE.search(plain):
+        raise SpecError(
+            f"--gpu {name}: ftbench trains with CUDA, and on Apple's chips not at all; name a card that you could rent "
+            "(`ftbench list gpus`)"
+        )
+    near = gpus_called(name)
     drivers = next((gpu for gpu in gpus() if plain in map(str.casefold, gpu.match)), None) or find_gpu(name)
     if drivers is not None and len({gpu.memory_gb for gpu in near}) < 2:
         return drivers
     if len(near) == 1:
         return near[0]
     if near:
-        raise SpecError(f"--gpu {name}: there are several: {', '.join(gpu.name for gpu in near)}; say which")
+        several = ", ".join(f"{gpu.name} ({gpu.memory_gb:g} GB)" for gpu in near)
+        raise SpecError(f"--gpu {name}: there are several: {several}; say which")
     raise SpecError(
         f"--gpu {name}: no such GPU is in the table{nearest(name, [gpu.name for gpu in gpus()])}: see `ftbench list "
         "gpus`, or give its memory with --memory-gb"

@@ -9,6 +9,7 @@ from ftbench.core.architectures import architectures
 from ftbench.core.hardware import gpus
 from ftbench.core.table import text_table
 from ftbench.errors import SpecError
+from ftbench.estimate.memory.capacity import capacity
 from ftbench.families import describe
 from ftbench.spec.base import known
 from ftbench.spec.datasets import DATASETS
@@ -37,10 +38,11 @@ def _models() -> Rows:
 
 
 def _gpus() -> Rows:
-    yield "GPU", "dense bf16 TFLOP/s", "memory GB", "GB/s", "W"
+    yield "GPU", "dense bf16 TFLOP/s", "memory GB", "usable GiB", "GB/s", "W", "rate of products"
     for gpu in gpus():
-        figures = (gpu.bf16, gpu.memory_gb, gpu.bandwidth, gpu.watts)
-        yield gpu.name, *("" if figure is None else f"{figure:g}" for figure in figures)
+        figures = (gpu.bf16, gpu.memory_gb, round(capacity(gpu).usable, 2), gpu.bandwidth, gpu.watts)
+        known_from = "published" if gpu.gemm_bf16 else "unmeasured, data sheet only"
+        yield gpu.name, *("none" if figure is None else f"{figure:g}" for figure in figures), known_from
 
 
 LISTS: dict[str, Callable[[], Rows]] = {
