@@ -566,3 +566,11 @@ def test_files_of_a_run_that_are_other_json_are_told_without_a_traceback(bundled
     done = command("verify", packed(tmp_path / "y.tar.zst", files))
     assert done.returncode in (0, 1)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["x.zip", "x.tar", "x.tar.gz"])
+def test_a_name_of_another_kind_of_archive_is_refused(tmp_path, name):
+    made_run(tmp_path)
+    with pytest.raises(SpecError, match=r"a bundle is a tar in zstd: name it x.*\.zst"):
+        pack.make([tmp_path], tmp_path / name)
+    assert not (tmp_path / name).exists()

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from ftbench.errors import SpecError
+from ftbench.report.command import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.data.facts import spec_facts
 from ftbench.report.render.document import Report
@@ -313,3 +314,25 @@ def test_the_command_prints_where_the_run_is(trained, tmp_path):
     assert done.stdout == f"{run.path}\n"
     assert run.run_id.startswith("qwen3-8b-lora-b2-")
     assert not run.reserve.exists()
+
+
+# --- beside others ---------------------------------------------------------------------------------------------------
+
+
+def test_two_logs_of_one_told_recipe_are_compared_and_no_hash_is_a_difference(tmp_path):
+    for number, (gpu, step) in enumerate((("NVIDIA H200", 0.5), ("NVIDIA H100 PCIe", 0.7))):
+        log = write_csv(tmp_path / f"{number}.csv", [(i, step * i) for i in range(1, 41)])
+        imported(log, tmp_path / "out", gpu=gpu, dataset="alpaca", samples=160)
+    answer = report(Request([tmp_path / "out"], "json", compare="gpu", baseline="H200", strict=True)).text
+    (_, other) = json.loads(answer)["comparison"]["records"]
+    assert other["same_recipe"] is True
+    assert other["speed_ratio"] == pytest.approx(0.5 / 0.7, rel=1e-3)
+    assert other["learning"] == "cannot tell"
+    assert "sha256" not in report(Request([tmp_path / "out"])).text
+
+
+def test_two_logs_of_one_told_recipe_on_one_machine_are_no_repeats(tmp_path):
+    for number, step in enumerate((0.5, 0.7)):
+        imported(write_csv(tmp_path / f"{number}.csv", [(i, step * i) for i in range(1, 41)]), tmp_path / "out")
+    runs = json.loads(report(Request([tmp_path / "out"], "json", repeats="merge")).text)["runs"]
+    assert len(runs) == 2

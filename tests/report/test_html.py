@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
+from ftbench.errors import SpecError
 from ftbench.report.command import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.page import bars, document, head
 from ftbench.report.page.view import view
+from ftbench.report.render import formats
 from ftbench.report.render.document import Point, Report, Section, Table
 from ftbench.report.render.formats import render
 from ftbench.store import rundir
@@ -272,6 +274,26 @@ def test_every_format_can_be_written_to_a_file(format, tmp_path, monkeypatch, ca
     assert not end.value.code
     assert capsys.readouterr().out == ""
     assert "lora" in target.read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ["x.pdf", "x.xlsx", "x.htlm"])
+def test_a_file_of_a_kind_that_there_is_not_is_refused(name):
+    with pytest.raises(SpecError, match=rf"-o {name}: a report is no"):
+        formats.format_of(Path(name))
+    assert [formats.format_of(Path(other)) for other in ("x", "x.txt", "x.TEX", "/dev/stdout")] == [
+        "table", "table", "latex", "table"
+    ]  # fmt: skip
+
+
+def test_what_commands_write_beside_runs_is_no_run(tmp_path):
+    made(tmp_path / "runs", "lora", 4)
+    (tmp_path / "page.html").write_text("<p>")
+    (tmp_path / "README.md").write_text("runs")
+    assert len(collect(sorted(tmp_path.iterdir()))) == 1
+    with pytest.raises(SpecError, match=r"page.html"):
+        collect([tmp_path / "page.html"])
+    with pytest.raises(SpecError, match="no run, and no folder or bundle"):
+        collect([tmp_path / "page.html", tmp_path / "README.md"])
 
 
 def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch, capsys):

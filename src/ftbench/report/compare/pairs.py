@@ -16,6 +16,7 @@ from ftbench.report.data import steps as steps_csv
 from ftbench.report.data.axes import implied, value_at
 from ftbench.report.data.collect import NOT_FINITE as STATE_NOT_FINITE
 from ftbench.report.data.collect import known
+from ftbench.report.data.facts import IMPORTED
 from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, cells_of
 from ftbench.spec.loss_tolerance import tolerance
 from ftbench.store.rundir import RunDir
@@ -116,6 +117,10 @@ def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
     and a run that ended early never wrote down what it would have trained on, or with."""
     if fact.key.startswith("versions."):
         return None not in (fact.baseline, fact.candidate)
+    if fact.key in core.UNPROVEN and IMPORTED in baseline.facts and IMPORTED in cell.facts:  # no log tells its tokens
+        return baseline.facts.get("dataset.name") is None or baseline.facts.get("dataset.name") != cell.facts.get(
+            "dataset.name"
+        )
     late = fact.key == "dataset.order_hash" or fact.key.startswith("applied.")
     return not late or bool(baseline.ok and cell.ok)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.redact import clean
+from ftbench.errors import SpecError
 from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file, read_json, require_runs
 from ftbench.store.summary import read_summary
@@ -18,6 +19,7 @@ from ftbench.store.summary import read_summary
 Record = dict[str, Any]
 NOT_FINITE = "not finite"  # the state of a run that ended, and whose loss or gradient is no number
 _NO_NUMBER = "the loss is not a number"  # so the warning of a summary that has no field for it begins
+_BESIDE_RUNS = (".html", ".md", ".csv", ".json", ".yaml", ".txt", ".png", ".tex")  # files that commands write there
 _PER_SAMPLE = "energy.joules_per_1k_samples"
 
 
@@ -81,13 +83,22 @@ def _judged(record: Record) -> Record:
 def _runs(paths: Sequence[Path]) -> list[RunDir]:
     directories: dict[Path, RunDir] = {}
     for path in paths:
+        if len(paths) > 1 and _is_no_bundle(path):  # as `results/*` names what lies beside runs
+            continue
         runs = require_runs(path, _unpacked(path) if os.path.isfile(path) else None)
         directories |= {run.path.resolve(): run for run in runs}
+    if not directories:
+        raise SpecError(f"{', '.join(map(str, paths))}: no run, and no folder or bundle of runs, is among these")
     times_named = Counter(run.run_id for run in directories.values())
     distinct: dict[Any, RunDir] = {}
     for run in directories.values():  # to read every run's steps would take longer than the report
         distinct.setdefault(_content(run) if times_named[run.run_id] > 1 else run.run_id, run)
     return list(distinct.values())
+
+
+def _is_no_bundle(path: Path) -> bool:
+    """Return whether a path is a file of text, which no bundle is: a page, a table, a note."""
+    return path.suffix.lower() in _BESIDE_RUNS and path.is_file()
 
 
 def _content(run: RunDir) -> Any:

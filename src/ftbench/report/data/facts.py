@@ -21,8 +21,10 @@ from ftbench.store.rundir import MOST_JSON_BYTES, RunDir, first_gpu, open_plain_
 
 CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "mock", "mock_fits", "gpus", "strategy", "offload")
+# What names the file that an imported run was made of tells no recipe.
 _NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
-              "measure.profile_steps"}  # fmt: skip
+              "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip
+IMPORTED = "imported.from"  # the kind of log that a run was made of
 _NO_MATTER_WITHIN = ("measure.generate",)
 _NOT_RUN = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")
 _ENVIRONMENT = ("PYTORCH_", "CUDA_LAUNCH", "NVIDIA_TF32", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32", "OMP_NUM_THREADS")

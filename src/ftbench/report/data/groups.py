@@ -22,7 +22,7 @@ from ftbench.report.data.axes import (
     value_at,
 )
 from ftbench.report.data.collect import Record, data_labels, known
-from ftbench.report.data.facts import CPU, machine_facts, spec_facts
+from ftbench.report.data.facts import CPU, IMPORTED, machine_facts, spec_facts
 from ftbench.store.rundir import RunDir, read_json
 
 TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.median"
@@ -179,8 +179,10 @@ def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
 
 
 def identity(run: Run) -> Any:
-    """Return what is equal for runs of the same spec on the same kind of machine, wherever and whenever they ran."""
-    return tuple(sorted(run.spec.items())) or run.record["path"], gpu_of(run.record)
+    """Return what is equal for runs of the same spec on the same kind of machine, wherever and whenever they ran. Of a
+    run that was made of a log too little is known to call another its repeat."""
+    known = None if IMPORTED in run.spec else tuple(sorted(run.spec.items()))
+    return known or run.record["path"], gpu_of(run.record)
 
 
 def cache_of(record: Record) -> str:

@@ -39,9 +39,16 @@ def known_format(format_name: str) -> None:
 
 
 def format_of(file: Path | None) -> str:
-    """Return the format that a file's name asks for: `table` for none, and for a name that asks for nothing."""
+    """Return the format that a file's name asks for: `table` for none, and for a name that asks for nothing. Raise
+    SpecError for one that asks for what there is not."""
     suffix = file.suffix.lower().lstrip(".") if file else ""
-    return {"tex": "latex", "htm": "html"}.get(suffix, suffix if suffix in FORMATS else "table")
+    name = {"": "table", "txt": "table", "log": "table", "tex": "latex", "htm": "html"}.get(suffix, suffix)
+    if name not in FORMATS:
+        raise SpecError(
+            f"-o {file}: a report is no .{suffix} file{nearest(suffix, FORMATS)}; name one that ends with .txt, .md, "
+            ".csv, .json, .tex or .html, or say what it is to hold with --format"
+        )
+    return name
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
