@@ -10,7 +10,7 @@ from ftbench.errors import SpecError
 from ftbench.report import select
 from ftbench.report.data import repeats
 from ftbench.report.data.collect import Record, collect
-from ftbench.report.data.groups import Run, cells_of, runs_of
+from ftbench.report.data.groups import Cell, Run, cells_of, runs_of
 from ftbench.report.render import formats
 from ftbench.report.render.document import Report, Section
 from ftbench.report.sections import cost
@@ -93,16 +93,18 @@ def _sections(request: Request, records: Sequence[Record], prices: Prices | None
     measured = [record for record in records if PROFILED not in record["warnings"]]
     runs = runs_of(measured) if request.any_measured else []
     cells = cells_of(runs_of(profiled))
-    parts = _of_measured(request, runs, prices) if request.any_measured else []
+    parts = _of_measured(request, runs, cells, prices) if request.any_measured else []
     parts.append(profiles.groups(cells))
     if request.every_answer:
         parts += [profiles.memory(cells), profiles.kernels([*cells_of(runs), *cells])]
     return [part for part in parts if part is not None]
 
 
-def _of_measured(request: Request, runs: Sequence[Run], prices: Prices | None) -> list[Section | None]:
+def _of_measured(
+    request: Request, runs: Sequence[Run], profiled: Sequence[Cell], prices: Prices | None
+) -> list[Section | None]:
     from ftbench.report.compare import pairs, table
-    from ftbench.report.sections import decision, references
+    from ftbench.report.sections import decision, references, scaling
     from ftbench.report.sections.answers import answers
 
     cells, hours = cells_of(runs), request.hours or cost.NIGHT_H
@@ -113,6 +115,8 @@ def _of_measured(request: Request, runs: Sequence[Run], prices: Prices | None) -
                 "--compare: all of these runs were profiled, so none has a speed: `ftbench profile --diff A B`"
             )
         parts.append(table.section(pairs.compare(runs, request.compare, request.baseline, strict=request.strict)))
+    if request.every_answer or request.compare or prices:
+        parts += scaling.sections(cells, profiled, prices)
     parts.append(decision.decision(cells))
     if request.every_answer:
         parts += answers(cells, hours, curves=request.format != "html")  # a page draws the curves itself

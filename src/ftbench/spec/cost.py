@@ -30,12 +30,13 @@ class HourlyCost:
 
 
 def hourly_costs(
-    price: Price, samples: float | None, tokens: float | None, watts: float | None, hours: float
+    price: Price, samples: float | None, tokens: float | None, watts: float | None, hours: float, gpus: int = 1
 ) -> list[HourlyCost]:
-    """Return what training at this speed (samples and real tokens a second) and power (W, of the GPU) costs in each way
-    that has a price; `hours` is a night."""
-    ways = [("rent", price.rent, price.rent.per_hour if price.rent else None, ""),
-            ("owned", price.owned, *(_owned(price.owned, watts) if price.owned else (None, "")))]  # fmt: skip
+    """Return what training at this speed (samples and real tokens a second) and power (W) of so many `gpus` together
+    costs in each way that has a price; `hours` is a night."""
+    rented = price.rent.per_hour * gpus if price.rent else None
+    owned, why = _owned(price.owned, None if watts is None else watts / gpus) if price.owned else (None, "")
+    ways = [("rent", price.rent, rented, ""), ("owned", price.owned, owned if owned is None else owned * gpus, why)]
     return [
         HourlyCost(
             way, terms.currency, hour,

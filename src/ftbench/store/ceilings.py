@@ -41,8 +41,8 @@ def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
         "usable_gb": _best(min, capacity, "total_gb"),
         "driver_total_gb": _best(min, capacity, "driver_total_gb"),
     }
-    told = ceilings if gpu_name else ("network_gbs",)
-    return {name: value for name, value in ceilings.items() if name in told and value not in (None, {})}
+    names = ceilings if gpu_name else ("network_gbs",)
+    return {name: value for name, value in ceilings.items() if name in names and value not in (None, {})}
 
 
 def _best(pick: Any, parts: Iterable[dict[str, Any] | None], name: str) -> float | None:

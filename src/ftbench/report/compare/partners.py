@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftbench.errors import SpecError
-from ftbench.report.data.axes import OPTIMIZATIONS, PLAIN, RECIPE, SHORT, in_order, on_axis, value_at
+from ftbench.report.data.axes import GPUS, OPTIMIZATIONS, PLAIN, RECIPE, SHORT, STRATEGY, in_order, on_axis, value_at
 from ftbench.report.data.groups import Cell, Run, cells_of
 from ftbench.spec.base import nearest
 
@@ -16,7 +16,7 @@ _HARD = (
     "dataset.like",
 )  # fmt: skip
 _NOUNS = {"gpu": "GPU", "model": "model", "method": "method", "dataset": "data"}
-_UNOPTIMIZED = {OPTIMIZATIONS: PLAIN[1:], RECIPE: PLAIN}
+_UNOPTIMIZED = {OPTIMIZATIONS: PLAIN[1:], RECIPE: PLAIN, GPUS: ("1",), STRATEGY: ("none",)}
 
 Find = Callable[[Cell], tuple[Cell | None, str]]
 

@@ -13,11 +13,13 @@ from ftbench.spec.methods import METHODS
 from ftbench.spec.recipes import FOLDER, recipes
 
 SHORT = {
+    "gpus": "launch.gpus", "strategy": "launch.strategy",
     "gpu": "gpu", "model": "model.id", "method": "method.name", "batch": "train.batch_size",
     "batch_size": "train.batch_size", "framework": "launch.framework", "dataset": "dataset.name",
     "weights": "model.weights", "optimization": "optimizations", "optimizations": "optimizations", "recipe": "recipe",
 }  # fmt: skip
 OPTIMIZATIONS, RECIPE = "optimizations", "recipe"
+GPUS, STRATEGY = "launch.gpus", "launch.strategy"
 NO_OPTIMIZATION = "none"
 PLAIN = ("plain", NO_OPTIMIZATION)
 
@@ -79,6 +81,8 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
         return True
     if axis in ("method.name", RECIPE) and key.startswith("method."):
         return key not in baseline or key not in candidate
+    if axis in (GPUS, STRATEGY) and key in (GPUS, STRATEGY):  # one GPU has no strategy
+        return "1" in (baseline.get(GPUS), candidate.get(GPUS))
     if axis == "gpu" and key == "power limit":
         return _highest(baseline.get(key)) and _highest(candidate.get(key))
     return axis == "model.id" and key in ("model.revision", "model.path")

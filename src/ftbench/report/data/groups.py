@@ -12,10 +12,12 @@ from typing import Any
 from ftbench.core.compare import Pace, geometric_mean
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.data.axes import (
+    GPUS,
     NO_OPTIMIZATION,
     OPTIMIZATIONS,
     PLAIN,
     RECIPE,
+    STRATEGY,
     by_importance,
     headings,
     recipe_keys,
@@ -215,6 +217,12 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
 
 
 def _way(facts: Mapping[str, str]) -> str:
+    """Return what is trained how, and on how many GPUs, where they are several."""
+    gpus = facts.get(GPUS, "1")
+    return recipe_name(facts) + ("" if gpus == "1" else f" on {gpus} GPUs ({facts.get(STRATEGY)})")
+
+
+def recipe_name(facts: Mapping[str, str]) -> str:
     """Return the shipped recipe, or the method with what is on."""
     recipe, method = value_at(RECIPE, facts) or "", facts.get("method.name", "unknown method")
     if method == "unsloth" or (recipe in recipe_keys() and recipe not in PLAIN):

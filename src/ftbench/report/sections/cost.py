@@ -10,6 +10,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name
+from ftbench.report.data.axes import GPUS
 from ftbench.report.data.collect import Record, known
 from ftbench.report.data.groups import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
 from ftbench.report.render.document import Section
@@ -63,9 +64,10 @@ def _costs(record: Record, prices: Prices | None, hours: float) -> Record:
     price = prices.of(gpu_of(record)) if prices else None
     if price is None or record["state"] != "ok":
         return amounts
-    for hourly in hourly_costs(price, samples, tokens, watts, hours):
+    gpus = int(_known(record, "ranks.count") or 1)
+    for hourly in hourly_costs(price, samples, tokens, watts, hours, gpus):
         amounts |= {f"cost.{hourly.way}.{name}": value for name, value in _amounts(hourly).items()}
-    return amounts | {"cost.break_even_hours": break_even(price, watts)[0]}
+    return amounts | {"cost.break_even_hours": break_even(price, watts and watts / gpus)[0]}
 
 
 def _known(record: Record, name: str) -> float | None:
@@ -106,8 +108,8 @@ def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None
                f"{hours:g} h": "per_night"}  # fmt: skip
     columns = {"way": field("way")} | {heading: _amount(name) for heading, name in amounts.items()}
     columns |= {"buying pays after": field("buying_pays_after")}
-    words = ("One GPU, while it trains at its steady speed; real tokens, and samples by the mean length of the data.",
-             *_cheapest(records))  # fmt: skip
+    words = ("All GPUs of a run, while it trains at its steady speed; real tokens, and samples by the mean length of "
+             "the data.", *_cheapest(records))  # fmt: skip
     return section("cost", "Cost", records, columns, words, text=("way",), notes=_notes(cells, prices, records))
 
 
@@ -120,8 +122,9 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
     if price is None or not cell.ok:
         return
     watts = _watts(cell.figure(ENERGY), cell.figure(SAMPLES), cell.figure(WATTS))
-    even, text = break_even(price, watts)
-    for hourly in hourly_costs(price, cell.figure(SAMPLES), cell.figure(TOKENS), watts, hours):
+    gpus = int(cell.facts.get(GPUS, "1"))
+    even, text = break_even(price, watts and watts / gpus)
+    for hourly in hourly_costs(price, cell.figure(SAMPLES), cell.figure(TOKENS), watts, hours, gpus):
         owned = hourly.way == "owned"
         yield names_of(cell) | {"way": hourly.way} | _amounts(hourly) | {
             "why": hourly.why, "break_even_hours": even if owned else None, "buying_pays_after": text if owned else "",

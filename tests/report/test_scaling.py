@@ -1,0 +1,107 @@
+"""Runs on several GPUs, against figures worked out by hand: one GPU trains 8,192 tokens in a second."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ftbench.report.command import Request, report
+from ftbench.store import rundir, summary
+from ftbench.store.steps import StepsWriter
+from made_runs import make_run, steps
+
+PRICES = """
+H200 SXM:
+  rent: {per_hour: 4.0, currency: USD, date: 2026-11-01, source: a list}
+"""
+
+
+def on(out: Path, name: str, gpus: int, strategy: str, seconds: float, batch: int = 4, peaks=(40.0, 44.0)):
+    """A run whose ranks each train 4 samples of 2,048 tokens a step, or less of a smaller batch."""
+    launch = {"launch.gpus": gpus, "launch.strategy": strategy, "train.batch_size": batch}
+    share = {"samples": batch, "real_tokens": 2048 * batch, "padded_tokens": 2048 * batch}
+    total = {key: value * gpus for key, value in share.items()}
+    run = make_run(out, name, steps(seconds=seconds, noise=0, **total), spec=launch)
+    for rank in range(gpus if gpus > 1 else 0):
+        writer = StepsWriter(run.rank_steps(rank))
+        peak = peaks[rank % len(peaks)]
+        rows = steps(seconds=seconds, noise=0, rank=rank, data_rank=rank, peak_memory_gb=peak, **share,
+                     peak_reserved_gb=peak + 2, device_memory_gb=peak + 5)  # fmt: skip
+        writer.append(rows)
+        writer.close()
+    rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
+    return run
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scaling")
+    on(folder, "one", 1, "none", 1.0)
+    on(folder, "two-ddp", 2, "ddp", 1.25)  # 8 samples in 1.25 s: 1.6 times one
+    on(folder, "two-half", 2, "ddp", 0.625, batch=2)  # 4 samples in 0.625 s
+    on(folder, "four-fsdp", 4, "fsdp", 2.0)
+    (folder / "prices.yaml").write_text(PRICES)
+    return folder
+
+
+def told(out: Path, **request):
+    return json.loads(report(Request([out / "made"], format="json", **request)).text)
+
+
+def test_efficiency_is_held_against_one_gpu_with_the_same_batch_a_gpu_or_in_all(out):
+    rows = {record["run_ids"]: record for record in told(out, answers=True)["scaling"]["records"]}
+    assert {name: (row["gpus"], row["strategy"]) for name, row in rows.items()} == {
+        "one": (1, "none"), "two-ddp": (2, "ddp"), "two-half": (2, "ddp"), "four-fsdp": (4, "fsdp"),
+    }  # fmt: skip
+    assert rows["two-ddp"]["tokens_per_s"] == pytest.approx(2 * 8192 / 1.25)
+    assert rows["two-ddp"]["tokens_per_s_per_gpu"] == pytest.approx(8192 / 1.25)
+    assert (rows["two-ddp"]["weak"], rows["two-ddp"]["strong"]) == (pytest.approx(0.8), None)
+    assert (rows["two-half"]["weak"], rows["two-half"]["strong"]) == (None, pytest.approx(0.8))
+    assert rows["four-fsdp"]["weak"] == pytest.approx(0.5)
+    assert (rows["two-ddp"]["lowest_gb"], rows["two-ddp"]["highest_gb"]) == (40.0, 44.0)
+
+
+def test_a_second_card_is_judged_by_time_and_money(out):
+    """1M tokens take 122.07 s on one GPU of 4 dollars an hour, and 76.3 s on two of 8."""
+    (sentence,) = (
+        text for text in told(out, prices=out / "prices.yaml")["worth"]["text"] if "batch 4" in text and "ddp" in text
+    )
+    assert "1.60 times as fast as one, so a token costs 1.25 times as much GPU time" in sentence
+    one = 4.0 / 3600 * 1e6 / 8192
+    assert f"{1.25 * one:.3g}" in sentence
+    assert "instead of" in sentence
+    assert "what takes a day on one takes 15 h" in sentence
+
+
+def test_each_rank_has_its_memory_by_what_it_is_for(out):
+    records = told(out, answers=True)["memory_by_rank"]["records"]
+    (first, second) = (record for record in records if record["run_ids"] == "two-ddp")
+    assert first["parts"] == {"tensors": 40.0, "pool beyond them": 2.0, "driver, NCCL and others": 3.0}
+    assert sum(second["parts"].values()) == 49.0
+
+
+def test_the_page_draws_the_curve_and_the_bars(out):
+    page = report(Request([out / "made"], format="html")).text
+    assert "Tokens a second over the number of GPUs" in page
+    assert "Memory of each GPU by what it is for" in page
+
+
+def test_a_comparison_of_strategies_knows_that_one_gpu_has_none(out):
+    compared = told(out, compare="strategy")
+    rows = {record["run_ids"]: record for record in compared["comparison"]["records"]}
+    assert rows["two-ddp"]["speed_ratio"] == pytest.approx(1.6, rel=1e-3)
+    assert rows["two-ddp"]["differences"] == ""
+    assert "batch" in rows["two-half"]["differences"]
+
+
+def test_what_costs_an_hour_is_all_gpus(out):
+    records = {record["run_ids"]: record for record in told(out, prices=out / "prices.yaml")["cost"]["records"]}
+    assert records["four-fsdp"]["per_hour"] == 16.0
+    assert records["one"]["per_hour"] == 4.0
+
+
+def test_one_gpu_alone_has_no_scaling(out, tmp_path):
+    on(tmp_path, "alone", 1, "none", 1.0)
+    assert not {"scaling", "worth", "memory_by_rank"} & told(tmp_path, answers=True).keys()
