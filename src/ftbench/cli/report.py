@@ -1,4 +1,4 @@
-"""`ftbench report`."""
+"""`ftbench report` and `ftbench show`: many runs side by side, and one alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Prices, Runs, Wide, app, deliver
+from ftbench.cli.shared import Json, Prices, Runs, Wide, app, deliver, emit
 
 
 @app.command()
@@ -52,3 +52,17 @@ def report(
     ))  # fmt: skip
     deliver(answer.text, output)
     raise typer.Exit(1 if answer.regressed else 0)
+
+
+@app.command()
+def show(
+    run: Annotated[str, typer.Argument(help="a run: its folder, its id or a part of it, its number in `report`")],
+    paths: Annotated[list[Path] | None, typer.Argument(help="where the runs are (results)")] = None,
+    wide: Wide = False,
+    as_json: Json = False,
+) -> None:
+    """Print the card of a finished run again, with what it was bound by and what to try next."""
+    from ftbench.report.show import show as shown
+
+    answer = shown(run, paths or [Path("results")])
+    emit(answer.document() if as_json else answer.text())

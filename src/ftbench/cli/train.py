@@ -16,10 +16,10 @@ def run(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train once, record every step, print the card."""
-    from ftbench.report.card import card
+    from ftbench.report.show import shown
 
     result = train(spec, sets or [], out, log_every, yes)
-    emit(result.document() if as_json else card(result.summary, result.run))
+    emit(result.document() if as_json else shown(result.run, out).text())
     raise typer.Exit(result.exit_code)
 
 

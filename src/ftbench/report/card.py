@@ -6,16 +6,19 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.rows import RunSummary
+from ftbench.core.table import folded, text_table
 from ftbench.store.rundir import RunDir
+
+_LABEL = 10  # letters of the longest, so that all cards look alike
 
 
 def card(summary: RunSummary, run: RunDir) -> str:
     """Return what was trained, what it cost, and what makes the figures weak."""
-    lines = [f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")]
-    lines += [f"  {label:<11} {text}" for label, text in _lines(summary) if text]
-    lines += [f"  warning     {warning}" for warning in summary.warnings]
-    lines.append(f"  files       {run.path}" + ("" if summary.state == "ok" else f" (what it said: {run.log.name})"))
-    return "\n".join(lines)
+    title = f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")
+    said = "" if summary.state == "ok" else f" (what it said: {run.log.name})"
+    lines = [*_lines(summary), *(("warning", warning) for warning in summary.warnings), ("files", f"{run.path}{said}")]
+    rows = [("", label.ljust(_LABEL), text) for label, text in lines if text]
+    return f"{folded(title)}\n{text_table(['', '', ''], rows)}"
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ PATHS = (("model", "path"), ("dataset", "path"))
 # A data set's own keys do not outlive another name further down the chain; these describe the training and do.
 _DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on")
 MAX_EXTENDS = 8
+RESOLVED = "spec.json"  # of a run's directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
         raise SpecError(f"{path}: extends: the files extend each other in a circle")
     if len(seen) >= MAX_EXTENDS:
         raise SpecError(f"{path}: extends: more than {MAX_EXTENDS} files deep")
-    data = read_yaml(path)
+    data = _read(path)
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
         raise SpecError(f"{path}:{line_of(path, ['extends'])}: extends: is the path of one file, not {shown(base)}")
@@ -100,6 +101,13 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
             keys = recipe(data.pop("recipe"), path.parent, (*seen, absolute))
         below.append(SpecLayer(f"{path}:{line_of(path, ['recipe'])}: recipe", keys))
     return [*below, SpecLayer(str(path), expand(data, path.parent), path)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the keys of a file. The spec.json of a run is a spec too, without what says how it came to be."""
+    data = read_yaml(path)
+    resolved = path.name == RESOLVED and "schema" in data and "set" in data
+    return {key: value for key, value in data.items() if not resolved or key not in ("schema", "set")}
 
 
 @contextmanager

@@ -95,6 +95,13 @@ def _remarks(answer: Recommendation) -> list[str]:
     own = answer.goal.spec.dataset.samples
     if own is not None and answer.goal.samples > own:
         lines.append(f"passes over the {units.count(own)} samples of the data set: {answer.goal.samples / own:,.1f}")
+    if answer.goal.deadline_s:
+        most = best.duration.samples_in(answer.goal.deadline_s)
+        passes = f", {most.expected / own:,.0f} passes over the data set" if own else ""
+        lines.append(
+            f"in {units.seconds(answer.goal.deadline_s)} the best trains {units.count(most.expected)} samples "
+            f"({units.count(most.low)} to {units.count(most.high)}){passes}"
+        )
     if best.duration.upper_bound:
         lines.append("so times are upper bounds: run a few steps on this data once, and ask again")
     if count := sum(may_miss(option, answer.goal) for option in answer.options):

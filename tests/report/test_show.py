@@ -1,0 +1,128 @@
+"""`ftbench show`: a run's card again, and what to try next by what it was bound by."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+from rich.cells import cell_len
+
+from ftbench.core.hardware import find_gpu
+from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.run_index import Store
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import load
+from ftbench.spec.methods import METHODS
+from ftbench.store import rundir
+from made_runs import OOM, RESULTS, make_run, method, steps
+
+IDLE, WAITING = {"gpu_busy": 0.4}, {"gpu_busy": 0.5, "data_time_s": 0.3}
+MEMORY = {"gpu_busy": 0.99, "tensor_busy": 0.2, "memory_busy": 0.6}
+
+
+def tried(ftbench, *arguments):
+    """The suggestions of a run, and the verdict that they follow from."""
+    code, out, _ = ftbench("show", *arguments, "--json")
+    document = json.loads(out)
+    assert code == 0
+    return document["what_to_try"], (document["summary"]["bound"] or {}).get("verdict")
+
+
+def changed(suggestion):
+    """The spec that a suggested command would train."""
+    program, command, path, *options = shlex.split(suggestion["command"])
+    assert (program, command) == ("ftbench", "run")
+    return load(rundir.Path(path), options[1::2])
+
+
+@pytest.mark.parametrize(("rows", "verdict"), [(IDLE, "launch-bound"), (MEMORY, "memory-bound")])
+def test_each_suggestion_is_a_command_that_the_estimate_finds_faster_and_that_fits(ftbench, tmp_path, rows, verdict):
+    run = make_run(tmp_path, "a", steps(**rows))
+    suggestions, bound = tried(ftbench, run.path)
+    gpu, before = find_gpu("NVIDIA H200"), load(run.spec_json)
+    rate = estimate_duration(before, gpu, Store.read(tmp_path)).tokens_per_s
+    assert bound == verdict
+    assert {"optimizations.compile=on"} <= {change for each in suggestions for change in each["sets"]}
+    for each in suggestions:
+        spec = changed(each)
+        faster = estimate_duration(spec, gpu, Store.read(tmp_path)).tokens_per_s / rate - 1
+        assert f"about {faster:+.0%} tokens/s" in each["effect"]
+        assert faster > 0
+        assert estimate_memory(spec, gpu).verdict != "does not fit"
+
+
+def test_what_the_store_has_measured_is_what_a_change_brings(ftbench, tmp_path):
+    run = make_run(tmp_path, "a", steps(**IDLE))
+    make_run(tmp_path, "b", steps(seconds=0.25, seed=2, **IDLE), spec={"optimizations.compile": True})
+    suggestions, _ = tried(ftbench, run.path)
+    measured = next(each for each in suggestions if each["sets"] == ["optimizations.compile=on"])
+    assert re.match(r"about \+(299|300|301)% tokens/s", measured["effect"])
+    assert "measured (same step, same GPU, 1 run)" in measured["effect"]
+
+
+def test_one_that_waits_for_its_data_is_told_to_make_batches_beside_the_training(ftbench, tmp_path):
+    suggestions, bound = tried(ftbench, make_run(tmp_path, "a", steps(**WAITING)).path)
+    assert bound == "data-bound"
+    assert ["optimizations.loader_processes=on"] in [each["sets"] for each in suggestions]
+    assert all(changed(each) for each in suggestions)
+
+
+def test_one_that_did_not_fit_is_told_the_nearest_that_does(ftbench, tmp_path):
+    changes = method("full") | {"train.batch_size": 16}
+    suggestions, _ = tried(ftbench, make_run(tmp_path, "a", steps(1), spec=changes, state=OOM).path)
+    spec = changed(suggestions[0])
+    assert estimate_memory(spec, find_gpu("NVIDIA H200")).verdict == "fits"
+    assert spec.train.batch_size * spec.train.gradient_accumulation_steps == 16
+
+
+def test_one_that_should_have_fitted_is_told_to_halve_its_batch(ftbench, tmp_path):
+    run = make_run(tmp_path, "a", steps(1), state=OOM)
+    assert next(each["sets"] for each in tried(ftbench, run.path)[0]) == [
+        "train.batch_size=2", "train.gradient_accumulation_steps=2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change", [{"spec": {"launch.mock": "ok"}}, {"machine": {"gpu": None}}, {"spec": {"model": 3}}]
+)
+def test_where_nothing_is_known_nothing_is_advised(ftbench, tmp_path, change):
+    run = make_run(tmp_path, "a", steps(**IDLE), **change)
+    assert tried(ftbench, run.path)[0] == []
+
+
+def test_a_run_is_known_by_its_folder_its_id_and_its_number(ftbench):
+    store = RESULTS / "launch-bound"
+    rows = json.loads(ftbench("report", store, "--format", "json")[1])["runs"]
+    for row in rows[:2]:
+        cards = {ftbench("show", name, store)[1] for name in (row["number"], row["run_id"])}
+        assert len(cards) == 1
+        assert cards.pop().startswith(f"{row['run_id']}: ok\n")
+    assert ftbench("show", rows[0]["path"])[1].startswith(f"{rows[0]['run_id']}: ok\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("99", "holds 3 runs, with numbers from 1"), ("nothing", "is called so"), ("b1", "say which")]
+)
+def test_a_name_of_none_or_of_several_is_a_sentence(ftbench, name, said):
+    code, out, err = ftbench("show", name, RESULTS / "launch-bound")
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_every_line_but_commands_fits(ftbench, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = ftbench("show", "1", RESULTS / "launch-bound")[1]
+    assert [line for line in out.splitlines() if cell_len(line) > width and "ftbench " not in line] == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_spec_of_a_run_is_a_spec(tmp_path, name):
+    run = make_run(tmp_path, "a", spec=method(name))
+    values = rundir.read_json(run.spec_json)
+    asked = {key: values[key] for key in Experiment.model_fields if key in values}
+    assert load(run.spec_json) == Experiment.model_validate(asked)
+    assert load(run.spec_json, ["train.batch_size=8"]).train.batch_size == 8

@@ -1,0 +1,85 @@
+"""Questions of a new user, each answered by the output of at most three commands."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+
+import pytest
+import yaml
+
+from ftbench.spec.load import load
+from made_runs import RESULTS, make_run, steps
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_what_does_a_night_with_an_rtx_4090_make_of_20000_rows_of_my_own(ftbench, tmp_path, monkeypatch):
+    """Which method and batch fit, how long they take, whether the night is enough and what is left of it."""
+    dice = random.Random(7)
+    lines = (json.dumps({"instruction": "word " * dice.randint(5, 80), "output": "answer " * dice.randint(5, 60)})
+             for _ in range(20_000))  # fmt: skip
+    (tmp_path / "own.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "mine.yaml").write_text("model: Qwen/Qwen3-8B\nmethod: qlora\ndataset: {name: file, path: own.jsonl}\n")
+    monkeypatch.chdir(tmp_path)
+
+    code, out, _ = ftbench("recommend", "mine.yaml", "--gpu", "RTX 4090", "--deadline", "8h", "-o", "best.yaml")
+    assert code == 0
+    assert "RTX 4090 · 20,000 samples · deadline 8 h 00 min" in out
+    first = next(line for line in out.splitlines() if line.startswith(" 1  "))
+    assert re.search(r"\d+ min \d\d s .* keeps", first)
+    assert re.search(r"in 8 h 00 min the best trains [\d,]+ samples \([\d,]+ to [\d,]+\), [\d,]+ passes", words(out))
+    best = load(tmp_path / "best.yaml")
+    assert (best.dataset.samples or 20_000, best.dataset.path) == (20_000, str(tmp_path / "own.jsonl"))
+    assert yaml.safe_load(out.partition("(-o FILE writes it):")[2])["name"] == "mine-best"
+
+    code, out, _ = ftbench("estimate", "best.yaml", "--gpu", "RTX 4090", "--check")
+    assert code == 0
+    assert "for a process" in out
+    assert "RTX 4090 has 24.0 GiB" in words(out)
+    assert re.search(r"training +20,000 samples in .* kWh", out)
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """A store in which one run waited for its CPU, one for its data, and one did not wait."""
+    make_run(tmp_path, "lora-b4-r1", steps(seconds=0.5, seed=1, gpu_busy=0.99, tensor_busy=0.6, memory_busy=0.3),
+             spec={"optimizations.compile": True})  # fmt: skip
+    make_run(tmp_path, "lora-b4-r2", steps(seconds=2.0, seed=2, gpu_busy=0.35))
+    make_run(
+        tmp_path, "lora-b4-r3", steps(seconds=2.5, seed=3, gpu_busy=0.3, data_time_s=1.6), spec={"dataset.seed": 7}
+    )
+    return tmp_path
+
+
+def test_why_was_my_run_slow(ftbench, slow, tmp_path):
+    """The slowest run has a number, its card says what it waited for, and what it says to try can be typed."""
+    code, out, _ = ftbench("report", slow, "--sort=-tokens/s", "--columns", "tokens/s,bound.verdict")
+    numbers = [line.split()[0] for line in out.splitlines() if "at batch 4" in line]
+    assert (code, numbers) == (0, ["3", "2", "1"])
+    assert [line.split()[-1] for line in out.splitlines() if "at batch 4" in line][:2] == ["data-bound", "launch-bound"]
+
+    waited, launched = (ftbench("show", number, slow)[1] for number in numbers[:2])
+    assert "data-bound" in waited
+    assert "64% of the steady window was spent waiting for batches" in words(waited)
+    assert "--set optimizations.loader_processes=on" in waited
+    assert "launch-bound" in launched
+    assert "the GPU worked 35% of the time and waited for the CPU in the rest" in words(launched)
+    assert re.search(r"compile: about \+\d+% tokens/s, [\d.]+ of [\d.]+ GiB \(measured", words(launched))
+
+    tried = [line.strip() for line in (waited + launched).splitlines() if line.strip().startswith("ftbench run ")]
+    assert len(tried) >= 3
+    for line in (tried[0], tried[-1]):
+        pretended = ["--set", "launch.mock=ok", "--out", tmp_path / "out"]
+        assert ftbench(*shlex.split(line)[1:], *pretended)[0] == 0
+
+
+def test_why_was_my_run_slow_of_committed_runs(ftbench):
+    code, out, _ = ftbench("show", "qwen3-0.6b-lora-b1-dcc2630c0176-r1", RESULTS / "launch-bound")
+    assert code == 0
+    assert "launch-bound: the GPU worked 10% of the time and waited for the CPU in the rest" in words(out)
+    assert out.count("    ftbench run ") >= 3
