@@ -11,6 +11,7 @@ from typing import Any
 from ftbench.errors import MissingError
 from ftbench.launch import nsys, ranks
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.optimizations.fp8 import TRANSFORMER_ENGINE
 from ftbench.spec.refusals import refusals_on
 from ftbench.store import machine
 from ftbench.store.rundir import RunDir
@@ -57,6 +58,11 @@ def check_installed(spec: Experiment) -> None:
         raise MissingError(
             f"train.report_to names {', '.join(absent)}, which this Python ({sys.executable}) does not have: "
             f"pip install {' '.join(absent)}, or leave it out"
+        )
+    if spec.optimizations.fp8 in TRANSFORMER_ENGINE and not _installed("transformer_engine"):
+        raise MissingError(
+            f"optimizations.fp8 {spec.optimizations.fp8} needs Transformer Engine, which this Python "
+            f"({sys.executable}) does not have: pip install --no-build-isolation 'transformer-engine[pytorch]'"
         )
     if spec.measure.profile == "nsys":
         nsys.check_installed()

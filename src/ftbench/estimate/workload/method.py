@@ -13,6 +13,7 @@ from ftbench.estimate.workload.model import shape_of
 from ftbench.families.shape import Layer, ModelShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Full, Lora, Qlora, Unsloth
+from ftbench.spec.optimizations.fp8 import in_8_bits
 
 Loss = Literal["trl", "chunked", "liger", "unsloth"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
@@ -113,7 +114,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         loss=_loss(spec),
         liger=on.liger,
         compiled=bool(on.compile),
-        fp8=on.fp8 != "off",
+        fp8=in_8_bits(on.fp8),
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
         fused=fused(spec),
     )

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ftbench.core.hardware import supports_fp8
+from ftbench.errors import SpecError
 from ftbench.spec.base import Word
 from ftbench.spec.optimizations.declaration import COARSE, Capability, Optimization, Tolerance
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
+
+
+TRANSFORMER_ENGINE = ("te-current", "te-delayed", "te-mxfp8")
+BLACKWELL = (10, 0)
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:
@@ -20,18 +25,33 @@ def _refusals(spec: Experiment) -> Iterator[str]:
         yield "optimizations.fp8 converts frozen base layers and method full has none: use lora"
     if spec.train.precision not in ("auto", "bf16"):
         yield f"optimizations.fp8 goes with train.precision bf16, not {spec.train.precision}"
+    if spec.optimizations.fp8 == "te-delayed" and spec.optimizations.gradient_checkpointing:
+        yield (
+            "optimizations.fp8 te-delayed scales by the products before, and gradient_checkpointing makes them twice: "
+            "use te-current"
+        )
 
 
 def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
     if capability is None or not supports_fp8(capability):
         have = "this machine has no GPU" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
         yield f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off"
+    elif spec.optimizations.fp8 == "te-mxfp8" and capability < BLACKWELL:
+        yield "optimizations.fp8 te-mxfp8 needs compute capability 10.0 or higher: use te-current"
+
+
+def in_8_bits(setting: str) -> bool:
+    """Return whether products are in 8 bits, as estimates know them. Raises SpecError for Transformer Engine's."""
+    if setting in TRANSFORMER_ENGINE:
+        raise SpecError(f"what optimizations.fp8 {setting} takes is not known before it runs: estimate with tensorwise")
+    return setting != "off"
 
 
 OPTIMIZATION = Optimization(
-    type=Annotated[Literal["off", "tensorwise", "rowwise"], Word],
+    type=Annotated[Literal["off", "tensorwise", "rowwise", "te-current", "te-delayed", "te-mxfp8"], Word],
     default="off",
-    description="products with the frozen base layers in 8-bit floats cast once: faster where compiled",
+    description="products with the frozen base layers in 8-bit floats cast once: faster where compiled; te-current, "
+    "te-delayed and te-mxfp8 are Transformer Engine's scalings, not tried on a GPU so far",
     verified="no frozen layer that fits still multiplies in 16 bits",
     tolerance=Tolerance(COARSE),
     unsloth="its fused functions multiply in 16 bits: leave it off, or use method lora",
@@ -40,4 +60,5 @@ OPTIMIZATION = Optimization(
     unsimulated="it is made for compiled layers",
     after=("liger",),  # which knows layers by their class
     beside={name: {"optimizations.compile": True} for name in ("tensorwise", "rowwise")},
+    not_ablated=TRANSFORMER_ENGINE,
 )

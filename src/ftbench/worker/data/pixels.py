@@ -116,16 +116,16 @@ class Pixels:
         """Return 4 x 1 x tokens: the place in the sample, by which attention knows where one begins, and time, row and
         column to rotate by. Text counts on in all three; an image has its own time, its tokens their rows and columns
         from there, and what follows goes on after the largest (Qwen2-VL, arXiv 2409.12191, section 2.1)."""
-        (ids,), (places,) = rows["input_ids"], rows["position_ids"]
+        (ids,), (positions,) = rows["input_ids"], rows["position_ids"]
         turned, images = np.empty((3, len(ids)), dtype=np.int64), iter(pictures)
-        at = place = 0
+        at = start = 0
         while at < len(ids):
-            place = 0 if places[at] == 0 else place
+            start = 0 if positions[at] == 0 else start
             if ids[at] == self.token:
                 high, wide = (side // self.shape.merge for side in self.shape.grid(*self.side(next(images))))
-                turned[:, at : at + high * wide] = place + np.indices((1, high, wide)).reshape(3, -1)
-                at, place = at + high * wide, place + max(high, wide)
+                turned[:, at : at + high * wide] = start + np.indices((1, high, wide)).reshape(3, -1)
+                at, start = at + high * wide, start + max(high, wide)
             else:
-                turned[:, at] = place
-                at, place = at + 1, place + 1
-        return np.concatenate([places[None], turned])[:, None]
+                turned[:, at] = start
+                at, start = at + 1, start + 1
+        return np.concatenate([positions[None], turned])[:, None]

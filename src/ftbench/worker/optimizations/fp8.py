@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.kernels.te_linear import RECIPES, TeLinear
 
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sides are multiples of 16
 WEIGHT = torch.float8_e4m3fn
@@ -101,10 +102,11 @@ def _wanted(module: Any, name: str) -> bool:
 
 def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
+    kind = TeLinear if recipe in RECIPES else Fp8Linear
     names = [name for name, module in model.named_modules() if _wanted(module, name)]
     for name in names:  # by name: a list of modules would keep every 16-bit weight until the last one is cast
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, Fp8Linear(model.get_submodule(name), recipe))
+        setattr(model.get_submodule(parent), own, kind(model.get_submodule(name), recipe))
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def layers(model: Any) -> int:
 
 
 def multiplies_in_8_bits(module: Any) -> bool:
-    return isinstance(module, Fp8Linear)
+    return isinstance(module, (Fp8Linear, TeLinear))
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:

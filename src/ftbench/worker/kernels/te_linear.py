@@ -1,0 +1,57 @@
+"""Frozen linear layers multiplied by Transformer Engine in 8-bit floats.
+
+accelerate's conversion takes every linear layer, adapters and norms too, and leaves out the rest of a model at the
+first one whose sides do not fit. Here adapters are there already, and only what they lie on is converted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+RECIPES = {  # classes of transformer_engine.common.recipe
+    "te-current": "Float8CurrentScaling",
+    "te-delayed": "DelayedScaling",
+    "te-mxfp8": "MXFP8BlockScaling",
+}
+ROWS = 32  # its products take rows in multiples of 16, of 32 where a block shares a scale: 577 tokens are neither
+
+
+class TeLinear(torch.nn.Module):
+    """A frozen linear layer in Transformer Engine's place, for inputs of any number of rows."""
+
+    def __init__(self, base: torch.nn.Linear, recipe: str) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as engine
+        from transformer_engine.common import recipe as recipes
+
+        weight, self._autocast = base.weight, engine.fp8_autocast
+        self._recipe = getattr(recipes, RECIPES[recipe])()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        options = {"bias": base.bias is not None, "params_dtype": weight.dtype, "device": weight.device}
+        self.linear = engine.Linear(base.in_features, base.out_features, **options)
+        self.linear.weight.data = weight.data
+        if base.bias is not None:
+            self.linear.bias.data = base.bias.data
+        self.linear.requires_grad_(False)
+
+    @property
+    def weight(self) -> Any:
+        """Return the frozen weight, where peft looks for one."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Any:
+        return getattr(self.linear, "bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, self.in_features).to(self.linear.weight.dtype)
+        missing = -len(flat) % ROWS
+        with self._autocast(enabled=True, fp8_recipe=self._recipe):
+            made = self.linear(torch.nn.functional.pad(flat, (0, 0, 0, missing)))
+        return made[: len(flat)].view(*x.shape[:-1], self.out_features)
+
+    def forward_in_16_bits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product with the 16-bit weight, for a few rows."""
+        return torch.nn.functional.linear(x, self.linear.weight.to(x.dtype), self.bias)
