@@ -644,3 +644,22 @@ def test_it_looks_at_this_machine(tmp_path):
     }  # fmt: skip
     assert done.returncode == (0 if document["can_run"] else 3)
     assert done.stderr == ""
+
+
+# --- memory and time -------------------------------------------------------------------------------------------------
+
+
+def test_what_a_spec_takes_is_looked_at_as_run_does(doctor, tmp_path):
+    large = {"model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": "full", "train": {"batch_size": 64}}
+    code, out, _ = doctor(write_spec(tmp_path, **large), "--json")
+    (found,) = [each for each in json.loads(out)["findings"] if each["name"] == "memory and time"]
+    assert (code, found["verdict"]) == (3, "fail")
+    assert "this will run out of memory" in found["text"]
+
+
+def test_what_fits_is_said_with_what_it_takes(doctor, tmp_path):
+    small = {"model": {"id": "Qwen/Qwen3-0.6B", "weights": "random"}}
+    code, out, _ = doctor(write_spec(tmp_path, **small), "--json")
+    (found,) = [each for each in json.loads(out)["findings"] if each["name"] == "memory and time"]
+    assert (code, found["verdict"]) == (0, "ok")
+    assert found["text"].startswith("expected: ")

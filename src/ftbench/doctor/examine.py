@@ -14,12 +14,15 @@ from ftbench.doctor import abilities, gpu, host, stack
 from ftbench.doctor.facts import Facts, gather
 from ftbench.doctor.findings import Finding, as_text
 from ftbench.errors import FtbenchError
+from ftbench.estimate import preflight
+from ftbench.estimate.time.run_index import Store
 from ftbench.families import describe
 from ftbench.launch import runner
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.methods import GPT_OSS
 from ftbench.store import machine, rundir
+from ftbench.store.rundir import first_gpu
 
 SCHEMA = 1
 AREA = "spec"
@@ -67,8 +70,13 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
     if spec is None:
         return Diagnosis(findings, None, facts.described)
     failures = [Finding(AREA, name, "fail", text) for name, text in obstacles(spec, facts, findings)]
-    works = Finding(AREA, spec.name, "ok", f"{spec.method.name} of {spec.model.id} can run on this machine")
-    return Diagnosis([*findings, *(failures or [works])], not failures, facts.described)
+    resolved = resolve(spec, facts.capability)
+    if doubt := preflight.doubt(resolved, facts.described, out):
+        failures.append(Finding(AREA, "memory and time", "fail", doubt))
+    works = [Finding(AREA, spec.name, "ok", f"{spec.method.name} of {spec.model.id} can run on this machine")]
+    if expected := preflight.expectation(resolved, first_gpu(facts.described) or None, Store.read(out)):
+        works.append(Finding(AREA, "memory and time", "ok", expected))
+    return Diagnosis([*findings, *(failures or works)], not failures, facts.described)
 
 
 def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> list[tuple[str, str]]:

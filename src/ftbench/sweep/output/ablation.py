@@ -31,7 +31,7 @@ from ftbench.sweep.plan.ablation import AblationPlan
 
 ABLATION = "ablation.md"
 HEADINGS = (
-    "variant", "against", "tokens/s", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state",
+    "variant", "Δ speed", "tokens/s", "peak GiB (Δ)", "Δ loss", "state", "against", "first step (Δ)", "break-even",
 )  # fmt: skip
 _TEXT = ("variant", "against", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
 NOTE = (
@@ -171,14 +171,14 @@ def _table(rows: Sequence[list[str]], notes: Sequence[str]) -> Table:
 def _row(name: str, over: str, cell: Cell | None, pair: Pair | None, state: str) -> list[str]:
     paired = pair if pair and pair.cell.ok and pair.baseline and pair.baseline.ok else None
     return [
-        name, over,
-        units.rate(cell.figure(TOKENS)) if cell else "",
+        name,
         change(paired.speed) if paired else "",
+        units.rate(cell.figure(TOKENS)) if cell else "",
         _with_change(units.gibibytes(cell.figure(PEAK)), _change_of_peak(paired)) if cell else "",
-        first_step_text(cell, paired) if cell else "",
         _loss(pair.learning) if pair else "",
+        state or (cell.state if cell else ""), over,
+        first_step_text(cell, paired) if cell else "",
         break_even_text(paired.break_even) if paired else "",
-        state or (cell.state if cell else ""),
     ]  # fmt: skip
 
 
