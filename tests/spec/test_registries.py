@@ -104,7 +104,7 @@ def test_a_length_profile_has_a_spread():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_of_rows_has_its_heavy_half(name):
-    assert f'"{name}"' in (ROOT / "worker" / "data" / "formats.py").read_text()
+    assert f'"{name}"' in (ROOT / "core" / "data_formats.py").read_text()
 
 
 def test_the_sample_is_the_two_hundred_pairs_it_says():

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from conftest import spec_of
+from ftbench.core.data_formats import BadRow, detect, example
 from ftbench.errors import DataError, SpecError
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
@@ -24,7 +25,6 @@ from ftbench.store.steps import read_steps
 from ftbench.worker.data import prepare as preparing
 from ftbench.worker.data import synthetic
 from ftbench.worker.data import tokens as tokens_module
-from ftbench.worker.data.formats import BadRow, detect, example
 from ftbench.worker.data.tokens import IGNORE, tokenise
 from ftbench.worker.model.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
 

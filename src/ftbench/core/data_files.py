@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,9 +17,11 @@ _ROWS = 1024  # of a Parquet file that are made at once
 class FileRows:
     """Rows of a file, each with the line (or record) it stands on."""
 
-    def __init__(self, path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], unit: str) -> None:
+    def __init__(
+        self, path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], unit: str, most: int | None = None
+    ) -> None:
         self._path, self._unit, self.folder = path, unit, path.parent
-        self._rows = list(numbered)
+        self._rows = list(islice(numbered, most))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -30,9 +33,9 @@ class FileRows:
         return f"{self._path}, {self._unit} {self._rows[index][0]}"
 
 
-def read_file(path: Path) -> FileRows:
-    """Return the rows of a .json, .jsonl, .csv or .parquet file, or of the only one in a folder. Raise DataError that
-    names file and row."""
+def read_file(path: Path, most: int | None = None) -> FileRows:
+    """Return the rows (of `most` the first) of a .json, .jsonl, .csv or .parquet file, or of the only one in a folder.
+    Raise DataError that names file and row."""
     if path.is_dir():
         files = sorted(each for each in path.iterdir() if each.suffix.lower() in _READERS)
         if len(files) != 1:
@@ -45,7 +48,7 @@ def read_file(path: Path) -> FileRows:
             f"{path}: {path.suffix or 'a name without ending'} is not known; give .json, .jsonl, .csv or .parquet"
         )
     try:
-        rows = FileRows(path, reader(path), unit)
+        rows = FileRows(path, reader(path), unit, most)
     except OSError as error:
         raise DataError(f"{path}: {file_problem(error)}") from None
     if not len(rows):

@@ -20,6 +20,7 @@ from ftbench.launch.launchers import command_of, launcher_of
 from ftbench.profile import files as profiles
 from ftbench.profile.trace import TraceError
 from ftbench.spec import identity
+from ftbench.spec.dataset_rows import check_file
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.refusals import refusals
@@ -162,9 +163,11 @@ def _too_few_gpus(spec: Experiment, described: dict[str, Any]) -> list[str]:
 
 
 def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
-    """Raise SpecError for a file that is not there, with `others` behind it, MissingError for what is not installed."""
+    """Raise SpecError for a file that is not there, with `others` behind it, DataError for rows that cannot be used,
+    MissingError for what is not installed."""
     if wrong := _path_problems(spec):
         raise SpecError(*wrong, *others)
+    check_file(spec.dataset)
     launcher_of(spec).check_installed(spec)
 
 

@@ -10,8 +10,21 @@ from pydantic import Field, field_validator, model_validator
 
 from ftbench.spec.base import Float, Int, Part, Switch, known
 
-FORMATS = ("alpaca", "messages", "prompt-completion", "text", "image-text")
-Format = Literal["alpaca", "messages", "prompt-completion", "text", "image-text"]
+FORMATS = ("alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text")
+Format = Literal["alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text"]
+Role = Literal[
+    "prompt",
+    "completion",
+    "question",
+    "answer",
+    "instruction",
+    "input",
+    "output",
+    "messages",
+    "text",
+    "image",
+    "images",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +77,8 @@ class Dataset(Part):
     )
     format: Format | None = Field(None, description="of the rows; found from the columns if empty")
     path: str | None = Field(None, description="file to read, for `name: file`")
-    columns: dict[Literal["image", "question", "answer"], str] = Field(
-        {}, description="names of columns that are not found by themselves, for example {image: photo, answer: finding}"
+    columns: dict[Role, str] = Field(
+        {}, description="which column is what, where names do not say it: {prompt: question, completion: answer}"
     )
     prompt: str = Field("Describe", min_length=1, description="question about an image where no column holds one")
     image_size: tuple[Side, Side] | None = Field(
@@ -76,6 +89,8 @@ class Dataset(Part):
     )
     images_per_sample: Int = Field(1, ge=1, le=64, description="images: how many pictures a sample holds")
     revision: str | None = Field(None, description="revision of a hub data set")
+    subset: str | None = Field(None, description="which of a hub data set's configurations")
+    split: str = Field("train", min_length=1, description="which part of a hub data set")
     length: Int | None = Field(None, ge=2, description="synthetic: every sample has this many tokens")
     mean_length: Float | None = Field(None, ge=2, description="synthetic: lengths drawn log-normally to this mean")
     like: str | None = Field(None, description="synthetic: lengths drawn like this data set's")
@@ -134,6 +149,9 @@ class Dataset(Part):
         if self.name in DATASETS and self.name != "file" and (self.format or self.columns):
             key = "format" if self.format else "columns"
             raise ValueError(f"`{key}` goes with `name: file`: {self.name} has its own")
+        if self.name in DATASETS and (self.subset or self.split != "train"):
+            key = "subset" if self.subset else "split"
+            raise ValueError(f"`{key}` goes with owner/name of a data set on the hub, not with {self.name}")
         shape = [key for key in ("length", "mean_length", "like") if getattr(self, key) is not None]
         if self.name == "synthetic" and len(shape) != 1:
             raise ValueError("`name: synthetic` needs one of `length`, `mean_length` and `like`")

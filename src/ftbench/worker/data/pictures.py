@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ftbench.core.data_formats import BadRow
 from ftbench.spec.batches import picture_sizes
 from ftbench.spec.datasets import Dataset
 from ftbench.store.rundir import open_plain_file
-from ftbench.worker.data.formats import BadRow
 
 if TYPE_CHECKING:
     from PIL.Image import Image

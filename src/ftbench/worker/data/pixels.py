@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ftbench.core.data_formats import BadRow
 from ftbench.errors import MissingError
 from ftbench.families.vision import ImageSize, VisionShape
-from ftbench.worker.data.formats import BadRow
 from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.tokens import ShownImages
 

@@ -15,11 +15,12 @@ import numpy as np
 from jinja2 import TemplateError
 
 from ftbench.core import lengths
+from ftbench.core.data_formats import BadRow, Example
 from ftbench.errors import DataError, SpecError
+from ftbench.spec.dataset_rows import row_example, row_format
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.data import order, synthetic
-from ftbench.worker.data.formats import BadRow, Example, detect, example
 from ftbench.worker.data.order import Row
 from ftbench.worker.data.pictures import read
 from ftbench.worker.data.pixels import Pixels
@@ -107,10 +108,10 @@ def _from_rows(dataset: Dataset, tokenizer: Any, pixels: Pixels | None) -> tuple
     max_length would carry no loss: it is left out and counted, and the next row takes its place.
     """
     rows = open_rows(dataset)
-    format_name = _format(dataset, rows)
+    format_name = row_format(dataset, rows[0], rows.where(0))
     if dataset.name == "file":
         for index in range(len(rows)):
-            _example(rows, index, format_name, dataset)
+            row_example(dataset, rows[index], format_name, rows.where(index))
     wanted = len(rows) if dataset.samples is None else dataset.samples + dataset.eval_samples
     samples: list[Tokens] = []
     empty = silent = 0
@@ -118,7 +119,7 @@ def _from_rows(dataset: Dataset, tokenizer: Any, pixels: Pixels | None) -> tuple
         if len(samples) == wanted:
             break
         try:
-            parsed = _example(rows, index, format_name, dataset)
+            parsed = row_example(dataset, rows[index], format_name, rows.where(index))
             images = _images(rows, index, parsed, dataset, pixels)
         except DataError:
             if dataset.name == "file":
@@ -197,24 +198,6 @@ def _tokens(
     except (TypeError, ValueError, TemplateError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{rows.where(index)}: the tokenizer or its chat template refuses it ({reason})") from None
-
-
-def _format(dataset: Dataset, rows: Rows) -> str:
-    if dataset.name == "wikipedia-ja":
-        return "wikipedia-title"
-    return dataset.format or dataset.source.format or detect(_named(rows[0], dataset), rows.where(0))
-
-
-def _named(row: dict[str, Any], dataset: Dataset) -> dict[str, Any]:
-    """Return a row with the columns that the spec names under the names that they stand for."""
-    return row | {role: row.get(column) for role, column in dataset.columns.items()}
-
-
-def _example(rows: Rows, index: int, format_name: str, dataset: Dataset) -> Example:
-    try:
-        return example(_named(rows[index], dataset), format_name, dataset.prompt)
-    except BadRow as error:
-        raise DataError(f"{rows.where(index)}: {error} (format {format_name})") from None
 
 
 def _describe(

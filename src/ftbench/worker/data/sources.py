@@ -65,7 +65,9 @@ def _hub(dataset: Dataset) -> HubRows:
 
     source = dataset.source
     try:
-        data = datasets.load_dataset(source.hub, source.config, split="train", revision=dataset.revision)
+        data = datasets.load_dataset(
+            source.hub, source.config or dataset.subset, split=dataset.split, revision=dataset.revision
+        )
     except Exception as error:  # noqa: BLE001 - the hub client's errors share no base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingError(

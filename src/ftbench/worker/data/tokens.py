@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ftbench.worker.data.formats import BadRow, Example
+from ftbench.core.data_formats import BadRow, Example
 from ftbench.worker.data.pictures import Picture
 
 IGNORE = -100

@@ -13,6 +13,7 @@ COLUMNS = {
     "alpaca": "instruction, output (and input)",
     "messages": "messages, or conversations",
     "prompt-completion": "prompt, completion",
+    "question-answer": "question, answer",
     "text": "text",
     "image-text": "image or images; text, caption, answer or label (and question or prompt)",
 }
@@ -55,6 +56,8 @@ def detect(columns: Iterable[str], where: str) -> str:
         return "alpaca"
     if set(_IMAGES) & names and set(_ANSWERS) & names:
         return "image-text"
+    if {"question", "answer"} <= names:
+        return "question-answer"
     if "text" in names:
         return "text"
     wanted = "; ".join(f"{name}: {columns}" for name, columns in COLUMNS.items())
@@ -201,6 +204,7 @@ _FORMATS: dict[str, Callable[[dict[str, Any]], Example]] = {
     "alpaca": _alpaca,
     "messages": _messages,
     "prompt-completion": _prompt_completion,
+    "question-answer": lambda row: _pair(_text(row, "question"), _text(row, "answer")),
     "text": _plain,
     "wikipedia-title": wikipedia_title,
 }

@@ -1,0 +1,71 @@
+"""Columns of any names become what is trained on, and rows that cannot be used are found before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ftbench.errors import DataError, SpecError
+from ftbench.launch import runner
+from ftbench.spec.dataset_rows import check_file, row_example, row_format
+from ftbench.spec.datasets import Dataset
+from ftbench.spec.load import load
+
+
+def rows_file(folder: Path, *rows: dict) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"question": "2 + 2?", "answer": "4"}, {}),
+        ({"question": "2 + 2?", "answer": "4"}, {"prompt": "question", "completion": "answer"}),
+        ({"Frage": "2 + 2?", "Antwort": "4"}, {"instruction": "Frage", "output": "Antwort"}),
+        ({"prompt": "other", "q": "2 + 2?", "completion": "4"}, {"prompt": "q"}),
+    ],
+)
+def test_columns_of_any_name_are_a_question_and_its_answer(row, columns):
+    dataset = Dataset(name="owner/set", columns=columns)
+    messages = row_example(dataset, row, row_format(dataset, row, "row 1"), "row 1").messages
+    assert [message["content"] for message in messages] == ["2 + 2?", "4"]
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+
+
+def test_a_column_that_is_not_there_is_named_with_the_nearest():
+    dataset = Dataset(name="owner/set", columns={"prompt": "questoin"})
+    with pytest.raises(DataError, match=r"prompt is `questoin`, and there is no such column.*did you mean question\?"):
+        row_format(dataset, {"question": "a", "answer": "b"}, "row 1")
+
+
+def test_rows_that_cannot_be_used_are_found_before_anything_starts(tmp_path):
+    data = rows_file(tmp_path, {"question": "a", "answer": "b"}, {"question": "a", "answer": " "})
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"model: tiny/qwen3\nmethod: lora\ndataset: {{name: file, path: {data}}}\n")
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: `answer` is empty"):
+        runner.check_needed(load(spec, []))
+
+
+def test_of_a_large_file_the_first_rows_are_looked_at(tmp_path):
+    good, bad = {"text": "a"}, {"text": 1}
+    check_file(Dataset(name="file", path=str(rows_file(tmp_path, *[good] * 1000, bad))))
+    with pytest.raises(DataError, match="line 1000"):
+        check_file(Dataset(name="file", path=str(rows_file(tmp_path, *[good] * 999, bad))))
+
+
+@pytest.mark.parametrize("key", [{"subset": "main"}, {"split": "test"}])
+def test_a_part_of_a_set_is_named_for_sets_of_the_hub_alone(key):
+    assert Dataset(name="openai/gsm8k", **key)
+    with pytest.raises(ValueError, match="goes with owner/name"):
+        Dataset(name="alpaca", **key)
+
+
+def test_a_role_that_there_is_not_is_refused(tmp_path):
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("model: tiny/qwen3\nmethod: lora\ndataset: {name: owner/set, columns: {promt: question}}\n")
+    with pytest.raises(SpecError, match="promt"):
+        load(spec, [])
