@@ -118,8 +118,13 @@ def secrets_of(environment: Mapping[str, str]) -> tuple[str, ...]:
     URL write it, longest first; short ones are words."""
     return _forms(tuple(
         value for name, value in environment.items()
-        if len(value) >= 8 and _SECRET_VARIABLE.search(name) and not _NAMES_A_PLACE.search(name)
+        if len(value) >= 8 and _names_a_secret(name)
     ))  # fmt: skip
+
+
+@lru_cache(maxsize=4096)  # asked of every variable for every document
+def _names_a_secret(variable: str) -> bool:
+    return bool(_SECRET_VARIABLE.search(variable)) and not _NAMES_A_PLACE.search(variable)
 
 
 @lru_cache(maxsize=64)

@@ -39,31 +39,51 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
     heading no row is printed for them. Wide characters count as two, and those that would move the cursor or turn the
     text are left out.
     """
-    from rich.console import Console  # `ftbench --help` begins without it
+    width = width or terminal_width()
+    columns, rows = [plain(name) for name in columns], [[plain(cell) for cell in row] for row in rows]
+    least = _least_widths(columns, rows, width or _UNLIMITED)
+    kept = len(columns) if width is None or not all(columns) else _fitting(least, width)
+    rows = [row[:kept] for row in rows]
+    most = _UNLIMITED if width is None else max(width, _total(least[:kept]))
+    lines = _lines(columns[:kept], rows, most)
+    if left := ", ".join(name.removeprefix(">") for name in columns[kept:]):
+        lines.append(folded(f"left out for want of width: {left} (--wide shows all)", width))
+    return "\n".join(lines)
+
+
+def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> list[str]:
+    """Return the lines of a table, folded where they would be wider than `most`."""
+    headings = [name.removeprefix(">") for name in columns]
+    cells = [*([headings] if any(headings) else []), *rows]
+    widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
+    if _total(widths) > most:
+        return _folded_lines(columns, rows, most)
+
+    def padded(cell: str, width: int, name: str) -> str:
+        room = " " * (width - _width(cell))
+        return room + cell if name.startswith(">") else cell + room
+
+    return ["  ".join(map(padded, row, widths, columns)).rstrip() for row in cells]
+
+
+def _folded_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> list[str]:
+    from rich.console import Console  # what is not folded does without: it takes a tenth of a short command's time
     from rich.table import Table
     from rich.text import Text
 
-    width = width or terminal_width()
-    least = _least_widths(columns, rows, width or _UNLIMITED)
-    kept = len(columns) if width is None or not all(columns) else _fitting(least, width)
     headed = any(name.removeprefix(">") for name in columns)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=headed, header_style="")
-    for heading in columns[:kept]:
+    for heading in columns:
         figures = heading.startswith(">")
         table.add_column(
-            Text(plain(heading.removeprefix(">"))), justify="right" if figures else "left", no_wrap=figures,
-            overflow="fold",
-        )  # fmt: skip
+            Text(heading.removeprefix(">")), justify="right" if figures else "left", no_wrap=figures, overflow="fold"
+        )
     for row in rows:
-        table.add_row(*(Text(plain(cell)) for cell in row[:kept]))
-    most = _UNLIMITED if width is None else max(width, _total(least[:kept]))
+        table.add_row(*map(Text, row))
     console = Console(width=most, height=1, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
         console.print(table)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    if left := ", ".join(plain(name.removeprefix(">")) for name in columns[kept:]):
-        lines.append(folded(f"left out for want of width: {left} (--wide shows all)", width))
-    return "\n".join(lines)
+    return [line.rstrip() for line in capture.get().splitlines()]
 
 
 def folded(text: str, width: int | None = None) -> str:
@@ -73,14 +93,21 @@ def folded(text: str, width: int | None = None) -> str:
 
 def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Return the width of each column of figures, and how far each other one is folded at the most."""
-    from rich.cells import cell_len
-
     texts = [name.removeprefix(">") for name in columns]
-    widths = [max(cell_len(plain(cell)) for cell in cells) for cells in zip(texts, *rows, strict=True)]
+    widths = [max(map(_width, cells)) for cells in zip(texts, *rows, strict=True)]
     words = [at for at, heading in enumerate(columns) if not heading.startswith(">")]
     name = max(NARROWEST, min(_NAME, width // 3))
     limits = dict.fromkeys(words, NARROWEST) | dict.fromkeys(words[:1] if all(columns) else (), name)
     return [min(wide, limits.get(at, wide)) for at, wide in enumerate(widths)]
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def _total(widths: Sequence[int]) -> int:

@@ -108,6 +108,8 @@ SHAPES: dict[str, Any] = {
     },
 }  # fmt: skip
 
+_OTHER = {str, NoneType}
+_PLAIN = _OTHER | {bool, int, float}
 _WORDS = {NoneType: "null", bool: "yes or no", int: "a whole number", float: "a number", str: "text", list: "a list",
           dict: "an object"}  # fmt: skip
 
@@ -148,8 +150,9 @@ def check(value: Any, shape: Any, depth: int = 0) -> None:
     others = None if shape is None else shape.get("*") if kind is dict else shape[0]
     for key, part in items:
         inner = shape.get(key, others) if shape and kind is dict else others
-        if type(part) is str and (inner is None or (type(inner) is set and str in inner)):
-            continue  # half of all values, at a tenth of the time
+        plain = type(part) in _PLAIN and (inner is None or (type(inner) is set and type(part) in inner))
+        if plain and (type(part) in _OTHER or -LARGEST < part < LARGEST):
+            continue  # nearly all values, at a tenth of the time
         try:
             check(part, inner, depth + 1)
         except Misfit as misfit:
