@@ -155,8 +155,8 @@ def test_of_several_gpus_and_of_one_without_a_name_too(ftbench, spec_file, optio
     assert code != 0
     assert "The nearest that fits takes" in out
     _, command, *words = shlex.split(out.splitlines()[-1])
-    assert (command == "estimate") == ("--gpus" in options)
-    where = () if command == "estimate" else ("--gpu", "L40S") if "--gpu" in options else options[:2]
+    assert command == "run"
+    where = ("--gpu", "L40S") if options[1] == "L4,L40S" else options[:2]
     code, again, _ = ftbench("estimate", *words, *where, "--check")
     assert code == 0
     assert "The nearest" not in again

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from ftbench.core.architectures import architectures
+from ftbench.core.hardware import gpus
 from ftbench.core.units import GIB
+from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
-from ftbench.estimate.workload.batches import BatchShape
-from ftbench.estimate.workload.division import Division, division_of, rank_model
-from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.recommend import command as recommend
+from ftbench.estimate.time.ceilings import ceilings
+from ftbench.estimate.time.communication import traffic
+from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.workload.batches import BatchShape, batches_of
+from ftbench.estimate.workload.division import Division, division_of, on_gpus, rank_batch, rank_model
+from ftbench.estimate.workload.lengths import Lengths
+from ftbench.estimate.workload.method import Recipe, trainable_shape
 from ftbench.families import describe
-from ftbench.spec.experiment import Launch
+from ftbench.spec.experiment import Experiment, Launch
+from ftbench.spec.refusals import refusals
 
 SMALL = {
     "model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -108,3 +119,110 @@ def test_a_gpu_of_expert_parallelism_holds_its_experts_and_the_whole_router(spar
     assert part.parameters["experts"] * 4 == sparse.parameters["experts"]
     rest = sparse.total - sparse.parameters["experts"]
     assert part.total - part.parameters["experts"] == rest
+
+
+# --- what they wait for -----------------------------------------------------------------------------------------------
+
+
+def shared(strategy: str, gpus: int, **parts) -> Experiment:
+    values = {
+        "name": "t", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "full"},
+        "dataset": {"name": "synthetic", "samples": 64, "length": 2048}, "train": {"batch_size": 4},
+        "optimizations": {"gradient_checkpointing": True}, **parts,
+    }  # fmt: skip
+    return on_gpus(Experiment.model_validate(values), gpus, strategy)
+
+
+def sent(spec: Experiment):
+    shape = trainable_shape(spec)
+    return traffic(spec, shape, [rank_batch(batch, division_of(spec.launch)) for batch in batches_of(spec, EVEN)])
+
+
+EVEN = Lengths((2048,) * 64, 1.0, "exact")
+N = 8_190_735_360  # parameters of Qwen3-8B
+
+
+def test_what_each_strategy_sends_is_what_its_paper_says() -> None:
+    """Rajbhandari et al. 2020, section 7: data parallelism and ZeRO-1 and 2 send 2 N elements a step, ZeRO-3 3 N; each
+    by its ring's (n - 1) / n."""
+    ring = 7 / 8
+    for strategy, times in {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "fsdp": 3}.items():
+        found = sent(shared(strategy, 8))
+        assert found.hidden + found.waited == pytest.approx(times * ring * 2 * N, rel=1e-3), strategy
+
+
+def test_tensor_parallelism_sums_hidden_states_four_times_a_layer_and_twice_more_where_it_is_made_again() -> None:
+    """Shoeybi et al. 2019 (Megatron-LM), section 3: two all-reduces forward and two backward."""
+    spec = shared("tp", 4, optimizations={})
+    hidden = 4 * 2048 * 4096 * 2
+    assert sent(spec).waited == pytest.approx(36 * 4 * 2 * 3 / 4 * hidden)
+    assert sent(shared("tp", 4)).waited == pytest.approx(36 * 6 * 2 * 3 / 4 * hidden)
+
+
+def test_two_gpus_of_a_fast_link_are_nearly_twice_as_fast_and_of_a_slow_one_are_not() -> None:
+    """DDP of LoRA on an H200 reached 1.93 times and more; full weights over PCIe without peer access wait."""
+    h200, rtx = (next(gpu for gpu in gpus() if gpu.name == name) for name in ("H200 SXM", "RTX 4090"))
+    lora = {"method": {"name": "lora"}}
+    one, two = (estimate_duration(shared(*how, **lora), h200) for how in (("none", 1), ("ddp", 2)))
+    assert 1.9 < two.tokens_per_s / one.tokens_per_s <= 2
+    assert two.gpus == 2
+    assert two.joules_for(1000).expected == pytest.approx(one.joules_for(1000).expected, rel=0.1)
+    short = {"dataset": {"name": "synthetic", "samples": 64, "length": 128}, "train": {"batch_size": 1}}
+    slow, alone = (estimate_duration(shared(*how, **short), rtx) for how in (("ddp", 2), ("none", 1)))
+    assert slow.exposed_s > 0.1 * alone.step_s.expected
+
+
+def test_a_probe_of_the_links_is_believed_more_than_the_data_sheet(tmp_path: Path) -> None:
+    h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
+    assert ceilings(h200, "bf16").network == pytest.approx(0.8 * 450e9)
+    folder = tmp_path / "probe"
+    folder.mkdir()
+    document = {"device": {"kind": "cuda"}, "machine": {"gpus": [{"name": "NVIDIA H200"}]},
+                "links": {"gpus": 2, "all_reduce_bus_gbs": 123.0}}  # fmt: skip
+    (folder / "h200.json").write_text(json.dumps(document))
+    assert ceilings(h200, "bf16", tmp_path).network == pytest.approx(123e9)
+
+
+def test_every_gpu_of_the_table_has_a_link() -> None:
+    assert [gpu.name for gpu in gpus() if not gpu.link] == []
+
+
+def test_a_spec_with_launch_is_estimated_as_such_without_options(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    text = "model: {id: Qwen/Qwen3-8B, weights: random}\ndataset: {name: synthetic, samples: 64, length: 512}\n"
+    path.write_text(text + "launch: {gpus: 4, strategy: fsdp}\n")
+    said = json.loads(estimate(EstimateRequest(path, gpu="H100 SXM5")).document)
+    path.write_text(text)
+    asked = json.loads(estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=4, strategy="fsdp")).document)
+    assert said == asked
+    assert said["gpus"][0]["time"]["gpus"] == 4
+
+
+def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
+                    "dataset: {name: synthetic, samples: 64, length: 512}\n")  # fmt: skip
+    answer = estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all"))
+    records = {(row["strategy"], row["gpus"]): row for row in json.loads(answer.document)["strategies"]}
+    assert {count for _, count in records} == {1, 2, 4, 8}
+    assert records["none", 1]["verdict"] != "fits"
+    assert records["fsdp", 8]["verdict"] == "fits"
+    for strategy in ("zero1", "zero2", "zero3", "fsdp", "tp"):
+        sizes = [records[strategy, count]["device"]["expected"] for count in (2, 4, 8)]
+        assert sizes == sorted(sizes, reverse=True), strategy
+    assert "experts" in records["ep", 2]["problems"][0]
+    assert answer.code == 0
+
+
+def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> None:
+    """Of 32 billion parameters in 16 bits 64 GB do not fit one card of 45 GiB."""
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\nmethod: lora\n"
+                    "dataset: {name: synthetic, samples: 64, length: 512}\ntrain: {batch_size: 8}\n")  # fmt: skip
+    answer = recommend.run(recommend.RecommendRequest(path, gpu="L40S", gpus=4, method="lora"))
+    assert answer.options
+    for option in answer.options:
+        launch, train = option.spec.launch, option.spec.train
+        assert (launch.gpus, launch.strategy) in {(2, "fsdp"), (4, "fsdp"), (2, "zero3"), (4, "zero3"), (4, "tp")}
+        assert train.batch_size * train.gradient_accumulation_steps * division_of(launch).data == 8
+        assert refusals(option.spec) == []

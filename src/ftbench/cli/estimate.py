@@ -21,7 +21,7 @@ def estimate(
     memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
     gpus: Annotated[int | None, typer.Option(help="how many GPUs share the work, if not the spec's")] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="how they share it: ddp, fsdp, zero1 to zero3, tp, ep, cp or ulysses")
+        str | None, typer.Option(help="how they share it: ddp, fsdp, zero1 to zero3, tp, ep, cp, ulysses; or all")
     ] = None,
     config: Config = None,
     check: Annotated[
@@ -66,6 +66,7 @@ def recommend(
     spec: Spec,
     sets: Sets = None,
     gpu: Annotated[str | None, typer.Option(help="NAME,NAME or all; this machine's if left out")] = None,
+    gpus: Annotated[int | None, typer.Option(help="how many there are to share the work, if not the spec's")] = None,
     samples: Annotated[int | None, typer.Option(help="how many to train on, if not the spec's")] = None,
     deadline: Annotated[str | None, typer.Option(help="done within this time", metavar="8h")] = None,
     max_cost: Annotated[float | None, typer.Option(help="for at most this much money, by --prices")] = None,
@@ -87,8 +88,8 @@ def recommend(
     from ftbench.estimate.recommend import text as view
 
     answer = command.run(command.RecommendRequest(
-        spec, sets or [], gpu, samples, deadline, max_cost, prices, objective, method, effective_batch, store, output,
-        config,
+        spec, sets or [], gpu, gpus, samples, deadline, max_cost, prices, objective, method, effective_batch, store,
+        output, config,
     ))  # fmt: skip
     emit(view.as_json(answer) if as_json else view.as_text(answer), end="")
     if output is not None and answer.options:

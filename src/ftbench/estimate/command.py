@@ -27,6 +27,8 @@ from ftbench.spec.prices import load_prices
 from ftbench.spec.reading import read_config
 from ftbench.store import machine
 
+ALL, MOST_GPUS = "all", 64  # of --strategy, of --gpus
+
 
 @dataclass(frozen=True, slots=True)
 class EstimateRequest:
@@ -58,6 +60,8 @@ class Answer:
 def estimate(request: EstimateRequest) -> Answer:
     """Raise SpecError for what is wrong or cannot be known, with a way to say it."""
     store = Store.read(request.store)
+    if request.strategy == ALL:
+        return _every_strategy(request, store)
     spec = store.counted(launched(load(request.spec, request.sets), request.gpus, request.strategy))
     prices = None if request.prices is None else load_prices(request.prices)
     scope = time_text.scope_of(request.samples, request.hours, prices)
@@ -83,6 +87,22 @@ def estimate(request: EstimateRequest) -> Answer:
     return Answer("\n".join(text), json.dumps(document), best)
 
 
+def _every_strategy(request: EstimateRequest, store: Store) -> Answer:
+    """Return a table of strategies and numbers of GPUs; of several GPUs that are named, the first."""
+    from ftbench.estimate import strategies_table
+
+    spec = store.counted(load(request.spec, request.sets))
+    config = None if request.config is None else read_config(request.config)
+    name, gpu, total = gpus_of(request, store.path)[0]
+    most = 8 if request.gpus is None else request.gpus
+    if not 2 <= most <= MOST_GPUS:
+        raise SpecError(f"--gpus {most}: --strategy {ALL} compares ways to share the work of 2 to {MOST_GPUS} GPUs")
+    table = strategies_table.rows(spec, gpu, most, store, config, total)
+    best = min(VERDICTS.index(row.memory.verdict) for row in table if row.memory)
+    text, document = (write(spec, name, table) for write in (strategies_table.as_text, strategies_table.as_document))
+    return Answer(text, document, best)
+
+
 def _nearest(
     spec: Experiment,
     chosen: tuple[str, Gpu | float, float | None],
@@ -98,10 +118,16 @@ def _nearest(
         return "No batch, optimization or method of `ftbench recommend` is sure to make it fit.", None
     where = "" if request.gpu is None or len(listed(request.gpu)) == 1 else f" on {name}"
     needed = f"{gibibytes(fit.memory.device.expected)} of {gibibytes(fit.memory.total)} GiB{where}"
-    option = [f"--gpu={name}"] if request.gpu else [f"--memory-gb={request.memory_gb:g}"] if request.memory_gb else []
-    command = fit.command(request.spec, option, request.sets)
+    before = [*request.sets, *launch_sets(request)]
+    command = fit.command(request.spec, before)
     record = {"set": fit.sets, "command": command, "device_gb": asdict(fit.memory.device)}
     return f"The nearest that fits takes {needed}:\n  {command}", record
+
+
+def launch_sets(request: EstimateRequest) -> list[str]:
+    """Return --gpus and --strategy as `--set` takes them."""
+    asked = {"gpus": request.gpus, "strategy": request.strategy}
+    return [f"launch.{key}={value}" for key, value in asked.items() if value is not None]
 
 
 def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:
@@ -113,7 +139,8 @@ def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experi
     count = spec.launch.gpus if gpus is None else gpus
     how = strategy or ("none" if count == 1 else spec.launch.strategy)
     if count > 1 and how == "none":
-        raise SpecError(f"--gpus {count}: say how they share the work: --strategy {'|'.join(STRATEGIES[1:])}")
+        known = "|".join([*STRATEGIES[1:], ALL])
+        raise SpecError(f"--gpus {count}: say how they share the work: --strategy {known}")
     if how != "none" and count == 1:
         raise SpecError(f"--strategy {how}: says how several GPUs share the work: add --gpus 2, or leave it out")
     offload = spec.launch.offload if how == spec.launch.strategy else "none"

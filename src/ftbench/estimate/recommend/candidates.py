@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ftbench.estimate.workload.division import STRATEGIES, on_gpus, problem
+from ftbench.estimate.workload.division import on_gpus, problem
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import read_facts
+from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch, resolve
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
@@ -34,8 +35,14 @@ class Way:
     _sized: dict[tuple[int, int, int], Experiment] = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, launch: Launch) -> Way:
-        """Return the same way on several GPUs."""
-        return Way(self.spec.model_copy(update={"launch": launch}))
+        """Return the same way on several GPUs, with what it cannot be there. Where the model is not whole on any, no
+        prompts are answered and no gradients kept: that is no part of how it trains."""
+        if launch is self.spec.launch or launch == self.spec.launch:
+            return self
+        whole = {} if launch.strategy in ("none", "ddp") else {"generate": None, "gradients": 0}
+        measure = self.spec.measure.model_copy(update=whole)
+        spec = self.spec.model_copy(update={"launch": launch, "measure": measure})
+        return Way(spec, self.problems or tuple(strategies.refusals(spec)))
 
     def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
         """Return the spec with this batch, resolved for a GPU: the same object for GPUs of one kind."""
@@ -56,11 +63,14 @@ def own_kind(spec: Experiment) -> tuple[str, ...]:
 
 
 def launches(spec: Experiment, gpus: int, config: dict[str, Any] | None = None) -> list[Launch]:
-    """Return each way in which so many GPUs can share the work of a spec."""
+    """Return each way in which so many GPUs can share the work of a spec, with and without what a strategy offloads."""
     if gpus == 1:
         return [on_gpus(spec, 1, "none").launch]
     model = shape_of(spec.model, config)
-    shared = (on_gpus(spec, gpus, strategy).launch for strategy in STRATEGIES[1:])
+    shared = (
+        on_gpus(spec, gpus, name, offload).launch
+        for name, strategy in strategies.STRATEGIES.items() for offload in ("none", *strategy.offloads)
+    )  # fmt: skip
     return [launch for launch in shared if problem(model, launch) is None]
 
 

@@ -18,6 +18,7 @@ from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.text import MOST_SAMPLES
 from ftbench.estimate.workload.batches import batches_of, per_step
+from ftbench.estimate.workload.division import division_of
 from ftbench.spec.base import known, shortened
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -27,7 +28,7 @@ from ftbench.spec.reading import read_config
 from ftbench.store import machine
 from ftbench.store.output import output_file
 
-MOST_BATCH = 65_536
+MOST_BATCH, MOST_GPUS = 65_536, 64
 ANY = "any"  # of --effective-batch: whatever is best
 
 
@@ -38,6 +39,7 @@ class RecommendRequest:
     spec: Path
     sets: Sequence[str] = ()
     gpu: str | None = None
+    gpus: int | None = None
     samples: int | None = None
     deadline: str | None = None
     max_cost: float | None = None
@@ -62,7 +64,7 @@ def run(request: RecommendRequest) -> Recommendation:
     store = Store.read(request.store)
     spec = store.counted(spec)
     return recommend(Goal(
-        spec, gpus, _samples(request, spec, store), deadline, request.max_cost, prices,
+        spec, gpus, _samples(request, spec, store), deadline, request.max_cost, prices, _counts(request, spec),
         cast(Objective, request.objective), _methods(request), _effective(request, spec, store), store,
         None if request.config is None else read_config(request.config),
     ))  # fmt: skip
@@ -79,6 +81,12 @@ def _gpus(text: str | None) -> tuple[Gpu, ...]:
     return tuple(listed(text))
 
 
+def _counts(request: RecommendRequest, spec: Experiment) -> tuple[int, ...]:
+    """Return how many GPUs may share the work: those that there are, and half as many, and so on."""
+    most = spec.launch.gpus if request.gpus is None else request.gpus
+    return tuple(sorted({most, *(2**power for power in range(most.bit_length()))}))
+
+
 def _output(request: RecommendRequest) -> list[str]:
     """Return why the output cannot be written: the spec that is asked about stays as it is."""
     if request.output is None:
@@ -93,6 +101,8 @@ def _limits(request: RecommendRequest) -> list[str]:
     problems = _unknown("--objective", request.objective, OBJECTIVES, "objective")
     if request.deadline is not None and parse_seconds(request.deadline) is None:
         problems.append(f"--deadline {request.deadline}: write it as 8h, 90m or 1h30m")
+    if request.gpus is not None and not 1 <= request.gpus <= MOST_GPUS:
+        problems.append(f"--gpus {request.gpus}: how many GPUs there are, from 1 to {MOST_GPUS}")
     if request.samples is not None and not 1 <= request.samples <= MOST_SAMPLES:
         problems.append(f"--samples {request.samples}: how many samples to train on, from 1 to 10^15")
     if request.max_cost is not None and not (0 < request.max_cost < math.inf):
@@ -149,7 +159,8 @@ def _effective(request: RecommendRequest, spec: Experiment, store: Store) -> int
 
 
 def _a_step(spec: Experiment, store: Store) -> float:
-    return per_step(spec, batches_of(spec, store.lengths(spec)), "samples")
+    """Return the samples of a step of all GPUs that the spec asks for."""
+    return division_of(spec.launch).data * per_step(spec, batches_of(spec, store.lengths(spec)), "samples")
 
 
 def _samples(request: RecommendRequest, spec: Experiment, store: Store) -> float:

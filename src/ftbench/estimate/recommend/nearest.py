@@ -14,8 +14,8 @@ from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend.candidates import Way, launches, own_kind, ways
-from ftbench.estimate.workload.division import on_gpus
-from ftbench.spec.experiment import Experiment
+from ftbench.estimate.workload.division import division_of, on_gpus
+from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.refusals import refusals_on
 
 # Distances, where a changed key is 1: of another method, which trains from other weights, of half the batch, and of
@@ -32,13 +32,9 @@ class Fit:
     sets: tuple[str, ...]
     memory: MemoryEstimate
 
-    def command(self, path: Path, gpu: Sequence[str], before: Sequence[str] = ()) -> str:
-        """Return the command to type: what trains it, or of several GPUs, which the options `gpu` name, what estimates
-        it; `before` are the `--set` values that were there before."""
-        launch = self.spec.launch
-        shared = [*gpu, f"--gpus={launch.gpus}", f"--strategy={launch.strategy}"]
-        words = ["ftbench", "run", str(path)] if launch.gpus == 1 else ["ftbench", "estimate", str(path), *shared]
-        return shlex.join([*words, *(f"--set={value}" for value in (*before, *self.sets))])
+    def command(self, path: Path, before: Sequence[str] = ()) -> str:
+        """Return the command to type; `before` are the `--set` values that were there before."""
+        return shlex.join(["ftbench", "run", str(path), *(f"--set={value}" for value in (*before, *self.sets))])
 
 
 def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None = None) -> Fit | None:
@@ -47,8 +43,8 @@ def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | Non
     memory_cache, count = MemoryCache(config=config), spec.launch.gpus
     possible = [way for way in ways(on_gpus(spec, 1, "none"), own_kind(spec), True) if not way.problems]
     while True:
-        shared = (way for launch in launches(spec, count, config) for alone in possible if (way := alone.on(launch)))
-        fits = filter(None, (_fit(way, spec, gpu, memory_cache) for way in shared))
+        shared = (alone.on(launch) for launch in launches(spec, count, config) for alone in possible)
+        fits = filter(None, (_fit(way, spec, gpu, memory_cache) for way in shared if not way.problems))
         nearest = min(fits, key=lambda fit: _distance(spec, fit), default=None)
         if nearest or count == 1 or count >= _MOST_GPUS:
             return nearest
@@ -59,28 +55,41 @@ def _fit(way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache
     capability = capability_of(gpu)
     if refusals_on(way.spec, capability):
         return None
-    batch, passes = spec.train.batch_size, spec.train.gradient_accumulation_steps
-    largest = memory_cache.largest_batch(way.sized(1, 2 if batch * passes > 1 else 1, capability), gpu)
+    batch, samples = spec.train.batch_size, shared_samples(spec, way.spec.launch)
+    if samples is None:
+        return None
+    largest = memory_cache.largest_batch(way.sized(1, 2 if samples > 1 else 1, capability), gpu)
     if largest is None:
         return None
-    size = next(size for size in range(min(largest, batch), 0, -1) if batch * passes % size == 0)
-    sized = way.sized(size, batch * passes // size, capability)
+    size = next(size for size in range(min(largest, batch, samples), 0, -1) if samples % size == 0)
+    sized = way.sized(size, samples // size, capability)
     memory = memory_cache.estimate(sized, gpu)
     if memory.verdict != "fits":
         return None
-    train = way.spec.train.model_copy(
-        update={"batch_size": size, "gradient_accumulation_steps": batch * passes // size}
-    )
+    train = way.spec.train.model_copy(update={"batch_size": size, "gradient_accumulation_steps": samples // size})
     chosen = way.spec.model_copy(update={"train": train})
     return Fit(chosen, tuple(_sets(spec, chosen)), memory)
 
 
+def shared_samples(spec: Experiment, launch: Launch) -> int | None:
+    """Return how many samples of a step of the spec each share of the batch has where it is launched so; None where
+    they do not divide."""
+    samples = spec.train.batch_size * spec.train.gradient_accumulation_steps * division_of(spec.launch).data
+    shares = division_of(launch).data
+    return samples // shares if samples % shares == 0 else None
+
+
 def _distance(spec: Experiment, fit: Fit) -> float:
-    changed = [value for value in fit.sets if not value.startswith(("method", "train.gradient_acc"))]
+    changed = [
+        value for value in fit.sets if not value.startswith(("method", "train.gradient_acc", "launch.", "measure."))
+    ]
     other = fit.spec.method.name != spec.method.name
     halvings = math.log2(spec.train.batch_size / fit.spec.train.batch_size)
     keys = len(changed) + (_METHOD if other else fit.spec.method != spec.method)
-    return keys + _HALVING * halvings + _STRATEGY * (fit.spec.launch.strategy != spec.launch.strategy)
+    launch, own = fit.spec.launch, spec.launch
+    return (
+        keys + _HALVING * halvings + _STRATEGY * ((launch.strategy != own.strategy) + (launch.offload != own.offload))
+    )
 
 
 def _sets(spec: Experiment, fit: Experiment) -> list[str]:
@@ -91,7 +100,10 @@ def _sets(spec: Experiment, fit: Experiment) -> list[str]:
         options.pop("name", None)
         name = fit.method.name
         sets.append(f"method={json.dumps({'name': name, **options})}" if options else f"method={name}")
-    for section in ("train", "optimizations"):
+    for section in ("train", "optimizations", "launch", "measure"):
         old, new = (getattr(each, section).model_dump(mode="json") for each in (spec, fit))
-        sets += [f"{section}.{key}={json.dumps(value)}" for key, value in new.items() if value != old[key]]
+        sets += [
+            f"{section}.{key}={'off' if value is None else json.dumps(value)}"
+            for key, value in new.items() if value != old[key]
+        ]  # fmt: skip
     return sets

@@ -17,6 +17,7 @@ from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step
+from ftbench.estimate.workload.division import division_of
 from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices
@@ -26,6 +27,7 @@ from ftbench.store.summary import optimizations_on
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
 JOULES_PER_KWH = 3.6e6
+ALONE = {"gpus": 1, "strategy": "none", "offload": "none"}  # of `launch`
 PACKED = 0.1  # how far the samples of a step of packed rows may be from the effective batch
 _FEW_GPUS = 3  # of more only the two most promising batches of each way are weighed
 
@@ -33,7 +35,8 @@ _FEW_GPUS = 3  # of more only the two most promising batches of each way are wei
 @dataclass(frozen=True, slots=True)
 class Goal:
     """What is asked for. `samples` to train on, `deadline_s` and `max_cost` (in the currency of the prices) where there
-    is a limit; `effective_batch` samples a step, held by accumulation; None where any will do."""
+    is a limit; `counts` of GPUs that may share the work; `effective_batch` samples a step, held by accumulation; None
+    where any will do."""
 
     spec: Experiment
     gpus: tuple[Gpu, ...]
@@ -41,6 +44,7 @@ class Goal:
     deadline_s: float | None = None
     max_cost: float | None = None
     prices: Prices | None = None
+    counts: tuple[int, ...] = (1,)
     objective: Objective = "speed"
     methods: tuple[str, ...] = ()
     effective_batch: int | None = None
@@ -89,7 +93,10 @@ def recommend(goal: Goal) -> Recommendation:
     methods = goal.methods or candidates.own_kind(goal.spec)
     equal = len(set(goal.store.lengths(goal.spec).values)) == 1
     memory_cache, reasons, fitting, weighed = MemoryCache(config=goal.config), Counter[str](), list[Option](), 0
-    for way in candidates.ways(goal.spec, methods, equal):
+    shared = [launch for count in goal.counts for launch in candidates.launches(goal.spec, count, goal.config)]
+    alone = goal.spec.model_copy(update={"launch": goal.spec.launch.model_copy(update=ALONE)})
+    ways = (way.on(launch) for way in candidates.ways(alone, methods, equal) for launch in shared)
+    for way in ways:
         for gpu in goal.gpus:
             weighed += 1
             outcome = _refused(way, gpu, goal) or _best_batch(way, gpu, goal, memory_cache)
@@ -118,13 +125,16 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
     capability = capability_of(gpu)
     effective = _rows_a_step(way.sized(1, 1, capability), goal)
     if effective == 0:
+        if not way.spec.optimizations.packing:
+            return f"the samples of a step do not divide by {way.spec.launch.gpus} GPUs (--effective-batch)"
         return "packing counts rows, and no number of them holds as many samples as a step has (--effective-batch)"
     smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
     largest = memory_cache.largest_batch(smallest, gpu)
     if largest is None:
         uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"
-        return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {gpu.name}"
-    most = max(1, min(largest, math.ceil(goal.samples)))  # the first step is a whole batch
+        return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {place_of(way.spec, gpu)}"
+    shares = division_of(way.spec.launch).data
+    most = max(1, min(largest, math.ceil(goal.samples / shares)))  # the first step is a whole batch
     pairs = candidates.batches(most, effective)
     if len(goal.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller smallest needs less memory
         pairs = pairs[-2:] if goal.objective == "memory" else pairs[:2]
@@ -137,11 +147,14 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
 
 
 def _rows_a_step(smallest: Experiment, goal: Goal) -> int | None:
-    """Return how many rows of a batch make a step of the effective batch, which is None where any may be: of packed
-    rows as many as hold about that many samples (within PACKED), 0 where no number of rows does."""
-    if goal.effective_batch is None or not smallest.optimizations.packing:
-        return goal.effective_batch
-    samples = per_step(smallest, batches_of(smallest, goal.store.lengths(smallest)), "samples")
+    """Return how many rows of a GPU's batch make a step of the effective batch, which is None where any may be: of
+    packed rows as many as hold about that many samples (within PACKED), 0 where no number of rows does."""
+    shares = division_of(smallest.launch).data
+    if goal.effective_batch is None:
+        return None
+    if not smallest.optimizations.packing:
+        return 0 if goal.effective_batch % shares else goal.effective_batch // shares
+    samples = shares * per_step(smallest, batches_of(smallest, goal.store.lengths(smallest)), "samples")
     rows = round(goal.effective_batch / samples)
     return rows if abs(rows * samples / goal.effective_batch - 1) <= PACKED else 0
 
@@ -154,6 +167,15 @@ def _option(spec: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -
         spec, gpu, duration, memory_cache.estimate(spec, gpu), seconds, duration.joules_for(goal.samples),
         amount(price, duration.gpus * seconds.expected, duration.watts.expected) if price else None,
     )  # fmt: skip
+
+
+def place_of(spec: Experiment, gpu: Gpu) -> str:
+    """Return `H200 SXM`, `4 x H200 SXM (fsdp)`, `4 x H200 SXM (fsdp, params offloaded)`."""
+    launch = spec.launch
+    if launch.gpus == 1:
+        return gpu.name
+    offloaded = "" if launch.offload == "none" else f", {launch.offload} offloaded"
+    return f"{launch.gpus} x {gpu.name} ({launch.strategy}{offloaded})"
 
 
 def may_miss(option: Option, goal: Goal) -> bool:

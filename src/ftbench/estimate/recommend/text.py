@@ -10,7 +10,7 @@ import yaml
 
 from ftbench.core import units
 from ftbench.core.table import folded, text_table
-from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
+from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss, place_of
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations import Optimizations
 from ftbench.store.summary import optimizations_on
@@ -59,7 +59,8 @@ def _row(rank: int, option: Option, goal: Goal) -> list[str]:
     return [
         str(rank), method_words(option.spec), switches(option.spec), units.seconds(option.seconds.expected),
         str(train.batch_size), _keeps(option, goal), units.gibibytes(option.headroom),
-        option.gpu.name if len(goal.gpus) > 1 else "", "" if cost is None else f"{cost} ({cost.way})",
+        place_of(option.spec, option.gpu) if len(goal.gpus) > 1 or goal.counts != (1,) else "",
+        "" if cost is None else f"{cost} ({cost.way})",
         units.seconds(option.seconds.high), str(train.gradient_accumulation_steps), f"{option.kwh:.3g}",
         option.duration.basis,
     ]  # fmt: skip
@@ -138,8 +139,8 @@ def as_yaml(answer: Recommendation) -> str:
     best = answer.options[0]
     spec = as_runnable(best, answer.goal)
     head = [
-        f"# Recommended by ftbench for {units.count(answer.goal.samples)} samples on {best.gpu.name}, best by "
-        f"{answer.goal.objective}.",
+        f"# Recommended by ftbench for {units.count(answer.goal.samples)} samples on {place_of(spec, best.gpu)}, best "
+        f"by {answer.goal.objective}.",
         f"# Expected: {units.seconds(best.seconds.expected)} ({best.duration.confidence}),",
         f"# {units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB.",
     ]
@@ -169,9 +170,10 @@ def as_json(answer: Recommendation) -> dict[str, Any]:
 
 
 def _record(option: Option, goal: Goal) -> dict[str, Any]:
-    train, seconds, memory = option.spec.train, option.seconds, option.memory
+    train, launch, seconds, memory = option.spec.train, option.spec.launch, option.seconds, option.memory
     return {
-        "gpu": option.gpu.name, "method": option.spec.method.model_dump(mode="json"),
+        "gpu": option.gpu.name, "gpus": launch.gpus, "strategy": launch.strategy, "offload": launch.offload,
+        "method": option.spec.method.model_dump(mode="json"),
         "optimizations": _on(option.spec.optimizations), "optimizer": train.optimizer,
         "batch_size": train.batch_size, "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "seconds": asdict(seconds), "samples_per_hour": option.duration.samples_per_hour,

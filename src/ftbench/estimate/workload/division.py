@@ -45,6 +45,8 @@ ALONE = Division()
 def division_of(launch: Launch) -> Division:
     """Return what a strategy divides: `tp`, `ep`, `cp` and `ulysses` their own part, all others the batch."""
     gpus, strategy = launch.gpus, launch.strategy
+    if gpus == 1:
+        return ALONE
     if strategy in ("tp", "ep"):
         return Division(gpus, strategy, tensor=gpus if strategy == "tp" else 1, experts=gpus if strategy == "ep" else 1)
     states = _SEQUENCE.get(strategy, strategy)

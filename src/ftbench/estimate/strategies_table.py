@@ -1,0 +1,107 @@
+"""Every way in which several GPUs can share a spec's work, side by side: what each takes of one GPU's memory, and how
+fast all are together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.hardware import Gpu
+from ftbench.core.table import text_table
+from ftbench.errors import SpecError
+from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
+from ftbench.estimate.recommend.candidates import Way
+from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
+from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.workload.division import STRATEGIES, on_gpus, problem
+from ftbench.estimate.workload.model import shape_of
+from ftbench.spec.experiment import Experiment
+
+_MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A strategy on so many GPUs: its memory and its time as far as they are known, and why it cannot be run."""
+
+    strategy: str
+    gpus: int
+    memory: MemoryEstimate | None
+    time: DurationEstimate | None
+    problems: tuple[str, ...]
+
+
+def rows(
+    spec: Experiment, gpu: Gpu | float, most: int, store: Store, config: dict[str, Any] | None, total: float | None
+) -> list[Row]:
+    """Return a row for one GPU, and for each strategy on twice as many, and so on, at most `most`."""
+    counts = [2**power for power in range(1, most.bit_length())]
+    pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts)]
+    alone = Way(on_gpus(spec, 1, "none"))
+    ways = (alone.on(on_gpus(spec, count, strategy).launch) for strategy, count in pairs)
+    return [_row(way, gpu, store, config, total) for way in ways]
+
+
+def _row(way: Way, gpu: Gpu | float, store: Store, config: dict[str, Any] | None, total: float | None) -> Row:
+    spec, launch, time = way.spec, way.spec.launch, None
+    if why := problem(shape_of(spec.model, config), launch):
+        return Row(launch.strategy, launch.gpus, None, None, (why,))
+    memory = estimate_memory(spec, gpu, config=config, total=total)
+    if isinstance(gpu, Gpu):
+        try:
+            time = estimate_duration(spec, gpu, store, config=config)
+        except SpecError:  # the memory is known all the same
+            time = None
+    return Row(launch.strategy, launch.gpus, memory, time, way.problems)
+
+
+def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
+    """Return two tables, a line a strategy and a column for each number of GPUs."""
+    counts = sorted({row.gpus for row in table})
+    headings = ["strategy", *(f">{count} GPUs" if count > 1 else ">1 GPU" for count in counts)]
+    memory = [[strategy, *cells] for strategy, cells in _cells(table, counts, _memory)]
+    speeds = [[strategy, *cells] for strategy, cells in _cells(table, counts, _speed)]
+    known = any(any(cells[1:]) for cells in speeds)
+    lines = [
+        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size} a GPU, on {name}",
+        "", "GiB of each GPU, expected (`?` may not fit, `no` does not)", text_table(headings, memory),
+        *(["", "real tokens a second of all GPUs", text_table(headings, speeds)] if known else []),
+        *dict.fromkeys(f"{row.strategy}: {why}" for row in table for why in row.problems),
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _cells(table: Sequence[Row], counts: Sequence[int], text: Any) -> Iterator[tuple[str, list[str]]]:
+    by_strategy: dict[str, dict[int, Row]] = {}
+    for row in table:
+        by_strategy.setdefault(row.strategy, {})[row.gpus] = row
+    for strategy, known in by_strategy.items():
+        yield strategy, [text(known[count]) if count in known else "" for count in counts]
+
+
+def _memory(row: Row) -> str:
+    return "" if row.memory is None else units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
+
+
+def _speed(row: Row) -> str:
+    return "" if row.time is None else units.rate(row.time.tokens_per_s)
+
+
+def as_document(spec: Experiment, name: str, table: Sequence[Row]) -> str:
+    """Return the document for --json: sizes in GiB, times in seconds."""
+    records = [
+        {
+            "strategy": row.strategy, "gpus": row.gpus, "problems": list(row.problems),
+            "device": None if row.memory is None else asdict(row.memory.device),
+            "verdict": None if row.memory is None else row.memory.verdict,
+            "parts": None if row.memory is None else row.memory.parts,
+            "step_s": None if row.time is None else asdict(row.time.step_s),
+            "exposed_s": None if row.time is None else row.time.exposed_s,
+            "tokens_per_s": None if row.time is None else row.time.tokens_per_s,
+        }
+        for row in table
+    ]  # fmt: skip
+    return json.dumps({"schema": 1, "model": spec.model.id, "gpu": name, "strategies": records})
