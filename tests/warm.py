@@ -37,7 +37,7 @@ class ForkingPopen(subprocess.Popen):
 
     def _execute_child(self, args: Sequence[str], *options: Any) -> None:
         supervised = len(args) > 7 and args[3] == supervisor.__file__ and args[7] in RUNS
-        if not supervised and args[3] not in RUNS:
+        if not supervised and (len(args) < 5 or args[3] not in RUNS):
             super()._execute_child(args, *options)
             return
         _, _, _, kept, cwd, env, _, _, _, read_in, _, _, write_out, _, write_err, *_, new_session, _ = options
