@@ -3,6 +3,7 @@ same global batch, and whatever ends one of them ends all and is named."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 from pathlib import Path
@@ -67,7 +68,11 @@ def pair(tmp_path_factory):
 
 LORA = {"method": {"name": "lora"}, "measure": {"save_adapter": True}}
 FULL, QLORA = {"method": {"name": "full"}}, {"method": {"name": "qlora"}}
-PROVEN = [("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL)]
+NO_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
+PROVEN = [
+    *[("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL)],
+    *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in ((1, FULL), (2, LORA), (3, LORA))],
+]
 
 
 @pytest.mark.parametrize(("strategy", "parts"), PROVEN, ids=str)
@@ -93,12 +98,12 @@ def test_each_rank_is_trained_on_its_share_in_order(pair):
 
 def test_the_run_says_what_it_ran_on_and_how_large_its_batch_was(pair):
     _, two = pair("ddp", **LORA)
-    assert "-lora-ddp2-b2-" in two.run.run_id
+    assert "-lora-ddp-2gpus-b2-" in two.run.run_id
     assert two.summary()["ranks"]["count"] == 2
     assert all((two.run.path / f"{name}.rank1.json").exists() for name in ("state", "applied", "phases"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero3", marks=NO_DEEPSPEED)])
 def test_the_adapters_of_several_ranks_are_those_of_one(pair, strategy):
     from safetensors.torch import load_file
 
@@ -113,6 +118,18 @@ def test_a_rank_keeps_its_share_of_every_parameter_under_fsdp(pair):
     assert (parallel["strategy"], parallel["ranks"], parallel["global_batch"]) == ("fsdp", 2, 8)
     assert parallel["sharded"] == 2 * 11 + 2  # of two layers, and norm and embedding, which is the head
     assert parallel["elements_of_rank"] * 2 == parallel["elements"] == two.summary()["parameters"]["total"]
+
+
+@NO_DEEPSPEED
+def test_a_rank_keeps_its_share_of_the_stage_under_zero(pair):
+    """The optimizer's states of half of what is trained; of the weights all of them, or half in the third stage."""
+    for strategy, parts, kept in (("zero1", FULL, 1), ("zero2", LORA, 1), ("zero3", LORA, 2)):
+        _, two = pair(strategy, **parts)
+        parallel = rundir.read_json(two.run.applied)["parallel"]
+        assert parallel["optimizer_elements_of_rank"] * 2 == parallel["trained_elements"]
+        assert parallel["elements_of_rank"] * kept == parallel["elements"] == two.summary()["parameters"]["total"]
+    assert parallel["sharded"] == 52
+    assert parallel["released"] > 14  # of each layer seven matrices, which are larger than what stays whole
 
 
 # --- bad ends --------------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ def check_installed(spec: Experiment) -> None:
     extras = {"liger_kernel": "liger"} if spec.optimizations.liger else {}
     if spec.method.name == "unsloth":
         extras |= {"unsloth": "unsloth"}
+    if spec.launch.strategy.startswith("zero"):
+        extras |= {"deepspeed": "deepspeed"}
     missing = [name for name in (*needed, *extras) if not _installed(name)]
     if missing:
         wanted = ",".join(dict.fromkeys(extras.get(name, "train") for name in missing))

@@ -88,13 +88,13 @@ def _digest(values: Any) -> str:
 
 def slug(spec: Experiment, gpu: str | None = None) -> str:
     """Return `qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch, fingerprint, and on several GPUs before the batch
-    `fsdp2`: the strategy and their number; safe as a file name."""
+    `fsdp-2gpus`: the strategy and their number; safe as a file name."""
     return named(spec, fingerprint(spec, gpu))
 
 
 def named(spec: Experiment, fingerprint: str) -> str:
     """Return the slug with a fingerprint that is known already."""
-    several = f"-{spec.launch.strategy}{spec.launch.ranks}" if spec.launch.ranks > 1 else ""
+    several = f"-{spec.launch.strategy}-{spec.launch.ranks}gpus" if spec.launch.ranks > 1 else ""
     return f"{model_slug(spec.model.id)}-{spec.method.name}{several}-b{spec.train.batch_size}-{fingerprint}"
 
 

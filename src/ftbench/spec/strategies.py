@@ -34,6 +34,14 @@ def _refused_where_sharded(spec: Experiment) -> Iterator[str]:
         yield f"measure.gradients: {name} leaves a share of each gradient on a rank: set it to 0, or use ddp"
 
 
+def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:
+    name = spec.launch.strategy
+    if spec.method.quantised and name != "zero3":
+        yield f"launch.strategy: {name} casts what is trained and 4-bit weights do not go with it: use ddp"
+    if spec.measure.gradients:
+        yield f"measure.gradients: {name} clears the gradients before they can be read: set it to 0, or use ddp"
+
+
 STRATEGIES = {
     "ddp": Strategy(
         description="a copy of the model on each GPU, each trained on its share of the batch; gradients are summed",
@@ -44,6 +52,24 @@ STRATEGIES = {
         verified="after the first step every layer is sharded, and every parameter is a DTensor over all ranks",
         offloads=("params",),
         refusals=_refused_where_sharded,
+    ),
+    "zero1": Strategy(
+        description="a copy of the model on each GPU and a share of the optimizer's states (DeepSpeed's ZeRO)",
+        verified="DeepSpeed's engine runs the stage, and a rank updates no more than its share",
+        offloads=("optimizer",),
+        refusals=_refused_by_deepspeed,
+    ),
+    "zero2": Strategy(
+        description="as zero1, and a share of the gradients",
+        verified="DeepSpeed's engine runs the stage, and a rank updates no more than its share",
+        offloads=("optimizer",),
+        refusals=_refused_by_deepspeed,
+    ),
+    "zero3": Strategy(
+        description="as zero2, and a share of the weights, gathered while a layer computes",
+        verified="DeepSpeed's engine runs the stage, and a rank keeps no more than its share of the weights",
+        offloads=("optimizer", "params"),
+        refusals=lambda spec: (*_refused_where_sharded(spec), *_refused_by_deepspeed(spec)),
     ),
 }
 

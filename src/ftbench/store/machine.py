@@ -20,7 +20,8 @@ from ftbench.core.units import GIB
 SCHEMA = 1
 PACKAGES = (
     "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "bitsandbytes",
-    "triton", "torchao", "unsloth", "unsloth_zoo", "liger-kernel", "flash-attn", "xformers", "numpy", "nvidia-ml-py",
+    "triton", "torchao", "unsloth", "unsloth_zoo", "liger-kernel", "flash-attn", "xformers", "deepspeed", "numpy",
+    "nvidia-ml-py",
 )  # fmt: skip
 # Variables that change how fast training is; their values hold no paths and no secrets.
 ENVIRONMENT = re.compile(

@@ -21,6 +21,7 @@ from ftbench.worker.data.order import Row, filled
 from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.device import device
+from ftbench.worker.measure import applied
 from ftbench.worker.measure.applied import innermost
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.optimizations import feature_cache, gradient_checkpointing
@@ -186,7 +187,7 @@ def verify(trainer: Trainer, spec: Experiment) -> list[str]:
     processes = sum(len(loader._workers) for loader in trainer.loaders()[:1])
     if processes != _loader_processes(spec):
         problems.append(f"optimizations.loader_processes is on and {processes} processes make batches")
-    autocast = trainer.accelerator.mixed_precision
+    autocast = applied.autocast(trainer)
     if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
         problems.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")
     if spec.launch.ranks > 1:

@@ -58,7 +58,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
         for name, value in values.items():
             if torch.is_tensor(value) and value.numel() > 1:
                 state[f"{name}: {_dtype(value.dtype)}"] += 1
-    precision = trainer.accelerator.mixed_precision
+    precision = autocast(trainer)
     return {
         "product_precision": _product_precision(spec, precision, trainer.model),
         "autocast": precision,
@@ -71,6 +71,14 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
         **optimizations.applied(trainer.model, spec),
         **parallel.applied(trainer, spec),
     }
+
+
+def autocast(trainer: Any) -> str:
+    """Return the precision of the products in accelerate's words; DeepSpeed casts the weights instead."""
+    engine = getattr(trainer, "deepspeed", None)
+    if engine is None:
+        return str(trainer.accelerator.mixed_precision)
+    return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "no"
 
 
 def _loss(trainer: Any, spec: Experiment) -> str:

@@ -28,8 +28,8 @@ def is_first() -> bool:
 
 
 def load(strategy: str) -> ModuleType:
-    """Return the module of a strategy, importing nothing of the others."""
-    return importlib.import_module(f"ftbench.worker.parallel.{strategy}")
+    """Return the module of a strategy, one for all stages of ZeRO, importing nothing of the others."""
+    return importlib.import_module(f"ftbench.worker.parallel.{strategy.rstrip('123')}")
 
 
 def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:

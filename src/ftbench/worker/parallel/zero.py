@@ -1,0 +1,80 @@
+"""ZeRO through DeepSpeed: the optimizer's states are dealt to the ranks (1), gradients too (2), weights too (3).
+
+Another recipe than FSDP2's in 16 bits: DeepSpeed casts all that is trained to bfloat16 and keeps a copy in 32 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.spec.experiment import Experiment
+
+_FILLED_IN = (
+    "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
+)  # fmt: skip
+# The rank's share of the 32-bit copy, by the name that it has in each of DeepSpeed's optimizers.
+_UPDATED = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+
+
+def arguments(spec: Experiment) -> dict[str, Any]:
+    """Return what the trainer is told: DeepSpeed's configuration, in which it fills in what is `auto`. States in the
+    host's memory are updated by torch's own optimizer, which needs no compiler."""
+    stage, offload = int(spec.launch.strategy.removeprefix("zero")), spec.launch.offload
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
+    if stage == 3:
+        zero |= dict.fromkeys(("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto")
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    host = {"device": "cpu", "pin_memory": True}
+    if offload != "none":
+        zero["offload_optimizer"] = host
+    if offload == "params":
+        zero["offload_param"] = host
+    config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    precision = {name: {"enabled": spec.train.precision == name} for name in ("bf16", "fp16")}
+    return {"deepspeed": config | precision | dict.fromkeys(_FILLED_IN, "auto")}
+
+
+def prepare(made: Any) -> None:
+    """Let DeepSpeed sum through gloo on a CPU: its own sums in shared memory would have to be compiled first."""
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def verify(trainer: Any, spec: Experiment) -> list[str]:
+    """Return what is not dealt to the ranks as the stage asked for has it, read from DeepSpeed's engine."""
+    engine, name, ranks = trainer.model_wrapped, spec.launch.strategy, spec.launch.ranks
+    if type(engine).__name__ != "DeepSpeedEngine":
+        return [f"launch.strategy is {name} and the trainer trains a {type(engine).__name__}"]
+    if f"zero{engine.zero_optimization_stage()}" != name or engine.dp_world_size != ranks:
+        return [f"launch.strategy is {name} and DeepSpeed runs stage {engine.zero_optimization_stage()} over "
+                f"{engine.dp_world_size} ranks"]  # fmt: skip
+    facts, share = applied(trainer), 1.05 / ranks  # with what fills the shares up
+    sentences = []
+    if facts["optimizer_elements_of_rank"] > facts["trained_elements"] * share + 4096:
+        sentences.append(f"launch.strategy is {name} and each rank keeps the optimizer's states of all that is trained")
+    if name == "zero3" and facts["elements_of_rank"] > facts["elements"] * share + 4096:
+        sentences.append("launch.strategy is zero3 and each rank keeps more than its share of the weights")
+    return sentences
+
+
+def applied(trainer: Any) -> dict[str, Any]:
+    """Return how many elements there are, are trained, and this rank keeps: of the weights, and of the 32-bit copy
+    that the optimizer updates. Between two steps a weight that is dealt to the ranks holds none itself."""
+    engine = trainer.deepspeed
+    if engine is None:  # before training begins
+        return {}
+    parameters = list(engine.module.parameters())
+    updated = next(filter(None, (getattr(engine.optimizer, name, None) for name in _UPDATED)), ())
+    return {
+        "sharded": sum(hasattr(parameter, "ds_tensor") for parameter in parameters),
+        "released": sum(hasattr(parameter, "ds_tensor") and not parameter.numel() for parameter in parameters),
+        "elements": sum(_elements(parameter) for parameter in parameters),
+        "trained_elements": sum(_elements(parameter) for parameter in parameters if parameter.requires_grad),
+        "elements_of_rank": sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in parameters),
+        "optimizer_elements_of_rank": sum(each.numel() for each in updated),
+    }
+
+
+def _elements(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
