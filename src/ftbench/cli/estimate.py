@@ -62,6 +62,15 @@ def estimate(
 
 
 @app.command()
+def data(spec: Spec, sets: Sets = None, as_json: Json = False) -> None:
+    """Show a spec's data set as a model would see it: lengths, what is cut, what packing brings, three samples."""
+    from ftbench.estimate import preview
+
+    document = preview.preview(spec, sets or [])
+    emit(document if as_json else preview.as_text(document))
+
+
+@app.command()
 def recommend(
     spec: Spec,
     sets: Sets = None,

@@ -26,17 +26,18 @@ def row_format(dataset: Dataset, row: Mapping[str, Any], where: str) -> str:
             )
     if dataset.name == "wikipedia-ja":
         return "wikipedia-title"
-    return dataset.format or dataset.source.format or detect(_named(row, dataset), where)
+    return dataset.format or dataset.source.format or detect(named_row(row, dataset), where)
 
 
-def _named(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
+def named_row(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
+    """Return a row with the columns that the spec names under the names that they stand for."""
     return {**row, **{role: row.get(column) for role, column in dataset.columns.items()}}
 
 
 def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, where: str) -> Example:
     """Return the example in a row. Raise DataError for one that cannot be used."""
     try:
-        return example(_named(row, dataset), format_name, dataset.prompt)
+        return example(named_row(row, dataset), format_name, dataset.prompt)
     except BadRow as error:
         raise DataError(f"{where}: {error} (format {format_name})") from None
 

@@ -15,6 +15,7 @@ from typing import Any
 from ftbench.core.data_files import read_file
 from ftbench.errors import FtbenchError
 from ftbench.spec.batches import synthetic_lengths
+from ftbench.spec.dataset_rows import named_row
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Model
 
@@ -24,7 +25,8 @@ DRAWN = 20_000  # samples whose lengths are drawn one by one; of more the longes
 # Chinese ones. That of a model with random weights is made of the shipped sample: 6.7 there and 2.6 on other text.
 _BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.7
 _TURN = 5  # tokens that a chat template adds to a turn: role, beginning and end
-_COLUMNS = ("instruction", "input", "output", "prompt", "completion", "messages", "conversations", "text")
+_COLUMNS = ("instruction", "input", "output", "prompt", "completion", "question", "answer", "messages", "conversations",
+            "text")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +130,7 @@ def file_lengths(dataset: Dataset, model: Model) -> tuple[tuple[int, ...], int, 
         rows = read_file(path)
     except (FtbenchError, ImportError) as error:
         return str(error)
-    texts = [list(_texts(rows[at])) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))]
+    texts = [list(_texts(named_row(rows[at], dataset))) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))]
     tokenizer = _local_tokenizer(model)
     if tokenizer is not None:
         counts: Sequence[float] = [
@@ -154,15 +156,19 @@ def _texts(row: dict[str, Any]) -> Iterator[str]:
                 yield text
 
 
-def _local_tokenizer(model: Model) -> Any | None:
-    """Return the tokenizer in the model's directory or in the hub's cache; None where there is none, or where the
-    tokenizers package is not installed."""
+def tokenizer_file(model: Model) -> Path | None:
+    """Return the tokenizer.json in the model's directory or in the hub's cache."""
     if model.weights == "random":
         return None
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
     snapshots = cache.expanduser() / f"models--{model.id.replace('/', '--')}" / "snapshots"
     result = Path(model.path).glob("tokenizer.json") if model.path else snapshots.glob("*/tokenizer.json")
-    path = next(iter(sorted(result)), None)
+    return next(iter(sorted(result)), None)
+
+
+def _local_tokenizer(model: Model) -> Any | None:
+    """Return the model's tokenizer; None where it is not on this machine, or the tokenizers package is not."""
+    path = tokenizer_file(model)
     if path is None:
         return None
     try:

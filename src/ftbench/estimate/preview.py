@@ -1,0 +1,160 @@
+"""`ftbench data`: a spec's data set as a model would see it, before anything is trained and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import lengths, units
+from ftbench.core.data_files import read_file
+from ftbench.core.data_formats import Example
+from ftbench.errors import DataError, MissingError
+from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of, tokenizer_file
+from ftbench.spec.dataset_rows import row_example, row_format
+from ftbench.spec.datasets import Dataset
+from ftbench.spec.experiment import Experiment, Model
+from ftbench.spec.load import load
+
+_BAR, _LETTERS = 40, 600
+_PLAIN = "turns one after the other, as the model's chat template is not on this machine"
+
+
+def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
+    """Return the lengths of the samples, what max_length cuts, what padding costs, what packing brings, and three
+    samples. Raise DataError for rows that cannot be used, MissingError where a set of the hub cannot be loaded."""
+    spec = load(spec_path, sets)
+    dataset = spec.dataset
+    if dataset.is_made:
+        known = lengths_of(dataset)
+        return _document(spec, known.values, known.source, dataset.samples or len(known.values), "made tokens", [])
+    if dataset.path or dataset.name == "sample":
+        return _of_file(spec, dataset)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / f"{dataset.name.replace('/', '-')}.jsonl"
+        counted = _exported(dataset, out)
+        local = Dataset(name="file", path=str(out), max_length=dataset.max_length, samples=dataset.samples)
+        return _of_file(spec, local) | counted
+
+
+def _exported(dataset: Dataset, out: Path) -> dict[str, Any]:
+    """Write rows of a hub data set to a file, by a child that may import what reads them."""
+    arguments = [dataset.model_dump_json(), str(out), str(MOST_SAMPLES)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "ftbench.worker.data.export", *arguments], capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        said = ended.stderr.strip().splitlines() or ["it ended without a word"]
+        raise MissingError(said[-1] if "Traceback" not in ended.stderr else f"dataset {dataset.name}: {said[-1]}")
+    counted: dict[str, Any] = json.loads(out.with_suffix(".count").read_text())
+    return counted
+
+
+def _of_file(spec: Experiment, dataset: Dataset) -> dict[str, Any]:
+    path = Path(dataset.path) if dataset.path else Path(str(files("ftbench.facts") / "sample.jsonl"))
+    rows = read_file(path)
+    format_name = row_format(dataset, rows[0], rows.where(0))
+    counted = file_lengths(dataset, spec.model)
+    if isinstance(counted, str):
+        raise DataError(counted)
+    template = _chat_template(spec.model)
+    samples = []
+    for index in sorted({0, len(rows) // 2, len(rows) - 1}):
+        parsed = row_example(dataset, rows[index], format_name, rows.where(index))
+        samples.append({"row": index + 1, "text": _rendered(parsed, template)})
+    values, _, source = counted
+    return _document(spec, values, source, len(rows), format_name, samples, template)
+
+
+def _document(
+    spec: Experiment, values: Sequence[int], source: str, rows: int, format_name: str, samples: list[dict[str, Any]],
+    template: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what is shown; `values` are the lengths of samples in tokens before they are cut."""
+    longest, batch = spec.dataset.max_length, spec.train.batch_size
+    kept = [min(value, longest) for value in values]
+    padded = lengths.padding_efficiency(kept, batch)
+    return {
+        "schema": 1, "dataset": spec.dataset.name, "rows": rows, "format": format_name, "source": source,
+        "tokens": lengths.describe(values), "max_length": longest,
+        "truncated_samples": sum(value > longest for value in values) / len(values),
+        "truncated_tokens": 1 - sum(kept) / sum(values),
+        "batch_size": batch, "padding": 1 - padded,
+        "packing_gain": lengths.packing_efficiency(kept, max(longest, max(kept))) / padded,
+        "rendered_by": "the model's chat template" if template else _PLAIN, "samples": samples,
+    }  # fmt: skip
+
+
+def _chat_template(model: Model) -> str | None:
+    """Return the chat template that lies beside the model's tokenizer; None where there is none."""
+    if (tokenizer := tokenizer_file(model)) is None:
+        return None
+    try:
+        if (single := tokenizer.with_name("chat_template.jinja")).is_file():
+            return single.read_text("utf-8")
+        template = json.loads(tokenizer.with_name("tokenizer_config.json").read_text("utf-8")).get("chat_template")
+    except (OSError, ValueError):
+        return None
+    return template if isinstance(template, str) else None
+
+
+def _rendered(example: Example, template: str | None) -> str:
+    if example.text is not None:
+        return example.text
+    if template is not None:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        try:
+            return environment.from_string(template).render(messages=example.messages, bos_token="", eos_token="")
+        except (TemplateError, TypeError, ValueError):
+            pass  # it asks for what only the tokenizer has
+    return "\n".join(f"{message['role']}: {_content(message['content'])}" for message in example.messages)
+
+
+def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join("<image>" if part["type"] == "image" else str(part["text"]) for part in content)
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def as_text(document: Mapping[str, Any]) -> str:
+    """Return a preview as lines: figures, a histogram of the lengths, and the samples."""
+    tokens, gain = document["tokens"], document["packing_gain"]
+    lines = [
+        f"{document['dataset']}: {units.count(document['rows'])} rows, {document['format']}",
+        f"tokens a sample: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, 90 % up to {tokens['p90']:.0f}, "
+        f"longest {units.count(tokens['max'])} ({document['source']})",
+        *_histogram(tokens["histogram"]),
+        f"cut at max_length {units.count(document['max_length'])}: {units.percent(document['truncated_samples'])} of "
+        f"the samples, {units.percent(document['truncated_tokens'])} of the tokens",
+        f"padding: {units.percent(document['padding'])} of the positions at batch {document['batch_size']}; packing "
+        + (f"computes {gain:.2f} times fewer (optimizations.packing)" if gain > 1 else "would compute more here"),
+    ]
+    if document["samples"]:
+        lines += ["", f"samples, by {document['rendered_by']}:"]
+    for sample in document["samples"]:
+        text = sample["text"]
+        more = f" … ({units.count(len(text) - _LETTERS)} characters more)" if len(text) > _LETTERS else ""
+        lines += [f"--- row {sample['row']}", text[:_LETTERS] + more]
+    return "\n".join(lines)
+
+
+def _histogram(histogram: Mapping[str, Sequence[int]]) -> list[str]:
+    edges, counts = histogram["edges"], histogram["counts"]
+    ranges = [f"{low:,} to {high - 1:,}" for low, high in pairwise(edges)]
+    wide = max(map(len, ranges))
+    return [
+        f"  {name:>{wide}}  {'█' * max(1, round(_BAR * count / max(counts)))} {count:,}"
+        for name, count in zip(ranges, counts, strict=True) if count
+    ]  # fmt: skip

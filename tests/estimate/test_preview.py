@@ -1,0 +1,90 @@
+"""`ftbench data`: lengths, truncation, packing and samples of a data set, without a GPU and without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ftbench.errors import DataError
+from ftbench.estimate import preview
+from ftbench.spec.datasets import Dataset
+from ftbench.worker.data import export
+
+
+def spec_of(folder: Path, rows: list[dict], more: str = "", model: str = "tiny/qwen3") -> Path:
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "spec.yaml"
+    path.write_text(
+        f"model: {model}\nmethod: lora\ntrain: {{batch_size: 2}}\n"
+        f"dataset: {{name: file, path: {data}, max_length: 100{more}}}\n"
+    )
+    return path
+
+
+def test_lengths_truncation_and_packing_are_those_of_the_rows(tmp_path):
+    """At 4 bytes a token and 5 tokens a turn: 40 characters a side are 10 + 5 tokens, so 30 a sample; 400 are 210."""
+    short, long = [{"q": "a" * side, "a": "b" * side} for side in (40, 400)]
+    spec = spec_of(tmp_path, [short, short, short, long], ", columns: {prompt: q, completion: a}")
+    document = preview.preview(spec, [])
+    assert (document["rows"], document["format"]) == (4, "prompt-completion")
+    assert (document["tokens"]["p50"], document["tokens"]["max"]) == (30, 210)
+    assert document["truncated_samples"] == 0.25
+    assert document["truncated_tokens"] == pytest.approx(110 / 300)
+    assert document["padding"] == pytest.approx(1 - 190 / (2 * 30 + 2 * 100))
+    assert document["packing_gain"] == pytest.approx(260 / 200)  # into two rows of 100
+    assert sum(document["tokens"]["histogram"]["counts"]) == 4
+    text = preview.as_text(document)
+    assert "30" in text
+    assert f"user: {'a' * 40}" in text
+    assert max(map(len, text.splitlines()[:3])) < 200
+
+
+def test_with_the_model_s_own_tokenizer_they_are_counted_and_its_template_renders_them(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tmp_path / "model"
+    model.mkdir()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(model / "tokenizer.json"))
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    spec = spec_of(tmp_path, [{"question": "one two one", "answer": "two"}], model=f"{{path: {model}}}")
+    document = preview.preview(spec, [])
+    assert document["tokens"]["max"] == 3 + 1 + 2 * 5  # words, and what a turn adds
+    assert document["samples"] == [{"row": 1, "text": "<user>one two one<assistant>two"}]
+    assert document["rendered_by"] == "the model's chat template"
+
+
+def test_made_data_have_lengths_and_no_samples(tmp_path):
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("model: tiny/qwen3\nmethod: lora\ndataset: {name: synthetic, samples: 50, length: 64}\n")
+    document = preview.preview(spec, [])
+    assert document["tokens"]["mean"] == 64
+    assert document["samples"] == []
+    assert "samples, by" not in preview.as_text(document)
+
+
+def test_rows_that_cannot_be_used_are_named(tmp_path):
+    with pytest.raises(DataError, match="line 1: columns a fit no format"):
+        preview.preview(spec_of(tmp_path, [{"a": "b"}]), [])
+
+
+def test_rows_of_the_hub_become_messages_in_a_file(tmp_path, monkeypatch):
+    class Rows(list):
+        folder = None
+
+        def where(self, index: int) -> str:
+            return f"row {index + 1}"
+
+    rows = Rows({"question": f"q{number}", "answer": "" if number == 2 else "a"} for number in range(6))
+    monkeypatch.setattr(export, "open_rows", lambda dataset: rows)
+    export.export(Dataset(name="owner/set"), tmp_path / "x.jsonl", 3)
+    written = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [row["messages"][0]["content"] for row in written] == [
+        "q0",
+        "q4",
+    ]  # every second, less one without an answer
+    assert json.loads((tmp_path / "x.count").read_text()) == {"rows": 6, "format": "question-answer"}
