@@ -78,7 +78,7 @@ def test_a_wrong_set_is_named_as_it_was_typed(refused):
 
 def test_a_data_file_that_is_not_there(refused, tmp_path):
     err = refused(dataset={"name": "file", "path": "missing.jsonl"})
-    assert err == f"ftbench: dataset.path: {tmp_path / 'missing.jsonl'}: no such file\n"
+    assert err == f"ftbench: dataset.path: {tmp_path / 'missing.jsonl'}: no such file or folder\n"
 
 
 def test_a_model_directory_without_weights(refused, tmp_path):

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from conftest import spec_of
 from ftbench.errors import DataError, SpecError
+from ftbench.launch.runner import check_needed
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.model import loading
@@ -188,6 +189,23 @@ def test_a_set_of_the_hub_is_read_as_it_is_stored(reads, monkeypatch):
         assert {"rust", "healthy"} == {name for name in ("rust", "healthy") for text in texts if name in text}
 
 
+def test_a_folder_of_classes_is_trained_on_by_the_command(folder, tmp_path):
+    """As photographs of `beans` lie in their archive."""
+    for letter, label in zip("ab", ("rust", "healthy"), strict=True):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        photo(ord(letter)).save(tmp_path / "photos" / label / f"{letter}.jpg")
+    dataset = {"name": "file", "path": str(tmp_path / "photos"), "max_length": 128}
+    spec = spec_with(dataset, train={"max_steps": 1})
+    check_needed(spec)
+    tokenizer, data = prepared(spec, loading.source_of(spec.model))
+    assert {"rust", "healthy"} == {
+        w for w in ("rust", "healthy") for (s,) in data.train if w in tokenizer.decode(s.ids)
+    }
+    (tmp_path / "photos" / "rust" / "a.jpg").write_bytes(b"torn")
+    with pytest.raises(DataError, match=r"photos/rust/a\.jpg: image .*a\.jpg cannot be decoded"):
+        prepared(spec, loading.source_of(spec.model))
+
+
 def bomb():
     """A PNG of 70 bytes that says it has 400 million pixels."""
     chunks = (
@@ -289,11 +307,3 @@ def test_images_are_never_cut(reads, folder):
         reads(MADE | {"image_size": [500, 500], "max_length": 32})
     with pytest.raises(DataError, match=r"Raise dataset\.max_length"):
         reads(folder({"image": "a.png", "text": WORDS}) | {"max_length": 12, "loss_on": "all"}, LLAVA)
-
-
-@pytest.mark.parametrize("name", ["packing", "padding_free"])
-def test_rows_laid_end_to_end_do_not_take_images(reads, folder, name):
-    with pytest.raises(ValidationError, match="which images do not take"):
-        spec_of(model={"id": QWEN3}, dataset=MADE | {"mean_length": None}, optimizations={name: True})
-    with pytest.raises(SpecError, match="which images do not take"):
-        reads(folder({"image": "a.png", "text": WORDS}), optimizations={name: True})

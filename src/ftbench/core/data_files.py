@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,48 +12,82 @@ from typing import Any, NoReturn
 from ftbench.errors import DataError, file_problem, json_problem
 
 _ROWS = 1024  # of a Parquet file that are made at once
+_IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
 class FileRows:
-    """Rows of a file, each with the line (or record) it stands on."""
+    """Rows of files that belong together, each with the line (or record) it stands on."""
 
     def __init__(
-        self, path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], unit: str, most: int | None = None
+        self, folder: Path, numbered: Iterable[tuple[Path, int, dict[str, Any]]], most: int | None = None
     ) -> None:
-        self._path, self._unit, self.folder = path, unit, path.parent
-        self._rows = list(islice(numbered, most))
+        self.folder, self._rows = folder, list(islice(numbered, most))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[index][1]
+        return self._rows[index][2]
 
     def where(self, index: int) -> str:
-        return f"{self._path}, {self._unit} {self._rows[index][0]}"
+        path, number, _ = self._rows[index]
+        return f"{path}, {_READERS[path.suffix.lower()][1]} {number}" if number else str(path)
 
 
 def read_file(path: Path, most: int | None = None) -> FileRows:
-    """Return the rows (of `most` the first) of a .json, .jsonl, .csv or .parquet file, or of the only one in a folder.
-    Raise DataError that names file and row."""
-    if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix.lower() in _READERS)
-        if len(files) != 1:
-            names = ", ".join(each.name for each in files[:4]) or "none"
-            raise DataError(f"{path}: a folder must hold one file that names its images, and holds {names}")
-        (path,) = files
-    reader, unit = _READERS.get(path.suffix.lower(), (None, ""))
-    if reader is None:
-        raise DataError(
-            f"{path}: {path.suffix or 'a name without ending'} is not known; give .json, .jsonl, .csv or .parquet"
-        )
+    """Return the rows (of `most` the first) of a .json, .jsonl, .csv or .parquet file, or of what a folder holds
+    (`_files_of`). Raise DataError that names file and row."""
     try:
-        rows = FileRows(path, reader(path), unit, most)
+        files = _files_of(path) if path.is_dir() else [path]
+        rows = FileRows(files[0].parent if files else path, _rows(files) if files else _by_class(path), most)
     except OSError as error:
         raise DataError(f"{path}: {file_problem(error)}") from None
     if not len(rows):
         raise DataError(f"{path}: holds no rows")
     return rows
+
+
+def _rows(files: Sequence[Path]) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    for file in files:
+        reader, _ = _READERS.get(file.suffix.lower(), (None, ""))
+        if reader is None:
+            raise DataError(
+                f"{file}: {file.suffix or 'a name without ending'} is not known; give .json, .jsonl, .csv or .parquet"
+            )
+        yield from ((file, number, row) for number, row in reader(file))
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Return the file with rows in a folder or in its `data`, where a set of the hub has them; of several, those of the
+    split `train`; none where it holds folders of images. Raise DataError for anything else."""
+    for parent in (folder, folder / "data"):
+        files = sorted(parent.iterdir()) if parent.is_dir() else []
+        files = [each for each in files if each.suffix.lower() in _READERS]
+        if len(files) > 1:
+            files = [each for each in files if each.name.startswith("train")] or files
+        if len(files) == 1 or (files and all(each.name.startswith("train") for each in files)):
+            return files
+        if files:
+            names = ", ".join(each.name for each in files[:4])
+            raise DataError(f"{folder}: a folder must hold one file that names its images, and holds {names}")
+    return []
+
+
+def _by_class(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    """Yield a row for each image in the folders of a folder, or of its `train`: a class each, by their names. Raise
+    DataError where there is none."""
+    folders = [each for each in ((folder / "train"), folder) if each.is_dir()][:1]
+    classes = sorted(each for parent in folders for each in parent.iterdir() if each.is_dir())
+    images = 0
+    for label in classes:
+        for image in sorted(each for each in label.iterdir() if each.suffix.lower() in _IMAGES):
+            images += 1
+            yield image, 0, {"image": str(image.relative_to(folder)), "label": label.name}
+    if not images:
+        raise DataError(
+            f"{folder}: a folder must hold one file that names its images, or folders of images by their class, and "
+            "holds none"
+        )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -127,12 +161,25 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
+    classes = _class_names(table.schema.metadata or {})
     for number in range(1, table.num_rows + 1, _ROWS):
         part = table.slice(number - 1, _ROWS)
         try:
-            yield from enumerate(part.to_pylist(), start=number)
+            for at, row in enumerate(part.to_pylist(), start=number):
+                yield at, row | {key: names[row[key]] for key, names in classes.items() if row.get(key) is not None}
         except (ValueError, OverflowError):
             _raise_for_row(path, part, number)
+        except (IndexError, TypeError):
+            raise DataError(f"{path}: a class is none of {', '.join(map(str, classes))}'s") from None
+
+
+def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
+    """Return the names of the classes that columns count, as files of the hub say them beside their schema."""
+    try:
+        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        return {key: each["names"] for key, each in features.items() if each.get("_type") == "ClassLabel"}
+    except (ValueError, AttributeError, KeyError):
+        return {}
 
 
 def _raise_for_row(path: Path, table: Any, first: int) -> NoReturn:

@@ -39,7 +39,10 @@ class VisionShape:
     """Encoder and projector in elements. `patch` is the side of a patch in pixels, `merge` the side in patches of what
     becomes one token. `tile` is the side of a tile in pixels and `pinpoints` the sizes (height, width) that an image
     is scaled into before it is cut; without tiles an image is scaled to between `pixels[0]` and `pixels[1]` pixels.
-    `windows` are the patches that a patch sees in each layer, None for all of its image."""
+    `windows` are the patches that a patch sees in each layer, None for all of its image; `values` the numbers of a
+    patch. `matrices` are inputs and outputs of a layer's matrices, `merging` those of the projector's, of what becomes
+    a token. A layer's MLP keeps `activations` tensors of `inner` a patch. `deep` layers of the decoder are handed
+    images too."""
 
     family: str
     layers: int
@@ -52,6 +55,13 @@ class VisionShape:
     pinpoints: tuple[tuple[int, int], ...]
     pixels: tuple[int, int]
     windows: tuple[int | None, ...]
+    heads: int
+    inner: int
+    activations: int
+    values: int
+    matrices: tuple[tuple[int, int], ...]
+    merging: tuple[tuple[int, int], ...]
+    deep: int = 0
 
     @property
     def total(self) -> int:
@@ -120,6 +130,8 @@ def _clip(family: str, config: dict[str, Any]) -> VisionShape:
         family, layers, hidden, (3 * patch**2 + 1 + positions + 4) * hidden + layers * layer,
         text * (hidden + 1) + text * (text + 1) + text, patch, 1, tile,
         tuple((int(high), int(wide)) for high, wide in pinpoints), (0, 0), (None,) * layers,
+        vision.whole("num_attention_heads"), inner, 3, 3 * patch**2,
+        (*[(hidden, hidden)] * 4, (hidden, inner), (inner, hidden)), ((hidden, text), (text, text)),
     )  # fmt: skip
 
 
@@ -132,16 +144,23 @@ def _qwen(family: str, config: dict[str, Any]) -> VisionShape:
     merged, pixels = merge**2 * hidden, 3 * vision.whole("temporal_patch_size") * patch**2
     attention, projector = 4 * hidden * (hidden + 1), merged * (merged + 1) + merged * out + out
     windows: list[int | None] = [None] * layers
+    matrices, merging, deep = [(hidden, 3 * hidden), (hidden, hidden)], [(merged, merged), (merged, out)], 0
+    activations = 2
     if family == "qwen3_vl":
         layer = attention + 2 * hidden * inner + inner + hidden + 4 * hidden
         encoder = (pixels + 1) * hidden + vision.whole("num_position_embeddings") * hidden + layers * layer
-        deep = vision.get("deepstack_visual_indexes") or ()
-        projectors = projector + 2 * hidden + len(deep) * (projector + 2 * merged)
+        deep = len(vision.get("deepstack_visual_indexes") or ())
+        projectors = projector + 2 * hidden + deep * (projector + 2 * merged)
+        matrices += [(hidden, inner), (inner, hidden)]
     else:
         encoder = pixels * hidden + layers * (attention + 3 * hidden * inner + 2 * inner + hidden + 2 * hidden)
         projectors, full = projector + hidden, vision.get("fullatt_block_indexes") or ()
         window = (vision.whole("window_size", 112) // patch) ** 2
         windows = [None if layer in full else window for layer in range(layers)]
+        matrices += [(hidden, inner), (hidden, inner), (inner, hidden)]
+        activations = 4
     return VisionShape(
-        family, layers, hidden, encoder, projectors, patch, merge, 0, (), PIXELS.get(family, (0, 0)), tuple(windows)
-    )
+        family, layers, hidden, encoder, projectors, patch, merge, 0, (), PIXELS.get(family, (0, 0)), tuple(windows),
+        vision.whole("num_heads"), inner, activations, pixels, tuple(matrices),
+        tuple(merging * (1 + deep)), deep,
+    )  # fmt: skip

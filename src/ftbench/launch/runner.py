@@ -173,8 +173,8 @@ def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
 
 def _path_problems(spec: Experiment) -> list[str]:
     problems = []
-    if spec.dataset.path and not Path(spec.dataset.path).is_file():
-        problems.append(f"dataset.path: {spec.dataset.path}: no such file")
+    if spec.dataset.path and not Path(spec.dataset.path).exists():
+        problems.append(f"dataset.path: {spec.dataset.path}: no such file or folder")
     if spec.model.path and spec.model.weights == "pretrained":
         folder = Path(spec.model.path)
         if not folder.is_dir():

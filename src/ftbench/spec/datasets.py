@@ -30,7 +30,8 @@ Role = Literal[
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a named data set comes from; `hub` is a Hugging Face data set id. `mean_tokens` is the mean length that a
-    synthetic data set `like` it is drawn to, and `sigma` the spread of the log of the lengths."""
+    synthetic data set `like` it is drawn to, and `sigma` the spread of the log of the lengths; `image_size` width and
+    height of its pictures."""
 
     meaning: str
     hub: str | None = None
@@ -38,6 +39,7 @@ class Source:
     format: Format | None = None
     mean_tokens: float | None = None
     sigma: float | None = None
+    image_size: tuple[int, int] | None = None
 
 
 # Mean lengths of the two Japanese sets: the founding study's, after truncation at 2,048 tokens (facts/seed figures);
@@ -52,7 +54,10 @@ DATASETS: dict[str, Source] = {
         "Japanese articles: the body without its first sentence → the title",
         "wikimedia/wikipedia", "20231101.ja", mean_tokens=861, sigma=0.95,
     ),
-    "beans": Source("1k photographs of bean leaves → their disease", "AI-Lab-Makerere/beans", format="image-text"),
+    "beans": Source(
+        "1k photographs of bean leaves → their disease", "AI-Lab-Makerere/beans", format="image-text",
+        image_size=(500, 500),
+    ),
     "file": Source(
         "your own JSON, JSONL, CSV or Parquet file (`path`), or a folder of images with one such file that names them"
     ),

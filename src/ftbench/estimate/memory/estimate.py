@@ -106,7 +106,8 @@ def _plans(
     spec = resolve(spec, capability)
     check_modelled(spec)
     division = division_of(spec.launch)
-    model, largest = rank_model(shape_of(spec.model, config), division), batch or batches.largest(spec)
+    model = rank_model(shape_of(spec.model, config), division)
+    largest = batch or batches.largest(spec, model.vision)
     plan = MemoryPlan(
         model, recipe_of(spec, model, largest.padded, largest.whole), rank_shape(largest.expected, division),
         spec.train.gradient_accumulation_steps > 1, division, 2 * cublas_workspace(capability),
@@ -183,7 +184,8 @@ def _spread(plan: MemoryPlan, known: Constants) -> float:
     """Return how far a run may lie; of several GPUs farther, where no run that the constants were fitted to tells."""
     recipe = plan.recipe
     unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
-    unseen = recipe.attention == "flash" or recipe.mxfp4 or unsloths or plan.model.family not in MEASURED
+    family = plan.model.vision.family if plan.model.vision else plan.model.family
+    unseen = recipe.attention == "flash" or recipe.mxfp4 or unsloths or family not in MEASURED
     if plan.division.gpus > 1 and plan.division.name not in known.strategies:
         return SHARDED_SPREAD
     return UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD

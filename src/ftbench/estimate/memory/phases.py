@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftbench.estimate.memory import layer, loss, share, transient, weights
+from ftbench.estimate.memory import images, layer, loss, share, transient, weights
 from ftbench.estimate.workload.batches import BatchShape
 from ftbench.estimate.workload.division import ALONE, Division
 from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.vision import learns
 from ftbench.families.shape import ModelShape
 
 Parts = dict[str, float]
@@ -44,6 +45,7 @@ def resident(plan: MemoryPlan) -> Parts:
         "optimizer state": share.optimizer_state(model, recipe, part),
         "gradients": trained * part.gradients if plan.accumulates else 0.0,
         "workspace": plan.workspace + kept + share.ddp_buckets(part, trained),
+        "pixels": images.pixels(model.vision, plan.batch) if model.vision else 0.0,
     }
 
 
@@ -85,7 +87,8 @@ def _activations(plan: MemoryPlan, recipe: Recipe) -> _Activations:
         stays = sum(layer.saved_twice(each, recipe) * count for each, count in model.kinds) * batch.tokens
         away = saved[model.order[-1]] - layer.saved_twice(model.layers[-1], recipe) * batch.tokens  # by the loss
         kept, marks = stays + away, 0.0
-    kept -= layer.unsaved(model.layers[frozen], recipe, batch)
+    if not learns(recipe):
+        kept -= layer.unsaved(model.layers[frozen], recipe, batch)
     there, again, peak, kind_at = kept, 0.0, 0.0, model.order[-1]
     behind = 0.0
     for kind, keep in list(zip(model.order, keeps, strict=True))[: frozen - 1 if frozen else None : -1]:
@@ -104,7 +107,7 @@ def _activations(plan: MemoryPlan, recipe: Recipe) -> _Activations:
 def _frozen(model: ModelShape, recipe: Recipe) -> int:
     """Return how many layers come before the first with adapters: nobody asks for a gradient there, and nothing is
     saved. With checkpoints the embedding's output asks for one (transformers, enable_input_require_grads)."""
-    if recipe.full or recipe.checkpointing != "off":
+    if recipe.full or recipe.checkpointing != "off" or learns(recipe):
         return 0
     adapted = (index for index, each in enumerate(model.layers) if recipe.adapted(each))
     return next(adapted, 0)
@@ -135,16 +138,35 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     twice = loss.tied_gradients(model, recipe) * part.gradients + share.whole_gradient(model, recipe, part)
     gradients = {"gradients": base["gradients"] + (0.0 if plan.accumulates else top)}
     left, step = share.update(model, kept, part)
+    shown, encoded, read, remade = _of_images(plan)
+    held, first = held | {"images": encoded}, first | {"images": encoded}
     return {
         "load": {"weights": weights.loading(model, kept) * part.weights},
-        "forward, frozen layers": base | {"one layer": acts.ungraded},
-        "forward": base | held | {"one layer": acts.forward_peak + stream},
-        "loss": base | held | {"activations": acts.kept - acts.away, "hidden states": tail, "logits": final},
+        "forward, images": base | {"images": encoded, "one layer": read},
+        "forward, frozen layers": base | {"images": shown, "one layer": acts.ungraded},
+        "forward": base | held | {"images": encoded + shown, "one layer": acts.forward_peak + stream},
+        "loss": base | held | {
+            "activations": acts.kept - acts.away, "hidden states": tail, "logits": final,
+        },
         "backward, last layer": base | held | gradients | {"one layer": acts.again + acts.peak},
         "backward, first layer": base | first | grown | {"one layer": acts.first_again + acts.first_peak},
+        "backward, images": base | grown | {"images": encoded, "one layer": remade},
         "backward, embedding": base | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
         "optimizer step": base | {GATHERED: 0.0, "gradients": left, "one step": step},
-    }
+    }  # fmt: skip
+
+
+def _of_images(plan: MemoryPlan) -> tuple[float, float, float, float]:
+    """Return what images leave until the forward pass ends, what encoder and projector save, and what a layer of the
+    encoder needs for a moment, forward and backward."""
+    vision, batch, recipe = plan.model.vision, plan.batch, plan.recipe
+    if vision is None or not batch.images.patches:
+        return 0.0, 0.0, 0.0, 0.0
+    saved = images.saved(vision, recipe, batch)
+    if recipe.checkpointing != "off":  # the embeddings as they are before the images
+        saved += recipe.stream * plan.model.hidden * batch.tokens
+    remade = images.remade(vision, recipe, batch)
+    return images.shown(plan.model, recipe, batch), saved, images.moment(vision, recipe, batch), remade
 
 
 def _grown(model: ModelShape, recipe: Recipe) -> float:

@@ -24,13 +24,14 @@ def checkpoint_buffers(hidden: int, recipe: Recipe, batch: BatchShape) -> float:
     return 3.0 * recipe.stream * hidden * batch.tokens if recipe.checkpointing == "unsloth" else 0.0
 
 
-def mlp_peak(layer: Layer, recipe: Recipe) -> float:
+def mlp_peak(layer: Layer, recipe: Recipe, backward: bool = True) -> float:
     """Return the most that one layer's MLP needs at once beyond what is saved.
 
     Full: gradients of the product, of the activation and of up, less the product that is freed, and the stream.
     Float32 adapters: the product and its float32 copy as down reads it, and five times the stream's width. bfloat16
     adapters on a float32 stream: the gradient through the base, through the adapters, and their sum, less the freed
-    input. Compiled: the gradients alone; unsloth: two of them, in place.
+    input; forward the product and three of the stream's width, one of them cast. Compiled: the gradients alone;
+    unsloth: two of them, in place.
     """
     h, i, p, c = layer.hidden, layer.inner, recipe.product, recipe.compute
     if recipe.unsloth:
@@ -41,6 +42,8 @@ def mlp_peak(layer: Layer, recipe: Recipe) -> float:
         return p * (2 if recipe.full else 3) * i + recipe.stream * h
     if recipe.compiled:
         return c * (3 * i + 3 * h)
+    if p > recipe.adapter and not backward:
+        return p * i + (recipe.stream + c) * h
     if p > recipe.adapter:
         return (3 * p - c) * i + recipe.stream * h
     if recipe.adapter > c:
@@ -128,7 +131,7 @@ def peak(layer: Layer, recipe: Recipe, batch: BatchShape, backward: bool, again:
     if layer.experts:
         second = experts_again(layer, recipe) if again else experts_peak(layer, recipe, backward)
     else:
-        second = mlp_peak(layer, recipe)
+        second = mlp_peak(layer, recipe, backward)
     if behind := [norm for norm in layer.norms if norm.position == "after"][-1:]:
         alone = (5 * FLOAT - recipe.stream) * layer.hidden
         second = max(second, alone) if backward else second - norms(layer, recipe, behind)

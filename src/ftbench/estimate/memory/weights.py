@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ftbench.estimate.workload import vision
 from ftbench.estimate.workload.method import Recipe, adapter_parameters
 from ftbench.families.shape import Layer, Linear, ModelShape
 
@@ -88,14 +89,20 @@ def loading(model: ModelShape, recipe: Recipe) -> float:
 def adapters(model: ModelShape, recipe: Recipe) -> float:
     """Return the bytes of the adapters: peft keeps those of a 16-bit model in float32; trl casts those of a
     quantised one to bfloat16."""
-    return adapter_parameters(model, recipe.targets, recipe.rank) * recipe.adapter
+    return _adapter_count(model, recipe) * recipe.adapter
 
 
-def trained(model: ModelShape, recipe: Recipe) -> tuple[float, int]:
-    """Return how many parameters are trained, and the bytes of each."""
+def _adapter_count(model: ModelShape, recipe: Recipe) -> int:
+    beside = vision.adapter_parameters(model.vision, recipe) if model.vision else 0
+    return adapter_parameters(model, recipe.targets, recipe.rank) + beside
+
+
+def trained(model: ModelShape, recipe: Recipe) -> tuple[float, float]:
+    """Return how many parameters are trained, and the bytes of each, their mean where adapters and whole parts are."""
     if recipe.full:
         return model.total, recipe.weight
-    return adapter_parameters(model, recipe.targets, recipe.rank), recipe.adapter
+    whole, count = vision.trained_whole(model.vision, recipe) if model.vision else 0, _adapter_count(model, recipe)
+    return count + whole, (count * recipe.adapter + whole * recipe.upcast) / max(1, count + whole)
 
 
 def kept_by(model: ModelShape, recipe: Recipe) -> tuple[str, float, float, float]:

@@ -36,9 +36,9 @@ EXPERTS_SPREAD = 1.5  # on top, for a step of a mixture of experts that was not 
 class DurationEstimate:
     """Seconds of an optimizer step of `samples` samples and `tokens` real ones, over all `gpus`; `padding` is the share
     of computed positions that are none. `start_s` until the first steady step, `watts` of one GPU. `parts` are the
-    step's terms alone on the device, seconds, `exposed_s` of them waiting for other GPUs; `bound` is the GPU, or the
-    host where the GPU waits for Python. `basis` is one of
-    MEASURED, SCALED, OTHER, SHEET and `confidence` says it in words."""
+    step's terms alone on the device, seconds, `exposed_s` of them waiting for other GPUs; `bound` is the GPU, or where
+    the GPU waits for Python the host, or images that it processes. `basis` is one of MEASURED, SCALED, OTHER, SHEET
+    and `confidence` says it in words."""
 
     step_s: Band
     samples: float
@@ -101,7 +101,7 @@ def estimate_duration(
     store = store or Store()
     spec = resolve(spec, capability_of(gpu))
     check_modelled(spec)
-    lengths, division = store.lengths(spec), division_of(spec.launch)
+    lengths, division = store.lengths(spec, config), division_of(spec.launch)
     batches = [rank_batch(batch, division) for batch in batches_of(spec, lengths)]
     shape, work = store.work(spec, batches, config)
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", store.path)
@@ -126,10 +126,14 @@ def estimate_duration(
     watts, source = _watts(spec, gpu, same, store.on(gpu), modelled)
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
-        _start(spec, shape, same), watts, source, "host" if modelled.host_bound else "GPU", basis, confidence,
+        _start(spec, shape, same), watts, source, _bound(modelled), basis, confidence,
         lengths.source, lengths.upper_bound, dict(modelled.parts) | ({COMMUNICATION: exposed} if exposed else {}),
         division.gpus, exposed,
     )  # fmt: skip
+
+
+def _bound(modelled: speeds.Step) -> str:
+    return ("images" if modelled.by_images else "host") if modelled.host_bound else "GPU"
 
 
 def _judged(gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens: float, modelled: float,

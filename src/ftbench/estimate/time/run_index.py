@@ -18,13 +18,21 @@ from ftbench.estimate.time.neighbor_correction import Neighbour, Observation, ne
 from ftbench.estimate.time.speeds import ideal
 from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.images import lengths_with_images
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
 from ftbench.estimate.workload.method import TrainableShape, trainable_shape
-from ftbench.estimate.workload.model import is_rough
-from ftbench.spec.datasets import Dataset
-from ftbench.spec.experiment import Experiment, Model
+from ftbench.estimate.workload.model import is_rough, shape_of
+from ftbench.spec.experiment import Experiment
 
 SAME_WATTS = 0.02  # how far limits of power may differ that are taken for the same
+
+
+def _with_images(spec: Experiment, config: dict[str, Any] | None) -> Lengths | None:
+    """Return the lengths of samples with images; None where the model, as far as it is known, or the data have none."""
+    with suppress(SpecError):
+        if (vision := shape_of(spec.model, config).vision) is not None:
+            return lengths_with_images(spec, vision)
+    return None
 
 
 class Store:
@@ -37,7 +45,7 @@ class Store:
         self._seen: dict[Gpu, list[Observation]] = {}
         self._near: dict[Any, list[Neighbour]] = {}
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
-        self._lengths: dict[tuple[Dataset, Model], Lengths] = {}
+        self._lengths: dict[Any, Lengths] = {}
         self._on: dict[Gpu, dict[StepKey, list[TimedRun]]] = {}
         self._left_out: StepKey | None = None
 
@@ -73,12 +81,13 @@ class Store:
                     self._on[gpu].setdefault(run.key, []).append(run)
         return self._on[gpu]
 
-    def lengths(self, spec: Experiment) -> Lengths:
-        """Return the lengths of a spec's samples, as the runs know them."""
-        key = (spec.dataset, spec.model)
+    def lengths(self, spec: Experiment, config: dict[str, Any] | None = None) -> Lengths:
+        """Return the lengths of a spec's samples, as the runs know them; with images by the rule of the model."""
+        key = (spec.dataset, spec.model, spec.optimizations.image_size, id(config))
         if key not in self._lengths:
             recorded = ((run.spec.dataset, run.described) for run in self.runs)
-            self._lengths[key] = lengths_of(spec.dataset, recorded, spec.model)
+            lengths = _with_images(spec, config) or lengths_of(spec.dataset, recorded, spec.model)
+            self._lengths[key] = lengths
         return self._lengths[key]
 
     def counted(self, spec: Experiment) -> Experiment:

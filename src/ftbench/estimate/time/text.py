@@ -126,6 +126,10 @@ def _cost(gpu: Gpu, estimate: DurationEstimate, seconds: Band | None, prices: Pr
 
 
 def _parts(estimate: DurationEstimate) -> str:
+    if estimate.bound == "images":
+        return (
+            "images: the GPU waits until they are processed; image_cache or loader_processes take that out of the step"
+        )
     if estimate.bound == "host":
         return "Python: the GPU waits for its kernels to be started, so a larger batch costs little"
     total = sum(estimate.parts.values())

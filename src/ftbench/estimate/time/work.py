@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ftbench.core import flops
+from ftbench.core.flops import vision_per_patch
 from ftbench.estimate.workload.batches import Batch
-from ftbench.estimate.workload.method import DTYPE_BYTES, Fused, Recipe, TrainableShape, is_upcast, recipe_of
+from ftbench.estimate.workload.method import (
+    DTYPE_BYTES,
+    Fused,
+    Recipe,
+    TrainableShape,
+    is_upcast,
+    recipe_of,
+)
+from ftbench.estimate.workload.vision import vision_matmul
+from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment
 
 # Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
@@ -34,6 +44,7 @@ _SCORE = 40  # bytes a score of eager attention, forward and backward
 _MXFP4_OUT = 17 / 32 + 2  # bytes of a weight that is read in 4 bits with its scale and written in 16
 # Operations that the host starts for a layer, forward and backward, each some microseconds of Python and launch.
 _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 36, 60, 120
+_ENCODER_OPS, _WINDOW_OPS = 40, 8  # forward, of a layer of an encoder and of a window that it attends to by itself
 _HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # of the operations that are left
 _RECOMPUTED = 1 / 3  # share of a layer's forward and backward that a second forward pass adds
 
@@ -76,7 +87,30 @@ def _micro_step(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: 
     elif recipe.checkpointing == "offload":
         stream = 4 if is_upcast(spec.method, shape.model) else 2
         work["offload.checkpoints"] = 2 * stream * shape.model.hidden * len(shape.model.layers) * batch.positions
-    return work | {"host": _operations(recipe, shape, batch, again)}
+    if batch.patches and shape.model.vision:
+        _add_images(work, spec, recipe, shape.model.vision, batch)
+    work["host"] = work.get("host", 0.0) + _operations(recipe, shape, batch, again)
+    return work
+
+
+def _add_images(work: dict[str, float], spec: Experiment, recipe: Recipe, vision: VisionShape, batch: Batch) -> None:
+    """Add what encoder and projector do with the patches of a micro-batch, and the pixels that the step itself makes of
+    images: a cache holds them, and processes beside the training make them among themselves. With `feature_cache` the
+    first epoch alone does it."""
+    on, windowed = spec.optimizations, sum(window is not None for window in vision.windows)
+    work["images"] = 0.0 if on.image_cache or on.loader_processes else batch.patches * vision.values
+    if on.feature_cache and not spec.train.max_steps:
+        batch = replace(batch, patches=batch.patches / spec.train.epochs, tiles=batch.tiles / spec.train.epochs)
+    learns = recipe.vision != "frozen"
+    again = float(recipe.checkpointing != "off")
+    each = vision_per_patch(vision_matmul(vision, recipe), batch.patches / max(batch.tiles, 1e-9), again * learns)
+    work["products"] = work.get("products", 0.0) + batch.patches * each
+    moved = vision.layers * (_HIDDEN * vision.hidden + _HEADS * 3 * vision.hidden + _INNER * vision.inner)
+    passes = 1 + (_BACKWARD + again if learns else 0)
+    name = f"elementwise.{recipe.kernels}"
+    work[name] = work.get(name, 0.0) + batch.patches * moved * passes
+    pieces = sum(batch.patches / window for window in vision.windows if window) if windowed else 0.0
+    work["host"] = _HOST_SHARE[recipe.kernels] * passes * (_ENCODER_OPS * vision.layers + _WINDOW_OPS * pieces)
 
 
 def _products(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:

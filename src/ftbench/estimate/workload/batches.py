@@ -6,14 +6,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
 from statistics import NormalDist
 from typing import TypeAlias
 
+from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import Lengths, sample_lengths
-from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, length_windows, packed
+from ftbench.families.vision import NOTHING, ImageSize, VisionShape
+from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, bucketed, length_windows, packed
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -59,11 +61,13 @@ def _layout(spec: Experiment) -> _Layout:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The largest batch as the model sees it: `rows` of `length` positions, of which `labels` carry loss."""
+    """The largest batch as the model sees it: `rows` of `length` positions, of which `labels` carry loss, and what its
+    images become."""
 
     rows: int
     length: int
     labels: int
+    images: ImageSize = NOTHING
 
     @property
     def tokens(self) -> int:
@@ -82,9 +86,40 @@ class Largest:
     basis: str
 
 
-def largest(spec: Experiment) -> Largest:
-    """Return the batch with the most positions among those that the spec trains on."""
+def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
+    """Return the batch with the most positions among those that the spec trains on; `vision` reads images."""
+    if vision is not None and (known := known_samples(spec, vision)) is not None:
+        return _largest_with_images(known, _layout(spec), spec.optimizations.tile_buckets, spec.dataset.seed)
     return _largest(spec.dataset, _layout(spec))
+
+
+@lru_cache(maxsize=1024)
+def _largest_with_images(known: KnownSamples, layout: _Layout, buckets: bool, seed: int) -> Largest:
+    """Return the batch of samples with images, and the largest that can be: where not all samples are known, each as
+    the longest of them."""
+    samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
+    lengths = [sample.length for sample in samples]
+    rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]
+    if buckets:
+        rows = [[index] for index in bucketed([sample.images.patches for sample in samples], layout.size, seed)]
+    sizes = [sum(lengths[index] for index in row) for row in rows]
+    if layout.ordered:
+        rows.sort(key=lambda row: -sum(lengths[index] for index in row))
+    longest, tried = max(sizes), list[BatchShape]()
+    for batch in _trained(layout, range(len(rows))):
+        shown = [samples[index] for row in batch for index in rows[row]]
+        tokens, labels = sum(each.length for each in shown), sum(each.labels for each in shown)
+        widest = longest if layout.fixed else max(sum(lengths[index] for index in rows[row]) for row in batch)
+        shape = (1, len(batch) * longest if layout.fixed else tokens) if layout.flat else (len(batch), widest)
+        tried.append(BatchShape(*shape, labels, sum((each.images for each in shown), NOTHING)))
+    expected = most = max(tried, key=lambda batch: batch.tokens)
+    if not known.exact and not layout.packing:
+        heaviest = max(samples, key=lambda sample: sample.length)
+        images = sum([heaviest.images] * layout.size, NOTHING)
+        width = (1, layout.size * longest) if layout.flat else (layout.size, longest)
+        most = BatchShape(*width, layout.size * heaviest.labels, images)
+    padded = (len(set(lengths)) > 1 or layout.flat) and (expected.rows > 1 or layout.flat or layout.fixed)
+    return Largest(expected, most, padded, min(lengths) == layout.max_length, known.basis)
 
 
 @lru_cache(maxsize=1024)
@@ -167,7 +202,7 @@ def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int
 class Batch:
     """Mean micro-batch of a group that is `weight` of all. `positions` are computed, padding included; `square` is the
     number of query and key pairs of one layer without a window; `masked` says that attention computes all of them
-    with a mask, and not only the causal half."""
+    with a mask, and not only the causal half. `patches` of images are seen by an encoder in `tiles`."""
 
     weight: float
     samples: float
@@ -176,11 +211,18 @@ class Batch:
     labels: float
     square: float
     masked: bool
+    patches: float = 0.0
+    tiles: float = 0.0
 
 
 def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
     """Return the micro-batches of a spec in at most CLASSES groups of like size, which differ in weight."""
-    return _batches(lengths, _layout(spec))
+    groups = _batches(lengths, _layout(spec))
+    if not lengths.patches:
+        return groups
+    return tuple(
+        replace(each, patches=each.samples * lengths.patches, tiles=each.samples * lengths.tiles) for each in groups
+    )
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:

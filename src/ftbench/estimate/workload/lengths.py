@@ -33,13 +33,16 @@ _COLUMNS = ("instruction", "input", "output", "prompt", "completion", "question"
 class Lengths:
     """Lengths in tokens of samples as they are drawn, the share of tokens that carry loss, and where both come from.
     `upper_bound` says that nothing is known but the longest that is allowed; `rows` is how many samples the data set
-    has, where it was read. Equal only to itself: batches are kept by it."""
+    has, where it was read; `patches` and `tiles` are what the images of a sample become. Equal only to itself: batches
+    are kept by it."""
 
     values: tuple[int, ...]
     labels: float
     source: str
     upper_bound: bool = False
     rows: int | None = None
+    patches: float = 0.0
+    tiles: float = 0.0
 
     @property
     def mean(self) -> float:

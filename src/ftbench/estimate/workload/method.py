@@ -12,7 +12,7 @@ from ftbench.estimate.workload.division import ALONE, Division, division_of, ran
 from ftbench.estimate.workload.model import shape_of
 from ftbench.families.shape import Layer, ModelShape
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.methods import Full, Lora, Qlora, Unsloth
+from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth
 from ftbench.spec.optimizations.fp8 import in_8_bits
 
 Loss = Literal["trl", "chunked", "liger", "unsloth"]
@@ -31,12 +31,10 @@ class Recipe:
     weight: of the 16- or 32-bit weights as loaded; upcast: of embedding, head and norms once peft has prepared a
     quantised model (float32); compute: of what products are made in; autocast: whether products cast their inputs.
     adapter: of the adapters, 0 without. targets: the last parts of the names of the linear layers that have adapters,
-    and `experts` where the fused experts have.
-    mxfp4: the experts stay in 4 bits as gpt-oss is published. checkpointing: `offload` and `unsloth` keep layer inputs
-    in host memory. chunk: label tokens of a chunk of our loss. fused: how fused_lora multiplies adapters
-    (worker/kernels/adapter_products.py).
-    attention: `masked` is sdpa with a mask, made where rows hold padding or several samples.
-    """
+    and `experts` where the fused experts have. mxfp4: the experts stay in 4 bits as gpt-oss is published.
+    checkpointing: `offload` and `unsloth` keep layer inputs in host memory. chunk: label tokens of a chunk of our loss.
+    fused: how fused_lora multiplies adapters (worker/kernels/adapter_products.py). attention: `masked` is sdpa with a
+    mask, made where rows hold padding or several samples."""
 
     full: bool = False
     quantised: bool = False
@@ -60,6 +58,8 @@ class Recipe:
     compiled: bool = False
     fp8: bool = False
     fused: Fused = "off"
+    vision: Trained = "frozen"
+    projector: Trained = "frozen"
 
     @property
     def stream(self) -> int:
@@ -91,8 +91,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
     """Return the recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
     `whole` that every sample has max_length tokens."""
     method, on = spec.method, spec.optimizations
-    weight = DTYPE_BYTES[spec.model.dtype]
-    autocast = spec.train.precision != "fp32"
+    weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
     return Recipe(
         full=isinstance(method, Full),
@@ -117,6 +116,8 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         fp8=in_8_bits(on.fp8),
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
         fused=fused(spec),
+        vision=getattr(method, "vision", "full") if model.vision else "frozen",
+        projector=getattr(method, "projector", "full") if model.vision else "frozen",
     )
 
 

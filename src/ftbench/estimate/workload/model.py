@@ -31,7 +31,7 @@ def check_modelled(spec: Experiment) -> None:
         "padding_free": (on.padding_free, "optimizations.padding_free=off"),
         "packed rows on 4-bit weights": (on.packing and method.load_in_4bit, "optimizations.packing=off"),
     }
-    if what := {name: change for name, (asked, change) in unmeasured.items() if asked}:
+    if what := {name: change for name, (given, change) in unmeasured.items() if given}:
         raise SpecError(
             f"what unsloth takes with {' and '.join(what)} was never measured: the nearest that is estimated is "
             f"{' '.join(f'--set {change}' for change in what.values())}; or train a few steps with --set "
@@ -47,17 +47,7 @@ def is_rough(spec: Experiment) -> bool:
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
     """Return the shape of a spec's model. `config` is taken before model.path, and that before facts. Raises SpecError
-    with a way out, also for a model that reads images: what these take is not known before they run."""
-    shape = _shape_of(model, config)
-    if shape.vision:
-        raise SpecError(
-            f"what {model.id} takes is not known before it runs, since it reads images: train a few steps with --set "
-            "train.max_steps=5"
-        )
-    return shape
-
-
-def _shape_of(model: Model, config: dict[str, Any] | None) -> ModelShape:
+    with a way out."""
     if config is None and not model.path and model.id in architectures():
         return _known(model.id)
     values = config or (read_config(Path(model.path)) if model.path else None)

@@ -59,7 +59,7 @@ class SimulationMode(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             if func is not _INDEX or self.values.get(args[0]) is not None:
                 return self._by_values(func, args, kwargs)
-            result = func(args[0], [place for index in args[1] for place in self._places(index)])
+            result = func(args[0], [each for index in args[1] for each in self._positions(index)])
         if self.functions.engine and func is _ADD and result.fake_device.type == "cuda":
             self.tracker.sums(args[0], result)
         for tensor in tensors(result):
@@ -82,12 +82,12 @@ class SimulationMode(TorchDispatchMode):
             self.values.learn(fake, tensor)
         return fake
 
-    def _places(self, index: Any) -> list[Any]:
+    def _positions(self, index: Any) -> list[Any]:
         """Return an index as the kernel takes it: in place of a mask where it is true, in each dimension."""
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
-        found = self._by_values(_NONZERO, (index,), {})
-        return [_SELECT(found, 1, dimension) for dimension in range(index.ndim)]
+        positions = self._by_values(_NONZERO, (index,), {})
+        return [_SELECT(positions, 1, dimension) for dimension in range(index.ndim)]
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return an operation whose result's shape depends on values."""

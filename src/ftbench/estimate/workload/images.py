@@ -1,0 +1,163 @@
+"""Samples with images: how long they are and what their images become, by the rule of the model's family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.data_files import FileRows, read_file
+from ftbench.errors import FtbenchError, SpecError
+from ftbench.estimate.workload.lengths import DRAWN, MOST_SAMPLES, Lengths, file_lengths
+from ftbench.families.vision import NOTHING, ImageSize, VisionShape
+from ftbench.spec.batches import CAPTION, picture_sizes, synthetic_lengths
+from ftbench.spec.datasets import Dataset
+from ftbench.spec.experiment import Experiment
+
+_COLUMNS = ("image", "images")
+Sides = tuple[int, int]  # width and height in pixels
+
+
+@dataclass(frozen=True, slots=True)
+class SampleWithImages:
+    """Tokens of a sample, those of them that carry loss, and what its images become."""
+
+    length: int
+    labels: int
+    images: ImageSize = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSamples:
+    """Samples in the order in which they are trained on, or of a file as many as were looked at; where they come from
+    in words, and whether that is exact."""
+
+    samples: tuple[SampleWithImages, ...]
+    basis: str
+    exact: bool
+
+
+def known_samples(spec: Experiment, vision: VisionShape) -> KnownSamples | None:
+    """Return what a spec trains on; None where that is text alone. Raises SpecError where nobody knows how large the
+    images are before they are read."""
+    data = spec.dataset
+    if not data.may_have_images:
+        return None
+    return _samples(data, spec.model, replace(vision, pinpoints=_limited(spec, vision)), spec.optimizations.image_size)
+
+
+def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None:
+    """Return the lengths of a spec's samples, images included; None for text alone. Raises SpecError as
+    `known_samples`."""
+    if (known := known_samples(spec, vision)) is None:
+        return None
+    samples = known.samples[:MOST_SAMPLES]
+    tokens, labels = sum(each.length for each in samples), sum(each.labels for each in samples)
+    total = sum((each.images for each in samples), NOTHING)
+    rows = None if known.exact or spec.dataset.path is None else len(known.samples)
+    return Lengths(
+        tuple(each.length for each in samples), labels / tokens, known.basis, rows=rows,
+        patches=total.patches / len(samples), tiles=total.tiles / len(samples),
+    )  # fmt: skip
+
+
+def _limited(spec: Experiment, vision: VisionShape) -> tuple[Sides, ...]:
+    """Return the sizes that images are cut into tiles at (worker/model/vision.py, `limited_pinpoints`)."""
+    longest = int(spec.optimizations.image_size)
+    fitting = tuple(size for size in vision.pinpoints if max(size) <= longest)
+    return vision.pinpoints if not longest or not vision.tile else fitting or ((vision.tile, vision.tile),)
+
+
+@lru_cache(maxsize=64)
+def _samples(dataset: Dataset, model: Any, vision: VisionShape, longest: int) -> KnownSamples | None:
+    if dataset.name == "images":
+        count = min((dataset.samples or 0) + dataset.eval_samples, DRAWN)
+        shown, sizes = dataset.images_per_sample, picture_sizes(dataset, count * dataset.images_per_sample)
+        texts = synthetic_lengths(dataset, count)
+        groups = [sizes[at : at + shown] for at in range(0, len(sizes), shown)]
+        made = [_sample(vision, group, text, longest, shown) for group, text in zip(groups, texts, strict=True)]
+        return _known(made[: dataset.samples], f"made pictures of {_pixels(sizes)} pixels", True)
+    if dataset.source.image_size:
+        sample = _sample(vision, [dataset.source.image_size], round(CAPTION), longest)
+        count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES)
+        return _known([sample] * count, f"photographs of {_pixels([dataset.source.image_size])} pixels", False)
+    if dataset.path is None:
+        raise SpecError(
+            f"dataset: how large the images of {dataset.name} are is not known before they are read: estimate with "
+            "--set 'dataset={name: images, samples: 100, image_size: [500, 500]}', or a copy on this machine by "
+            "dataset.name=file"
+        )
+    return _of_file(dataset, model, vision, longest)
+
+
+def _known(samples: Sequence[SampleWithImages], basis: str, exact: bool) -> KnownSamples:
+    return KnownSamples(tuple(samples), f"{basis}, the longest sample {max(each.length for each in samples):,}", exact)
+
+
+def _pixels(sizes: Sequence[Sides]) -> str:
+    return f"{sizes[0][0]} x {sizes[0][1]}" if len(set(sizes)) == 1 else f"about {sizes[0][0]} x {sizes[0][1]}"
+
+
+def _sample(vision: VisionShape, sizes: Sequence[Sides], text: int, longest: int, heads: int = 0) -> SampleWithImages:
+    """Return a sample of images of these sizes and of `text` tokens that carry loss, with `heads` that do not (worker/
+    data/synthetic.py puts one behind each image)."""
+    images = sum((vision.size(*_scaled(size, longest)) for size in sizes), NOTHING)
+    return SampleWithImages(images.tokens + heads + text, text, images)
+
+
+def _scaled(size: Sides, longest: int) -> tuple[int, int]:
+    """Return height and width of an image whose longest side is scaled to `longest` pixels at the most, 0: any."""
+    scale = min(1.0, (longest or max(size)) / max(size))
+    return max(1, round(size[1] * scale)), max(1, round(size[0] * scale))
+
+
+# --- of a file --------------------------------------------------------------------------------------------------------
+
+
+def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) -> KnownSamples | None:
+    """Return the rows that `file_lengths` looks at; None for a file without images."""
+    assert dataset.path is not None
+    counted = file_lengths(dataset, model)
+    try:
+        rows = read_file(Path(dataset.path))
+        if isinstance(counted, str) or not (sides := _sides_of(rows, dataset)):
+            return None
+        samples = [_sample(vision, sizes, text, longest) for sizes, text in zip(sides, counted[0], strict=True)]
+    except (FtbenchError, ImportError, ValueError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SpecError(f"dataset: the images of {dataset.path} cannot be looked at ({reason})") from None
+    fitting = [sample for sample in samples if sample.length <= dataset.max_length]
+    if not fitting:
+        raise SpecError(f"dataset: no sample of {dataset.path} fits max_length {dataset.max_length:,}: raise it")
+    return _known(fitting, f"images of {Path(dataset.path).name}; text {counted[2]}", False)
+
+
+def _sides_of(rows: FileRows, dataset: Dataset) -> list[list[Sides]]:
+    """Return the sizes of each row's images; nothing where none has any."""
+    looked_at = [rows[at] for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))]
+    sides = [[_size_of(image, rows.folder) for image in _images(row, dataset)] for row in looked_at]
+    return sides if any(sides) else []
+
+
+def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
+    """Return what a row has for images: its column of them, or those that parts of its messages name."""
+    column = dataset.columns.get("image") or next((name for name in _COLUMNS if name in row), None)
+    if column is not None:
+        value = row.get(column)
+        return value if isinstance(value, list) else [] if value is None else [value]
+    turns = row.get("messages") or row.get("conversations") or []
+    contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+    return [image for part in parts if (image := part.get("image") or part.get("path"))]
+
+
+def _size_of(image: Any, folder: Path) -> Sides:
+    """Return the size that the head of an image's file says."""
+    from PIL import Image
+
+    source = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
+    with Image.open(BytesIO(source) if isinstance(source, bytes) else folder / str(source)) as opened:
+        return opened.size

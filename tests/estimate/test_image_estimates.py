@@ -1,0 +1,134 @@
+"""Estimates of models that read images: against what plain scripts took on an H200, by image size, from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftbench.core.hardware import find_gpu
+from ftbench.errors import SpecError
+from ftbench.estimate import command
+from ftbench.estimate.memory.estimate import estimate_memory, largest_batch
+from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.workload.batches import BatchShape, Largest, largest
+from ftbench.estimate.workload.model import shape_of
+from ftbench.families.vision import ImageSize
+from ftbench.spec.experiment import Experiment, resolve
+
+CONFIG = Path(__file__).parents[2] / "configs" / "llava-next.yaml"
+LLAVA, QWEN = "llava-hf/llava-v1.6-mistral-7b-hf", "Qwen/Qwen2.5-VL-7B-Instruct"
+MADE = {"name": "images", "samples": 64, "image_size": [500, 500], "max_length": 4096}
+# Peak GiB of tensors of a plain script with trl 1.14.2 on one H200 (2026-11-22): LLaVA-NeXT's shape, LoRA of rank 8 on
+# the language model; 500 x 500 pixels and 20 to 60 words, or two tiles of 336 x 336 and 40 words. Batch, tokens of the
+# longest row, whether rows are padded, optimizations.
+MEASURED = [
+    (34.3, 1, 2964, False, {}),
+    (100.1, 4, 2991, True, {}),
+    (31.0, 8, 2991, True, {"gradient_checkpointing": True}),
+    (75.4, 4, 2991, True, {"compile": True}),
+    (78.9, 8, 1216, False, {"fixed_shape": True}),
+    (58.7, 8, 1216, False, {"fixed_shape": True, "compile": True}),
+    (20.1, 1, 1216, False, {"fixed_shape": True, "compile": True}),
+]
+
+
+def gpu(name: str = "NVIDIA H200") -> Any:
+    found = find_gpu(name)
+    assert found is not None
+    return found
+
+
+def spec_of(model: str = LLAVA, dataset: dict[str, Any] | None = None, **sections: Any) -> Experiment:
+    values = {"name": "x", "model": {"id": model, "weights": "random"}, "dataset": dataset or MADE}
+    return resolve(Experiment.model_validate({**values, **sections}), (9, 0))
+
+
+@pytest.mark.parametrize(("peak", "rows", "length", "padded", "on"), MEASURED)
+def test_memory_is_what_a_plain_script_took(
+    peak: float, rows: int, length: int, padded: bool, on: dict[str, Any]
+) -> None:
+    image = ImageSize(1176, 2, 2 * 577) if "fixed_shape" in on else ImageSize(2928, 5, 5 * 577)
+    images = ImageSize(image.tokens * rows, image.tiles * rows, image.patches * rows)
+    batch = BatchShape(rows, length, 40 * rows, images)
+    spec = spec_of(train={"batch_size": rows}, optimizations=on)
+    estimate = estimate_memory(spec, gpu(), batch=Largest(batch, batch, padded, False, ""))
+    assert estimate.allocated.expected == pytest.approx(peak, rel=0.02)
+
+
+def test_the_step_of_a_plain_script_lies_in_the_band() -> None:
+    """1.65 s at batch 4 with images processed in the step, 1.40 s with processes beside it (the same script)."""
+    for on, step in ({}, 1.65), ({"loader_processes": 8}, 1.40):
+        band = estimate_duration(spec_of(train={"batch_size": 4}, optimizations=on), gpu()).step_s
+        assert band.low < step < band.high
+    slow, fast = (estimate_duration(spec_of(optimizations=on), gpu()) for on in ({}, {"image_cache": True}))
+    assert fast.step_s.expected <= slow.step_s.expected
+
+
+def test_samples_and_images_are_counted_by_the_familys_rule() -> None:
+    """Tokens and tiles of docs/images.md, and a token behind each picture."""
+    for model, tokens, tiles in (LLAVA, 2928, 5), (QWEN, 324, 1), ("Qwen/Qwen3-VL-8B-Instruct", 256, 1):
+        spec = spec_of(model, {**MADE, "length": 40, "images_per_sample": 2}, train={"batch_size": 3})
+        found = largest(spec, shape_of(spec.model).vision)
+        assert found.expected.length == 2 * (tokens + 1) + 40
+        assert (found.expected.images.tokens, found.expected.images.tiles) == (6 * tokens, 6 * tiles)
+        assert found.expected.labels == 3 * 40
+        assert found.most == found.expected
+
+
+def test_scaled_images_have_fewer_tokens() -> None:
+    spec = spec_of(dataset={**MADE, "length": 40}, optimizations={"image_size": 336})
+    assert largest(spec, shape_of(spec.model).vision).expected.images.tokens == 4 * 1176
+
+
+def test_packed_rows_hold_whole_samples() -> None:
+    spec = spec_of(QWEN, {**MADE, "length": 40, "max_length": 1000}, train={"batch_size": 2}, optimizations={
+        "packing": True, "attention": "varlen"})  # fmt: skip
+    found = largest(spec, shape_of(spec.model).vision).expected
+    assert (found.rows, found.length) == (1, 2 * 2 * (324 + 1 + 40))
+    assert found.images.tokens == 4 * 324
+
+
+def test_larger_images_leave_room_for_fewer() -> None:
+    sizes = [
+        largest_batch(spec_of(QWEN, {**MADE, "image_size": [side, side], "max_length": 8192}), gpu())
+        for side in (336, 500, 1024)
+    ]
+    assert all(size is not None for size in sizes)
+    assert sizes == sorted(sizes, key=lambda size: -(size or 0))
+    assert len(set(sizes)) == 3
+
+
+def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for name, size in {"a.png": (500, 500), "b.png": (1024, 1024)}.items():
+        pillow.new("RGB", size).save(tmp_path / name)
+    rows = [{"image": name, "text": "a leaf"} for name in ("a.png", "b.png")]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"name": "file", "path": str(tmp_path / "rows.jsonl"), "max_length": 4096}
+    spec = spec_of(QWEN, data, train={"batch_size": 2})
+    found = largest(spec, shape_of(spec.model).vision)
+    assert found.expected.images.tokens == 324 + 1369
+    assert found.most.images.tokens == 2 * 1369
+    (tmp_path / "b.png").write_text("no image")
+    with pytest.raises(SpecError, match=r"rows\.jsonl cannot be looked at .*b\.png"):
+        estimate_memory(spec_of(QWEN, data | {"seed": 7}), gpu())
+
+
+def test_beans_are_known_and_other_sets_are_not_before_they_are_read() -> None:
+    assert estimate_memory(spec_of(dataset={"name": "beans", "max_length": 4096}), gpu()).batch[1] > 2928
+    with pytest.raises(SpecError, match=r"how large the images of me/mine are is not known .*image_size"):
+        estimate_memory(spec_of(dataset={"name": "me/mine", "max_length": 4096}), gpu())
+
+
+def test_a_model_that_reads_images_is_estimated_on_text_too() -> None:
+    estimate = estimate_memory(spec_of(dataset={"name": "synthetic", "samples": 8, "length": 512}), gpu())
+    assert "images" not in estimate.parts
+
+
+def test_the_shipped_config_is_estimated_by_the_command() -> None:
+    answer = command.estimate(command.EstimateRequest(CONFIG, ["train.batch_size=4"], gpu="h200"))
+    assert "made pictures of 500 x 500 pixels" in answer.text
+    assert "largest batch that fits" in answer.text
