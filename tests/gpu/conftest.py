@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 from methods import ASKED, LARGE, METHODS, SHARED, SPEC
@@ -42,11 +42,15 @@ def run(request, train):
     slow_first = sorted(asked, key=lambda sets: not any(word in text for text in sets for word in SLOW))
     begun = {sets: pool.submit(train, SHARED, *sets) for sets in slow_first}
 
-    def once(*sets: str) -> tuple[int, dict]:
+    def begin(*sets: str) -> Future:
         if sets not in begun:
             begun[sets] = pool.submit(train, SHARED, *sets)
-        return begun[sets].result()
+        return begun[sets]
 
+    def once(*sets: str) -> tuple[int, dict]:
+        return begin(*sets).result()
+
+    once.begin = begin
     once.rest = lambda: wait(begun.values())
     yield once
     pool.shutdown(cancel_futures=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from multiprocessing import active_children
 
 import pytest
@@ -16,6 +17,7 @@ from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, NotAppliedError, SpecError
 from ftbench.families import describe
 from ftbench.spec import batches
+from ftbench.spec.load import load
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import optimizations, trainer
@@ -94,6 +96,31 @@ def test_rows_of_one_sample_each_are_filled_up_to_equal_lengths(train_here, cach
     assert {row.padded_tokens for row in rows} == {2 * longest}
     for one, two in zip(figures(plain), figures(rows), strict=True):
         assert two == pytest.approx(one, rel=2e-4)
+
+
+def test_attention_is_told_of_rows_of_one_sample_as_equal_samples(cache):
+    """Which is when it computes them as a batch of rows (optimizations/attention.py)."""
+    on = {"packing": True, "fixed_shape": True, "attention": "varlen"}
+    spec = spec_of(model={"id": LLAVA}, dataset=MADE, optimizations=on, train={"precision": "bf16", "batch_size": 4})
+    made = Collator(spec, 0, 20, None)
+    rows = [{"input_ids": [1] * length, "labels": [1] * length, "lengths": [length]} for length in (20, 7, 13)]
+    for batch in (made(rows), made([*rows, rows[0]])):
+        assert batch["cu_seq_lens_q"].tolist() == [0, 20, 40, 60, 80]
+        assert batch["max_length_q"] == 20
+        assert batch["position_ids"].tolist() == [[*range(20)] * 4]
+        assert (batch["labels"] != -100).sum() == batch["count"].labels
+
+
+def test_the_recipe_learns_what_the_plain_run_learns(train_here, tmp_path, compiler):
+    """With the attention of a CPU."""
+    (tmp_path / "spec.yaml").write_text(f"model: {LLAVA}\ndataset: {json.dumps(MADE)}\n")
+    on = load(tmp_path / "spec.yaml", ["recipe=fastest-vision"]).optimizations.model_dump() | {"attention": "auto"}
+    size = {"samples": 9, "image_size": [240, 180], "image_sizes": "fixed", "images_per_sample": 2, "mean_length": 10}
+    plain = rows_of(train_here, LLAVA, MADE | size | {"max_length": 90}, method={})
+    rows = rows_of(train_here, LLAVA, MADE | size | {"max_length": 90}, method={}, optimizations=on)
+    for one, two in zip(figures(plain), figures(rows), strict=True):
+        assert two == pytest.approx(one, rel=2e-4)
+    assert [row.recompiles for row in rows][1:] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("model", [QWEN25, QWEN3])

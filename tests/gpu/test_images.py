@@ -1,0 +1,98 @@
+"""On a GPU: models of images and text train, and what makes them fast learns what the plain run learns. The models
+are tiny and run side by side; most of the time are imports and the compiler."""
+
+from __future__ import annotations
+
+import pytest
+from methods import ON_GPU
+
+torch = pytest.importorskip("torch", reason="training libraries are not installed")
+pytestmark = [*ON_GPU, pytest.mark.timeout(600)]
+
+LLAVA, QWEN25, QWEN3 = MODELS = ("tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl")
+MANY_SIZES = (
+    "dataset={name: images, samples: 48, image_size: [120, 90], image_sizes: photographs, mean_length: 20, "
+    "max_length: 512}"
+)
+ONE_A_ROW = (
+    "dataset={name: images, samples: 48, image_size: [240, 180], length: 20, max_length: 120, images_per_sample: 2}"
+)
+WAYS = {
+    "loader": ("optimizations.image_cache=on", "optimizations.loader_processes=2"),
+    "chunked-loss": ("optimizations.chunked_loss=on",),
+    "padding-free": ("optimizations.padding_free=on",),
+    "varlen": ("optimizations.padding_free=on", "optimizations.attention=varlen", "optimizations.fused_lora=on"),
+    "compile": ("optimizations.compile=on", "optimizations.fixed_shape=on"),
+}
+SAME = [
+    *((LLAVA, name) for name in WAYS),
+    *((model, name) for model in (QWEN25, QWEN3) for name in ("varlen", "compile")),
+]
+TRAINED = ("method={name: lora, vision: lora, projector: full}",)
+RECIPES = {"16-bit": ("recipe=fastest-vision",), "8-bit": ("recipe=fastest-vision", "optimizations.fp8=tensorwise")}
+
+
+def changes(model, data, sets=()):
+    return (f"model={model}", data, "train.max_steps=8", *sets)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _begun(run):
+    """All of them at once, those that compile first."""
+    for sets in RECIPES.values():
+        run.begin(*changes(LLAVA, ONE_A_ROW, sets))
+    for model, name in sorted(SAME, key=lambda pair: pair[1] != "compile"):
+        run.begin(*changes(model, MANY_SIZES, WAYS[name]))
+    for model in MODELS:
+        run.begin(*changes(model, MANY_SIZES))
+
+
+@pytest.fixture
+def summary(run):
+    def of(*sets):
+        _, document = run(*changes(*sets))
+        assert document["summary"]["state"] == "ok", document["summary"]["reason"]
+        return document["summary"]
+
+    return of
+
+
+@pytest.mark.parametrize(("model", "name"), SAME)
+def test_it_learns_what_the_plain_run_learns(summary, model, name):
+    plain, other = summary(model, MANY_SIZES), summary(model, MANY_SIZES, WAYS[name])
+    assert plain["dataset"]["order_hash"] == other["dataset"]["order_hash"]
+    assert other["loss"]["last"] == pytest.approx(plain["loss"]["last"], rel=0.005)
+    assert other["images_per_s"]["images"] > 0
+    assert 0 < other["forward_s"]["vision"] < other["step_time_s"]["mean"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipe_learns_what_the_plain_run_learns(summary, name):
+    plain, fast = summary(LLAVA, ONE_A_ROW), summary(LLAVA, ONE_A_ROW, RECIPES[name])
+    assert plain["dataset"]["order_hash"] == fast["dataset"]["order_hash"]
+    assert fast["loss"]["last"] == pytest.approx(plain["loss"]["last"], rel=0.02 if name == "8-bit" else 0.005)
+
+
+@pytest.mark.parametrize("model", [LLAVA, QWEN3])
+def test_an_encoder_and_a_projector_are_trained_too(summary, model):
+    plain, whole = summary(model, MANY_SIZES), summary(model, MANY_SIZES, TRAINED)
+    assert whole["parameters"]["trainable"] > plain["parameters"]["trainable"]
+
+
+@pytest.mark.parametrize("rows", [1, 577, 11_540])
+def test_products_in_8_bits_take_any_number_of_rows(rows):
+    """Also the 577 tokens of a tile."""
+    from ftbench.worker.optimizations.fp8 import Fp8Linear
+
+    torch.manual_seed(0)
+    base = torch.nn.Linear(1024, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for one, other in zip(_made(base, x), _made(Fp8Linear(base, "tensorwise"), x), strict=True):
+        assert (other - one).float().norm() < 0.1 * one.float().norm()
+
+
+def _made(layer, x):
+    """What a layer makes, and the gradient of a sum that weighs its columns."""
+    made = layer(x)
+    weights = torch.linspace(-1, 1, made.shape[-1], device="cuda", dtype=made.dtype)
+    return made.detach(), torch.autograd.grad((made * weights).sum(), x)[0]
