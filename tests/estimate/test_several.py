@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ftbench.core.architectures import architectures
 from ftbench.core.hardware import gpus
+from ftbench.core.rows import StepRow
 from ftbench.core.units import GIB
 from ftbench.estimate.command import EstimateRequest, estimate
+from ftbench.estimate.memory.calibrate import fit
+from ftbench.estimate.memory.constants import shipped
+from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.memory.measured import Measured, realised
 from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
 from ftbench.estimate.recommend import command as recommend
 from ftbench.estimate.time.ceilings import ceilings
@@ -23,6 +30,8 @@ from ftbench.estimate.workload.method import Recipe, trainable_shape
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.refusals import refusals
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import StepsWriter
 
 SMALL = {
     "model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -226,3 +235,32 @@ def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> N
         assert (launch.gpus, launch.strategy) in {(2, "fsdp"), (4, "fsdp"), (2, "zero3"), (4, "zero3"), (4, "tp")}
         assert train.batch_size * train.gradient_accumulation_steps * division_of(launch).data == 8
         assert refusals(option.spec) == []
+
+
+def test_a_strategy_that_was_measured_as_estimated_has_a_narrow_band() -> None:
+    spec = shared("fsdp", 4)
+    gpu = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
+    wide = estimate_memory(spec, gpu, known=shipped())
+    alone = estimate_memory(on_gpus(spec, 1, "none"), gpu, known=shipped())
+    size = wide.allocated.expected
+    runs = [_measured(on_gpus(spec, 1, "none"), alone.allocated.expected) for _ in range(3)]
+    near, far = _measured(spec, size * 1.03), _measured(spec, size * 1.3)
+    assert fit([*runs, near]).strategies == ("fsdp",)
+    assert fit([*runs, near, far]).strategies == ()
+    narrow = estimate_memory(spec, gpu, known=replace(shipped(), strategies=("fsdp",)))
+    assert narrow.allocated.high - narrow.allocated.low < 0.5 * (wide.allocated.high - wide.allocated.low)
+
+
+def _measured(spec: Experiment, allocated: float) -> Measured:
+    return Measured("a run", spec, "NVIDIA H200", 140.4, True, allocated, None, None, None)
+
+
+def test_the_largest_batch_of_a_measured_run_is_that_of_one_gpu(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for rank, positions in enumerate((512, 640)):
+        with closing(StepsWriter(run.rank_steps(rank))) as writer:
+            writer.append([StepRow(step=1, phase="train", padded_tokens=positions, real_tokens=positions, samples=4,
+                                   label_tokens=positions, longest_sequence=positions // 4)])  # fmt: skip
+    batch = realised(run, shared("ddp", 2))
+    assert batch is not None
+    assert (batch.expected.rows, batch.expected.length) == (4, 160)

@@ -15,6 +15,7 @@ from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.batches import BatchShape
 from ftbench.estimate.workload.model import is_rough, shape_of
 from ftbench.spec.experiment import Experiment
+from ftbench.store.ranks import read_ranks
 from ftbench.store.rundir import RunDir, find_runs
 from ftbench.store.steps import read_steps
 
@@ -83,9 +84,10 @@ def measured(run: RunDir) -> Measured | None:
 
 
 def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
-    """Return the largest batch that a run really had, from its steps: positions computed in one forward pass. None
-    where the steps do not say."""
-    rows = [row for row in read_steps(run.steps)[0] if row.padded_tokens and row.longest_sequence]
+    """Return the largest batch that a run really had on one GPU, from its steps: positions computed in one forward
+    pass. None where the steps do not say."""
+    tables = read_ranks(run)[0] or [read_steps(run.steps)[0]]
+    rows = [row for table in tables for row in table if row.padded_tokens and row.longest_sequence]
     if not rows:
         return None
     passes = spec.train.gradient_accumulation_steps
