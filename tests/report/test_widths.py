@@ -10,6 +10,8 @@ import pytest
 from rich.cells import cell_len
 
 from ftbench.core.table import folded, text_table
+from ftbench.report import command
+from ftbench.report.render import formats
 from made_runs import MAX_Q, OOM, RESULTS, make_run, method, steps
 
 WIDTHS = (80, 120, 160)
@@ -39,12 +41,16 @@ def too_wide(text, width):
     return [line for line in text.splitlines() if cell_len(line) > width]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("store", sorted(path.name for path in RESULTS.iterdir() if path.is_dir()))
-def test_every_line_of_a_report_of_committed_runs_fits(ftbench, monkeypatch, tmp_path, store, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    code, out, _ = ftbench("report", RESULTS / store, "--answers", "--references", "--prices", prices(tmp_path))
-    assert (code, too_wide(out, width)) == (0, [])
+def test_every_line_of_a_report_of_committed_runs_fits(monkeypatch, tmp_path, store):
+    """The runs are read once, and drawn in each width."""
+    drawn = []
+    monkeypatch.setattr(command.formats, "render", lambda report, format_name: drawn.append(report) or "")
+    command.report(command.Request([RESULTS / store], answers=True, references=True, prices=prices(tmp_path)))
+    monkeypatch.undo()
+    for width in WIDTHS:
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert too_wide(formats.render(drawn[0], "table"), width) == []
 
 
 @pytest.mark.parametrize("width", WIDTHS)
