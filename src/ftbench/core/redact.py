@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 REDACTED = "[redacted]"
+_NUMBERS = {int, float, bool, type(None)}
 _WORDS = r"(?:token|secret|password|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credentials?)"
 _VARIABLE = r"\b(?:[A-Z][A-Z0-9_]*_(?:PASS|PWD|KEY|AUTH|PAT|DSN)|TOKEN_[A-Z0-9_]+)"
 _SECRET_VARIABLE = re.compile(rf"(?i){_WORDS}s?(?:_|$)|(?:^|_)(?:pass|keys?|auth|pat|dsn)$|_pwd$")
@@ -68,10 +69,13 @@ def clean(value: Any) -> Any:
             return _short_redacted(part, secrets)
         if isinstance(part, dict):
             return {
-                cleaned(key): REDACTED if _is_secret(key, content) else cleaned(content)
+                cleaned(key): content if type(content) in _NUMBERS else under(key, content)  # most are numbers
                 for key, content in part.items()
             }
         return type(part)(map(cleaned, part)) if type(part) in (list, tuple) else part
+
+    def under(key: Any, content: Any) -> Any:
+        return REDACTED if _is_secret(key, content) else cleaned(content)
 
     return cleaned(value)
 
