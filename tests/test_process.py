@@ -253,8 +253,7 @@ def test_who_is_left_of_ftbench_and_the_supervisors_leaves_nothing_of_the_family
     for name, pid in three.items():
         os.kill(pid, signal.SIGKILL if name in killed else signal.SIGCONT)
     one.process.wait()
-    if killed == "ftbench upper lower":  # what is in no session of the child's is left, and the next ftbench ends it
-        assert not all(map(gone, family))
+    if killed == "ftbench upper lower":  # what is in no session of the child's is left to the next ftbench
         process.end_orphans()
     eventually(lambda: all(map(gone, [*family, *list(three.values())[1:]])))
 
