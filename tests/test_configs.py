@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ftbench.spec import sweep
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
 from ftbench.spec.refusals import refusals_on
@@ -52,3 +53,15 @@ def test_the_studys_recipe_is_the_one_it_published(name):
 @pytest.mark.parametrize("name", [name for name in STUDY if name.startswith("gpt-oss") and "qlora" in name])
 def test_gpt_oss_is_trained_on_the_weights_as_published(name):
     assert load(CONFIGS / f"{name}.yaml").method.mxfp4
+
+
+def test_the_sweep_of_images_has_each_combination_of_the_study_at_its_six_batches():
+    cells = sweep.cells(CONFIGS / "llava-next.yaml", ())
+    assert [cell.refused for cell in cells if cell.refused] == []
+    points = {(c.spec.method, c.spec.optimizations, c.spec.dataset, c.spec.train.batch_size) for c in cells}
+    assert len(points) == len(cells) == 60
+    for path in CONFIGS.glob("llava-next-*.yaml"):
+        spec = load(path)
+        assert (spec.train.max_steps, spec.dataset.image_size) == (10, (500, 500))
+        for batch in (1, 2, 4, 8, 16, 24):
+            assert (spec.method, spec.optimizations, spec.dataset, batch) in points

@@ -86,14 +86,19 @@ def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendere
 
 def _sections(request: Request, records: Sequence[Record], prices: Prices | None) -> list[Section]:
     profiled = [record for record in records if PROFILED in record["warnings"]]  # no speed is taken from these
-    if not profiled and not request.any_measured:
+    with_images = any(record.get("images_per_s.images") for record in records)
+    if not profiled and not request.any_measured and not with_images:
         return []
     from ftbench.report.sections import profiles
 
     measured = [record for record in records if PROFILED not in record["warnings"]]
-    runs = runs_of(measured) if request.any_measured else []
+    runs = runs_of(measured) if request.any_measured or with_images else []
     cells = cells_of(runs_of(profiled))
     parts = _of_measured(request, runs, cells, prices) if request.any_measured else []
+    if with_images:
+        from ftbench.report.sections import image_study
+
+        parts += image_study.sections(cells_of(runs))
     parts.append(profiles.groups(cells))
     if request.every_answer:
         parts += [profiles.memory(cells), profiles.kernels([*cells_of(runs), *cells])]

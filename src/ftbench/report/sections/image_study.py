@@ -1,0 +1,198 @@
+"""The founding study of images beside runs like its own, and which combination is worth its start for how many steps on
+how much memory, as the runs tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.compare import Pace, break_even
+from ftbench.facts import read_facts
+from ftbench.report.data.axes import in_order
+from ftbench.report.data.groups import FIRST, PEAK, STEP, Cell
+from ftbench.report.render.document import Section, Table
+from ftbench.spec.optimizations import OPTIMIZATIONS
+
+IMAGES = "images_per_s.images"
+LOSS = "loss.eval"
+MEMORIES = (16, 24, 32, 48, 80, 96, 141)  # GiB of cards that are bought or rented
+_ROOM = 0.95  # of a card's memory, for tensors: the rest is the allocator's and the driver's
+_OFF = ("off", "false", "auto", "none", "")
+_FIGURES = ("step time", "memory", "first step", "pays after steps", "loss")
+
+
+def sections(cells: Sequence[Cell]) -> list[Section]:
+    """Return the study beside the runs, and the guide that the runs give; nothing where none of them saw images."""
+    shown = [own for cell in cells if cell.values(IMAGES) and (own := cell.undisturbed())]
+    return [part for part in (study(shown), guide(shown)) if part is not None] if shown else []
+
+
+def combination(cell: Cell) -> tuple[str, tuple[str, ...]]:
+    """Return method and optimizations of a cell, by their names."""
+    on = sorted(name for name in OPTIMIZATIONS if cell.facts.get(f"optimizations.{name}", "off").lower() not in _OFF)
+    return cell.facts.get("method.name", ""), tuple(on)
+
+
+def _workload(cell: Cell) -> tuple[str, ...]:
+    """Return what runs share that are compared: all but the tokens that a smaller image becomes."""
+    keys = ("model.id", "model.weights", "gpu", "dataset.name", "dataset.image_size", "method.vision")
+    return tuple(cell.facts.get(key, "") for key in keys)
+
+
+# --- published beside measured ----------------------------------------------------------------------------------------
+
+
+def study(cells: Sequence[Cell]) -> Section | None:
+    """Return a row for each combination and workload: what was published against the study's runs in 16 bits, and what
+    was measured here against plain LoRA at the same batch, over all batches."""
+    table = read_facts("image_study.yaml")
+    plain = {(_workload(cell), cell.batch): cell for cell in cells if combination(cell) == ("lora", ())}
+    records = []
+    for workload in dict.fromkeys(map(_workload, cells)):
+        for published in table["combinations"]:
+            named = (published["method"], tuple(sorted(published["with"])))
+            own = [cell for cell in cells if _workload(cell) == workload and combination(cell) == named]
+            pairs = [(plain.get((workload, cell.batch)), cell) for cell in own]
+            records.append(_record(published, workload, [(base, cell) for base, cell in pairs if base]))
+    if not any(record["batches"] for record in records):
+        return None
+    headings = ["combination", "model", "GPU", "batches here"]
+    headings += [f"{name}, {side}" for name in _FIGURES for side in ("published", "here")]
+    words = (
+        f"Published: {table['source']}: {table['setting']}; changes are against its own runs in 16 bits. Here: against "
+        "plain LoRA at the same batch, over all batches; compare them as directions, since GPU, data and fp8 differ.",
+    )
+    rows = [[record[heading] for heading in headings] for record in records]
+    return Section(
+        "image_study", "The study of images, published and measured here",
+        Table({}, headings, rows, [], tuple(headings[:4])), words, records,
+    )  # fmt: skip
+
+
+def _record(
+    published: Mapping[str, Any], workload: Sequence[str], pairs: Sequence[tuple[Cell, Cell]]
+) -> dict[str, Any]:
+    others = [(base, cell) for base, cell in pairs if base is not cell]
+    here = {
+        "step time": _range(_changes(others, STEP)), "memory": _range(_changes(others, PEAK)),
+        "first step": _span([cell.figure(FIRST) for _, cell in pairs], units.seconds),
+        "pays after steps": _span([_pays(base, cell) for base, cell in others], lambda steps: f"{steps:,.0f}"),
+        "loss": _span([cell.figure(LOSS) for _, cell in pairs], lambda loss: f"{loss:.2f}"),
+    }  # fmt: skip
+    said = {
+        "step time": _range(published.get("step", ())), "memory": _range(published.get("memory", ())),
+        "first step": units.seconds(published["first_step_s"]),
+        "pays after steps": f"{published['break_even']:,}" if "break_even" in published else "",
+        "loss": f"{published['eval_loss']:.2f}" if "eval_loss" in published else "",
+    }  # fmt: skip
+    batches = in_order("train.batch_size", (cell.batch for _, cell in pairs))
+    return {
+        "combination": published["name"], "model": workload[0].rsplit("/", 1)[-1], "GPU": workload[2],
+        "batches here": ", ".join(batches), "batches": len(batches),
+        **{f"{name}, published": said[name] for name in _FIGURES}, **{f"{name}, here": here[name] for name in _FIGURES},
+    }  # fmt: skip
+
+
+def _changes(pairs: Sequence[tuple[Cell, Cell]], name: str) -> list[float]:
+    """Return the changes in percent of those that know the figure."""
+    both = [(base.figure(name), cell.figure(name)) for base, cell in pairs]
+    return [100 * (own / plain - 1) for plain, own in both if plain and own]
+
+
+def _pays(base: Cell, cell: Cell) -> float | None:
+    """Return the steps after which a slower start has paid for itself; None where there is nothing to pay or it never
+    does."""
+    before, after = base.pace(), cell.pace()
+    return break_even(before, after).steps if before and after and break_even(before, after).when == "after" else None
+
+
+def _range(changes: Sequence[float]) -> str:
+    """Return `-53 to -47 %`."""
+    ends = dict.fromkeys(f"{change:+.0f}" for change in (min(changes), max(changes))) if changes else {}
+    return f"{' to '.join(ends)} %" if ends else ""
+
+
+def _span(values: Sequence[float | None], text: Any) -> str:
+    known = [value for value in values if value is not None]
+    return " to ".join(dict.fromkeys(text(value) for value in (min(known), max(known)))) if known else ""
+
+
+# --- the guide --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A cell that trains the most images from so many on, and the steps of its own that these are."""
+
+    cell: Cell
+    images: float
+    steps: float
+
+
+def guide(cells: Sequence[Cell]) -> Section | None:
+    """Return, for each workload and memory, which cell has trained a number of images first, start included; a memory
+    for which the same holds as for the one before has no rows of its own."""
+    records = []
+    for workload in dict.fromkeys(map(_workload, cells)):
+        own = [cell for cell in cells if _workload(cell) == workload and cell.measured and cell.figure(PEAK)]
+        before: list[Choice] = []
+        for memory in MEMORIES:
+            choices = list(best(own, memory))
+            if choices != before:
+                records += [_chosen(workload, memory, choice) for choice in choices]
+            before = choices
+    if not records:
+        return None
+    headings = ["model", "GPU", "GiB of memory", "from images on", "from steps on", "take", "images/s", "peak GiB"]
+    rows = [[str(record[heading]) for heading in headings] for record in records]
+    published = read_facts("image_study.yaml")
+    rules = "; ".join(f"{rule['take']} where {rule['where']}" for rule in published["guide"])
+    words = (
+        "By these runs: what has trained so many images first, its start included, of all whose tensors take at most "
+        f"{_ROOM:.0%} of the memory; it holds for more memory until the next line.",
+        f"The study's own guide ({published['source']}): {rules}.",
+    )
+    table = Table({}, headings, rows, [], ("model", "GPU", "take"))
+    return Section("image_guide", "Images: which combination, from how many steps on", table, words, records)
+
+
+def _chosen(workload: Sequence[str], memory: int, choice: Choice) -> dict[str, Any]:
+    rate, peak = choice.cell.figure(IMAGES), choice.cell.figure(PEAK)
+    return {
+        "model": workload[0].rsplit("/", 1)[-1], "GPU": workload[2], "GiB of memory": f"{memory} or more",
+        "from images on": units.count(choice.images), "from steps on": units.count(choice.steps),
+        "take": choice.cell.name, "images/s": units.rate(rate), "peak GiB": units.gibibytes(peak),
+    }  # fmt: skip
+
+
+def best(cells: Sequence[Cell], memory: float) -> Iterator[Choice]:
+    """Yield the cells that are ahead one after the other as more is trained, of those that fit."""
+    paces = {
+        id(cell): (cell, pace) for cell in cells
+        if (cell.figure(PEAK) or memory) <= _ROOM * memory and (pace := cell.pace()) is not None
+    }  # fmt: skip
+    done = 0.0
+    current = min(paces.values(), key=lambda pair: (_seconds(pair[1], done), -pair[1].samples_per_s), default=None)
+    while current is not None:
+        cell, pace = current
+        images = (cell.figure(IMAGES) or 0.0) / pace.samples_per_s
+        yield Choice(cell, done * images, done / pace.samples_per_step)
+        crossings = [
+            (crossing, -other.samples_per_s, following)
+            for following in paces.values()
+            if (other := following[1]).samples_per_s > pace.samples_per_s
+            and (crossing := _crossing(pace, other)) >= done
+        ]
+        done, _, current = min(crossings, key=lambda each: each[:2], default=(done, 0.0, None))
+
+
+def _seconds(pace: Pace, samples: float) -> float:
+    return max(0.0, pace.start_s) + samples / pace.samples_per_s
+
+
+def _crossing(pace: Pace, other: Pace) -> float:
+    """Return the samples after which a faster pace has made up for its later start."""
+    later = max(0.0, other.start_s) - max(0.0, pace.start_s)
+    return max(0.0, later) / (1 / pace.samples_per_s - 1 / other.samples_per_s)
