@@ -534,8 +534,8 @@ def test_a_model_without_either_is_missing_its_id(problems, text):
         ("offload: optimizer", "launch.offload: optimizer is for several GPUs and launch.gpus is 1: raise it"),
         ("gpus: 2, offload: params", "launch.offload: params is nothing that ddp has (fsdp has params"),
         ("gpus: 2, strategy: cp", "launch.strategy: cp cannot be launched yet"),
-        ("framework: axolotl", "launch.framework: axolotl cannot be launched yet: use trl"),
-        ("python: /opt/axolotl/bin/python", "launch.python: a run uses the interpreter that ftbench itself runs in"),
+        ("framework: axolotl", "launch.framework axolotl needs launch.python, the interpreter of an environment"),
+        ("python: /opt/axolotl/bin/python", "launch.python is the interpreter of another framework: leave it out"),
     ],
 )
 def test_a_launch_that_is_not_built_is_refused_with_a_way_out(problems, section, way_out):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ftbench.launch import mock, nsys, trl
+from ftbench.launch import frameworks, mock, nsys, trl
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.store.rundir import RunDir
 
 
@@ -29,7 +30,7 @@ class Launcher(Protocol):
         """Return the command's environment."""
 
 
-LAUNCHERS: dict[str, Launcher] = {"trl": trl, "mock": mock}
+LAUNCHERS: dict[str, Launcher] = {"trl": trl, "mock": mock, **dict.fromkeys(FRAMEWORKS, frameworks)}
 
 
 def launcher_of(spec: Experiment) -> Launcher:

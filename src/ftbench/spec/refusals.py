@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
 from ftbench.families import FAMILIES
-from ftbench.spec import strategies
+from ftbench.spec import frameworks, strategies
 from ftbench.spec.methods import NO_UNSLOTH, reads_images
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 from ftbench.spec.optimizations.declaration import OFF, Capability
@@ -31,7 +31,7 @@ def refusals(spec: Experiment) -> list[str]:
         sentences += [*reasons, *kept.refusals(spec)]
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         sentences.append("measure.eval: epoch needs dataset.eval_samples")
-    return sentences + _of_images(spec) + _of_profile(spec) + _not_built_yet(spec) + strategies.refusals(spec)
+    return sentences + _of_images(spec) + _of_profile(spec) + frameworks.refusals(spec) + strategies.refusals(spec)
 
 
 def _of_images(spec: Experiment) -> list[str]:
@@ -62,16 +62,6 @@ def _of_profile(spec: Experiment) -> list[str]:
         )
     if spec.measure.eval == "epoch":
         sentences.append("measure.eval: epoch has no place in a run that is profiled: set it to off or end")
-    return sentences
-
-
-def _not_built_yet(spec: Experiment) -> list[str]:
-    """Name what a spec may say of its launch and no launcher can do so far."""
-    launch, sentences = spec.launch, []
-    if launch.framework != "trl":
-        sentences.append(f"launch.framework: {launch.framework} cannot be launched yet: use trl")
-    if launch.python:
-        sentences.append("launch.python: a run uses the interpreter that ftbench itself runs in: leave it out")
     return sentences
 
 

@@ -52,7 +52,7 @@ def host() -> dict[str, Any]:
             "memory_gb": psutil.virtual_memory().total / GIB,
         },
         "os": {"kernel": platform.release(), "python": platform.python_version(), "machine": platform.machine()},
-        "versions": _versions(),
+        "versions": versions(),
         "environment": {
             key: value for key, value in sorted(os.environ.items())
             if ENVIRONMENT.fullmatch(key) and not _SECRET.search(key) and "/" not in value
@@ -156,7 +156,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     from importlib import metadata
 
     versions = {}

@@ -78,6 +78,7 @@ _FILES = {
     "digest": "digest.json",
     "gradients": "gradients.npz",
     "adapter": "adapter",
+    "framework": "framework.json",
     "profile": "profile",
     "reserve": ".reserve",
 }

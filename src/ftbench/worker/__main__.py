@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ from ftbench.worker.measure.outcome import Terminated, of_exception
 from ftbench.worker.measure.phases import Phases
 
 
-def main(path: str) -> int:
+def main(path: str, handed_over: bool = False) -> int:
+    """Train in a run's directory; `handed_over` in another framework's interpreter. Return the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     directory, load = RunDir(Path(path), parallel.rank()), HostLoad()
-    phases = Phases(directory, "import")
+    phases = Phases(directory, "import", resumed=handed_over)
     run: Any = None
     outcome: dict[str, Any]
     try:
@@ -32,9 +35,9 @@ def main(path: str) -> int:
         if spec.method.name == "unsloth":  # patches what the others import, and looks at the GPU at once
             _acquire_gpu(spec, directory, phases)
             _import_unsloth()
-        from ftbench.worker.train import train
         from ftbench.worker.training_run import TrainingRun
 
+        train = _loop(spec, handed_over)
         run = TrainingRun(spec, directory, phases)
         if parallel.is_first():
             _acquire_gpu(spec, directory, phases)
@@ -50,6 +53,15 @@ def main(path: str) -> int:
     _end(directory, outcome)
     phases.close()
     return 0 if outcome["state"] == "ok" else int(outcome.get("exit_code", 1))
+
+
+def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
+    """Return what trains: our own loop, or the half of another framework's run that belongs to this interpreter."""
+    if spec.launch.framework == "trl":
+        module = "ftbench.worker.train"
+    else:
+        module = f"ftbench.worker.frameworks.{'session' if handed_over else 'hand_over'}"
+    return importlib.import_module(module).train
 
 
 def _end(directory: RunDir, outcome: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""What really runs, read back from the live objects: applied.json."""
+"""What really runs, read back from the live objects: applied.json.
+
+Optimizations and methods are imported where they are asked: another framework's environment has other libraries."""
 
 from __future__ import annotations
 
@@ -13,12 +15,10 @@ from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.core.units import GIB
 from ftbench.families import vision as families
 from ftbench.spec.experiment import Experiment
-from ftbench.worker import optimizations, parallel
+from ftbench.worker import parallel
 from ftbench.worker.device import device as own_device
-from ftbench.worker.methods import lora, unsloth
 from ftbench.worker.model.parts import base_model, decoder_layers, part_of
 from ftbench.worker.model.vision import reads_images
-from ftbench.worker.optimizations import fp8
 
 SCHEMA = 1
 KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "other")
@@ -26,18 +26,14 @@ KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "
 
 def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
     """Return the sections of applied.json that the model alone can tell."""
+    from ftbench.worker.methods import unsloth
+
     kinds = parameters_by_kind(model)
     return {
         "schema": SCHEMA,
-        "device": _device(model),
+        "device": device_of(model),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-        "model": {
-            "class": type(base_model(model)).__name__,
-            "attention": model.config.get_text_config()._attn_implementation,
-            "layers": len(decoder_layers(model)),
-            "weights_gb_by_dtype": _bytes_by_dtype(model),
-            "modules": dict(Counter(type(m).__name__ for m in model.modules() if not list(m.children())).most_common()),
-        },
+        "model": model_facts(model),
         "parameters": {
             "total": sum(kind["total"] for kind in kinds.values()),
             "trainable": sum(kind["trainable"] for kind in kinds.values()),
@@ -49,25 +45,28 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
     }
 
 
+def model_facts(model: Any) -> dict[str, Any]:
+    """Return what a model is made of."""
+    return {
+        "class": type(base_model(model)).__name__,
+        "attention": model.config.get_text_config()._attn_implementation,
+        "layers": len(decoder_layers(model)),
+        "weights_gb_by_dtype": _bytes_by_dtype(model),
+        "modules": dict(Counter(type(m).__name__ for m in model.modules() if not list(m.children())).most_common()),
+    }
+
+
 def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
     """Return what the trainer made of its arguments: the optimizer's state, gradient checkpointing and compiled graphs
     exist only once training has begun, so this is read again after the first step."""
-    optimizer = innermost(trainer.optimizer)
-    state: Counter[str] = Counter()
-    for values in (optimizer.state if optimizer is not None else {}).values():
-        for name, value in values.items():
-            if torch.is_tensor(value) and value.numel() > 1:
-                state[f"{name}: {_dtype(value.dtype)}"] += 1
+    from ftbench.worker import optimizations
+
     precision = autocast(trainer)
     return {
         "product_precision": _product_precision(spec, precision, trainer.model),
         "autocast": precision,
         "loss": _loss(trainer, spec),
-        "optimizer": {
-            "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-            "fused": None if optimizer is None else bool(optimizer.defaults.get("fused")),
-            "state": dict(state),
-        },
+        "optimizer": optimizer_facts(innermost(trainer.optimizer)),
         **optimizations.applied(trainer.model, spec),
         **parallel.applied(trainer, spec),
     }
@@ -81,6 +80,20 @@ def autocast(trainer: Any) -> str:
     return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "no"
 
 
+def optimizer_facts(optimizer: Any) -> dict[str, Any]:
+    """Return class and dtypes of the state of an optimizer, which may not be there yet."""
+    state: Counter[str] = Counter()
+    for values in (optimizer.state if optimizer is not None else {}).values():
+        for name, value in values.items():
+            if torch.is_tensor(value) and value.numel() > 1:
+                state[f"{name}: {_dtype(value.dtype)}"] += 1
+    return {
+        "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+        "fused": None if optimizer is None else bool(optimizer.defaults.get("fused")),
+        "state": dict(state),
+    }
+
+
 def _loss(trainer: Any, spec: Experiment) -> str:
     """Return who computes the loss: trl's word for its own, ours, or Liger's."""
     if spec.optimizations.chunked_loss:
@@ -90,6 +103,8 @@ def _loss(trainer: Any, spec: Experiment) -> str:
 
 def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]:
     """Return what a reader of the figures must know about what was trained."""
+    from ftbench.worker.methods import lora
+
     sentences = []
     kinds = applied["parameters"]["by_kind"]
     if spec.measure.control != "off":
@@ -217,7 +232,7 @@ def _visited_share(config: Any) -> float:
     return config.num_experts_per_tok / experts if experts else 1.0
 
 
-def _device(model: Any) -> str:
+def device_of(model: Any) -> str:
     device = next(model.parameters()).device if parallel.rank() is None else own_device()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
@@ -242,6 +257,8 @@ def innermost(optimizer: Any) -> Any:
 
 def _product_precision(spec: Experiment, autocast: str, model: Any) -> str:
     """Return the precision of the large matrix products, as the GPU table names it."""
+    from ftbench.worker.optimizations import fp8
+
     if fp8.layers(model):
         return "fp8"
     if autocast in ("bf16", "fp16"):

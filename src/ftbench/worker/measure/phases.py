@@ -10,18 +10,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from ftbench.store.process_identity import process_start
-from ftbench.store.rundir import RunDir, write_json
+from ftbench.store.rundir import RunDir, read_json, write_json
 
 SCHEMA = 1
 
 
 class Phases:
-    """A list of `{name, start_s, end_s, peak_memory_gb, peak_reserved_gb}`; the last one is open while it runs."""
+    """A list of `{name, start_s, end_s, peak_memory_gb, peak_reserved_gb}`; the last one is open while it runs.
+    `resumed` by a process that another interpreter has taken over, the list goes on."""
 
-    def __init__(self, run: RunDir, first: str) -> None:
+    def __init__(self, run: RunDir, first: str, resumed: bool = False) -> None:
         self._run = run
         self._origin = time.monotonic() - _process_age_s()
-        self._list: list[dict[str, Any]] = [{"name": first, "start_s": 0.0}]
+        before = read_json(run.phases).get("phases") if resumed else None
+        self._list: list[dict[str, Any]] = before or [{"name": first, "start_s": 0.0}]
         self.read_peaks: Callable[[], dict[str, float]] = dict  # set once there is a device to ask
         self._write()
 

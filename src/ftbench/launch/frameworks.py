@@ -1,0 +1,61 @@
+"""The command of another framework's run: ftbench's own worker prepares it and hands it to the framework's
+interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from ftbench.errors import MissingError
+from ftbench.launch import trl
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.frameworks import FRAMEWORKS
+
+devices, command = trl.devices, trl.command
+_LIMIT_S = 60  # a cold disk takes seconds to answer
+_ASK = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+
+
+def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+    """Return what no library can do beside a GPU of this compute capability (None: no GPU)."""
+    return trl.refusals(spec, capability)
+
+
+def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
+    """Return the child's environment: as our own worker's, with what these frameworks would do unasked switched off."""
+    switches = {
+        "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1",
+    }  # fmt: skip
+    return trl.environment(inherited, spec) | switches
+
+
+def check_installed(spec: Experiment) -> None:
+    """Raise MissingError with what to type unless our own interpreter can prepare the run and the framework's has it,
+    in the version that was tried."""
+    trl.check_installed(spec)
+    name, python = spec.launch.framework, os.path.abspath(os.path.expanduser(str(spec.launch.python)))
+    wanted = FRAMEWORKS[name]
+    way = wanted.way
+    if not Path(python).is_file() or not os.access(python, os.X_OK):
+        raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {way}")
+    version = _version(python, wanted.package)
+    if version is None:
+        raise MissingError(f"launch.python: {spec.launch.python} does not have {wanted.package}; {way}")
+    if version != wanted.version and not spec.measure.allow_fallback:
+        raise MissingError(
+            f"launch.python: {spec.launch.python} has {wanted.package} {version}, and {wanted.version} is what was "
+            f"tried: {way}; measure.allow_fallback=on runs it all the same"
+        )
+
+
+@lru_cache(maxsize=16)
+def _version(python: str, package: str) -> str | None:
+    """Return the version of a package in an interpreter's environment; None where it is not there."""
+    try:
+        answer = subprocess.run([python, "-c", _ASK, package], capture_output=True, text=True, timeout=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None

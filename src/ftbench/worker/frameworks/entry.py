@@ -1,0 +1,30 @@
+"""The second half of a run in another framework: `PYTHON entry.py RUN_DIRECTORY` in the framework's own environment,
+which has no ftbench. Runs by its path, so it imports the package from where it lies, and nothing else beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def import_ftbench() -> None:
+    """Make `ftbench` importable from the folder that this file lies in. The folder itself leaves the path: its
+    `axolotl.py` is not the framework."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+    package = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location(
+        "ftbench", package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["ftbench"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+if __name__ == "__main__":
+    import_ftbench()
+    from ftbench.worker.__main__ import main
+    from ftbench.worker.child import end
+
+    end(main(sys.argv[1], handed_over=True))

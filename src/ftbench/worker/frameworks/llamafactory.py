@@ -1,0 +1,46 @@
+"""LLaMA-Factory, through `run_exp`, as its `llamafactory-cli train` calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.frameworks import DATA, OUTPUT
+from ftbench.worker.frameworks.recipe import recipe
+
+ATTENTION = {"auto": "auto", "eager": "disabled", "sdpa": "sdpa", "flash_attention_2": "fa2"}
+
+
+def configuration(spec: Experiment, model: str) -> dict[str, Any]:
+    """Return what its YAML files hold."""
+    method: Any = spec.method
+    values = recipe(spec) | {
+        "stage": "sft",
+        "do_train": True,
+        "model_name_or_path": model,
+        "template": "empty",
+        "dataset": "given",  # asked for, and not looked at beside the next line
+        "tokenized_path": DATA,
+        "cutoff_len": spec.dataset.max_length,
+        "disable_shuffling": True,
+        "output_dir": OUTPUT,
+        "flash_attn": ATTENTION[spec.optimizations.attention],
+        "disable_gradient_checkpointing": not spec.optimizations.gradient_checkpointing,
+        "enable_liger_kernel": bool(spec.optimizations.liger),
+        "finetuning_type": "lora" if method.adapters else "full",
+        "pure_bf16": not method.adapters and spec.model.dtype == "bfloat16",  # full: the weights stay in 16 bits
+    }
+    if method.adapters:
+        targets = "all" if method.targets == "all-linear" else ",".join(method.targets)
+        values |= {"lora_rank": method.rank, "lora_alpha": round(method.alpha), "lora_dropout": method.dropout,
+                   "lora_target": targets}  # fmt: skip
+    if method.quantised:
+        values |= {"quantization_bit": 4, "quantization_method": "bnb", "quantization_type": method.quant_type,
+                   "double_quantization": method.double_quant}  # fmt: skip
+    return values
+
+
+def train(values: dict[str, Any]) -> None:
+    from llamafactory.train.tuner import run_exp
+
+    run_exp(values)

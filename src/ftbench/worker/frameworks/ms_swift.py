@@ -1,0 +1,83 @@
+"""ms-swift, through `sft_main`, as its `swift sft` calls it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import family
+from ftbench.worker.frameworks import DATA, OUTPUT
+from ftbench.worker.frameworks.recipe import recipe
+
+TYPES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama"}  # where several of its types have one architecture
+
+
+def configuration(spec: Experiment, model: str) -> dict[str, Any]:
+    """Return the options of its command line. The rows are ready, so no template is asked for one."""
+    method: Any = spec.method
+    values = recipe(spec) | {
+        "model": model,
+        "template": "dummy",
+        "torch_dtype": spec.model.dtype,
+        "cached_dataset": [f"{DATA}/train"],
+        "dataset_shuffle": False,
+        "train_dataloader_shuffle": False,
+        "split_dataset_ratio": 0,
+        "max_length": spec.dataset.max_length,
+        "output_dir": OUTPUT,
+        "add_version": False,
+        "create_checkpoint_symlink": False,
+        "gradient_checkpointing": bool(spec.optimizations.gradient_checkpointing),
+        "use_liger_kernel": bool(spec.optimizations.liger),
+        "dataloader_num_workers": 0,
+        "tuner_type": "lora" if method.adapters else "full",
+    }
+    if (kind := TYPES.get(family(spec.model) or "")) is not None:
+        values["model_type"] = kind
+    if spec.optimizations.attention != "auto":
+        values["attn_impl"] = spec.optimizations.attention
+    if method.adapters:
+        values |= {
+            "lora_rank": method.rank,
+            "lora_alpha": method.alpha,
+            "lora_dropout": method.dropout,
+            "target_modules": ["all-linear"] if method.targets == "all-linear" else list(method.targets),
+        }
+    if method.quantised:
+        values |= {
+            "quant_method": "bnb",
+            "quant_bits": 4,
+            "bnb_4bit_quant_type": method.quant_type,
+            "bnb_4bit_use_double_quant": method.double_quant,
+            "bnb_4bit_compute_dtype": method.compute_dtype,
+        }
+    return values
+
+
+def train(values: dict[str, Any]) -> None:
+    os.environ.setdefault("MODELSCOPE_CACHE", os.path.abspath(OUTPUT))
+    from swift.pipelines import sft_main
+    from swift.template.base import Template
+
+    Template.encode = _as_handed_over(Template.encode)
+    sft_main([part for name, value in values.items() for part in _option(name, value)])
+
+
+def _as_handed_over(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a template's `encode` that leaves rows of tokens as they are: it reads dialogues alone, and in place of a
+    row that it cannot read it takes another, drawn at random."""
+
+    def encode_row(template: Any, row: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(row, dict) or "input_ids" not in row:
+            return encode(template, row, *args, **kwargs)
+        lengths = {"lengths": row["lengths"]} if kwargs.get("return_length") else {}
+        return {"input_ids": row["input_ids"], "labels": row["labels"], **lengths}
+
+    return encode_row
+
+
+def _option(name: str, value: Any) -> list[str]:
+    words = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
+    return [f"--{name}", *map(str, words)]

@@ -1,0 +1,147 @@
+"""The second half of a run in another framework, in the framework's interpreter: its trainer is recorded from outside,
+and what it really did is read from the live objects."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import transformers
+from datasets import load_from_disk
+from transformers import TrainerCallback
+
+from ftbench.store import machine
+from ftbench.store.rundir import first_gpu, read_json, write_json
+from ftbench.worker import frameworks
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.device import check_device
+from ftbench.worker.frameworks import live
+from ftbench.worker.frameworks.adapters import draw_adapters
+from ftbench.worker.measure.batch_count import COUNT, BatchCount
+from ftbench.worker.measure.hf_adapter import HfRecording
+from ftbench.worker.measure.recording import recorder_of, watch_memory
+from ftbench.worker.training_run import TrainingRun
+
+
+class Trained(BaseException):
+    """Leaves a framework once its trainer has trained: what it would save, plot and report is no part of a run."""
+
+
+def train(run: TrainingRun) -> None:
+    """Train through the framework named in the spec and leave applied.json and steps.csv. Raises what goes wrong."""
+    spec, directory = run.spec, run.directory
+    check_device(first_gpu(read_json(directory.machine)))
+    run.facts = read_json(directory.applied)
+    os.chdir(directory.path)
+    write_json(directory.machine, read_json(directory.machine) | {"versions": machine.versions()})
+    run.phases.enter("load")
+    watch_memory(run.phases)
+    plain = transformers.Trainer.train
+    transformers.Trainer.train = _recorded(run, plain)
+    try:
+        frameworks.load(spec.launch.framework).train(read_json(directory.framework))
+    except Trained:
+        pass
+    finally:
+        transformers.Trainer.train = plain
+    _tell_order(run)
+    for made in (frameworks.OUTPUT, "data"):
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return transformers' `Trainer.train` with a recorder around the trainer that it is called on: every framework on
+    top of transformers comes through here, however it has built its trainer."""
+
+    def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = run.spec
+        run.phases.enter("setup")
+        draw_adapters(trainer.model, spec.train.seed)
+        recorder = run.recorder = recorder_of(spec, run.directory)
+        trainer.data_collator = counted(trainer.data_collator)
+        HfRecording(recorder, run.phases).attach(trainer)
+        trainer.compute_loss = _without_count(trainer.compute_loss)
+        trainer.add_callback(_RecipeCheck(run, trainer))
+        version = importlib.metadata.version(live.PACKAGES[spec.launch.framework])
+        run.write_facts(**live.of_model(trainer.model), framework={"name": spec.launch.framework, "version": version})
+        run.require_applied(live.model_problems(trainer.model, spec))
+        run.phases.enter("train")
+        plain(trainer, *args, **kwargs)
+        run.phases.enter("finish")
+        run.finish()
+        raise Trained
+
+    return train
+
+
+class _RecipeCheck(TrainerCallback):
+    """Reads what the trainer made of its recipe once the first step is done: only then has the optimizer a state."""
+
+    def __init__(self, run: TrainingRun, trainer: Any) -> None:
+        self._run, self._trainer = run, trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != 1:
+            return
+        run = self._run
+        run.write_facts(**live.of_trainer(self._trainer))
+        run.require_applied(live.trainer_problems(self._trainer, run.spec))
+        if run.recorder:
+            run.recorder.restart()
+
+
+def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return a collator whose batches say what was put into them, on the host, where it costs the device nothing."""
+
+    def count(rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        ids = [np.asarray(row["input_ids"], dtype=np.int64) for row in rows]
+        batch = collate(rows, *args, **kwargs)
+        labels = batch["labels"]
+        batch[COUNT] = BatchCount(
+            real=sum(map(len, ids)),
+            padded=batch["input_ids"].numel(),
+            labels=int((labels[..., 1:] != IGNORE).sum()),
+            samples=len(ids),
+            longest=max(map(len, ids)),
+            tokens=[row.tobytes() for row in ids],
+        )
+        return batch
+
+    return count
+
+
+def _without_count(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return compute_loss without the counts that travel in a batch: no model takes them."""
+
+    def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        inputs.pop(COUNT, None)
+        return compute(model, inputs, *args, **kwargs)
+
+    return compute_loss
+
+
+def _tell_order(run: TrainingRun) -> None:
+    """Say whether the trainer saw the tokens that were handed over, in their order; another order is other work."""
+    assert run.recorder is not None
+    seen = run.recorder.order_hash
+    run.write_facts(dataset=run.facts.get("dataset", {}) | {"order_hash": seen})
+    rows = run.spec.train.batch_size * run.spec.train.gradient_accumulation_steps * run.recorder.step
+    if seen != handed_order(frameworks.DATA, rows):
+        run.warn(
+            f"not the same work: {run.spec.launch.framework} did not train on the first {rows} rows that it was given, "
+            "whole and in their order"
+        )
+
+
+def handed_order(folder: str, rows: int) -> str:
+    """Return the hash of the tokens of so many rows in their order, from the beginning again after the last."""
+    ids = load_from_disk(folder)["train"].with_format("numpy")["input_ids"]
+    digest = hashlib.sha256()
+    for index in range(rows):
+        digest.update(np.asarray(ids[index % len(ids)], dtype=np.int64).tobytes())
+    return digest.hexdigest()

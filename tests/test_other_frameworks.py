@@ -1,0 +1,92 @@
+"""`launch.framework`: what is refused before anything starts, in a sentence with a way out. Needs no framework."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SPEC = """model: {id: tiny/qwen3, weights: random}
+dataset: {name: sample, samples: 8, max_length: 128}
+train: {max_steps: 2}
+"""
+
+
+def run(tmp_path, *changes):
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    sets = [part for change in changes for part in ("--set", change)]
+    command = [
+        sys.executable,
+        "-m",
+        "ftbench",
+        "run",
+        str(tmp_path / "spec.yaml"),
+        "--out",
+        str(tmp_path / "out"),
+        *sets,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+PYTHON = "launch.python=/nowhere/bin/python"
+SWIFT = "launch.framework=ms-swift"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        (["launch.framework=axolotl"], 2, "needs launch.python"),
+        (["launch.framework=axolotl"], 2, "pip install 'axolotl==0.19.0'"),
+        (["launch.python=/usr/bin/python3"], 2, "launch.python is the interpreter of another framework: leave it out"),
+        ([SWIFT, PYTHON, "optimizations.packing=on"], 2, "optimizations.packing is ftbench's own"),
+        ([SWIFT, PYTHON, "measure.save_adapter=on"], 2, "measure.save_adapter is for ftbench's own"),
+        (["launch.framework=llamafactory", PYTHON, "launch.gpus=2"], 2, "set launch.gpus to 1, or use trl"),
+        (["launch.framework=llamafactory", PYTHON, "method=unsloth"], 2, "trains lora, qlora"),
+    ],
+)  # fmt: skip
+def test_what_does_not_reach_the_framework_is_refused(tmp_path, changes, code, said):
+    ended = run(tmp_path, *changes)
+    assert ended.returncode == code, ended.stderr
+    assert said in " ".join(ended.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [("/nowhere/bin/python", "no such interpreter"), (sys.executable, "does not have axolotl")],
+)
+def test_an_environment_without_the_framework_is_named_with_the_command_that_makes_one(tmp_path, python, said):
+    ended = run(tmp_path, "launch.framework=axolotl", f"launch.python={python}")
+    assert ended.returncode == 3, ended.stderr
+    assert said in " ".join(ended.stderr.split())
+    assert "pip install" in ended.stderr
+
+
+@pytest.mark.torch
+def test_another_version_than_the_one_that_was_tried_is_named(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.1.0\n")
+    python.chmod(0o755)
+    ended = run(tmp_path, "launch.framework=axolotl", f"launch.python={python}")
+    assert ended.returncode == 3, ended.stderr
+    assert "has axolotl 0.1.0, and 0.19.0 is what was tried" in " ".join(ended.stderr.split())
+
+
+@pytest.mark.torch
+def test_a_framework_that_cannot_be_imported_ends_as_an_error_with_a_state(tmp_path):
+    """A stand-in that answers for its version, and then is a plain Python without the framework."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo 0.9.5; else exec {sys.executable} "$@"; fi\n')
+    python.chmod(0o755)
+    ended = run(tmp_path, "launch.framework=llamafactory", f"launch.python={python}")
+    assert ended.returncode == 1, ended.stderr
+    (state,) = (tmp_path / "out").glob("*/*/state.json")
+    told = json.loads(state.read_text())
+    assert told["state"] == "error"
+    assert "llamafactory" in told["reason"]
+    assert "Traceback" not in ended.stderr
+    configuration = json.loads(state.with_name("framework.json").read_text())
+    assert configuration["tokenized_path"] == "data/train"
