@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -119,6 +120,16 @@ def test_what_will_not_end_well_is_said_before(
     doubt = preflight.doubt(asked, machine, tmp_path)
     assert (doubt is None) == (said is None)
     assert (said or "") in (doubt or "")
+
+
+def test_where_no_batch_fits_the_nearest_way_that_does_is_named(spec: Path, tmp_path: Path) -> None:
+    machine = described(64.0, 8, SMALL)
+    asked = resolve(load(spec, ["train.batch_size=1"]), (8, 9))
+    doubt = preflight.doubt(asked, machine, tmp_path) or ""
+    sets = re.findall(r"--set=([^' ]+)", doubt)
+    assert sets
+    changed = resolve(load(spec, ["train.batch_size=1", *sets]), (8, 9))
+    assert preflight.doubt(changed, machine, tmp_path) is None
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), (None, 3)])

@@ -86,3 +86,15 @@ def test_a_run_that_no_job_names_is_not_followed(ftbench, tmp_path, monkeypatch)
     (tmp_path / "sweep.json").write_text(json.dumps(BOARD | {"running": ["../../elsewhere"]}))
     code, out, _ = ftbench("sweep", "--status", tmp_path, "--json")
     assert (code, json.loads(out)["running"]) == (0, {})
+
+
+@pytest.mark.parametrize(("seconds_ago", "left"), [(0, "about 10 min 00 s"), (540, "about 60.0 s"), (900, None)])
+def test_what_is_left_goes_down_while_a_run_is_on(ftbench, tmp_path, monkeypatch, seconds_ago, left):
+    monkeypatch.setattr("ftbench.sweep.output.status.is_held", lambda folder: True)
+    monkeypatch.setattr("ftbench.sweep.output.status.time.time", lambda: 1_800_000_000.0 + seconds_ago)
+    jobs = [{"run": "a-r1", "what": "a", "state": "running"}]
+    (tmp_path / "sweep.json").write_text(
+        json.dumps(BOARD | {"at": "2027-01-15T08:00:00Z", "left_s": 600.0, "jobs": jobs})
+    )
+    first = ftbench("sweep", "--status", tmp_path)[1].splitlines()[0]
+    assert first.endswith(left) if left else "about" not in first

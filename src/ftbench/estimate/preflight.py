@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import limited_gpu
+from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
 from ftbench.estimate.memory.capacity import machine_gpu
@@ -108,11 +109,20 @@ def warning(spec: Experiment, gpu: dict[str, Any] | None, store: Path) -> str | 
     if gpu is None or memory is None or memory.verdict != "does not fit":
         return None
     largest = largest_batch(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
-    way_out = f"train.batch_size={largest} would fit" if largest else "`ftbench estimate` shows what takes it"
+    way_out = f"train.batch_size={largest} would fit" if largest else _nearest(spec, machine_gpu(gpu, store))
     return (
         f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "
         f"{gibibytes(memory.device.low)}) and the GPU has {memory.capacity.words}; {way_out}"
     )
+
+
+def _nearest(spec: Experiment, gpu: Gpu | float) -> str:
+    from ftbench.estimate.recommend.nearest import nearest_fit  # most runs fit
+
+    fit = nearest_fit(spec, gpu)
+    if fit is None or fit.spec.launch.gpus != spec.launch.gpus:
+        return "`ftbench estimate` shows what takes it"
+    return f"{shlex.join(f'--set={value}' for value in fit.sets)} would fit"
 
 
 def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> str | None:

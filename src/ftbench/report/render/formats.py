@@ -18,7 +18,7 @@ from ftbench.errors import SpecError
 from ftbench.report.data.collect import Record, named_paths
 from ftbench.report.render.document import Report, Table
 from ftbench.report.render.latex import escape, latex
-from ftbench.report.render.runs_table import FOOTNOTE, runs_table
+from ftbench.report.render.runs_table import FOOTNOTE, NUMBER, runs_table
 from ftbench.spec.base import nearest
 
 # Also full-width signs, and what a spreadsheet that separates by semicolons or tabs takes for the beginning of a cell.
@@ -111,6 +111,8 @@ def _terminal(report: Report) -> str:
 
 
 def _terminal_lines(table: Table, footnote: str = "") -> str:
+    if footnote and NUMBER in table.headings:
+        footnote += " `ftbench show NUMBER PATHS` says more of a row, and what to try next."
     return terminal(table, footnote).rstrip("\n") + "\n" * bool(footnote)
 
 
