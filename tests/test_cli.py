@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from commands import TINY, write_spec
+from ftbench import __version__
 from ftbench.core import rows
 from ftbench.errors import DataError, MissingError
 from ftbench.launch import runner
@@ -596,3 +597,22 @@ def test_run_and_doctor_end_alike_where_a_recipe_needs_a_gpu(tmp_path, ftbench, 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = write_spec(tmp_path, recipe="fastest")
     assert [ftbench(command, path)[0] for command in ("run", "doctor")] == [3, 3]
+
+
+def test_the_version_is_a_document_too(ftbench):
+    code, out, _ = ftbench("--version", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["ftbench"] == __version__
+    assert set(document) == {"ftbench", "commit", "python", "schema"}
+    code, _, err = ftbench("--json")
+    assert code == 2
+    assert "--json: stands behind a command, or beside --version" in err
+
+
+def test_a_shell_gets_its_completion(monkeypatch):
+    """The text of the script is typer's; that it asks ftbench is what makes it complete something."""
+    asked = {"_FTBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "ftbench repo", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "import sys; sys.argv = ['ftbench']; from ftbench.cli import main; main()"]
+    ended = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == ["report"]

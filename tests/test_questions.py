@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ftbench.spec.load import load
-from made_runs import RESULTS, make_run, steps
+from made_runs import RESULTS, gpu, make_run, steps
 
 
 def words(text):
@@ -83,3 +83,30 @@ def test_why_was_my_run_slow_of_committed_runs(ftbench):
     assert code == 0
     assert "launch-bound: the GPU worked 10% of the time and waited for the CPU in the rest" in words(out)
     assert out.count("    ftbench run ") >= 3
+
+
+def test_is_a_blackwell_or_an_h100_better_of_two_stores(ftbench, tmp_path):
+    """The runs of one machine arrive as a bundle; one command says which card is faster, by how much and how sure that
+    is, what fits, what it costs, and that nothing else differs."""
+    blackwell, h100 = (tmp_path / name for name in ("blackwell", "h100"))
+    names = {blackwell: "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", h100: "NVIDIA H100 PCIe"}
+    for store, seconds in ((blackwell, 0.5), (h100, 0.4)):
+        for number in (1, 2, 3):
+            rows = steps(seconds=seconds, seed=number)
+            make_run(store, f"lora-b4-{store.name}-r{number}", rows, machine=gpu(names[store]))
+
+    code, _, err = ftbench("bundle", h100, "-o", tmp_path / "h100.tar.zst")
+    assert (code, err) == (0, "")
+    prices = RESULTS.parents[1] / "configs/prices-example.yaml"
+    options = ["--compare", "gpu", "--baseline", "Blackwell", "--prices", prices]
+    code, out, _ = ftbench("report", blackwell, tmp_path / "h100.tar.zst", *options, "--wide")
+    assert code == 0
+    (line,) = (line for line in out.splitlines() if "H100 PCIe" in line and "same" in line)
+    change = re.search(r"\+([\d.]+) % \[\+([\d.]+), \+([\d.]+)\]", line)
+    assert change
+    value, low, high = map(float, change.groups())
+    assert low < value < high
+    assert value == pytest.approx(25, abs=1.5)  # 0.5 s against 0.4 s
+    sentence = r"NVIDIA H100 PCIe against NVIDIA RTX PRO 6000.* is \+2[\d.]+ % \(95 %: .*\) in speed, the same recipe"
+    assert re.search(sentence, words(out))
+    assert "1M tokens" in out

@@ -7,6 +7,7 @@ import gc
 import importlib
 import io
 import os
+import platform
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Annotated
 import typer
 
 from ftbench import __version__
-from ftbench.cli.shared import app, guard, tell
+from ftbench.cli.shared import app, emit, guard, tell
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError, file_problem
 
 MODULES = ("train", "plans", "report", "exchange", "estimate", "machine")  # in the order of --help
@@ -24,9 +25,20 @@ for _name in MODULES:
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
-    if version:
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="--version: as one JSON document")] = False,
+) -> None:
+    if version and as_json:
+        from ftbench.core.rows import SCHEMA
+        from ftbench.store.machine import commit
+
+        emit({"ftbench": __version__, "commit": commit(), "python": platform.python_version(), "schema": SCHEMA})
+    elif version:
         print(f"ftbench {__version__}")
+    elif as_json:
+        raise SpecError("--json: stands behind a command, or beside --version")
+    if version:
         raise typer.Exit
 
 
