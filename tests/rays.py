@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from waiting import eventually
+from waiting import eventually, training
 
 MARK = "FTBENCH_TEST_CLUSTER"
 # Two addresses of the loopback: Ray turns 127.0.0.1 into the machine's outside one.
@@ -37,7 +37,9 @@ SETTINGS = {
 
 
 class Cluster:
-    """A context. `environment` is what a driver needs, `client` the address for `--on`."""
+    """A context. `environment` is what a driver needs, `client` another address for `--on`."""
+
+    on = "ray"
 
     def __enter__(self) -> Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="ftr", dir="/tmp"))  # paths of sockets end at 107 bytes
@@ -93,6 +95,13 @@ class Cluster:
                 if marked or os.getsid(process.pid) in sessions:
                     found.append(process)
         return found
+
+    def settings(self, folder: Path) -> None:
+        """Write what a sweep needs beside its spec: nothing."""
+
+    def runs(self) -> list[psutil.Process]:
+        """Return the processes that train, on both nodes."""
+        return training(self.processes())
 
     def lose(self, node: int) -> None:
         """At once, as by a power cut."""

@@ -30,6 +30,15 @@ def without_supervisors(processes: list[psutil.Process]) -> list[psutil.Process]
     return [process for process in processes if parents.get(parents[process.pid]) in parents]
 
 
+def training(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return those of some processes that pretend to train."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            found += [process] if process.cmdline()[3:4] == ["ftbench.launch.mock"] else []
+    return found
+
+
 def eventually(holds: Callable[[], Any], what: str = "waited too long") -> Any:
     """Return the first true value of `holds`; fail the test with `what` if there is none in LIMIT_S."""
     limit = time.monotonic() + LIMIT_S

@@ -27,7 +27,9 @@ def sweep(
     gpus: Annotated[
         str | None, typer.Option(help="several single-GPU runs at once, one on each of these", metavar="0,1")
     ] = None,
-    on: Annotated[str | None, typer.Option(help="a Ray cluster: ray, or ray://host:port", metavar="ray")] = None,
+    on: Annotated[
+        str | None, typer.Option(help="a cluster: slurm (with slurm.yaml), ray, or ray://host:port", metavar="slurm")
+    ] = None,
     status: Annotated[Path | None, typer.Option(help="where the sweep in this folder stands", metavar="DIR")] = None,
     *,
     options: PlanOptions,

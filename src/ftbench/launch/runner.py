@@ -48,11 +48,13 @@ class FinishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to run: a resolved spec, the text of the file that it came from, and the changes to that."""
+    """What to run: a resolved spec, the text of the file that it came from, and the changes to that; `store` has the
+    probes where the run's directory is not made in it."""
 
     spec: Experiment
     source: bytes
     sets: Sequence[str]
+    store: Path | None = None
 
 
 def run(
@@ -111,7 +113,7 @@ def carry_out(
         claimed.spec_yaml.write_bytes(order.source)
         resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(order.sets)}
         rundir.write_json(claimed.spec_json, resolved)
-        best = ceilings.of(claimed.path.parents[1], gpu_name(described))
+        best = ceilings.of(order.store or claimed.path.parents[1], gpu_name(described))
         rundir.write_json(claimed.machine, described | {"ceilings": best})
         follower = Follower(claimed)
         watchdog = Watchdog(spec, follower, deadline)

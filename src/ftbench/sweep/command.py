@@ -31,7 +31,7 @@ _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(PlanRequest):
-    """The command line of a sweep. `axes` are `key=value,value`; `gpus` as --gpus lists them; `on` names a Ray
+    """The command line of a sweep. `axes` are `key=value,value`; `gpus` as --gpus lists them; `on` names a
     cluster."""
 
     axes: Sequence[str] = ()
@@ -66,8 +66,9 @@ def prepare(request: SweepRequest, stack: ExitStack) -> Ready:
     grid = cells(request.spec, request.sets, request.axes, notes.append)
     name, first = _experiment(grid)
     runner.check_disk(request.out)
-    slots, described = _slots(request, first, stack)
-    planner = _Planner(request, grid, described, request.out / name)
+    folder = request.out / name
+    slots, described = _slots(request, first, folder, stack)
+    planner = _Planner(request, grid, described, folder)
     notes += planner.duplicates()
     refused = [(" ".join(f"{key}={short(value)}" for key, value in cell.values.items()), cell.refused)
                for cell in grid if cell.refused]  # fmt: skip
@@ -84,14 +85,21 @@ def _experiment(grid: Sequence[GridCell]) -> tuple[str, Experiment]:
     return next(iter(specs.items()))
 
 
-def _slots(request: SweepRequest, spec: Experiment, stack: ExitStack) -> tuple[Sequence[GpuSlot], dict[str, Any]]:
+def _slots(
+    request: SweepRequest, spec: Experiment, folder: Path, stack: ExitStack
+) -> tuple[Sequence[GpuSlot], dict[str, Any]]:
     """Return where to run, and the machine.json of a slot: all are of one kind."""
     if request.on is None:
         slots = local_slots(request.gpus, mock=spec.launch.mock != "off")
         return slots, runner.describe(spec, slots[0].visible)
-    from ftbench.sweep.execute.ray_slots import cluster_slots
+    kind = request.on.partition(":")[0]
+    if kind == "slurm":
+        from ftbench.sweep.execute import slurm_slots
 
-    return cluster_slots(request.on, spec, stack)
+        return slurm_slots.cluster_slots(request.on, spec, request.spec, folder, stack)
+    from ftbench.sweep.execute import ray_slots
+
+    return ray_slots.cluster_slots(request.on, spec, stack)
 
 
 class _Planner:

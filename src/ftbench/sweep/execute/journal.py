@@ -1,7 +1,8 @@
 """What happened in the night, a line an event, and the lock that keeps a second sweep out of the folder.
 
 The journal is a history for people: the run directories alone say what is done, so that a lost line loses
-nothing. The lock is the kernel's (flock): it goes with its owner, however that ends.
+nothing. The lock is the kernel's (flock): it goes with its owner, however that ends; a sign of life beside it is for
+other machines.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +23,7 @@ from ftbench.errors import FtbenchError
 from ftbench.store import process_identity, rundir
 
 LOCK, JOURNAL = ".lock", "journal.jsonl"
+BEAT_S, DEAD_S = 5.0, 30.0
 
 
 class Journal:
@@ -60,7 +65,7 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise rundir.disk_error(path, error) from None
     try:
-        if not _take(file):
+        if not _take(file) or _beats_elsewhere(folder):
             holder = holder_of(folder)
             who = f"process {holder['pid']} on {holder['host']}" if holder.get("pid") else "another process"
             raise FtbenchError(
@@ -69,9 +74,40 @@ def locked(folder: Path) -> Iterator[None]:
             ) from None
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(process_identity.this_process()).encode(), 0)
-        yield
+        with _beating(path):
+            yield
+        os.ftruncate(file, 0)
     finally:
         os.close(file)
+
+
+@contextmanager
+def _beating(path: Path) -> Iterator[None]:
+    """Touch a file every BEAT_S: a sign of life for other machines."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _beats_elsewhere(folder: Path) -> bool:
+    """Return whether a sweep on another machine holds the folder, of whose lock this machine's kernel may know nothing
+    (a disk mounted with local locks). The disk's own clock tells how old its last sign of life is."""
+    if holder_of(folder).get("host") in (None, platform.node()):
+        return False
+    with suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK) as now:
+        return os.fstat(now.fileno()).st_mtime - (folder / LOCK).stat().st_mtime < DEAD_S
+    return False
 
 
 def _take(file: int) -> bool:
@@ -101,4 +137,4 @@ def is_held(folder: Path) -> bool:
         return True
     finally:
         os.close(file)
-    return False
+    return _beats_elsewhere(folder)

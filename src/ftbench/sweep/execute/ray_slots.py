@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import FtbenchError, MissingError, SpecError
-from ftbench.launch import process, runner
+from ftbench.launch import runner
 from ftbench.launch.runner import FinishedRun, Order
 from ftbench.spec.experiment import Experiment
-from ftbench.store import rundir, summary
+from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
-from ftbench.sweep.execute.gpu_slots import LocalSlot, RunControl, claim
+from ftbench.sweep.execute import remote
+from ftbench.sweep.execute.gpu_slots import RunControl, claim
 from ftbench.sweep.jobs import Job
 
 _POLL_S = 0.5
@@ -61,8 +62,8 @@ def cluster_slots(on: str, spec: Experiment, stack: ExitStack) -> tuple[Sequence
 def _describe_nodes(ray: Any, on: str, spec: Experiment, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the machine.json of the first node. Raise where one cannot run ftbench, or is of another kind."""
     free: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0}
-    task, values = ray.remote(describe), spec.model_dump(mode="json")
-    refs = [task.options(**free, **_only(node["NodeID"])).remote(values) for node in nodes]
+    task, values = ray.remote(remote.describe), spec.model_dump(mode="json")
+    refs = [task.options(**free, **_only(node["NodeID"])).remote(values, "0") for node in nodes]
     try:
         described = ray.get(refs, timeout=_ASK_S)
     except Exception as error:  # noqa: BLE001 - whatever keeps a node from answering
@@ -77,7 +78,9 @@ def _describe_nodes(ray: Any, on: str, spec: Experiment, nodes: Sequence[dict[st
 
 def _connect(on: str, stack: ExitStack) -> Any:
     if on != "ray" and not on.startswith("ray://"):
-        raise SpecError(f"--on {on}: allowed are ray (the cluster of this machine) and ray://host:port")
+        raise SpecError(
+            f"--on {on}: allowed are slurm, slurm:FILE, ray (the cluster of this machine) and ray://host:port"
+        )
     if importlib.util.find_spec("ray") is None:
         raise MissingError("--on ray needs Ray: pip install 'ftbench[ray]'")
     address = os.environ.get("RAY_ADDRESS", "auto") if on == "ray" else on
@@ -151,12 +154,13 @@ class RaySlot:
                 if attempt == 1:
                     control.say(f"{self.name} was lost ({lost}): trying {job.what} elsewhere")
                     continue
-                return _ended(claimed, "error", f"two workers were lost with it: {lost}")
+                return remote.ended(claimed, "error", f"two workers were lost with it: {lost}")
             if packed is None:
-                return _ended(claimed, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
+                return remote.ended(
+                    claimed, "interrupted", "interrupted by a signal, or the sweep's time budget ran out"
+                )
             unpack(packed, claimed)
-            ended = summary.summarise(claimed)
-            return FinishedRun(claimed, ended, 0 if ended.state == "ok" else FtbenchError.exit_code)
+            return remote.finished(claimed)
         raise AssertionError("unreachable")
 
     def _alive(self) -> str:
@@ -205,16 +209,6 @@ class _Lost(Exception):
     """The worker or its node went away."""
 
 
-def _ended(run: RunDir, state: str, reason: str) -> FinishedRun:
-    rundir.write_json(run.state, {"schema": rundir.SCHEMA, "state": state, "reason": reason, "ended_at": rundir.now()})
-    return FinishedRun(run, summary.summarise(run), FtbenchError.exit_code)
-
-
-def describe(values: dict[str, Any]) -> dict[str, Any]:
-    """Return, on a node, its machine.json with its first GPU."""
-    return runner.describe(Experiment.model_validate(values), "0")
-
-
 def train(
     name: str, values: dict[str, Any], source: bytes, sets: list[str], shared: bool, threads: str | None
 ) -> tuple[bytes, list[str]]:
@@ -223,9 +217,8 @@ def train(
     if threads is not None:
         os.environ[_THREADS] = threads
     order, notes = Order(Experiment.model_validate(values), source, sets), list[str]()
-    with tempfile.TemporaryDirectory(prefix="ftbench-") as folder, process.signals() as stop_pipe:
-        control = RunControl(stop_pipe, None, notes.append, lambda text: None)
-        result = LocalSlot("GPU", shared=shared).train(lambda: rundir.claim_at(Path(folder) / name), order, control)
+    with tempfile.TemporaryDirectory(prefix="ftbench-") as folder:
+        result = remote.train(lambda: rundir.claim_at(Path(folder) / name), order, shared, notes.append)
         return pack(result.run), notes
 
 

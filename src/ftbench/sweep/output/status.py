@@ -9,7 +9,8 @@ from typing import Any
 
 from ftbench.errors import SpecError
 from ftbench.launch.follow import Follower
-from ftbench.store.rundir import RunDir, read_document
+from ftbench.store.rundir import read_document
+from ftbench.sweep.execute import slurm_queue
 from ftbench.sweep.execute.journal import is_held
 from ftbench.sweep.jobs import Standing
 from ftbench.sweep.output.table import BOARD
@@ -28,7 +29,7 @@ def status(folder: Path) -> dict[str, Any]:
     alive = is_held(folder)
     running, names = {}, {job["run"] for job in board["jobs"]}
     for name in (name for name in board["running"] if alive and name in names):
-        follower = Follower(RunDir(folder / name))
+        follower = Follower(slurm_queue.running(folder, name))
         follower.poll()
         running[name] = follower.text()
     return board | {"alive": alive, "running": running, "folder": str(folder)}

@@ -1,0 +1,71 @@
+"""slurm.yaml: what a cell of a sweep asks of a Slurm cluster; every mistake a sentence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
+
+from ftbench.errors import SpecError
+from ftbench.spec.base import Int, Part
+from ftbench.spec.mistakes import sentence
+from ftbench.spec.reading import line_of, read_yaml
+
+NAME = "slurm.yaml"
+# sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, and days before each.
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED")
+# What ftbench says itself, with the key that says it where there is one.
+_OWN = {"partition": "partition", "time": "time", "gres": "gres", "array": "tasks", "job-name": "", "output": "",
+        "error": "", "open-mode": "", "requeue": "", "no-requeue": "", "parsable": "", "wrap": "", "wait": "",
+        "signal": ""}  # fmt: skip
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class SlurmSettings(Part):
+    """What each cell asks for. What is left out is the cluster's default."""
+
+    partition: str | None = Field(None, min_length=1, description="the partition whose nodes train")
+    time: Annotated[str | None, BeforeValidator(_text)] = Field(None, description="the time limit of a cell")
+    gres: str | None = Field(None, min_length=1, description="what a cell needs of a node, for example gpu:h200:1")
+    preamble: str = Field("", description="lines of shell before ftbench starts on a node")
+    options: tuple[str, ...] = Field((), description="further options of sbatch, for example --account=physics")
+    tasks: Int = Field(64, ge=1, le=1000, description="cells that wait or run at the same time")
+    python: str | None = Field(None, min_length=1, description="the nodes' Python; this one's path if left out")
+
+    @field_validator("time")
+    @classmethod
+    def _is_time(cls, value: str | None) -> str | None:
+        if value is not None and not _TIME.fullmatch(value):
+            raise ValueError('is no time limit: write minutes, "hours:minutes:seconds" or "days-hours"')
+        return value
+
+    @field_validator("options")
+    @classmethod
+    def _are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for option in value:
+            name = option.removeprefix("--").partition("=")[0]
+            if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
+                raise ValueError(f"{option!r} is no long option of sbatch with its value, for example --mem=64G")
+            if name in _OWN:
+                raise ValueError(f"--{name} is for ftbench to say" + (f": use `{_OWN[name]}`" if _OWN[name] else ""))
+        return value
+
+
+def load_settings(path: Path) -> SlurmSettings:
+    """Return the settings in a file. Raise SpecError with one `file:line: key: sentence` for each mistake."""
+    values = read_yaml(path, "a file for Slurm", "partition, time, gres or preamble (docs/clusters.md)")
+    try:
+        return SlurmSettings.model_validate(values)
+    except ValidationError as error:
+        raise SpecError(*(_at(path, problem) for problem in error.errors(include_url=False))) from None
+
+
+def _at(path: Path, problem: Any) -> str:
+    key = [str(part) for part in problem["loc"]]
+    line = line_of(path, key)
+    return f"{path}{f':{line}' if line else ''}: {'.'.join(key)}: {sentence(problem, SlurmSettings)}"

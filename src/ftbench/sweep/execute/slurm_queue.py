@@ -1,0 +1,295 @@
+"""Slurm's queue as a sweep needs it, by its own commands: array tasks are submitted, looked at and cancelled.
+
+Of each submission a folder `.slurm/<token>/` beside the runs, on the disk that the nodes share, holds the script, the
+orders of its tasks and what these leave. The name of a job has the token, so that a sweep which is started again knows
+the tasks of the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftbench.errors import FtbenchError, MissingError, SpecError
+from ftbench.spec.slurm import SlurmSettings
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
+
+FOLDER, ORDERS, SCRIPT = ".slurm", "orders.json", "job.sh"
+COMMANDS = ("sbatch", "squeue", "scancel", "scontrol")
+_PREFIX = "ftbench-"
+_GATHER_S = 0.3  # what is asked for within this time becomes one array
+_LOOK_S = 2.0  # between two looks at the queue, however many ask
+_GONE = 2  # looks at the queue without a task after which it is gone
+_ANSWER_S = 60.0
+# What Slurm's commands say where the controller is away, in words of slurm/src/common/slurm_errno.c.
+_AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted",
+         "Could not establish", "Slurm backup controller in standby", "Unexpected message received")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task of an array. `folder` is its submission's."""
+
+    folder: Path
+    index: int
+    job: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}_{self.index}"
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """Return what the task had to say beside its run; empty where it said nothing."""
+        return rundir.read_json(self.folder / f"{self.index}.json")
+
+    @property
+    def last_words(self) -> str:
+        """Return the last line of its log."""
+        try:
+            lines = (self.folder / f"{self.index}.log").read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a task stands in the queue."""
+
+    job: str
+    state: str
+    reason: str
+    node: str
+
+    @property
+    def text(self) -> str:
+        return f"on {self.node}" if self.state == "RUNNING" else f"waits in Slurm's queue ({self.reason})"
+
+
+@dataclass(slots=True)
+class _Asked:
+    """An order on its way into an array."""
+
+    order: dict[str, Any]
+    ready: threading.Event = field(default_factory=threading.Event)
+    task: Task | None = None
+    error: FtbenchError | None = None
+
+
+class Queue:
+    """The tasks of the sweep in `folder`, for threads that each wait for one."""
+
+    def __init__(self, settings: SlurmSettings, folder: Path) -> None:
+        """Raise MissingError where Slurm's commands or its controller are not there."""
+        if lacking := [name for name in COMMANDS if shutil.which(name) is None]:
+            raise MissingError(
+                f"--on slurm: no {', '.join(lacking)} on this machine: start the sweep where `sbatch` works"
+            )
+        self.settings, self.folder = settings, folder.resolve() / FOLDER
+        self._asking, self._looking = threading.Lock(), threading.Lock()
+        self._asked: list[_Asked] = []
+        self._places: dict[tuple[str, int], Place] = {}
+        self._missed: dict[Task, int] = {}
+        self._looked, self._looks, self._answers, self._told_away = 0.0, 0, False, False
+        if not self.look(0.0):
+            raise MissingError("--on slurm: the controller of Slurm does not answer (`sinfo`): try again when it does")
+
+    # --- into the queue ----------------------------------------------------------------------------------------------
+
+    def enter(self, order: dict[str, Any], source: bytes, stops_within: Callable[[float], bool]) -> Task:
+        """Submit a task, in one array with those of other threads that come at the same time."""
+        asked = _Asked(order)
+        with self._asking:
+            self._asked.append(asked)
+            leads = len(self._asked) == 1
+        if leads:
+            time.sleep(_GATHER_S)
+            with self._asking:
+                batch, self._asked = self._asked, []
+            self._submit_all(batch, source, stops_within)
+        asked.ready.wait()
+        if asked.task is None:
+            raise asked.error or AssertionError("neither a task nor an error")
+        return asked.task
+
+    def _submit_all(self, batch: Sequence[_Asked], source: bytes, stops_within: Callable[[float], bool]) -> None:
+        try:
+            tasks = self.submit([each.order for each in batch], source, stops_within)
+            for asked, task in zip(batch, tasks, strict=True):
+                asked.task = task
+        except FtbenchError as error:
+            for asked in batch:
+                asked.error = error
+        finally:
+            for asked in batch:
+                asked.ready.set()
+
+    def submit(
+        self, orders: Sequence[dict[str, Any]], source: bytes = b"", stops_within: Callable[[float], bool] | None = None
+    ) -> list[Task]:
+        """Submit an array of tasks. Raise SpecError for what this Slurm refuses, MissingError where the disk does not
+        take it, or `stops_within` ends the wait for a controller that is away."""
+        folder = self.folder / secrets.token_hex(4)
+        try:
+            folder.mkdir(parents=True)
+            (folder / "spec.yaml").write_bytes(source)
+        except OSError as error:
+            raise rundir.disk_error(folder, error) from None
+        rundir.write_text(folder / SCRIPT, self._script(folder))
+        rundir.write_json(folder / ORDERS, {"tasks": list(orders)}, indent=None)
+        job = self._sbatch(folder, len(orders), stops_within or _sleep)
+        return [Task(folder, index, job) for index in range(len(orders))]
+
+    def _script(self, folder: Path) -> str:
+        python = shlex.quote(self.settings.python or sys.executable)
+        task = f"{python} -P -m ftbench.sweep.execute.slurm_task {shlex.quote(str(folder))} $SLURM_ARRAY_TASK_ID"
+        return f"#!/bin/bash\n{self.settings.preamble}\nexec {task}\n"
+
+    def _sbatch(self, folder: Path, count: int, stops_within: Callable[[float], bool]) -> str:
+        """Return the job's number. Where the controller is away wait for it: what it took all the same is in the
+        queue under its name."""
+        given = {"partition": self.settings.partition, "time": self.settings.time, "gres": self.settings.gres}
+        command = [
+            "sbatch", "--parsable", f"--array=0-{count - 1}", f"--job-name={_PREFIX}{folder.name}", "--requeue",
+            f"--output={folder}/%a.log", "--open-mode=append",
+            *(f"--{name}={value}" for name, value in given.items() if value is not None), *self.settings.options,
+            str(folder / SCRIPT),
+        ]  # fmt: skip
+        while True:
+            code, out, error = _told(command)
+            if code == 0:
+                return out.strip().partition(";")[0]
+            if not _is_away(error):
+                shutil.rmtree(folder, ignore_errors=True)
+                raise SpecError(f"--on slurm: sbatch refuses: {_reason(error)}{self._partitions(error)}")
+            while not self.look(0.0):
+                if stops_within(_LOOK_S):
+                    raise MissingError("--on slurm: the controller of Slurm does not answer (`sinfo`)")
+            if taken := [place.job for (token, _), place in self._places.items() if token == folder.name]:
+                return taken[0]
+
+    def _partitions(self, error: str) -> str:
+        if "partition" not in error:
+            return ""
+        names = _told(["sinfo", "-h", "-o", "%R"])[1].split()
+        return f" (partitions here: {', '.join(sorted(set(names)))})" if names else ""
+
+    # --- what is in it -----------------------------------------------------------------------------------------------
+
+    def look(self, old_s: float = _LOOK_S) -> bool:
+        """Look at the queue unless that was done in the last `old_s` seconds or another thread is at it; return whether
+        the controller answered."""
+        if not self._looking.acquire(blocking=old_s == 0):
+            return self._answers
+        try:
+            if time.monotonic() - self._looked >= old_s:
+                self._answers = self._look()
+                self._looked = time.monotonic()
+                self._told_away = self._told_away and not self._answers
+            return self._answers
+        finally:
+            self._looking.release()
+
+    def _look(self) -> bool:
+        code, out, _ = _told(["squeue", "--me", "-h", "-r", "-o", "%j|%F|%K|%T|%r|%N"])
+        if code:
+            return False
+        rows = (line.split("|") for line in out.splitlines() if line.startswith(_PREFIX))
+        self._places = {
+            (name.removeprefix(_PREFIX), int(index)): Place(job, state, reason, node)
+            for name, job, index, state, reason, node in rows if index.isdecimal()
+        }  # fmt: skip
+        self._looks += 1
+        return True
+
+    def is_away(self) -> bool:
+        """Return, once each time, that the controller does not answer."""
+        told, self._told_away = self._told_away, self._told_away or not self._answers
+        return self._told_away and not told
+
+    def is_gone(self, task: Task) -> bool:
+        """Return whether a task has left the queue: the controller has answered several times without it."""
+        self.look()
+        if self.place(task) is not None:
+            self._missed.pop(task, None)
+            return False
+        return self._looks - self._missed.setdefault(task, self._looks) >= _GONE
+
+    def place(self, task: Task) -> Place | None:
+        """Return where a task stood at the last look; None where it is not in the queue."""
+        return self._places.get((task.folder.name, task.index))
+
+    def tasks(self) -> dict[str, Task]:
+        """Return the tasks of this folder that are in the queue, by the run that each makes."""
+        found = {}
+        for (token, index), place in self._places.items():
+            orders = rundir.read_json(self.folder / token / ORDERS).get("tasks", [])
+            if index < len(orders) and "run" in orders[index]:
+                found[orders[index]["run"]] = Task(self.folder / token, index, place.job)
+        return found
+
+    def release(self, task: Task) -> None:
+        """Let a task go that Slurm holds back, since a node could not start it."""
+        _told(["scontrol", "release", task.name])
+
+    def cancel(self, task: Task) -> None:
+        _told(["scancel", task.name])
+
+    def tidy(self) -> None:
+        """Remove what tasks have left that are in the queue no more."""
+        if self.look(0.0):
+            busy = {token for (token, _), place in self._places.items() if place.state != "COMPLETING"}
+            for path in self.folder.glob("*/"):
+                if path.name not in busy:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def running(folder: Path, name: str) -> RunDir:
+    """Return a run of a sweep's folder, or where a task of Slurm's makes it just now."""
+    path = folder / name
+    made = () if path.exists() else sorted(folder.glob(f"{FOLDER}/*/*/{name}"), key=os.path.getmtime)
+    return RunDir(made[-1] if made else path)
+
+
+def _sleep(wait_s: float) -> bool:
+    time.sleep(wait_s)
+    return False
+
+
+def _told(command: Sequence[str]) -> tuple[int, str, str]:
+    """Return the exit code of one of Slurm's commands, and what it printed."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_ANSWER_S,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 1, "", _AWAY[1]
+    return done.returncode, done.stdout, done.stderr
+
+
+def _is_away(error: str) -> bool:
+    return any(words in error for words in _AWAY)
+
+
+def _reason(error: str) -> str:
+    lines = [line.removeprefix("sbatch: error: ").strip() for line in error.splitlines() if line.strip()]
+    return "; ".join(dict.fromkeys(lines))[:300] or "without a word"
+
+
+def machine_key(settings: SlurmSettings, launcher: str) -> str:
+    """Return what the description of a node depends on, as text."""
+    return json.dumps([settings.model_dump(mode="json", exclude={"tasks", "time"}), launcher])

@@ -1,0 +1,241 @@
+"""What of `ftbench sweep --on slurm` is Slurm's alone, on a real one; and what needs none: bad settings, a cluster that
+is not there, a task on its node."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import slurms
+from ftbench.launch import runner
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import load
+from ftbench.store import process_identity, rundir
+from ftbench.sweep.execute import journal, slurm_queue, slurm_task
+from ftbench.sweep.output.status import status
+from slurms import Cluster
+from sweeps import ENVIRONMENT, Folder, Night, sweep, write_sweep
+from waiting import eventually
+
+pytestmark = pytest.mark.timeout(240)
+AXES = {"train.batch_size": [1, 2]}
+SLOW = {"launch": {"mock": "slow"}, "train": {"max_steps": 4}}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as found:
+        yield found
+
+
+def written(folder: Path, axes: dict[str, object], settings: str = "partition: debug\ntime: 5\n", **parts) -> Path:
+    spec = write_sweep(folder, axes, **parts)
+    (folder / "slurm.yaml").write_text(settings)
+    return spec
+
+
+# --- on a real one ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+def test_a_sweep_that_was_killed_finds_its_tasks_in_the_queue(cluster, tmp_path):
+    spec = written(tmp_path, {"train.batch_size": [1, 2, 4, 8]}, launch={"mock": "slow"}, train={"max_steps": 12})
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=cluster.environment) as night:
+        eventually(lambda: len(cluster.runs()) == 4)
+        running = {process.pid for process in cluster.runs()}
+        night.process.kill()
+        night.process.communicate()
+        assert {process.pid for process in cluster.runs()} == running
+        done = sweep(spec, tmp_path / "out", "--on", "slurm", env=cluster.environment)
+    assert done.code == 0, done.stderr
+    assert night.told() == ["ok"] * 4
+    assert not night.superseded()
+    begun = night.events("begin")[1]["at"]
+    assert all(rundir.read_json(run.state)["started_at"] < begun for run in night.runs())
+    assert not [*night.path.glob(".slurm/*/")]
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+def test_a_cancelled_task_and_a_preempted_one_run_again(cluster, tmp_path):
+    spec = written(tmp_path, AXES, "partition: debug\noptions: [--exclusive]\n", **SLOW)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=cluster.environment) as night:
+        eventually(lambda: len(cluster.runs()) == 2)
+        board = status(night.path)
+        assert board["alive"]
+        assert len(board["running"]) == 2
+        tasks = cluster.said("squeue", "--me", "-h", "-r", "-t", "RUNNING", "-o", "%F_%K").split()
+        cluster.said("scancel", tasks[0])
+        cluster.said("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+        assert night.finish(120).code == 0, night.stderr
+    assert night.told() == ["ok", "ok"]
+    assert {rundir.read_json(run.state)["state"] for run in night.superseded()} <= {"error", "interrupted"}
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+def test_a_controller_that_is_away_is_waited_for(cluster, tmp_path):
+    spec = written(tmp_path, AXES, **SLOW)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=cluster.environment) as night:
+        eventually(lambda: len(cluster.runs()) == 2)
+        cluster.kill("slurmctld")
+        eventually(lambda: night.told() == ["ok", "ok"] or night.events("note"))
+        cluster.start("slurmctld")
+        assert night.finish(120).code == 0, night.stderr
+    assert night.told() == ["ok", "ok"]
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+@pytest.mark.parametrize(("settings", "code", "said"), [
+    ("partition: nowhere", 2, "(partitions here: debug, urgent)"),
+    ("gres: gpu:1", 2, "sbatch refuses: Batch job submission failed: Invalid generic resource (gres) specification"),
+    ("python: /nowhere/python", 3, "a node cannot run ftbench: "),
+    ("preamble: exit 3", 3, "must be on a disk that this machine and the nodes share"),
+], ids=str)  # fmt: skip
+def test_what_the_cluster_does_not_have_is_a_sentence(cluster, tmp_path, settings, code, said):
+    done = sweep(written(tmp_path, AXES, settings), tmp_path / "out", "--on", "slurm", env=cluster.environment)
+    assert (done.code, "Traceback" in done.stderr) == (code, False)
+    assert said in done.stderr
+
+
+# --- without one ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ("partitoin: debug", ":1: partitoin: no such key; did you mean partition?"),
+    ("time: 1:00:00", "is the number 3600 in YAML 1.1"),
+    ("time: soon", ":1: time: 'soon' is no time limit"),
+    ("partition: [a, b]", ":1: partition: "),
+    ("tasks: 0", ":1: tasks: 0: must be greater than or equal to 1"),
+    ("options: [-p debug]", "'-p debug' is no long option of sbatch"),
+    ("options: [--array=1-3]", "--array is for ftbench to say: use `tasks`"),
+    ("options: [--partition=debug]", "--partition is for ftbench to say: use `partition`"),
+    ("- debug", "slurm.yaml"), ("partition: {", "slurm.yaml"),
+], ids=str)  # fmt: skip
+def test_settings_that_are_wrong_are_told_by_file_line_and_key(ftbench, tmp_path, settings, said):
+    spec = written(tmp_path, AXES, settings)
+    code, _, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm")
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_settings_it_says_where_they_belong(ftbench, tmp_path):
+    spec = write_sweep(tmp_path, AXES)
+    code, _, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm")
+    assert (code, f"there is no {tmp_path}/slurm.yaml" in err) == (2, True)
+    code, _, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm:elsewhere.yaml")
+    assert (code, "there is no elsewhere.yaml" in err) == (2, True)
+
+
+def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Put scripts of these names, and nothing else of Slurm's, on the PATH."""
+    folder.mkdir()
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / "sh").symlink_to("/bin/sh")
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_without_slurm_or_its_controller_it_says_so(ftbench, tmp_path, monkeypatch):
+    spec = written(tmp_path, AXES)
+    commands(tmp_path / "none", monkeypatch)
+    code, _, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm")
+    assert (code, "no sbatch, squeue, scancel, scontrol on this machine" in err) == (3, True)
+    away = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    commands(tmp_path / "away", monkeypatch, **dict.fromkeys(slurm_queue.COMMANDS, away))
+    code, _, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm")
+    assert (code, "the controller of Slurm does not answer" in err) == (3, True)
+
+
+def test_a_disk_that_is_not_shared_is_told_before_anything_runs(ftbench, tmp_path, monkeypatch):
+    taken = {"sbatch": "echo 7", "squeue": "true", "scancel": "true", "scontrol": "true"}
+    commands(tmp_path / "bin", monkeypatch, **taken)  # the job is over, and of what it wrote nothing came here
+    code, _, err = ftbench("sweep", written(tmp_path, AXES), "--out", tmp_path / "out", "--on", "slurm")
+    assert code == 3
+    assert "--out must be on a disk that this machine and the nodes share" in err
+
+
+@pytest.fixture
+def submission(tmp_path, monkeypatch) -> Path:
+    """A submission of one task, as its node finds it."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    spec = load(write_sweep(tmp_path, launch={"mock": "slow"}, train={"max_steps": 3}))
+    folder = tmp_path / "out/night-mock/.slurm/0a1b"
+    folder.mkdir(parents=True)
+    (folder / "spec.yaml").write_bytes(b"")
+    order = {"run": "run-r1", "spec": spec.model_dump(mode="json"), "sets": [], "shared": False,
+             "gpu": runner.gpu_name(runner.describe(Experiment.model_validate(spec)))}  # fmt: skip
+    rundir.write_json(folder / slurm_queue.ORDERS, {"tasks": [order]})
+    monkeypatch.setattr(slurm_task, "_left_s", lambda: None)
+    return folder
+
+
+def test_a_run_ends_before_slurms_time_limit_and_once_more_elsewhere(submission, monkeypatch, capsys):
+    requeued = []
+    monkeypatch.setattr(slurm_task, "_left_s", lambda: slurm_task.BEFORE_S + 1.0)
+    monkeypatch.setattr(slurm_task, "_requeue", lambda: requeued.append(1) or 0)
+    folder = Folder(submission.parents[2])
+    assert slurm_task.main(submission, 0) == 0
+    assert (len(requeued), folder.told()) == (1, [])
+    (first,) = folder.superseded()
+    assert rundir.read_json(first.state)["state"] == "interrupted"
+    assert slurm_task.main(submission, 0) == 1
+    assert (len(requeued), folder.told()) == (1, ["timeout"])
+    assert "ask for more (`time` in slurm.yaml)" in rundir.read_json(folder.runs()[0].summary)["reason"]
+
+
+def test_of_two_nodes_with_one_run_the_first_has_it(submission, capsys):
+    folder = Folder(submission.parents[2])
+    assert slurm_task.main(submission, 0) == 0
+    (run,) = folder.runs()
+    content = folder.content()
+    late = rundir.claim_at(submission / "0-late" / "run-r1")
+    late.steps.write_bytes(run.steps.read_bytes())
+    rundir.write_json(late.state, {"state": "ok"})
+    assert slurm_task._put(slurm_task.remote.finished(late), run) == 1
+    assert folder.content() == content
+    assert [made.path.name for made in folder.superseded()] == ["run-r1.1"]
+    assert slurm_task.main(submission, 0) == 0
+    assert folder.content() == content
+
+
+def test_a_node_with_another_gpu_refuses(submission):
+    orders = json.loads((submission / slurm_queue.ORDERS).read_text())
+    orders["tasks"][0]["gpu"] = "NVIDIA H200"
+    rundir.write_json(submission / slurm_queue.ORDERS, orders)
+    assert slurm_task.main(submission, 0) == 3
+    task = slurm_queue.Task(submission, 0, "7")
+    assert "where this sweep is on NVIDIA H200: ask for one kind, with gres" in task.outcome["error"]
+
+
+@pytest.mark.parametrize(("told", "seconds"), [("3:07", 187), ("1:02:03", 3723), ("2-00:00:10", 172_810),
+                                               ("UNLIMITED", None), ("", None)])  # fmt: skip
+def test_the_time_that_is_left_is_slurms(tmp_path, monkeypatch, told, seconds):
+    commands(tmp_path / "bin", monkeypatch, squeue=f"echo {told}")
+    assert slurm_task._left_s() == seconds
+
+
+def test_a_sweep_on_another_machine_holds_its_folder_while_it_shows_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "DEAD_S", 1.5)
+    monkeypatch.setattr(journal.fcntl, "flock", lambda *_: None)  # a disk whose locks other machines do not see
+    elsewhere = process_identity.this_process() | {"host": "login2", "pid": 7}
+    (tmp_path / journal.LOCK).write_text(json.dumps(elsewhere))
+    assert journal.is_held(tmp_path)
+    with pytest.raises(journal.FtbenchError, match="process 7 on login2"), journal.locked(tmp_path):
+        pass
+    os.utime(tmp_path / journal.LOCK, (1.0, 1.0))
+    assert not journal.is_held(tmp_path)
+    monkeypatch.setattr(journal, "BEAT_S", 0.01)
+    with journal.locked(tmp_path):
+        os.utime(tmp_path / journal.LOCK, (1.0, 1.0))
+        eventually(lambda: (tmp_path / journal.LOCK).stat().st_mtime > 1.0)
+    assert not journal.holder_of(tmp_path)
