@@ -41,15 +41,13 @@ class FinishedRun:
 
     def document(self) -> dict[str, Any]:
         """Return what `--json` prints of it."""
-        return {
-            "run_dir": str(self.run.path), "state": self.summary.state, "summary": summary.as_dict(self.summary),
-        }  # fmt: skip
+        figures = summary.as_dict(self.summary)
+        return {"run_dir": str(self.run.path), "state": self.summary.state, "summary": figures}
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to run: a resolved spec, the text of the file that it came from, and the changes to that; `store` has the
-    probes where the run's directory is not made in it."""
+    """A resolved spec, the text of its file, the changes to that, and the store where the run is made elsewhere."""
 
     spec: Experiment
     source: bytes

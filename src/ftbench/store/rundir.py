@@ -116,11 +116,11 @@ def claim_at(path: Path) -> RunDir:
     return run
 
 
-def supersede(run: RunDir, place: RunDir | None = None) -> RunDir:
+def supersede(run: RunDir, destination: RunDir | None = None) -> RunDir:
     """Make way for another run of the same name: move this one into the folder's `.superseded/`, which no report
-    reads, and return it there; `place` is where it was to be, if it is elsewhere."""
+    reads, and return it there; `destination` is where it was to be, if it is elsewhere."""
     try:
-        folder = (place or run).path.parent / SUPERSEDED
+        folder = (destination or run).path.parent / SUPERSEDED
         folder.mkdir(exist_ok=True)
         number = 1 + sum(1 for _ in folder.glob(f"{run.run_id}.*"))
         while (target := folder / f"{run.run_id}.{number}").exists():

@@ -66,7 +66,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueueEntry:
     """Where a task stands in the queue."""
 
     job: str
@@ -80,7 +80,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Request:
     """An order on its way into an array."""
 
     order: dict[str, Any]
@@ -99,11 +99,11 @@ class Queue:
                 f"--on slurm: no {', '.join(lacking)} on this machine: start the sweep where `sbatch` works"
             )
         self.settings, self.folder = settings, folder.resolve() / FOLDER
-        self._asking, self._looking = threading.Lock(), threading.Lock()
-        self._asked: list[_Asked] = []
-        self._places: dict[tuple[str, int], Place] = {}
+        self._gathering, self._looking = threading.Lock(), threading.Lock()
+        self._requests: list[_Request] = []
+        self._entries: dict[tuple[str, int], QueueEntry] = {}
         self._missed: dict[Task, int] = {}
-        self._looked, self._looks, self._answers, self._told_away = 0.0, 0, False, False
+        self._looked, self._looks, self._answers, self._said_away = 0.0, 0, False, False
         if not self.look(0.0):
             raise MissingError("--on slurm: the controller of Slurm does not answer (`sinfo`): try again when it does")
 
@@ -111,31 +111,31 @@ class Queue:
 
     def enter(self, order: dict[str, Any], source: bytes, stops_within: Callable[[float], bool]) -> Task:
         """Submit a task, in one array with those of other threads that come at the same time."""
-        asked = _Asked(order)
-        with self._asking:
-            self._asked.append(asked)
-            leads = len(self._asked) == 1
+        request = _Request(order)
+        with self._gathering:
+            self._requests.append(request)
+            leads = len(self._requests) == 1
         if leads:
             time.sleep(_GATHER_S)
-            with self._asking:
-                batch, self._asked = self._asked, []
+            with self._gathering:
+                batch, self._requests = self._requests, []
             self._submit_all(batch, source, stops_within)
-        asked.ready.wait()
-        if asked.task is None:
-            raise asked.error or AssertionError("neither a task nor an error")
-        return asked.task
+        request.ready.wait()
+        if request.task is None:
+            raise request.error or AssertionError("neither a task nor an error")
+        return request.task
 
-    def _submit_all(self, batch: Sequence[_Asked], source: bytes, stops_within: Callable[[float], bool]) -> None:
+    def _submit_all(self, batch: Sequence[_Request], source: bytes, stops_within: Callable[[float], bool]) -> None:
         try:
             tasks = self.submit([each.order for each in batch], source, stops_within)
-            for asked, task in zip(batch, tasks, strict=True):
-                asked.task = task
+            for request, task in zip(batch, tasks, strict=True):
+                request.task = task
         except FtbenchError as error:
-            for asked in batch:
-                asked.error = error
+            for request in batch:
+                request.error = error
         finally:
-            for asked in batch:
-                asked.ready.set()
+            for request in batch:
+                request.ready.set()
 
     def submit(
         self, orders: Sequence[dict[str, Any]], source: bytes = b"", stops_within: Callable[[float], bool] | None = None
@@ -169,7 +169,7 @@ class Queue:
             str(folder / SCRIPT),
         ]  # fmt: skip
         while True:
-            code, out, error = _told(command)
+            code, out, error = _answer(command)
             if code == 0:
                 return out.strip().partition(";")[0]
             if not _is_away(error):
@@ -178,13 +178,13 @@ class Queue:
             while not self.look(0.0):
                 if stops_within(_LOOK_S):
                     raise MissingError("--on slurm: the controller of Slurm does not answer (`sinfo`)")
-            if taken := [place.job for (token, _), place in self._places.items() if token == folder.name]:
+            if taken := [entry.job for (token, _), entry in self._entries.items() if token == folder.name]:
                 return taken[0]
 
     def _partitions(self, error: str) -> str:
         if "partition" not in error:
             return ""
-        names = _told(["sinfo", "-h", "-o", "%R"])[1].split()
+        names = _answer(["sinfo", "-h", "-o", "%R"])[1].split()
         return f" (partitions here: {', '.join(sorted(set(names)))})" if names else ""
 
     # --- what is in it -----------------------------------------------------------------------------------------------
@@ -198,18 +198,18 @@ class Queue:
             if time.monotonic() - self._looked >= old_s:
                 self._answers = self._look()
                 self._looked = time.monotonic()
-                self._told_away = self._told_away and not self._answers
+                self._said_away = self._said_away and not self._answers
             return self._answers
         finally:
             self._looking.release()
 
     def _look(self) -> bool:
-        code, out, _ = _told(["squeue", "--me", "-h", "-r", "-o", "%j|%F|%K|%T|%r|%N"])
+        code, out, _ = _answer(["squeue", "--me", "-h", "-r", "-o", "%j|%F|%K|%T|%r|%N"])
         if code:
             return False
         rows = (line.split("|") for line in out.splitlines() if line.startswith(_PREFIX))
-        self._places = {
-            (name.removeprefix(_PREFIX), int(index)): Place(job, state, reason, node)
+        self._entries = {
+            (name.removeprefix(_PREFIX), int(index)): QueueEntry(job, state, reason, node)
             for name, job, index, state, reason, node in rows if index.isdecimal()
         }  # fmt: skip
         self._looks += 1
@@ -217,41 +217,41 @@ class Queue:
 
     def is_away(self) -> bool:
         """Return, once each time, that the controller does not answer."""
-        told, self._told_away = self._told_away, self._told_away or not self._answers
-        return self._told_away and not told
+        said, self._said_away = self._said_away, self._said_away or not self._answers
+        return self._said_away and not said
 
     def is_gone(self, task: Task) -> bool:
         """Return whether a task has left the queue: the controller has answered several times without it."""
         self.look()
-        if self.place(task) is not None:
+        if self.entry(task) is not None:
             self._missed.pop(task, None)
             return False
         return self._looks - self._missed.setdefault(task, self._looks) >= _GONE
 
-    def place(self, task: Task) -> Place | None:
+    def entry(self, task: Task) -> QueueEntry | None:
         """Return where a task stood at the last look; None where it is not in the queue."""
-        return self._places.get((task.folder.name, task.index))
+        return self._entries.get((task.folder.name, task.index))
 
     def tasks(self) -> dict[str, Task]:
         """Return the tasks of this folder that are in the queue, by the run that each makes."""
-        found = {}
-        for (token, index), place in self._places.items():
+        tasks = {}
+        for (token, index), entry in self._entries.items():
             orders = rundir.read_json(self.folder / token / ORDERS).get("tasks", [])
             if index < len(orders) and "run" in orders[index]:
-                found[orders[index]["run"]] = Task(self.folder / token, index, place.job)
-        return found
+                tasks[orders[index]["run"]] = Task(self.folder / token, index, entry.job)
+        return tasks
 
     def release(self, task: Task) -> None:
         """Let a task go that Slurm holds back, since a node could not start it."""
-        _told(["scontrol", "release", task.name])
+        _answer(["scontrol", "release", task.name])
 
     def cancel(self, task: Task) -> None:
-        _told(["scancel", task.name])
+        _answer(["scancel", task.name])
 
     def tidy(self) -> None:
         """Remove what tasks have left that are in the queue no more."""
         if self.look(0.0):
-            busy = {token for (token, _), place in self._places.items() if place.state != "COMPLETING"}
+            busy = {token for (token, _), entry in self._entries.items() if entry.state != "COMPLETING"}
             for path in self.folder.glob("*/"):
                 if path.name not in busy:
                     shutil.rmtree(path, ignore_errors=True)
@@ -269,7 +269,7 @@ def _sleep(wait_s: float) -> bool:
     return False
 
 
-def _told(command: Sequence[str]) -> tuple[int, str, str]:
+def _answer(command: Sequence[str]) -> tuple[int, str, str]:
     """Return the exit code of one of Slurm's commands, and what it printed."""
     try:
         done = subprocess.run(

@@ -20,7 +20,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.sweep.execute import remote
 from ftbench.sweep.execute.gpu_slots import RunControl
-from ftbench.sweep.execute.slurm_queue import Place, Queue, Task, machine_key, running
+from ftbench.sweep.execute.slurm_queue import Queue, QueueEntry, Task, machine_key, running
 from ftbench.sweep.jobs import Job, read_standing
 
 NODE = "node.json"  # what a node said of itself
@@ -42,12 +42,12 @@ def cluster_slots(
 
 
 def _settings_file(on: str, source: Path) -> Path:
-    named = on.removeprefix("slurm").removeprefix(":")
-    places = [Path(named)] if named else [source.parent / slurm.NAME, Path(slurm.NAME)]
-    if found := next((path for path in places if path.exists()), None):
-        return found
+    name = on.removeprefix("slurm").removeprefix(":")
+    files = [Path(name)] if name else [source.parent / slurm.NAME, Path(slurm.NAME)]
+    if path := next((path for path in files if path.exists()), None):
+        return path
     raise SpecError(
-        f"--on {on}: there is no {' and no '.join(map(str, dict.fromkeys(places)))}: docs/clusters.md has one"
+        f"--on {on}: there is no {' and no '.join(map(str, dict.fromkeys(files)))}: docs/clusters.md has one"
     )
 
 
@@ -60,15 +60,15 @@ def _described(queue: Queue, spec: Experiment) -> dict[str, Any]:
         return dict(known["described"])
     (task,) = queue.submit([{"describe": spec.model_dump(mode="json")}])
     try:
-        while not (told := task.outcome) and not queue.is_gone(task):
+        while not (outcome := task.outcome) and not queue.is_gone(task):
             time.sleep(_POLL_S)
-        told = told or task.outcome
+        outcome = outcome or task.outcome
     finally:
         queue.cancel(task)
-    if "described" in told:
-        rundir.write_json(path, {"key": key, "described": told["described"]})
-        return dict(told["described"])
-    words = told.get("error") or task.last_words
+    if "described" in outcome:
+        rundir.write_json(path, {"key": key, "described": outcome["described"]})
+        return dict(outcome["described"])
+    words = outcome.get("error") or task.last_words
     if not words:
         raise MissingError(
             f"--on slurm: a node was to describe itself in {queue.folder} and left nothing there: --out must be on a "
@@ -103,13 +103,13 @@ class SlurmSlot:
                 return self._lost(job, task)
             if self.queue.is_away():
                 control.say("the controller of Slurm does not answer: what runs goes on, the sweep waits for it")
-            place = self.queue.place(task)
-            self._release(task, place, control)
+            entry = self.queue.entry(task)
+            self._release(task, entry, control)
             made = running(job.run.path.parent, job.run.run_id)
             if follower is None or follower.run != made:
                 follower = Follower(made)
             follower.poll()
-            control.show(f"{place.text if place else 'submitted'}: {follower.text()}")
+            control.show(f"{entry.text if entry else 'submitted'}: {follower.text()}")
             late = control.deadline is not None and time.monotonic() > control.deadline
             if late or control.stops_within(_POLL_S):
                 return self._cancelled(job, task)
@@ -122,9 +122,9 @@ class SlurmSlot:
         }  # fmt: skip
         return self.queue.enter(order, source, control.stops_within)
 
-    def _release(self, task: Task, place: Place | None, control: RunControl) -> None:
-        if place is not None and place.state == "PENDING" and "held" in place.reason:
-            control.say(f"Slurm holds {task.name} back ({place.reason}): released")
+    def _release(self, task: Task, entry: QueueEntry | None, control: RunControl) -> None:
+        if entry is not None and entry.state == "PENDING" and "held" in entry.reason:
+            control.say(f"Slurm holds {task.name} back ({entry.reason}): released")
             self.queue.release(task)
 
     def _lost(self, job: Job, task: Task) -> FinishedRun:
@@ -149,6 +149,6 @@ class SlurmSlot:
 
 def _raise_for(task: Task) -> None:
     """Raise what ended a task before its run."""
-    if "error" in (told := task.outcome):
-        kind = {SpecError.exit_code: SpecError, MissingError.exit_code: MissingError}.get(told["code"], FtbenchError)
-        raise kind(told["error"])
+    if "error" in (outcome := task.outcome):
+        kind = {SpecError.exit_code: SpecError, MissingError.exit_code: MissingError}.get(outcome["code"], FtbenchError)
+        raise kind(outcome["error"])

@@ -43,8 +43,8 @@ def main(folder: Path, index: int) -> int:
 
 
 def _run(folder: Path, index: int, order: dict[str, Any]) -> int:
-    place = RunDir(folder.parents[1] / order["run"])
-    if place.state.exists():
+    destination = RunDir(folder.parents[1] / order["run"])
+    if destination.state.exists():
         print("this run is there already")
         return 0
     spec = Experiment.model_validate(order["spec"])
@@ -63,11 +63,11 @@ def _run(folder: Path, index: int, order: dict[str, Any]) -> int:
         order["shared"], print, deadline,
     )  # fmt: skip
     if deadline is None or time.monotonic() < deadline or not _is_cut_short(result.run):
-        return _put(result, place)
+        return _put(result, destination)
     if late.exists():
-        return _put(_timed_out(result.run), place)
+        return _put(_timed_out(result.run), destination)
     late.touch()
-    rundir.supersede(result.run, place)
+    rundir.supersede(result.run, destination)
     print("ended before Slurm's time limit: into the queue again")
     return _requeue()
 
@@ -76,10 +76,10 @@ def _left_s() -> float | None:
     """Return the seconds until Slurm's time limit; None without one."""
     command = ["squeue", "-h", "-j", os.environ.get("SLURM_JOB_ID", ""), "-o", "%L"]
     with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
-        if found := _LEFT.fullmatch(told):
-            days, first, second, last = (int(part or 0) for part in found.groups())
-            hours, minutes = (first, second) if found[3] else (0, first)
+        left = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+        if match := _LEFT.fullmatch(left):
+            days, first, second, last = (int(part or 0) for part in match.groups())
+            hours, minutes = (first, second) if match[3] else (0, first)
             return float(((days * 24 + hours) * 60 + minutes) * 60 + last)
     return None
 
@@ -90,14 +90,14 @@ def _is_cut_short(run: RunDir) -> bool:
     return state["state"] == "interrupted" or (state["state"] == "error" and state.get("signal") in rundir.CUT_SHORT)
 
 
-def _put(result: FinishedRun, place: RunDir) -> int:
+def _put(result: FinishedRun, destination: RunDir) -> int:
     """Move a run to its place; one that was cut short, and one whose place another has taken, beside the others that
     made way."""
     if not _is_cut_short(result.run):
         with suppress(OSError):  # not empty: another node was first
-            os.rename(result.run.path, place.path)
+            os.rename(result.run.path, destination.path)
             return result.exit_code
-    rundir.supersede(result.run, place)
+    rundir.supersede(result.run, destination)
     print(f"{result.summary.state}: {result.summary.reason}")
     return FtbenchError.exit_code
 
