@@ -126,8 +126,8 @@ def _nearest(
 
 def launch_sets(request: EstimateRequest) -> list[str]:
     """Return --gpus and --strategy as `--set` takes them."""
-    asked = {"gpus": request.gpus, "strategy": request.strategy}
-    return [f"launch.{key}={value}" for key, value in asked.items() if value is not None]
+    given = {"gpus": request.gpus, "strategy": request.strategy}
+    return [f"launch.{key}={value}" for key, value in given.items() if value is not None]
 
 
 def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:
