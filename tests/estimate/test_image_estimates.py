@@ -12,6 +12,8 @@ from ftbench.core.hardware import find_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import command
 from ftbench.estimate.memory.estimate import estimate_memory, largest_batch
+from ftbench.estimate.recommend import command as recommend
+from ftbench.estimate.recommend import text as recommend_text
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.workload.batches import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import shape_of
@@ -132,3 +134,33 @@ def test_the_shipped_config_is_estimated_by_the_command() -> None:
     answer = command.estimate(command.EstimateRequest(CONFIG, ["train.batch_size=4"], gpu="h200"))
     assert "made pictures of 500 x 500 pixels" in answer.text
     assert "largest batch that fits" in answer.text
+
+
+def test_estimate_says_what_larger_images_leave() -> None:
+    answer = command.estimate(command.EstimateRequest(CONFIG, gpu="h200"))
+    sizes = json.loads(answer.document)["gpus"][0]["by_image_size"]
+    rows = {(each["width"], each["height"]): each for each in sizes}
+    assert (rows[336, 336]["tokens"], rows[500, 500]["tokens"], rows[1920, 1080]["tokens"]) == (1176, 2928, 1948)
+    assert rows[336, 336]["largest_batch"] > rows[1920, 1080]["largest_batch"] > rows[500, 500]["largest_batch"] > 0
+    for each in sizes:
+        assert each["images_in_hours"] == pytest.approx(8 * 3600 * each["images_per_s"])
+    assert "1920 x 1080" in answer.text
+    text = command.estimate(command.EstimateRequest(CONFIG.with_name("qwen3-8b-lora.yaml"), gpu="h200"))
+    assert "by_image_size" not in json.loads(text.document)["gpus"][0]
+
+
+def test_recommend_keeps_the_resolution_and_what_is_trained_and_waits_for_no_image(tmp_path: Path) -> None:
+    sets = ["optimizations.image_size=336", "method.vision=lora"]
+    answer = recommend.run(recommend.RecommendRequest(CONFIG, sets, gpu="h200", samples=20_000, deadline="8h"))
+    for option in answer.options:
+        assert option.spec.optimizations.image_size == 336
+        assert getattr(option.spec.method, "vision", None) == "lora"
+    best = answer.options[0].spec
+    assert best.optimizations.image_cache
+    assert "images in 8 h" in recommend_text.as_text(answer)
+    assert recommend_text.as_json(answer)["by_image_size"]
+
+
+def test_a_recipe_for_images_is_no_way_to_train_on_text() -> None:
+    request = recommend.RecommendRequest(CONFIG.with_name("qwen3-8b-recipes.yaml"), gpu="h200")
+    assert not any("image" in reason for reason in recommend.run(request).ruled_out)

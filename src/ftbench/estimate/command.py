@@ -15,6 +15,8 @@ from ftbench.core.table import folded, text_table
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import view
+from ftbench.estimate.by_image_size import as_text as image_sizes_text
+from ftbench.estimate.by_image_size import by_image_size
 from ftbench.estimate.memory.capacity import machine_gpu, probed
 from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
 from ftbench.estimate.time import text as time_text
@@ -78,6 +80,9 @@ def estimate(request: EstimateRequest) -> Answer:
     for record, time in zip(document["gpus"], times, strict=True):
         record["time"] = time_text.as_record(spec, time, scope)
     text = [view.as_text(spec, rows), "", time_text.as_text(spec, times, scope)]
+    if len(gpus) == 1 and (sizes := by_image_size(spec, gpus[0][1], store, scope.hours, config, gpus[0][2])):
+        document["gpus"][0]["by_image_size"] = sizes
+        text += ["", image_sizes_text(sizes, scope.hours)]
     if any(memory.verdict == VERDICTS[-1] for _, memory, _ in rows):
         text.append(folded("Where it does not fit, times are those that the GPU would reach with more memory."))
     if best:

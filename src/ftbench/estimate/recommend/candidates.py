@@ -20,7 +20,7 @@ from ftbench.spec.recipes import recipes
 from ftbench.spec.refusals import refusals
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # these train the same matrices; full trains others
-_SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts"}
+_SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts", "vision", "projector"}
 _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
 
 
@@ -97,7 +97,9 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
             continue
         chosen = next(_variants(spec, name))
         train = {key: value for key, value in shipped.get("train", {}).items() if key == "optimizer"}
-        on = shipped["optimizations"]
+        on = shipped["optimizations"] | _of_images(spec)
+        if on.get("image_cache") and not spec.dataset.may_have_images:
+            continue  # a recipe for images
         on = {**on, **unpacked} if equal_lengths and on["packing"] else on
         yield spec.model_copy(
             update={
@@ -106,6 +108,11 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
                 "train": spec.train.model_copy(update=train),
             }
         )
+
+
+def _of_images(spec: Experiment) -> dict[str, Any]:
+    """Return what every way has for images: the resolution that the spec asks for, and a cache, which costs no step."""
+    return {"image_size": spec.optimizations.image_size, "image_cache": True} if spec.dataset.has_images else {}
 
 
 @cache
@@ -120,7 +127,7 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
             for switches in weighed["switches"] if method != "unsloth" else ({},):
                 layouts = weighed["compiled_layouts" if switches.get("compile") else "layouts"]
                 for layout in ({},) if equal_lengths else layouts[: 2 if method == "unsloth" else None]:
-                    on = Optimizations.model_validate({**switches, **layout})
+                    on = Optimizations.model_validate({**switches, **layout, **_of_images(spec)})
                     yield from _with_optimizers(spec.model_copy(update={"method": chosen, "optimizations": on}))
 
 

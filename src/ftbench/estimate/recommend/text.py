@@ -10,7 +10,9 @@ import yaml
 
 from ftbench.core import units
 from ftbench.core.table import folded, text_table
+from ftbench.estimate import by_image_size
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss, place_of
+from ftbench.estimate.time.text import NIGHT_H
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations import Optimizations
 from ftbench.store.summary import optimizations_on
@@ -42,9 +44,19 @@ def as_text(answer: Recommendation) -> str:
         left = sum(list(answer.ruled_out.values())[SHOWN:])
         reasons += [(units.count(left), "for other reasons (--json names them)")] if left else []
         lines.append(text_table(["", ">", ""], [("", *reason) for reason in reasons]))
+    if sizes := _image_sizes(answer):
+        lines += ["", "the best with images of other sizes:", by_image_size.as_text(sizes, NIGHT_H)]
     if answer.options:
         lines += ["", "the best as a spec (-o FILE writes it):", as_yaml(answer).rstrip()]
     return "\n".join(lines) + "\n"
+
+
+def _image_sizes(answer: Recommendation) -> list[dict[str, Any]]:
+    """Return what the best option does with images of several sizes; nothing without one, or without images."""
+    if not answer.options:
+        return []
+    best, goal = answer.options[0], answer.goal
+    return by_image_size.by_image_size(best.spec, best.gpu, goal.store, NIGHT_H, goal.config)
 
 
 def _table(options: Sequence[Option], goal: Goal) -> str:
@@ -165,6 +177,7 @@ def as_json(answer: Recommendation) -> dict[str, Any]:
         "options": [_record(option, goal) for option in answer.options],
         "closest": None if answer.closest is None else _record(answer.closest, goal),
         "missed": answer.missed or None, "ruled_out": answer.ruled_out, "weighed": answer.weighed,
+        "by_image_size": _image_sizes(answer),
         "spec": spec_values(as_runnable(answer.options[0], goal)) if answer.options else None,
     }  # fmt: skip
 
