@@ -123,6 +123,18 @@ def test_the_recipe_learns_what_the_plain_run_learns(train_here, tmp_path, compi
     assert [row.recompiles for row in rows][1:] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_products_in_8_bits_reach_every_part_and_learn_what_the_plain_run_learns(train_here, model):
+    """All linear layers but the head and adapters, whatever the number of tokens or patches."""
+    sections = {"model": {"id": model}, "dataset": MADE, "train": TRAIN | {"precision": "bf16"}}
+    plain, small = (train_here(**sections, optimizations={"fp8": value}) for value in ("off", "tensorwise"))
+    kinds = [read_json(run.applied)["model"]["modules"] for run in (plain, small)]
+    adapters = 2 * 7 * len(describe(architectures()[model]).layers)
+    assert kinds[1]["Fp8Linear"] == kinds[0]["Linear"] - adapters - 1
+    for one, two in zip(read_steps(plain.steps)[0], read_steps(small.steps)[0], strict=True):
+        assert two.loss == pytest.approx(one.loss, rel=0.01)
+
+
 @pytest.mark.parametrize("model", [QWEN25, QWEN3])
 def test_positions_of_samples_end_to_end_are_those_that_the_model_gives_each_alone(cache, model):
     spec = spec_of(model={"id": model}, dataset=MADE | {"images_per_sample": 2}, optimizations={"packing": True})
