@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from ftbench.report.command import Request, report
+from ftbench.report.show import shown
 from ftbench.store import rundir, summary
+from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
 from made_runs import make_run, steps
 
@@ -105,3 +107,26 @@ def test_what_costs_an_hour_is_all_gpus(out):
 def test_one_gpu_alone_has_no_scaling(out, tmp_path):
     on(tmp_path, "alone", 1, "none", 1.0)
     assert not {"scaling", "worth", "memory_by_rank"} & told(tmp_path, answers=True).keys()
+
+
+def test_the_card_of_a_run_has_its_ranks(out):
+    text = shown(RunDir(out / "made" / "two-ddp"), out).text()
+    assert "2: 6,554 real tokens/s each, 40.0 to 44.0 GiB at the peak" in text
+
+
+def test_contended_runs_are_no_reason_to_buy(out, tmp_path):
+    on(tmp_path, "one", 1, "none", 1.0)
+    run = on(tmp_path, "two", 2, "ddp", 1.0)
+    written = rundir.read_json(run.summary)
+    rundir.write_json(run.summary, written | {"contention": {"contended": True}})
+    answers = told(tmp_path, answers=True)
+    assert answers["scaling"]["records"][1]["state"] == "ok, contended"
+    assert "worth" not in answers
+
+
+@pytest.mark.parametrize("ranks", [{"memory_gb": "much"}, {"memory_gb": [1]}, {"token_skew": []}, {"count": "two"}])
+def test_ranks_that_are_none_leave_the_run_its_row(out, tmp_path, ranks):
+    run = on(tmp_path, "two", 2, "ddp", 1.0)
+    written = rundir.read_json(run.summary)
+    rundir.write_json(run.summary, written | {"ranks": written["ranks"] | ranks})
+    assert report(Request([tmp_path / "made"], answers=True)).text

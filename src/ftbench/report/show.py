@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.rows import FIELDS, RunSummary
+from ftbench.core.rows import FIELDS, LATER, RunSummary
 from ftbench.errors import SpecError
 from ftbench.report import advice
 from ftbench.report.card import card
@@ -31,7 +31,7 @@ class Shown:
 
     def text(self) -> str:
         """Return the card, and below it what to try."""
-        known = {name: value for name, value in self.summary.items() if name in FIELDS}
+        known = {name: value for name, value in self.summary.items() if name in FIELDS | LATER}
         return "\n".join(filter(None, [
             card(RunSummary(**known), self.run), advice.as_text(self.run, self.summary, self.tried),
         ]))  # fmt: skip

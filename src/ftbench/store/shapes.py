@@ -104,7 +104,8 @@ SHAPES: dict[str, Any] = {
         "oom": _OOM, "warnings": [_NAME], "learning": {"state": _TEXT, "first_step": _NUMBER, "count": _NUMBER},
         "contention": {"contended": _FLAG, "*": _NUMBER}, "first_step_cache": _TEXT,
         "images_per_s": {"*": _NUMBER}, "forward_s": {"*": _NUMBER},
-        "ranks": {"count": _COUNT, "spread": {"*": {"*": _REAL}}},
+        "ranks": {"count": _COUNT, "spread": {"*": {"*": _REAL}}, "memory_gb": [{"*": _NUMBER}], "token_skew": _NUMBER,
+                  "tokens_per_s_per_gpu": _NUMBER},
     },
 }  # fmt: skip
 

@@ -39,7 +39,8 @@ def sections(cells: Sequence[Cell], profiled: Sequence[Cell], prices: Prices | N
     """Return the sections on several GPUs; none where no run had several."""
     groups = _recipes(cells)
     records = [_record(cell, group) for group in groups for cell in group]
-    return [_scaling(records), _worth(groups, prices), _memory([*cells, *profiled])]
+    alone = [[quiet for cell in group if (quiet := cell.undisturbed())] for group in groups]  # no speed beside others
+    return [_scaling(records), _worth(alone, prices), _memory([*cells, *profiled])]
 
 
 def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
