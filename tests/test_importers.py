@@ -132,7 +132,7 @@ def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is neither a trainer_state.json nor a CSV with the columns step, epoch"),
+        ("", "nor a CSV with the columns step, epoch"),
         ("step,loss\n1,2\n", "(elapsed_time_sec is not in its first line)"),
         ("step,elapsed_time_sec\n", "holds no step"),
         ("step,elapsed_time_sec\n1,1.0\n2,2.0\n1,0.5\n", "goes back from step 2 to 1: one run a file"),
@@ -145,8 +145,8 @@ def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path
         ("{}", "has no `log_history`"),
         ('{"log_history": [1]}', "has no `log_history`"),
         ('{"log_history": [{"step": 1}]}', "holds no loss"),
-        ('{"log_history": [{"step": 1.5, "loss": 2.0}]}', "step 1.5 of its log_history is no number of a step"),
-        ('{"log_history": [{"step": -1, "loss": 2.0}]}', "step -1 of its log_history is no number of a step"),
+        ('{"log_history": [{"step": 1.5, "loss": 2.0}]}', "step 1.5 of its log is no number of a step"),
+        ('{"log_history": [{"step": -1, "loss": 2.0}]}', "step -1 of its log is no number of a step"),
         ('{"log_history": [{"step": 1, "loss": 2.0}]}', "add --batch-size"),
     ],
 )
@@ -336,3 +336,104 @@ def test_two_logs_of_one_told_recipe_on_one_machine_are_no_repeats(tmp_path):
         imported(write_csv(tmp_path / f"{number}.csv", [(i, step * i) for i in range(1, 41)]), tmp_path / "out")
     runs = json.loads(report(Request([tmp_path / "out"], "json", repeats="merge")).text)["runs"]
     assert len(runs) == 2
+
+
+# --- logs of other tools ---------------------------------------------------------------------------------------------
+
+
+def rows_of(folder, name, content, **changes):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    run, found = imported(path, folder / "out", **changes)
+    return read_steps(run.steps)[0], found
+
+
+def test_a_log_of_llama_factory_has_losses_and_times(tmp_path):
+    lines = [
+        {"current_steps": step, "total_steps": 60, "loss": 2 - step / 100, "lr": 1e-4, "epoch": step / 60,
+         "percentage": step / 0.6, "elapsed_time": f"0:0{step // 60}:{step % 60:02d}", "remaining_time": "0:00:10"}
+        for step in range(10, 61, 10)
+    ]  # fmt: skip
+    lines.append({"current_steps": 60, "total_steps": 60, "epoch": 1.0, "elapsed_time": "0:01:02"})
+    rows, found = rows_of(tmp_path, "trainer_log.jsonl", "\n".join(map(json.dumps, lines)))
+    assert [(row.step, row.loss, row.step_time_s) for row in rows][:2] == [(10, 1.9, 1.0), (20, 1.8, 1.0)]
+    assert rows[-1].progress_ratio == 1
+    assert found["samples_per_hour"] == pytest.approx(4 * 3600)
+    assert any("whole seconds" in warning for warning in found["warnings"])
+
+
+def test_a_log_of_torchtune_has_losses_and_memory(tmp_path):
+    lines = [f"Step {i} | loss:{2 - i / 10} lr:0.0002 tokens_per_second_per_gpu:{900 + i} peak_memory_active:21.5 "
+             f"peak_memory_alloc:20 peak_memory_reserved:24 " for i in range(1, 8)]  # fmt: skip
+    rows, found = rows_of(tmp_path, "log_1731000000.txt", "\n".join(lines))
+    assert [row.loss for row in rows][:3] == [1.9, 1.8, 1.7]
+    assert (rows[0].learning_rate, rows[0].peak_memory_gb, rows[0].peak_reserved_gb) == (2e-4, 21.5, 24)
+    assert found["samples_per_hour"] is None
+    assert any("904 tokens/s a GPU in the median" in warning for warning in found["warnings"])
+
+
+def test_axolotl_s_trainer_state_has_its_memory_too(tmp_path):
+    history = [{"step": i, "loss": 2.0, "memory/max_active (GiB)": 30.5, "memory/device_reserved (GiB)": 33.25}
+               for i in range(1, 9)]  # fmt: skip
+    rows, found = rows_of(tmp_path, "trainer_state.json", json.dumps({"log_history": history}))
+    assert (rows[0].peak_memory_gb, rows[0].peak_reserved_gb) == (30.5, 33.25)
+    assert found["memory_gb"]["allocated_peak"] == 30.5
+    assert found["warnings"][0].endswith("step times, tokens, energy and most of the recipe are not known")
+
+
+def test_the_rate_that_a_trainer_tells_is_shown_as_its_own(tmp_path):
+    history = [*({"step": i, "loss": 2.0} for i in range(1, 9)),
+               {"step": 8, "train_runtime": 20.0, "train_samples_per_second": 1.5, "train_loss": 2.0}]  # fmt: skip
+    _, found = rows_of(tmp_path, "trainer_state.json", json.dumps({"log_history": history}))
+    assert (found["samples_per_s"], found["samples_per_hour"]) == (1.5, 5400)
+    assert found["steps"]["steady"] == 0
+    assert any("warm-up and evaluations included: 1.5 samples/s" in warning for warning in found["warnings"])
+
+
+def test_a_table_of_wandb_is_a_run(tmp_path):
+    lines = ['"_step","_runtime","_timestamp","train/global_step","train/loss","train/grad_norm","eval/loss"']
+    lines += [f"{i},{30 + i * 2},1731000000,{i * 5},{2 - i / 100},0.5," for i in range(1, 30)]
+    rows, found = rows_of(tmp_path, "history.csv", "\n".join([*lines, "30,100,1731000000,150,,,1.25"]))
+    assert [(row.step, row.step_time_s) for row in rows][:3] == [(5, None), (10, 0.4), (15, 0.4)]
+    assert (rows[0].loss, rows[0].grad_norm, rows[-1].phase, rows[-1].loss) == (1.99, 0.5, "evaluate", 1.25)
+    assert found["samples_per_hour"] == pytest.approx(4 / 0.4 * 3600)
+
+
+def test_a_panel_of_wandb_is_a_run_and_one_of_several_is_not(tmp_path):
+    text = (
+        '"Step","fast - train/loss","fast - train/loss__MIN","fast - train/loss__MAX"\n1,2.0,2.0,2.0\n2,1.5,1.5,1.5\n'
+    )
+    rows, _ = rows_of(tmp_path, "panel.csv", text)
+    assert [(row.step, row.loss) for row in rows] == [(1, 2.0), (2, 1.5)]
+    with pytest.raises(SpecError, match="has several runs"):
+        rows_of(tmp_path, "two.csv", '"Step","a - train/loss","b - train/loss"\n1,2.0,2.0\n')
+
+
+def test_events_of_tensorboard_are_a_run(tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(tmp_path / "events"))
+    for step in range(1, 20):
+        values = [Summary.Value(tag="train/loss", simple_value=2 - step / 8), Summary.Value(tag="train/epoch",
+                  simple_value=step / 20)]  # fmt: skip
+        writer.add_event(Event(wall_time=1000 + step / 2, step=step, summary=Summary(value=values)))
+    writer.close()
+    (path,) = (tmp_path / "events").iterdir()
+    rows, found = rows_of(tmp_path, path.name, path.read_bytes())
+    assert [(row.step, row.loss, row.step_time_s) for row in rows][:2] == [(1, 1.875, None), (2, 1.75, 0.5)]
+    assert found["step_time_s"]["median"] == pytest.approx(0.5)
+    torn, _ = rows_of(tmp_path, "torn." + path.name, path.read_bytes()[:-7], gpu="NVIDIA H100")
+    assert len(torn) == 18
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("events.out.tfevents.1", b"\xff" * 100), ("trainer_log.jsonl", b'{"current_steps": 1, "loss": 2}\n{"x'),
+    ("log.txt", b"Step 1 | lr:1"), ("x.csv", b"_step,x\n1,2\n"), ("log.jsonl", b'{"current_steps": 1.5, "loss": 2}'),
+])  # fmt: skip
+def test_a_broken_log_of_another_tool_is_told(tmp_path, name, content):
+    with pytest.raises(SpecError, match=name):
+        rows_of(tmp_path, name, content)
+    assert not (tmp_path / "out").exists()

@@ -43,7 +43,7 @@ def verify(
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="a CSV with the founding study's columns, or a trainer_state.json")],
+    file: Annotated[Path, typer.Argument(help="a trainer_state.json, a log of another tool, or the study's CSV")],
     name: Annotated[str, typer.Option(help="of the experiment: the folder below --out")],
     model: Annotated[str, typer.Option(help="what was trained: Qwen/Qwen3-8B")],
     method: Annotated[str, typer.Option(help="one of `ftbench list methods`")],

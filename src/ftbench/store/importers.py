@@ -1,8 +1,7 @@
 """Runs that ftbench did not make → run directories that a report can show, with what is unknown left empty.
 
-Two files that people have: the founding study's CSV (seven columns, a line every few steps) and the
-`trainer_state.json` that a transformers Trainer leaves. Neither says which GPU, model or method it was about: that
-comes from the command.
+The founding study's CSV (seven columns, a line every few steps), and what other tools leave (`foreign_logs.py`). None
+says which GPU, model or method it was about: that comes from the command.
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from ftbench.core.rows import LARGEST, StepRow
-from ftbench.errors import SpecError, file_problem, json_problem
+from ftbench.core.rows import StepRow
+from ftbench.errors import SpecError, file_problem
 from ftbench.spec.base import known
 from ftbench.spec.experiment import experiment_name
 from ftbench.spec.identity import model_slug
 from ftbench.spec.methods import METHODS
 from ftbench.store import digests, rundir, summary
+from ftbench.store.foreign_logs import ForeignLog, reader_of
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -48,25 +47,17 @@ class About:
     samples: int | None = None
 
 
-@dataclass(slots=True)
-class ForeignLog:
-    """What a file says: its rows, the batch size and the training's seconds where it knows them, and what it lacks."""
-
-    kind: str
-    rows: list[StepRow]
-    lacks: str
-    notes: list[str] = field(default_factory=list)
-    batch_size: int | None = None
-    train_s: float | None = None
-
-
 def import_run(file: Path, about: About, out: Path) -> RunDir:
     """Write the run directory of a file and return it. Raises SpecError for a file that is neither kind or is broken,
     and for one that is there already."""
     _check(about)
     data = _read(file)
     digest = hashlib.sha256(data).hexdigest()
-    log = (_trainer_state if data.lstrip()[:1] == b"{" else _seven_columns)(file, data, about)
+    reader = reader_of(file, data)
+    log = reader(file, data) if reader else _seven_columns(file, data, about)
+    if log.timed_from_zero is not None:
+        timed = [row for row in log.rows if row.elapsed_time_sec is not None]
+        _time_all(file, timed, about, log.timed_from_zero)
     batch = about.batch_size or log.batch_size
     if batch is None:
         raise SpecError(f"{file}: does not say how large a batch was: add --batch-size")
@@ -116,6 +107,8 @@ def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog,
     rundir.write_json(run.machine, {"schema": rundir.SCHEMA, "gpus": gpus, "imported": True})
     warning = f"imported from {source} ({log.kind}), not recorded by ftbench: {log.lacks} are not known"
     facts = {"schema": rundir.SCHEMA, "imported": origin, "dataset": data, "warnings": [warning, *log.notes]}
+    if log.samples_per_s is not None:
+        facts["reported"] = {"samples_per_s": log.samples_per_s}
     rundir.write_json(run.applied, facts)
     with closing(StepsWriter(run.steps)) as writer:
         writer.append(log.rows)
@@ -135,7 +128,8 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     header = data.partition(b"\n")[0].decode("utf-8", "replace").strip().split(",")
     if missing := [name for name in _NEEDED if name not in header]:
         raise SpecError(
-            f"{file}: is neither a trainer_state.json nor a CSV with the columns {', '.join(COLUMNS)} "
+            f"{file}: is neither a trainer_state.json (also axolotl's), a log of LLaMA-Factory, torchtune, TensorBoard "
+            f"or W&B, nor a CSV with the columns {', '.join(COLUMNS)} "
             f"({', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in its first line)"
         )
     rows, notes = read_steps(file)
@@ -143,10 +137,10 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     if not rows:
         raise SpecError(f"{file}: holds no step" + (f" ({notes[0]})" if notes else ""))
     batch = about.batch_size and about.batch_size * about.gradient_accumulation_steps
-    samples_of = _samples_of_step(batch, about.samples)
+    for row in rows:
+        row.phase = "train"
+    _time_all(file, rows, about, from_zero=True)
     before = StepRow(step=0, elapsed_time_sec=0.0)
-    for last, row in pairwise([before, *rows]):
-        _time(file, last, row, samples_of)
     every = max(int(row.step or 0) - int(last.step or 0) for last, row in pairwise([before, *rows]))
     if every > 1:
         notes.append(f"a line stands for up to {every} steps and holds their mean: single steps are not known")
@@ -158,10 +152,19 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     return ForeignLog("the founding study's seven-column CSV", rows, lacks, notes)
 
 
+def _time_all(file: Path, rows: Sequence[StepRow], about: About, from_zero: bool) -> None:
+    """Give each line of training the mean time of its steps; the first one none where times do not begin with it."""
+    batch = about.batch_size and about.batch_size * about.gradient_accumulation_steps
+    samples_of = _samples_of_step(batch, about.samples)
+    train = [row for row in rows if row.phase == "train"]
+    before = [StepRow(step=0, elapsed_time_sec=0.0)] if from_zero else []
+    for last, row in pairwise([*before, *train]):
+        _time(file, last, row, samples_of)
+
+
 def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], int | None]) -> None:
     """Give a row the mean time of the steps since the line before it. A line whose steps were not all of one size
     gets none: its mean would be that of no step."""
-    row.phase = "train"
     step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
     if step is None or elapsed is None or begun is None:
         raise SpecError(f"{file}: a line without a step or a time, after step {last.step}")
@@ -181,55 +184,3 @@ def _samples_of_step(batch: int | None, samples: int | None) -> Callable[[int], 
         return lambda step: batch
     steps = math.ceil(samples / batch)
     return lambda step: samples - (steps - 1) * batch if step % steps == 0 else batch
-
-
-# --- a Trainer's trainer_state.json ----------------------------------------------------------------------------------
-
-
-def _trainer_state(file: Path, data: bytes, about: About) -> ForeignLog:
-    try:
-        state = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{file}: is not JSON ({json_problem(error)})") from None
-    history = state.get("log_history")
-    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
-        raise SpecError(f"{file}: has no `log_history`, which a Trainer's trainer_state.json has")
-    steps = [step for entry in history if (step := _number(entry, "step")) is not None]
-    if wrong := [step for step in steps if step < 0 or step % 1]:
-        raise SpecError(f"{file}: step {wrong[0]:g} of its log_history is no number of a step")
-    planned = _number(state, "max_steps")
-    rows = [row for entry in history if (row := _row(entry, planned)) is not None]
-    if not rows:
-        raise SpecError(f"{file}: its log_history holds no loss: train with logging_steps")
-    notes = []
-    total: dict[str, Any] = next((entry for entry in reversed(history) if _number(entry, "train_runtime")), {})
-    if rate := _number(total, "train_samples_per_second"):
-        notes.append(f"the Trainer's own rate, warm-up and evaluations included: {rate:g} samples/s")
-    batch = _number(state, "train_batch_size")
-    lacks = "step times, memory, tokens, energy and most of the recipe"
-    return ForeignLog("a Trainer's trainer_state.json", rows, lacks, notes,
-                 int(batch) if batch and batch >= 1 else None, _number(total, "train_runtime"))  # fmt: skip
-
-
-def _row(entry: dict[str, Any], planned: float | None) -> StepRow | None:
-    step, epoch = _number(entry, "step"), _number(entry, "epoch")
-    if step is None:
-        return None
-    row = StepRow(step=int(step), epoch=epoch, progress_ratio=step / planned if planned else None)
-    if (loss := _number(entry, "loss")) is not None:
-        row.phase, row.loss = "train", loss
-        row.grad_norm, row.learning_rate = _number(entry, "grad_norm"), _number(entry, "learning_rate")
-        return row
-    if (loss := _number(entry, "eval_loss")) is not None:
-        row.phase, row.loss, row.step_time_s = "evaluate", loss, _number(entry, "eval_runtime")
-        return row
-    return None
-
-
-def _number(entry: dict[str, Any], key: str) -> float | None:
-    """Return a number of an entry; what is none that a training has (older versions wrote some as text) is not known.
-    A loss that is NaN or infinite is a figure."""
-    value: Any = entry.get(key)
-    if type(value) in (int, float) and abs(value) < LARGEST:
-        return float(value)
-    return value if type(value) is float and key in ("loss", "eval_loss", "grad_norm") else None

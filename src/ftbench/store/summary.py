@@ -70,6 +70,8 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
         summary.outliers = run_warnings.outliers(steady)
         summary.contention, sentences = health.contention(steady, on_gpu=summary.gpu is not None)
         summary.warnings += sentences
+    elif rate := applied.get("reported", {}).get("samples_per_s"):  # of the whole training, by who made the log
+        summary.samples_per_s, summary.samples_per_hour = rate, rate * 3600
     timed = bool(train) or not everything  # an imported log may hold losses and no times
     summary.warnings += run_warnings.warnings(
         everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed
@@ -237,6 +239,8 @@ def _memory(
     phases = [phase for phase in phases if phase["name"] != "generate"]
     names = ["first_step", *["warmup"] * (max(warm, 1) - 1), *["steady"] * len(train)]
     stages = [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
+    if not train:  # an imported log may know memory and no times
+        stages += [("steady", row.peak_memory_gb) for row in everything if row.phase == "train"]
     stages += [("evaluate", row.peak_memory_gb) for row in everything if row.phase == "evaluate"]
     stages += [(phase["name"], phase.get("peak_memory_gb")) for phase in phases]
     highest = max(((name, peak) for name, peak in stages if peak is not None), key=lambda s: s[1], default=(None, None))
