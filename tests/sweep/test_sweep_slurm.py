@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +15,14 @@ import slurms
 from ftbench.launch import runner
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
+from ftbench.spec.sweep import cells
 from ftbench.store import process_identity, rundir
 from ftbench.sweep.execute import journal, slurm_queue, slurm_task
+from ftbench.sweep.execute.loop import Sitting
+from ftbench.sweep.jobs import Standing
 from ftbench.sweep.output.status import status
+from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.grid import Grid, first_jobs
 from slurms import Cluster
 from sweeps import ENVIRONMENT, Folder, Night, sweep, write_sweep
 from waiting import eventually
@@ -239,3 +245,17 @@ def test_a_sweep_on_another_machine_holds_its_folder_while_it_shows_life(tmp_pat
         os.utime(tmp_path / journal.LOCK, (1.0, 1.0))
         eventually(lambda: (tmp_path / journal.LOCK).stat().st_mtime > 1.0)
     assert not journal.holder_of(tmp_path)
+
+
+def test_what_is_left_is_shared_by_those_that_train_and_not_by_those_that_queue(tmp_path):
+    grid = cells(write_sweep(tmp_path, {"train.batch_size": [1, 2, 4, 8]}), [])
+    plan = Grid(first_jobs(grid, Options(tmp_path, None)), {}, Options(tmp_path, None))
+    first, *others = plan.standings
+    plan.record(first, Standing("ok", wall_s=100.0))
+    slots = [SimpleNamespace(name="task", trains=trains) for trains in (True, True, False, False)]
+    sitting = Sitting(b"", plan, slots, None, None, None)
+    left = [sitting.left_s()]
+    slots[1].trains = False
+    left.append(sitting.left_s())
+    assert left[1] == pytest.approx(2 * left[0])
+    assert len(others) == 3

@@ -39,9 +39,12 @@ class RunControl:
 
 
 class GpuSlot(Protocol):
-    """Somewhere a job can run, one at a time."""
+    """Somewhere a job can run, one at a time; `trains` says whether one may be on there just now."""
 
     name: str
+
+    @property
+    def trains(self) -> bool: ...
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun: ...
 
@@ -54,6 +57,7 @@ class LocalSlot:
     name: str
     visible: str | None = None
     shared: bool = False
+    trains: bool = field(default=True, init=False)
     _first_sight_gb: float | None = field(default=None, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:

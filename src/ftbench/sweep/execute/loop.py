@@ -142,6 +142,8 @@ class Sitting:
 
         def show(text: str) -> None:
             running.text = text
+            if not slot.trains:
+                running.begun = time.monotonic()
 
         def work() -> None:
             result: FinishedRun | BaseException
@@ -256,8 +258,10 @@ class Sitting:
     def left_s(self) -> float | None:
         """Return the seconds that are left, roughly; None before a run has ended."""
         now = time.monotonic()
-        running = [(each.job, now - each.begun) for each in self._running]
-        return self.plan.wall_times.remaining_s(self.plan.pending(), max(1, len(self.slots)), running)
+        running = [(each.job, now - each.begun) for each in self._running if each.slot.trains]
+        queued = [each.job for each in self._running if not each.slot.trains]
+        slots = max(1, sum(slot.trains for slot in self.slots))
+        return self.plan.wall_times.remaining_s([*self.plan.pending(), *queued], slots, running)
 
     def _show(self) -> None:
         now = time.monotonic()

@@ -139,6 +139,7 @@ class RaySlot:
     node: str
     needs: dict[str, Any]
     shared: bool
+    trains: bool = field(default=True, init=False)
     _lost: set[str] = field(default_factory=set, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -86,6 +86,7 @@ class SlurmSlot:
     queue: Queue
     gpu: str | None
     adopted: dict[str, Task]
+    trains: bool = field(default=False, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
         """Submit a task, or take the one that is there, and wait for its run."""
@@ -95,7 +96,12 @@ class SlurmSlot:
                 return remote.finished(job.run)
             rundir.supersede(job.run)
             task = None
-        task = task or self._submit(job, source, control)
+        try:
+            return self._follow(job, task or self._submit(job, source, control), control)
+        finally:
+            self.trains = False
+
+    def _follow(self, job: Job, task: Task, control: RunControl) -> FinishedRun:
         follower: Follower | None = None
         while not job.run.state.exists():
             _raise_for(task)
@@ -104,6 +110,7 @@ class SlurmSlot:
             if self.queue.is_away():
                 control.say("the controller of Slurm does not answer: what runs goes on, the sweep waits for it")
             entry = self.queue.entry(task)
+            self.trains = entry is not None and entry.state == "RUNNING"
             self._release(task, entry, control)
             made = running(job.run.path.parent, job.run.run_id)
             if follower is None or follower.run != made:
