@@ -50,13 +50,13 @@ METHODS = ("lora", "full")
 
 
 def spec_of(family: str, method: str, folder: Path, on: dict[str, Any] | None = None) -> Experiment:
-    """2,048 tokens a step: activations are most of what there is."""
+    """3,072 tokens a step: activations are most of what there is."""
     path = folder / f"{family}.json"
     path.write_text(json.dumps({"model_type": family, **_DECODER, **SHAPES[family]}))
     spec = Experiment.model_validate({
         "name": "x", "model": {"id": f"small/{family}", "weights": "random", "path": str(path), "dtype": "bfloat16"},
-        "method": {"name": method}, "train": {"batch_size": 4, "precision": "bf16"},
-        "dataset": {"name": "synthetic", "samples": 8, "length": 512, "max_length": 512}, "optimizations": on or {},
+        "method": {"name": method}, "train": {"batch_size": 6, "precision": "bf16"},
+        "dataset": {"name": "synthetic", "samples": 12, "length": 512, "max_length": 512}, "optimizations": on or {},
     })  # fmt: skip
     return resolve(spec, CAPABILITY)
 
