@@ -13,6 +13,8 @@ from ftbench.core.architectures import architectures
 from ftbench.core.hardware import gpus
 from ftbench.core.rows import StepRow
 from ftbench.core.units import GIB
+from ftbench.errors import SpecError
+from ftbench.estimate import simulation
 from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.calibrate import fit
 from ftbench.estimate.memory.constants import shipped
@@ -264,3 +266,11 @@ def test_the_largest_batch_of_a_measured_run_is_that_of_one_gpu(tmp_path: Path) 
     batch = realised(run, shared("ddp", 2))
     assert batch is not None
     assert (batch.expected.rows, batch.expected.length) == (4, 160)
+
+
+def test_a_simulation_of_several_gpus_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: lora\nlaunch: {gpus: 2, strategy: ddp}\n"
+                    "dataset: {name: synthetic, samples: 64, length: 512}\n")  # fmt: skip
+    with pytest.raises(SpecError, match=r"--set launch\.gpus=1"):
+        simulation.answer(EstimateRequest(path, gpu="H200 SXM"))

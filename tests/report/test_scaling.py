@@ -23,7 +23,7 @@ H200 SXM:
 def on(out: Path, name: str, gpus: int, strategy: str, seconds: float, batch: int = 4, peaks=(40.0, 44.0)):
     """A run whose ranks each train 4 samples of 2,048 tokens a step, or less of a smaller batch."""
     launch = {"launch.gpus": gpus, "launch.strategy": strategy, "train.batch_size": batch}
-    share = {"samples": batch, "real_tokens": 2048 * batch, "padded_tokens": 2048 * batch}
+    share = {"samples": batch, "real_tokens": 2048 * batch, "padded_tokens": 2048 * batch, "label_tokens": 2047 * batch}
     total = {key: value * gpus for key, value in share.items()}
     run = make_run(out, name, steps(seconds=seconds, noise=0, **total), spec=launch)
     for rank in range(gpus if gpus > 1 else 0):
@@ -130,3 +130,10 @@ def test_ranks_that_are_none_leave_the_run_its_row(out, tmp_path, ranks):
     written = rundir.read_json(run.summary)
     rundir.write_json(run.summary, written | {"ranks": written["ranks"] | ranks})
     assert report(Request([tmp_path / "made"], answers=True)).text
+
+
+def test_a_share_of_the_peak_is_of_all_gpus(out):
+    """Two GPUs that train 1.6 times as many tokens use 0.8 of what one uses of its own."""
+    one, two = (rundir.read_json(RunDir(out / "made" / name).summary) for name in ("one", "two-ddp"))
+    assert two["model_tflops"] == pytest.approx(1.6 * one["model_tflops"], rel=1e-3)
+    assert two["mfu"] == pytest.approx(0.8 * one["mfu"], rel=1e-3)

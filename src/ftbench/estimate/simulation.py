@@ -116,6 +116,11 @@ def answer(request: command.EstimateRequest) -> command.Answer:
             + (", and set model.path to the config.json with model.weights=random" if "--config" in refused else "")
         )
     spec = load(request.spec, request.sets)
+    if spec.launch.gpus > 1:
+        raise SpecError(
+            f"--simulate runs one process and launch.gpus is {spec.launch.gpus}: leave it out, or simulate what one "
+            "GPU takes alone with --set launch.gpus=1 --set launch.strategy=none --set launch.offload=none"
+        )
     ((name, gpu, total),) = command.gpus_of(request, request.store)
     if not isinstance(gpu, Gpu):
         raise SpecError(f"{name} is in no table, so its compute capability is not known: name a GPU with --gpu")
