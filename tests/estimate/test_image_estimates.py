@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,19 @@ def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:
     found = largest(spec, shape_of(spec.model).vision)
     assert found.expected.images.tokens == 324 + 1369
     assert found.most.images.tokens == 2 * 1369
+    pillow.MAX_IMAGE_PIXELS, most = 100_000, pillow.MAX_IMAGE_PIXELS
+    try:
+        with pytest.raises(SpecError, match=r"rows\.jsonl cannot be looked at .*decompression bomb"):
+            estimate_memory(spec_of(QWEN, data | {"seed": 6}), gpu())
+    finally:
+        pillow.MAX_IMAGE_PIXELS = most
     (tmp_path / "b.png").write_text("no image")
-    with pytest.raises(SpecError, match=r"rows\.jsonl cannot be looked at .*b\.png"):
+    with pytest.raises(SpecError, match=r"rows\.jsonl cannot be looked at .*cannot identify"):
         estimate_memory(spec_of(QWEN, data | {"seed": 7}), gpu())
+    (tmp_path / "b.png").unlink()
+    os.mkfifo(tmp_path / "b.png")
+    with pytest.raises(SpecError, match=r"rows\.jsonl cannot be looked at .*no plain file"):
+        estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
 
 
 def test_beans_are_known_and_other_sets_are_not_before_they_are_read() -> None:

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.data_files import FileRows, read_file
-from ftbench.errors import FtbenchError, SpecError
+from ftbench.errors import SpecError
 from ftbench.estimate.workload.lengths import DRAWN, MOST_SAMPLES, Lengths, file_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
 from ftbench.spec.batches import CAPTION, picture_sizes, synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
+from ftbench.store.rundir import open_plain_file
 
 _COLUMNS = ("image", "images")
+MOST_BYTES = 256 * 2**20  # of an image's file
 Sides = tuple[int, int]  # width and height in pixels
 
 
@@ -126,7 +128,7 @@ def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) ->
         if isinstance(counted, str) or not (sides := _sides_of(rows, dataset)):
             return None
         samples = [_sample(vision, sizes, text, longest) for sizes, text in zip(sides, counted[0], strict=True)]
-    except (FtbenchError, ImportError, ValueError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SpecError(f"dataset: the images of {dataset.path} cannot be looked at ({reason})") from None
     fitting = [sample for sample in samples if sample.length <= dataset.max_length]
@@ -159,5 +161,8 @@ def _size_of(image: Any, folder: Path) -> Sides:
     from PIL import Image
 
     source = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
-    with Image.open(BytesIO(source) if isinstance(source, bytes) else folder / str(source)) as opened:
+    if isinstance(source, bytes):
+        with Image.open(BytesIO(source)) as opened:
+            return opened.size
+    with open_plain_file(folder / str(source), MOST_BYTES) as file, Image.open(file) as opened:
         return opened.size
