@@ -28,7 +28,8 @@ DATA = {"name": "synthetic", "samples": 21, "mean_length": 20, "max_length": 64,
 def run(folder: Path, gpus: int, strategy: str, **parts: Any) -> Command:
     """A run that ended well on this number of ranks; each accumulates over so many batches that a step is the same."""
     launch = {"gpus": gpus, "strategy": strategy if gpus > 1 else "none"}
-    train = {"batch_size": 2, "gradient_accumulation_steps": 4 // gpus, "epochs": 2, **SGD} | parts.pop("train", {})
+    shares = 1 if strategy in ("tp", "ep") else gpus
+    train = {"batch_size": 2, "gradient_accumulation_steps": 4 // shares, "epochs": 2, **SGD}
     folder.mkdir(parents=True, exist_ok=True)
     spec = write_spec(folder, **{"dataset": DATA, **parts}, train=train, launch=launch)
     with Command(spec, folder / "out") as command:
@@ -68,10 +69,12 @@ def pair(tmp_path_factory):
 
 LORA = {"method": {"name": "lora"}, "measure": {"save_adapter": True}}
 FULL, QLORA = {"method": {"name": "full"}}, {"method": {"name": "qlora"}}
+EXPERTS = {"model": {"id": "tiny/qwen3-moe", "weights": "random"}}
 NO_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 PROVEN = [
     *[("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL)],
     *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in ((1, FULL), (2, LORA), (3, LORA))],
+    ("ep", EXPERTS),
 ]
 
 

@@ -157,8 +157,8 @@ def _too_few_gpus(spec: Experiment, described: dict[str, Any]) -> list[str]:
         return []
     return [
         f"launch.gpus: {spec.launch.gpus} GPUs are asked for and this run sees {there} (`nvidia-smi -L` lists those of "
-        "the machine, CUDA_VISIBLE_DEVICES limits them): lower it, or try the strategy on the CPU with "
-        "CUDA_VISIBLE_DEVICES= (empty)"
+        "the machine, CUDA_VISIBLE_DEVICES limits them, `ftbench sweep --gpus` gives each run one): lower it, or try "
+        "the strategy on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
     ]
 
 

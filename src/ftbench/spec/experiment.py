@@ -199,7 +199,7 @@ class Launch(Part):
     @property
     def shares(self) -> int:
         """Into how many shares a step's batch is dealt: ranks that hold parts of one layer see the same."""
-        return self.ranks
+        return 1 if self.strategy in ("tp", "ep") else self.ranks
 
 
 class Experiment(Part):

@@ -42,6 +42,12 @@ def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:
         yield f"measure.gradients: {name} clears the gradients before they can be read: set it to 0, or use ddp"
 
 
+def _refused_by_ep(spec: Experiment) -> Iterator[str]:
+    yield from _refused_where_sharded(spec)
+    if not spec.method.adapters or getattr(spec.method, "experts", False):
+        yield "launch.strategy: ep is proven for frozen experts alone: use method lora without method.experts, or fsdp"
+
+
 STRATEGIES = {
     "ddp": Strategy(
         description="a copy of the model on each GPU, each trained on its share of the batch; gradients are summed",
@@ -70,6 +76,11 @@ STRATEGIES = {
         verified="DeepSpeed's engine runs the stage, and a rank keeps no more than its share of the weights",
         offloads=("optimizer", "params"),
         refusals=lambda spec: (*_refused_where_sharded(spec), *_refused_by_deepspeed(spec)),
+    ),
+    "ep": Strategy(
+        description="a share of the experts on each GPU, all on the same tokens: saves memory alone (transformers)",
+        verified="after the first step parameters are DTensors",
+        refusals=_refused_by_ep,
     ),
 }
 

@@ -64,10 +64,11 @@ def prepare(request: SweepRequest, stack: ExitStack) -> Ready:
         raise SpecError("--effective-batch goes with --until-oom; elsewhere set train.gradient_accumulation_steps")
     notes: list[str] = []
     grid = cells(request.spec, request.sets, request.axes, notes.append)
-    name, first = _experiment(grid)
+    name = _experiment(grid)
     runner.check_disk(request.out)
+    widest = max((cell.spec for cell in grid if cell.spec is not None), key=lambda spec: spec.launch.gpus)
     folder = request.out / name
-    slots, described = _slots(request, first, folder, stack)
+    slots, described = _slots(request, widest, folder, stack)
     planner = _Planner(request, grid, described, folder)
     notes += planner.duplicates()
     refused = [(" ".join(f"{key}={short(value)}" for key, value in cell.values.items()), cell.refused)
@@ -75,14 +76,14 @@ def prepare(request: SweepRequest, stack: ExitStack) -> Ready:
     return Ready(request, request.spec.read_bytes(), planner.plan(), slots, planner.device, refused, notes=notes)
 
 
-def _experiment(grid: Sequence[GridCell]) -> tuple[str, Experiment]:
-    """Return the folder of all cells and the first spec. Raise SpecError where no cell can work, or some pretend."""
-    specs = {runner.experiment(cell.spec): cell.spec for cell in reversed(grid) if cell.spec is not None}
-    if not specs:
+def _experiment(grid: Sequence[GridCell]) -> str:
+    """Return the folder of all cells. Raise SpecError where no cell can work, or some pretend."""
+    folders = {runner.experiment(cell.spec) for cell in grid if cell.spec is not None}
+    if not folders:
         raise SpecError(*dict.fromkeys(f"no cell can work: {cell.refused}" for cell in grid))
-    if len(specs) > 1:
+    if len(folders) > 1:
         raise SpecError("launch.mock: a sweep is a mock as a whole or not at all; make off a sweep of its own")
-    return next(iter(specs.items()))
+    return folders.pop()
 
 
 def _slots(

@@ -30,6 +30,11 @@ def _refusals(spec: Experiment) -> Iterator[str]:
             "optimizations.fp8 te-delayed scales by the products before, and gradient_checkpointing makes them twice: "
             "use te-current"
         )
+    if spec.launch.sharded:
+        yield (
+            f"optimizations.fp8 keeps whole matrices in 8 bits on each GPU, which {spec.launch.strategy} would spread: "
+            "set it to off, or use ddp"
+        )
 
 
 def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:

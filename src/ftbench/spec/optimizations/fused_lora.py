@@ -25,6 +25,9 @@ def _refusals(spec: Experiment) -> Iterator[str]:
         yield f"{name} leaves biases frozen: set method.bias to none"
     if method.experts:
         yield f"{name} knows linear layers, not fused expert matrices: set it or method.experts to off"
+    if spec.launch.sharded:
+        strategy = spec.launch.strategy
+        yield f"{name} keeps whole matrices on each GPU, which {strategy} would spread: set it to off, or use ddp"
     if spec.train.precision == "fp16":
         yield f"{name} goes with train.precision bf16 or fp32"
 

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
 
+def _refusals(spec: Experiment) -> Iterator[str]:
+    setting = spec.optimizations.gradient_checkpointing
+    if spec.launch.strategy == "fsdp" and setting not in (True, False):
+        yield f"optimizations.gradient_checkpointing {setting}: fsdp checkpoints all layers or none: use on or off"
+
+
 def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
     if spec.optimizations.gradient_checkpointing == "offload" and capability is None:
         yield "optimizations.gradient_checkpointing offload needs a GPU whose memory it saves: set it to on"
@@ -31,6 +37,7 @@ OPTIMIZATION = Optimization(
     "out and came back as there are layers)",
     tolerance=Tolerance(EXACT),
     unsloth="set method.use_gradient_checkpointing instead",
+    refusals=_refusals,
     refusals_on=_refusals_on,
     unsimulated=_unsimulated,
 )

@@ -75,7 +75,7 @@ class LocalSlot:
             None if self.visible is None else {"CUDA_VISIBLE_DEVICES": self.visible}, control.deadline,
         )  # fmt: skip
         if not order.spec.measure.share_gpu:
-            self._wait_for_memory(_used_gb(before), control)
+            self._wait_for_memory(_used_gb(before), order.spec.launch.gpus, control)
         return result
 
     def _when_free(self, spec: Experiment, control: RunControl) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class LocalSlot:
             used = _used_gb(described)
             if self._first_sight_gb is None:
                 self._first_sight_gb = used
-            others = rundir.first_gpu(described).get("foreign_processes") or 0
+            others = sum(gpu.get("foreign_processes") or 0 for gpu in rundir.gpus_of(described))
             crowded = used is not None and used > (self._first_sight_gb or 0.0) + FREE_GB
             if spec.measure.share_gpu or (not others and not crowded):
                 return described
@@ -99,11 +99,11 @@ class LocalSlot:
                 waiting = True
                 control.say(f"{self.name}: waiting for {others} other processes and {gibibytes(used)} GiB to leave")
 
-    def _wait_for_memory(self, before_gb: float | None, control: RunControl) -> None:
+    def _wait_for_memory(self, before_gb: float | None, count: int, control: RunControl) -> None:
         """Wait until the driver shows the memory as free as before, or RETURN_S have passed: then say so."""
         begin = time.monotonic()
         while before_gb is not None:
-            used = _used_gb({"gpus": machine.gpus(self.visible)})
+            used = _used_gb({"gpus": machine.gpus(self.visible, count)})
             if used is None or used <= before_gb + RETURNED_GB:
                 return
             if time.monotonic() > begin + RETURN_S or control.stops_within(_POLL_S):
@@ -121,7 +121,10 @@ def claim(job: Job) -> rundir.RunDir:
 
 
 def _used_gb(described: dict[str, Any]) -> float | None:
-    return rundir.first_gpu(described).get("memory_used_before_gb")
+    """Return the memory in use on all GPUs of a run together; None where the driver does not tell."""
+    used = [gpu.get("memory_used_before_gb") for gpu in rundir.gpus_of(described)]
+    known = [float(value) for value in used if value is not None]
+    return sum(known) if known and len(known) == len(used) else None
 
 
 def local_slots(gpus: Sequence[str], mock: bool) -> list[LocalSlot]:

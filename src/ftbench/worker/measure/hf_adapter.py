@@ -34,6 +34,8 @@ class HfRecording(TrainerCallback):
         trainer.prediction_step = self._around_prediction_step(trainer.prediction_step)
         trainer.evaluate = self._around_evaluate(trainer, trainer.evaluate)
         trainer.accelerator.clip_grad_norm_ = self._around_clip(trainer.accelerator.clip_grad_norm_)
+        if hasattr(trainer, "_clip_grad_norm"):  # goes past accelerate where only some parameters are sharded
+            trainer._clip_grad_norm = self._around_clip(trainer._clip_grad_norm)
         return self
 
     # --- hooks of the trainer, in the order of a step -----------------------------------------------------------------

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, ProcessorMixin
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.store.machine import cache_dir
+from ftbench.worker import parallel
 from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.device import device
 from ftbench.worker.model import vision
@@ -89,6 +90,8 @@ def read(spec: Experiment, source: Source, **more: Any) -> Any:
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
     if device().type == "cuda" and not spec.launch.sharded:
         arguments["device_map"] = {"": device()}
+    if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "loading"):
+        arguments |= strategy.loading(spec, load_config(spec.model, source))
     config = more.get("config") or load_config(spec.model, source)
     if vision.reads_images(config) and "attn_implementation" in arguments:  # the encoder's attention is not causal
         arguments["attn_implementation"] = {"text_config": arguments["attn_implementation"]}

@@ -65,7 +65,9 @@ def share(model: Any) -> float:
 
 
 def _is_on(module: Any) -> bool:
-    return getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
+    return getattr(module, "gradient_checkpointing", False) is True or type(module).__name__.endswith(
+        "CheckpointWrapper"
+    )
 
 
 def asked_for(spec: Experiment) -> bool | str:

@@ -1,5 +1,6 @@
 """Ranks of one run, and the heavy half of each strategy, in a module of its name with these functions:
 
+loading(spec, config) → what from_pretrained is told of it, where it shards the weights as they are read
 arguments(spec) → what the trainer's arguments say of it
 prepare(made) → None: what is to be changed once the trainer's arguments are `made`, where there is something
 verify(trainer, spec) → sentences on what was asked for and is not there, asked after the first step
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
 
+_MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero"}
+
+
 def rank() -> int | None:
     """Return the number of this process among the ranks of its run; None where it trains alone."""
     return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
@@ -28,8 +32,8 @@ def is_first() -> bool:
 
 
 def load(strategy: str) -> ModuleType:
-    """Return the module of a strategy, one for all stages of ZeRO, importing nothing of the others."""
-    return importlib.import_module(f"ftbench.worker.parallel.{strategy.rstrip('123')}")
+    """Return the module of a strategy, importing nothing of the others."""
+    return importlib.import_module(f"ftbench.worker.parallel.{_MODULES.get(strategy, strategy)}")
 
 
 def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:

@@ -31,7 +31,8 @@ def arguments(spec: Experiment) -> dict[str, Any]:
         zero["offload_param"] = host
     config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
     precision = {name: {"enabled": spec.train.precision == name} for name in ("bf16", "fp16")}
-    return {"deepspeed": config | precision | dict.fromkeys(_FILLED_IN, "auto")}
+    again = {"gradient_checkpointing_kwargs": {"use_reentrant": True}} if stage == 3 else {}  # it gathers weights anew
+    return again | {"deepspeed": config | precision | dict.fromkeys(_FILLED_IN, "auto")}
 
 
 def prepare(made: Any) -> None:

@@ -1,0 +1,54 @@
+"""Expert parallelism through transformers: each GPU keeps a share of the experts, on the same tokens as all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.device import device
+
+
+def loading(spec: Experiment, config: Any) -> dict[str, Any]:
+    """Return what from_pretrained is told, which shards the weights as it reads them. Raise SpecError for
+    experts that cannot be dealt evenly."""
+    ranks, text = spec.launch.ranks, config.get_text_config()
+    count = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    if not count:
+        raise SpecError(f"launch.strategy: ep deals experts to the GPUs and {spec.model.id} has none: use fsdp or ddp")
+    if count % ranks:
+        fitting = ", ".join(str(number) for number in range(2, count + 1) if count % number == 0)
+        raise SpecError(
+            f"launch.gpus: ep deals the {count} experts of {spec.model.id} evenly, and {count} is no multiple of "
+            f"{ranks}: set it to one of {fitting}, or use fsdp"
+        )
+    return {"distributed_config": DistributedConfig(tp_size=ranks, enable_expert_parallel=True)}
+
+
+def arguments(spec: Experiment) -> dict[str, Any]:
+    """Return what the trainer is told: nothing of the strategy, it sees how the model was loaded. accelerate takes such
+    a model on GPUs alone; what it does there needs none."""
+    if device().type == "cpu":
+        ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    return {}
+
+
+def verify(trainer: Any, spec: Experiment) -> list[str]:
+    """Return what is not sharded. A library that was told too late multiplies with all experts, and says nothing."""
+    if applied(trainer)["sharded"]:
+        return []
+    return ["launch.strategy is ep and no parameter is spread over the ranks"]
+
+
+def applied(trainer: Any) -> dict[str, Any]:
+    """Return how many parameters are sharded, and how many elements there are and this rank keeps."""
+    parameters = list(trainer.model.parameters())
+    return {
+        "sharded": sum(isinstance(parameter, DTensor) for parameter in parameters),
+        "elements": sum(parameter.numel() for parameter in parameters),
+        "elements_of_rank": sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in parameters),
+    }
