@@ -100,7 +100,7 @@ def test_a_controller_that_is_away_is_waited_for(cluster, tmp_path):
 @slurms.SKIP
 @pytest.mark.parametrize(("settings", "code", "said"), [
     ("partition: nowhere", 2, "(partitions here: debug, urgent)"),
-    ("gres: gpu:1", 2, "sbatch refuses: Batch job submission failed: Invalid generic resource (gres) specification"),
+    ("gres: gpu:1", 2, "sbatch refuses: Invalid generic resource (gres) specification"),
     ("python: /nowhere/python", 3, "a node cannot run ftbench: "),
     ("preamble: exit 3", 3, "must be on a disk that this machine and the nodes share"),
 ], ids=str)  # fmt: skip

@@ -30,7 +30,7 @@ FOLDER, ORDERS, SCRIPT = ".slurm", "orders.json", "job.sh"
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol")
 _PREFIX = "ftbench-"
 _GATHER_S = 0.3  # what is asked for within this time becomes one array
-_LOOK_S = 2.0  # between two looks at the queue, however many ask
+_LOOK_S = 5.0  # between two looks at the queue, however many ask
 _GONE = 2  # looks at the queue without a task after which it is gone
 _ANSWER_S = 60.0
 # What Slurm's commands say where the controller is away, in words of slurm/src/common/slurm_errno.c.
@@ -249,9 +249,10 @@ class Queue:
         _answer(["scancel", task.name])
 
     def tidy(self) -> None:
-        """Remove what tasks have left that are in the queue no more."""
+        """Remove what tasks have left that are in the queue no more, or whose run is there."""
         if self.look(0.0):
-            busy = {token for (token, _), entry in self._entries.items() if entry.state != "COMPLETING"}
+            runs = self.folder.parent
+            busy = {task.folder.name for run, task in self.tasks().items() if not (runs / run).exists()}
             for path in self.folder.glob("*/"):
                 if path.name not in busy:
                     shutil.rmtree(path, ignore_errors=True)
