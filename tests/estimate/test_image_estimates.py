@@ -167,7 +167,6 @@ def test_recommend_keeps_the_resolution_and_what_is_trained_and_waits_for_no_ima
         assert option.spec.optimizations.image_size == 336
         assert getattr(option.spec.method, "vision", None) == "lora"
     assert answer.options[0].spec.optimizations.image_cache
-    assert any(option.spec.optimizations.loader_processes for option in answer.options)  # recipe fastest-vision
     assert "images in 8 h" in recommend_text.as_text(answer)
     assert recommend_text.as_json(answer)["by_image_size"]
 
