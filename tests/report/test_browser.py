@@ -3,8 +3,11 @@ pictures for a person to look at."""
 
 from __future__ import annotations
 
+import base64
 import csv
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -248,6 +251,18 @@ def test_the_chooser_shows_one_workload_at_a_time(opened, crowded):
         assert not page.is_visible("#frontier")
         page.check("#every")
         assert page.inner_text("#count") == "100 runs"
+
+
+def test_of_very_many_runs_the_first_rows_are_laid_out_and_the_others_are_a_click_away(opened, crowded, tmp_path):
+    text = crowded.read_text("utf-8").replace("MOST_ROWS = 300", "MOST_ROWS = 40")
+    script = text.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (tmp_path / "page.html").write_text(re.sub(r"sha256-[^']+", f"sha256-{digest}", text, count=1), "utf-8")
+    with opened(file=tmp_path / "page.html") as page:
+        assert len(rows(page)) == 40
+        page.click("#whole")
+        assert len(rows(page)) == 99
+        assert not page.is_visible("#whole")
 
 
 def test_names_and_legends_say_what_varies(opened):

@@ -67,6 +67,7 @@
       row.hidden = !fits || found > most;
     });
     $("count").textContent = found === candidates ? `${found} runs` : `${found} of ${candidates} runs`;
+    table.classList.remove("first");
     $("rest").hidden = found <= most;
     $("whole").textContent = `Show all ${found} rows`;
   }

@@ -60,7 +60,7 @@ class RunRow:
         return (ends[0], ends[1]) if self.values and isinstance(ends, (list, tuple)) else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunColumn:
     """A column of the table of all runs: a text for each run, and what each sorts by (None: its text). One that
     `varies` is there because runs differ in it, and says nothing where those that are shown do not."""
@@ -70,7 +70,7 @@ class RunColumn:
     order: Sequence[float | None]
     varies: bool = False
 
-    @property
+    @cached_property
     def in_words(self) -> bool:
         """Whether it sorts by its texts."""
         return all(value is None for value in self.order)
