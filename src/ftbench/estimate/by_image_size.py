@@ -34,13 +34,13 @@ def by_image_size(
     records = []
     for size in SIZES:
         trial = _sized(spec, size, spec.dataset.max_length)
-        one = largest(_with_batch(trial, 1), vision).expected
-        trial = _sized(spec, size, max(spec.dataset.max_length, one.images.tokens + _TEXT))
-        one = largest(_with_batch(trial, 1), vision).expected
+        sample = largest(_with_batch(trial, 1), vision).expected
+        trial = _sized(spec, size, max(spec.dataset.max_length, sample.images.tokens + _TEXT))
+        sample = largest(_with_batch(trial, 1), vision).expected
         batch = largest_batch(trial, gpu, total=total, config=config)
         rate = _rate(_with_batch(trial, batch), gpu, store, config) if batch else None
         records.append({
-            "width": size[0], "height": size[1], "tokens": one.images.tokens, "tiles": one.images.tiles,
+            "width": size[0], "height": size[1], "tokens": sample.images.tokens, "tiles": sample.images.tiles,
             "largest_batch": batch, "images_per_s": rate, "images_in_hours": rate and rate * 3600 * hours,
         })  # fmt: skip
     return records

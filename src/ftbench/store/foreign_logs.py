@@ -194,7 +194,7 @@ def wandb(file: Path, data: bytes) -> ForeignLog:
     lines = list(csv.DictReader(io.StringIO(data.decode("utf-8", "replace"))))
     names = [name for name in (lines[0] if lines else {}) if name and not name.endswith(("__MIN", "__MAX"))]
     short = {name: name.rpartition(" - ")[2] for name in names}
-    if doubled := sorted({one for one in short.values() if list(short.values()).count(one) > 1}):
+    if doubled := sorted({name for name in short.values() if list(short.values()).count(name) > 1}):
         raise SpecError(f"{file}: has several runs ({doubled[0]} stands in it more than once): export them one by one")
     entries = [{short[name]: _float(line[name] or "") for name in names} for line in lines]
     entries = [{name: value for name, value in entry.items() if value is not None} for entry in entries]

@@ -75,7 +75,7 @@ def _record(
     published: Mapping[str, Any], workload: Sequence[str], pairs: Sequence[tuple[Cell, Cell]]
 ) -> dict[str, Any]:
     others = [(base, cell) for base, cell in pairs if base is not cell]
-    here = {
+    measured = {
         "step time": _range(_changes(others, STEP)), "memory": _range(_changes(others, PEAK)),
         "first step": _span([cell.figure(FIRST) for _, cell in pairs], units.seconds),
         "pays after steps": _span([_pays(base, cell) for base, cell in others], lambda steps: f"{steps:,.0f}"),
@@ -91,7 +91,8 @@ def _record(
     return {
         "combination": published["name"], "model": workload[0].rsplit("/", 1)[-1], "GPU": workload[2],
         "batches here": ", ".join(batches), "batches": len(batches),
-        **{f"{name}, published": said[name] for name in _FIGURES}, **{f"{name}, here": here[name] for name in _FIGURES},
+        **{f"{name}, published": said[name] for name in _FIGURES},
+        **{f"{name}, here": measured[name] for name in _FIGURES},
     }  # fmt: skip
 
 
