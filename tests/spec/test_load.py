@@ -542,6 +542,24 @@ def test_a_launch_that_is_not_built_is_refused_with_a_way_out(problems, section,
     assert any(way_out in problem for problem in problems(f"{MODEL}launch: {{{section}}}\n"))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "section", "way_out"),
+    [
+        ("fsdp", "method: qlora", "launch.strategy: fsdp cannot spread 4-bit weights"),
+        ("zero2", "method: qlora", "4-bit weights do not go with it: use ddp"),
+        ("fsdp", "optimizations: {fused_lora: on}", "which fsdp would spread: set it to off, or use ddp"),
+        ("zero3", "optimizations: {fp8: tensorwise, compile: on}", "which zero3 would spread: set it to off, or use ddp"),
+        ("fsdp", "optimizations: {gradient_checkpointing: selective}", "fsdp checkpoints all layers or none"),
+        ("fsdp", "measure: {gradients: 2}", "set it to 0, or use ddp"),
+        ("ep", "method: full", "ep is proven for frozen experts alone"),
+        ("ddp", "method: unsloth", "method unsloth trains on one GPU"),
+    ],
+)
+def test_what_does_not_go_with_a_strategy_is_refused_with_a_way_out(problems, strategy, section, way_out):
+    text = f"{MODEL}launch: {{gpus: 2, strategy: {strategy}}}\n{section}\n"
+    assert any(way_out in problem for problem in problems(text)), list(problems(text))
+
+
 @pytest.mark.parametrize("section", ["gpus: 0", "gpus: on", "strategy: zero4", "offload: all", "framework: torchtune"])
 def test_a_launch_of_other_words_is_refused(problems, section):
     assert problems(f"{MODEL}launch: {{{section}}}\n")
