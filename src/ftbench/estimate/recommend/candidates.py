@@ -42,7 +42,7 @@ class Way:
         whole = {} if launch.strategy in ("none", "ddp") else {"generate": None, "gradients": 0}
         measure = self.spec.measure.model_copy(update=whole)
         spec = self.spec.model_copy(update={"launch": launch, "measure": measure})
-        return Way(spec, self.problems or tuple(strategies.refusals(spec)))
+        return Way(spec, self.problems or tuple(refusals(spec)))
 
     def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
         """Return the spec with this batch, resolved for a GPU: the same object for GPUs of one kind."""
