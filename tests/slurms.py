@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -164,9 +163,12 @@ class Cluster:
         for process in reversed(self._processes.values()):
             process.send_signal(signal.SIGKILL)
             process.wait()
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and any(self.steps(node) for node in NODES):
-            time.sleep(0.05)
+        for process in psutil.process_iter(["name"]):  # those whose job is over, and that wait for their slurmd
+            with suppress(psutil.Error):
+                if process.info["name"] == "slurmstepd" and any(
+                    file.path.startswith(str(self.folder)) for file in process.open_files()
+                ):
+                    process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
