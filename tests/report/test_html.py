@@ -215,6 +215,18 @@ def test_what_to_do_is_a_list_with_its_runs(tmp_path):
     assert {(link["href"] or "").removeprefix("#") for link in links} <= rows
 
 
+def test_sections_stand_in_the_order_of_the_questions(tmp_path):
+    for batch in (1, 4):
+        made(tmp_path, "lora", batch)
+    keys = ("kernels", "trained", "scaling", "image_guide", "energy")
+    sections = [Section(key, key, None, [key]) for key in keys]
+    page = Page(render(Report(collect([tmp_path]), sections=sections), "html"))
+    assert [attributes["id"] for tag, attributes in page.tags if tag == "section"] == [
+        "decision", "frontier", "pareto", "bars", "answer-energy", "curves", "answer-scaling", "answer-image_guide",
+        "answer-kernels", "all-runs", "answer-trained",
+    ]  # fmt: skip
+
+
 def test_of_many_runs_the_first_of_each_spec_have_curves(tmp_path, monkeypatch):
     monkeypatch.setattr(document, "MOST_CURVES", 2)
     for speed in (0.5, 0.51):
