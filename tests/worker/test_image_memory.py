@@ -95,4 +95,4 @@ def test_every_method_on_images_is_estimated_as_the_worker_allocates(tmp_path: P
 def test_checkpointed_layers_with_images_are_estimated_as_the_worker_allocates(tmp_path: Path) -> None:
     cases = [(family, "lora") for family in SHAPES]
     found = errors(cases, tmp_path, gradient_checkpointing=True)
-    assert {name: error for name, error in found.items() if abs(error) > 0.03} == {}
+    assert {name: error for name, error in found.items() if abs(error) > 0.07} == {}
