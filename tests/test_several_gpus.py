@@ -70,11 +70,15 @@ def pair(tmp_path_factory):
 LORA = {"method": {"name": "lora"}, "measure": {"save_adapter": True}}
 FULL, QLORA = {"method": {"name": "full"}}, {"method": {"name": "qlora"}}
 EXPERTS = {"model": {"id": "tiny/qwen3-moe", "weights": "random"}}
+# A head of its own weights, which its forward pass alone would gather: the loss over chunks takes them without it.
+HEAD = {"model": {"id": "tiny/llama", "weights": "random"}, "optimizations": {"chunked_loss": True}}
 NO_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 PROVEN = [
     *[("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL)],
     *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in ((1, FULL), (2, LORA), (3, LORA))],
     ("ep", EXPERTS),
+    ("fsdp", HEAD),
+    ("fsdp", HEAD | FULL),
 ]
 
 

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -62,9 +63,15 @@ def chunked_loss(
     """Sum of the cross entropies, in nats. `hidden` is batch x length x width; `positions` are where labels stand in
     the flattened `labels`, each predicted from the position before it; `size` of them are computed at a time.
     `softmax` is `probabilities`, maybe compiled."""
-    return _Loss.apply(
-        hidden, head.weight, head.bias, labels, positions, softmax or probabilities, size, torch.is_grad_enabled()
-    )
+    weight, bias = _whole(head.weight), _whole(head.bias)
+    return _Loss.apply(hidden, weight, bias, labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
+
+
+def _whole(parameter: Any) -> Any:
+    """Return a parameter of the head as it is computed with. Under FSDP2 a frozen head that is a unit of its own is
+    gathered by its forward pass, which nobody calls here; one that is trained shares its unit with the last norm, which
+    has gathered both by now."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
