@@ -279,7 +279,7 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tu
         return tuple(map(sum, rows)), squares, tuple(map(len, rows))
     if grouping:
         windows = length_windows(values, grouping)
-        values = tuple(values[index] for window in windows for batch in window for index in batch)
+        values = tuple([values[index] for window in windows for batch in window for index in batch])
     return values, tuple([length * length for length in values]), (1,) * len(values)
 
 
