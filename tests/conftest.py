@@ -53,6 +53,12 @@ def signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def _unlimited_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw tables as for a pipe, whatever the shell around the suite exports."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def ftbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Calls the command in this process and gives exit code, stdout and stderr."""

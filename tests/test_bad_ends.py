@@ -236,8 +236,9 @@ def test_a_broken_line_in_a_data_file_is_named(tmp_path):
     spec = write_spec(tmp_path, dataset={"name": "file", "path": "data.jsonl"})
     with Command(spec, tmp_path / "out") as command:
         command.finish()
-    assert_over(command, 2, "error")
-    assert command.state()["reason"].startswith(f"{data}, line 4: not JSON")
+    assert command.code == 2
+    assert f"{data}, line 4: not JSON" in command.stderr
+    assert not (tmp_path / "out").exists()
 
 
 FINE = b'{"instruction": "Say yes.", "output": "Yes."}\n'
@@ -251,7 +252,7 @@ HEADER = b"instruction,input,output\n"
         ("a.jsonl", FINE * 2 + '{"instruction": "是"'.encode("shift_jis", "replace") + b"\x90}\n", ", line 3: byte "),
         ("a.jsonl", FINE + b'{"instruction": "Say yes."}\n', ", line 2: `output` is missing (format alpaca)"),
         ("a.jsonl", FINE + b'{"instruction": "Say yes.", "output": 3}\n', ", line 2: `output` is int, not text"),
-        ("a.jsonl", b'{"question": "?", "answer": "!"}\n', ", line 1: columns answer, question fit no format"),
+        ("a.jsonl", b'{"riddle": "?", "way": "!"}\n', ", line 1: columns riddle, way fit no format"),
         ("a.json", b"[" + FINE + b",]", ", line 2: not JSON"),
         ("a.csv", HEADER + b"Say yes.,,Yes.\nSay no.,No.\n", ", line 3: 2 fields where the header names 3"),
         ("a.csv", HEADER + b'"Two\nlines",,Yes.\nSay no.,,\n', ", line 4: `output` is empty"),
@@ -333,7 +334,7 @@ def test_an_error_meant_for_the_user_keeps_its_words_and_its_exit_code(error):
 @pytest.mark.parametrize("error", [Terminated(), KeyboardInterrupt()])
 def test_a_signal_is_an_interruption(error):
     assert of_exception(error, "prepare_data", None) == {
-        "state": "interrupted", "reason": "interrupted during prepare_data",
+        "state": "interrupted", "reason": "interrupted during prepare_data", "phase": "prepare_data", "step": None,
     }  # fmt: skip
 
 

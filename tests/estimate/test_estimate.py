@@ -289,7 +289,7 @@ def test_whatever_a_spec_may_say_has_an_estimate_for_every_gpu(file: Path, sets:
 def test_an_estimate_of_all_gpus_is_little_work(file: Path) -> None:
     estimate(EstimateRequest(file, gpu="L4"))  # facts are read once
     assert calls_of(lambda: estimate_memory(spec(), H200)) < 50_000
-    assert calls_of(lambda: estimate(EstimateRequest(file, gpu="all"))) < 500_000
+    assert calls_of(lambda: estimate(EstimateRequest(file, gpu="all"))) < 20_000 * len(gpus())
 
 
 def test_the_command_loads_no_heavy_module(file: Path) -> None:
