@@ -618,3 +618,15 @@ def test_a_shell_gets_its_completion(monkeypatch):
     command = [sys.executable, "-c", "import sys; sys.argv = ['ftbench']; from ftbench.cli import main; main()"]
     ended = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=False)
     assert ended.stdout.split() == ["report"]
+
+
+def test_an_error_of_a_thousand_lines_is_cut(ftbench, tmp_path):
+    (tmp_path / "slurm.yaml").write_text(f"options: {list(range(1000))}\n")
+    spec = write_spec(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "ftbench", "sweep", spec, "--batch-size", "1,2", "--dry-run", "--on", "slurm"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 21
+    assert "… and 980 more lines" in done.stderr

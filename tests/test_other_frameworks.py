@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from ftbench.launch import frameworks
+
 SPEC = """model: {id: tiny/qwen3, weights: random}
 dataset: {name: sample, samples: 8, max_length: 128}
 train: {max_steps: 2}
@@ -90,3 +92,25 @@ def test_a_framework_that_cannot_be_imported_ends_as_an_error_with_a_state(tmp_p
     assert "Traceback" not in ended.stderr
     configuration = json.loads(state.with_name("framework.json").read_text())
     assert configuration["tokenized_path"] == "data/train"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("sleep 60 & sleep 60", "?"), ("setsid sleep 60 & echo 1.0", "?"), ("printf '\\377\\376'", "\ufffd\ufffd"),
+        ("echo 1.2", "1.2"), ("exit 1", ""),
+    ],
+)  # fmt: skip
+def test_an_interpreter_that_hangs_or_prints_what_is_no_version_is_not_waited_for(tmp_path, monkeypatch, script, said):
+    monkeypatch.setattr(frameworks, "_LIMIT_S", 0.5)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    assert frameworks._version(str(python), "axolotl") == said
+
+
+def test_an_interpreter_that_prints_without_end_is_read_no_further(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nyes\n")
+    python.chmod(0o755)
+    assert 64 < len(frameworks._version(str(python), "axolotl")) < 200

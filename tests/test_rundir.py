@@ -459,3 +459,18 @@ def test_a_folder_in_place_of_the_state_is_a_run_that_cannot_be_read(run):
     run.state.mkdir()
     assert [found.run_id for found in find_runs(run.path.parent)] == [run.run_id]
     assert read_state(run)["reason"] == "state.json: is no plain file of at most 64 MiB"
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 1025, 10**50, "many", 2.0, True, None])
+def test_no_run_has_so_many_gpus(tmp_path, gpus):
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps({"launch": {"gpus": gpus}}))
+    document, problem = rundir.read_document(path)
+    assert (document, problem) == ({}, "spec.json: launch.gpus is no whole number from 1 to 1024")
+
+
+@pytest.mark.parametrize("links", [[], "fast", {"all_reduce_bus_gbs": "fast"}, {"all_reduce_bus_gbs": [1]}])
+def test_links_that_a_probe_cannot_have_measured_are_not_read(tmp_path, links):
+    (tmp_path / "probe").mkdir()
+    (tmp_path / "probe" / "a.json").write_text(json.dumps({"device": {"kind": "cpu"}, "links": links}))
+    assert ceilings.of(tmp_path, None) == {}

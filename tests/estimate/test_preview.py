@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,36 @@ def test_rows_of_the_hub_become_messages_in_a_file(tmp_path, monkeypatch):
         "q4",
     ]  # every second, less one without an answer
     assert json.loads((tmp_path / "x.count").read_text()) == {"rows": 6, "format": "question-answer"}
+
+
+_ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        _ENDLESS + 3 * "{% endfor %}", "{{ 1 // 0 }}", "{{ messages[0].role ** 2 }}", "{{ [].a.b }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)  # fmt: skip
+def test_a_template_that_does_not_end_or_fails_shows_the_turns(template):
+    example = preview.Example(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
+    assert preview._rendered(example, template) == "user: a\nassistant: b"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pipe_beside_the_model_is_not_waited_for(tmp_path, name):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    spec = spec_of(tmp_path, [{"question": "why", "answer": "so"}], model=f"{{path: {model}}}")
+    assert preview.preview(spec, [])["samples"] == [{"row": 1, "text": "user: why\nassistant: so"}]
+
+
+def test_every_row_is_looked_at_and_not_those_alone_that_are_shown(tmp_path):
+    rows = [{"question": "why", "answer": "so"}] * 9
+    rows[2] = {"question": "why", "answer": 3}
+    with pytest.raises(DataError, match="line 3: `answer` is int, not text"):
+        preview.preview(spec_of(tmp_path, rows), [])

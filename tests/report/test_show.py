@@ -126,3 +126,35 @@ def test_the_spec_of_a_run_is_a_spec(tmp_path, name):
     asked = {key: values[key] for key in Experiment.model_fields if key in values}
     assert load(run.spec_json) == Experiment.model_validate(asked)
     assert load(run.spec_json, ["train.batch_size=8"]).train.batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("section", "forged"),
+    [
+        ("memory_gb", {"allocated_peak": 3.0, "peak_phase": None}), ("memory_gb", {"allocated_peak": 3.0}),
+        ("tokens_per_s", {"real": None, "padded": 5.0}), ("tokens_per_s", {"padded": 5.0}),
+        ("step_time_s", {"median": 1.0, "ci95": [1.0]}), ("step_time_s", {"ci95": [1.0, 2.0]}),
+        ("steps", {"total": 3}), ("bound", {"verdict": "compute-bound"}), ("parameters", {"trainable": 5}),
+        ("ranks", {"token_skew": 0.5}), ("ranks", {"count": 10**9}), ("ranks", {"count": 2, "spread": {"a": {"x": 1}}}),
+        ("forward_s", {"vision": None}), ("parameters", {}),
+    ],
+)  # fmt: skip
+def test_a_summary_that_lacks_what_a_card_tells_is_shown_all_the_same(ftbench, tmp_path, section, forged):
+    run = make_run(tmp_path, "a")
+    rundir.write_json(run.summary, rundir.read_json(run.summary) | {section: forged})
+    code, out, err = ftbench("show", run.path)
+    assert code == 0, err
+    assert out.startswith("a: ")
+
+
+def test_a_run_below_the_root_is_shown(ftbench, tmp_path, monkeypatch):
+    run = make_run(tmp_path, "a")
+    monkeypatch.setattr(rundir.Path, "resolve", lambda path, strict=False: rundir.Path("/a"))
+    assert ftbench("show", run.path)[0] == 0
+
+
+def test_a_condition_of_spaces_is_refused_at_once(ftbench, tmp_path):
+    make_run(tmp_path, "a")
+    code, _, err = ftbench("report", tmp_path, "--where", "a" + " " * 120_000 + "b")
+    assert code == 2
+    assert "write it as method=lora" in err

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core.rows import StepRow
+from ftbench.store import rundir
 from ftbench.store.ranks import merge, merged, rank_files, read_ranks, spread, write_merged
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
@@ -129,3 +130,19 @@ def test_each_rank_has_its_memory():
         (31.0, None, 22.0),
         (21.0, None, 23.0),
     ]
+
+
+@pytest.mark.parametrize(("gone", "count"), [(0, 11), (10, 11), (5, 11), (None, 12)])
+def test_without_the_file_of_one_rank_the_others_are_not_the_run(run, gone, count):
+    rundir.write_json(run.spec_json, {"launch": {"gpus": count}})
+    if gone is not None:
+        run.rank_steps(gone).unlink()
+    tables, (warning,) = read_ranks(run)
+    assert tables == []
+    assert f"steps.rank{11 if gone is None else gone}.csv of {count} ranks: not there" in warning
+
+
+def test_no_run_has_ten_thousand_ranks(run):
+    for name in ("10000", "01", "x", "9" * 200, "٣"):
+        run.rank_steps(0).with_name(f"steps.rank{name}.csv").write_text("")
+    assert len(rank_files(run)) == 11

@@ -225,6 +225,7 @@ def broken(folder):
     (folder / "torn.png").write_bytes(whole[: len(whole) // 2])
     (folder / "bomb.png").write_bytes(bomb())
     (folder / "flat.png").write_bytes(png(photo(0, (2000, 8))))
+    Image.new("RGB", (8, 8)).save(folder / "program.png", "EPS")
     (folder / "dir.png").mkdir()
     os.mkfifo(folder / "pipe.png")
 
@@ -235,6 +236,7 @@ def broken(folder):
         ({"image": "text.png"}, "text.png cannot be decoded"),
         ({"image": "torn.png"}, "torn.png cannot be decoded"),
         ({"image": "bomb.png"}, "bomb.png cannot be decoded .*decompression bomb"),
+        ({"image": "program.png"}, "PostScript is a program and no picture"),
         ({"image": "flat.png"}, "more elongated than 200 to 1"),
         ({"image": "missing.png"}, "missing.png cannot be read .No such file"),
         ({"image": "dir.png"}, "dir.png is no plain file"),

@@ -20,6 +20,7 @@ from ftbench.cli.shared import app, emit, guard, tell
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError, file_problem
 
 MODULES = ("train", "plans", "report", "exchange", "estimate", "machine")  # in the order of --help
+_MOST_LINES = 20  # of an error
 for _name in MODULES:
     importlib.import_module(f"ftbench.cli.{_name}")  # each registers its commands with `app`
 
@@ -112,6 +113,9 @@ def _fail_for_file(error: OSError) -> None:
 
 
 def _fail(text: str, code: int) -> None:
-    for line in text.splitlines():
+    lines = text.splitlines()
+    if (more := len(lines) - _MOST_LINES) > 0:
+        lines[_MOST_LINES:] = [f"… and {more:,} more lines"]
+    for line in lines:
         tell(f"ftbench: {line}")
     sys.exit(code)

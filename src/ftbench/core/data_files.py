@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ftbench.errors import DataError, file_problem, json_problem
+from ftbench.errors import DataError, MissingError, file_problem, json_problem
 
 _ROWS = 1024  # of a Parquet file that are made at once
+_MOST_LINE = 2**28  # bytes; a row with its images in it takes a hundredth
+_HALF = re.compile(r"\\ud[89a-f]", re.IGNORECASE)  # what JSON writes characters beyond 16 bits with, two at a time
 _IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
@@ -54,6 +58,8 @@ def _rows(files: Sequence[Path]) -> Iterator[tuple[Path, int, dict[str, Any]]]:
             raise DataError(
                 f"{file}: {file.suffix or 'a name without ending'} is not known; give .json, .jsonl, .csv or .parquet"
             )
+        if file.exists() and not file.is_file():  # to read one may wait for ever, or never end
+            raise DataError(f"{file}: is a pipe, a device or a folder; rows are in a file")
         yield from ((file, number, row) for number, row in reader(file))
 
 
@@ -92,7 +98,9 @@ def _by_class(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+        for number, raw in enumerate(iter(partial(file.readline, _MOST_LINE + 1), b""), start=1):
+            if len(raw) > _MOST_LINE:
+                raise DataError(f"{path}, line {number}: is longer than {_MOST_LINE >> 20} MiB, which no row is")
             try:
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -110,12 +118,13 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             problem = json_problem(error)
             raise DataError(f"{path}, line {number}: not JSON ({problem}); each line is one object") from None
-        yield number, _object(path, f"line {number}", row)
+        yield number, _object(path, f"line {number}", row, _HALF.search(line) is not None)
 
 
 def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        data = json.loads("".join(line for _, line in _lines(path)))
+        text = "".join(line for _, line in _lines(path))
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, line {error.lineno}: not JSON ({error.msg}); for one object a line name it .jsonl"
@@ -124,13 +133,21 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}: cannot be read as JSON ({json_problem(error)})") from None
     if not isinstance(data, list):
         raise DataError(f"{path}: must hold a list of objects, not {type(data).__name__}")
+    halves = _HALF.search(text) is not None
     for number, row in enumerate(data, start=1):
-        yield number, _object(path, f"record {number}", row)
+        yield number, _object(path, f"record {number}", row, halves)
 
 
-def _object(path: Path, where: str, row: Any) -> dict[str, Any]:
+def _object(path: Path, where: str, row: Any, halves: bool) -> dict[str, Any]:
+    """Return a row. Raise DataError where it is no object, or, with `halves` to be looked for, holds one."""
     if not isinstance(row, dict):
         raise DataError(f"{path}, {where}: must be an object with named fields, not {type(row).__name__}")
+    try:
+        if halves:
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(f"{path}, {where}: {half!r} is half of a character: mend the text") from None
     return row
 
 
@@ -154,43 +171,53 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
     try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingError(f"{path}: to read Parquet takes pyarrow: pip install pyarrow") from None
+    try:
+        with path.open("rb") as file:
+            table = pyarrow.parquet.read_table(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        raise DataError(f"{path}: not Parquet ({(str(error).splitlines() or [type(error).__name__])[0]})") from None
     classes = _class_names(table.schema.metadata or {})
     for number in range(1, table.num_rows + 1, _ROWS):
         part = table.slice(number - 1, _ROWS)
         try:
-            for at, row in enumerate(part.to_pylist(), start=number):
-                yield at, row | {key: names[row[key]] for key, names in classes.items() if row.get(key) is not None}
-        except (ValueError, OverflowError):
+            rows = part.to_pylist()
+        except Exception:  # noqa: BLE001 - values of broken files raise anything
             _raise_for_row(path, part, number)
+        try:
+            named = [
+                row | {key: names[row[key]] for key, names in classes.items() if row.get(key) is not None}
+                for row in rows
+            ]
         except (IndexError, TypeError):
             raise DataError(f"{path}: a class is none of {', '.join(map(str, classes))}'s") from None
+        yield from enumerate(named, start=number)
 
 
 def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
     """Return the names of the classes that columns count, as files of the hub say them beside their schema."""
     try:
         features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-        return {key: each["names"] for key, each in features.items() if each.get("_type") == "ClassLabel"}
-    except (ValueError, AttributeError, KeyError):
+        return {key: [*each["names"]] for key, each in features.items() if each.get("_type") == "ClassLabel"}
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return {}
 
 
 def _raise_for_row(path: Path, table: Any, first: int) -> NoReturn:
-    """Raise DataError for the first value that Python cannot hold: text that is not UTF-8, a date out of its range."""
+    """Raise DataError for the first value that Python cannot hold: text that is not UTF-8, a date out of its range; or
+    for the row, where two columns have one name."""
     for index in range(table.num_rows):
-        for name in table.column_names:
+        for name, column in zip(table.column_names, table.columns, strict=True):
             try:
-                table.column(name)[index].as_py()
-            except (ValueError, OverflowError) as error:
+                column[index].as_py()
+            except Exception as error:  # noqa: BLE001 - as above
                 raise DataError(f"{path}, row {first + index}: {name} cannot be read ({error})") from None
-    raise AssertionError("every value can be read")
+    raise DataError(f"{path}, row {first}: its columns {', '.join(table.column_names)} cannot be told apart")
 
 
 _READERS: dict[str, tuple[Callable[[Path], Iterator[tuple[int, dict[str, Any]]]], str]] = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -15,14 +16,18 @@ from typing import Any
 from ftbench.core import lengths, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
+from ftbench.core.time_limit import time_limit
 from ftbench.errors import DataError, MissingError
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of, tokenizer_file
-from ftbench.spec.dataset_rows import row_example, row_format
+from ftbench.spec.dataset_rows import check_file, row_example, row_format
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.spec.load import load
+from ftbench.spec.reading import MAX_CONFIG_BYTES
+from ftbench.store.rundir import open_plain_file, read_json
 
 _BAR, _LETTERS = 40, 600
+_TEMPLATE_S = 1.0  # of computing for a sample: a long dialogue takes a thousandth
 _PLAIN = "turns one after the other, as the model's chat template is not on this machine"
 
 
@@ -58,6 +63,7 @@ def _exported(dataset: Dataset, out: Path) -> dict[str, Any]:
 
 def _of_file(spec: Experiment, dataset: Dataset) -> dict[str, Any]:
     path = Path(dataset.path) if dataset.path else Path(str(files("ftbench.facts") / "sample.jsonl"))
+    check_file(dataset)
     rows = read_file(path)
     format_name = row_format(dataset, rows[0], rows.where(0))
     counted = file_lengths(dataset, spec.model)
@@ -96,11 +102,10 @@ def _chat_template(model: Model) -> str | None:
     if (tokenizer := tokenizer_file(model)) is None:
         return None
     try:
-        if (single := tokenizer.with_name("chat_template.jinja")).is_file():
-            return single.read_text("utf-8")
-        template = json.loads(tokenizer.with_name("tokenizer_config.json").read_text("utf-8")).get("chat_template")
+        with open_plain_file(tokenizer.with_name("chat_template.jinja"), MAX_CONFIG_BYTES) as file:
+            return file.read().decode()
     except (OSError, ValueError):
-        return None
+        template = read_json(tokenizer.with_name("tokenizer_config.json")).get("chat_template")
     return template if isinstance(template, str) else None
 
 
@@ -108,14 +113,12 @@ def _rendered(example: Example, template: str | None) -> str:
     if example.text is not None:
         return example.text
     if template is not None:
-        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        try:
+        # A template asks for what only the tokenizer has, and one of a stranger's raises anything, or does not end.
+        with suppress(Exception), time_limit(_TEMPLATE_S):
             return environment.from_string(template).render(messages=example.messages, bos_token="", eos_token="")
-        except (TemplateError, TypeError, ValueError):
-            pass  # it asks for what only the tokenizer has
     return "\n".join(f"{message['role']}: {_content(message['content'])}" for message in example.messages)
 
 

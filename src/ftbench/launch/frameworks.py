@@ -4,8 +4,13 @@ interpreter."""
 from __future__ import annotations
 
 import os
+import re
+import select
+import signal
 import subprocess
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,7 +20,9 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import FRAMEWORKS
 
 devices, command = trl.devices, trl.command
-_LIMIT_S = 60  # a cold disk takes seconds to answer
+_LIMIT_S = 10  # a cold disk takes seconds to answer
+_LONGEST, _SILENT = 64, "?"  # bytes of a version; the answer of what gives none
+_VERSION = re.compile(r"[\w.+!-]{1,40}")
 _ASK = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 
@@ -42,8 +49,12 @@ def check_installed(spec: Experiment) -> None:
     if not Path(python).is_file() or not os.access(python, os.X_OK):
         raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {way}")
     version = _version(python, wanted.package)
-    if version is None:
+    if not version:
         raise MissingError(f"launch.python: {spec.launch.python} does not have {wanted.package}; {way}")
+    if not _VERSION.fullmatch(version):
+        raise MissingError(
+            f"launch.python: {spec.launch.python}: does not answer as Python does within {_LIMIT_S} s; {way}"
+        )
     if version != wanted.version and not spec.measure.allow_fallback:
         raise MissingError(
             f"launch.python: {spec.launch.python} has {wanted.package} {version}, and {wanted.version} is what was "
@@ -52,10 +63,31 @@ def check_installed(spec: Experiment) -> None:
 
 
 @lru_cache(maxsize=16)
-def _version(python: str, package: str) -> str | None:
-    """Return the version of a package in an interpreter's environment; None where it is not there."""
+def _version(python: str, package: str) -> str:
+    """Return what an interpreter says is the version of a package in its environment: nothing where that is not there,
+    no version where it is no interpreter, or says nothing for so long."""
     try:
-        answer = subprocess.run([python, "-c", _ASK, package], capture_output=True, text=True, timeout=_LIMIT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None
+        child = subprocess.Popen(
+            [python, "-c", _ASK, package], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError:
+        return _SILENT
+    with child:
+        assert child.stdout is not None
+        answer = _first_bytes(child.stdout.fileno(), time.monotonic() + _LIMIT_S)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    return answer
+
+
+def _first_bytes(pipe: int, until: float) -> str:
+    """Return what comes out of a pipe until it ends, or as much as shows that it is no version."""
+    answer = b""
+    while len(answer) <= _LONGEST:
+        if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+            return _SILENT
+        if not (part := os.read(pipe, _LONGEST + 1)):
+            break
+        answer += part
+    return answer.decode(errors="replace").strip()

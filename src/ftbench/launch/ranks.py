@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from ftbench.launch.process import signals
 from ftbench.launch.supervisor import end_like
-from ftbench.store.rundir import RunDir, read_json, write_json
+from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
 GRACE_S = 3.0  # between TERM and KILL; ftbench itself waits longer
+_RANK_GB = 0.5  # GiB that a process has taken once torch and trl are imported
 LISTENER = "FTBENCH_RENDEZVOUS"  # the environment variable that tells rank 0 the descriptor of its socket
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Where in a step a rank can be, in this order.
@@ -37,6 +38,25 @@ def around(command: Sequence[str], spec: Experiment, run: RunDir) -> list[str]:
     """Return the command that runs `command` once for each rank of this machine."""
     own = [sys.executable, "-P", "-m", "ftbench.launch.ranks", str(run.path.resolve()), str(spec.launch.gpus)]
     return [*own, *command]
+
+
+def too_many(spec: Experiment, described: Mapping[str, Any]) -> list[str]:
+    """Return, as a sentence, that a spec asks for more GPUs than a machine.json has; where there is none at all the
+    ranks run on the CPU, as many as its memory takes."""
+    there, ranks = len(gpus_of(described)), spec.launch.gpus
+    if there and there < ranks:
+        return [
+            f"launch.gpus: {ranks} GPUs are asked for and this run sees {there} (`nvidia-smi -L` lists those of the "
+            "machine, CUDA_VISIBLE_DEVICES limits them, `ftbench sweep --gpus` gives each run one): lower it, or try "
+            "the strategy on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+        ]
+    memory = (described.get("cpu") or {}).get("memory_gb")
+    if there or ranks == 1 or spec.launch.mock != "off" or not memory or ranks * _RANK_GB <= memory:
+        return []
+    return [
+        f"launch.gpus: without a GPU {ranks} processes run on the CPU and take {ranks * _RANK_GB:.0f} GiB for their "
+        f"libraries alone, and this machine has {memory:.0f} GiB: lower it"
+    ]
 
 
 def main(path: str, count: int, command: Sequence[str]) -> None:

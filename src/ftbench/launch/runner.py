@@ -17,6 +17,7 @@ from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 from ftbench.launch import process
 from ftbench.launch.follow import Follower, Watchdog
 from ftbench.launch.launchers import command_of, launcher_of
+from ftbench.launch.ranks import too_many
 from ftbench.profile import files as profiles
 from ftbench.profile.trace import TraceError
 from ftbench.spec import identity
@@ -148,18 +149,7 @@ def check(spec: Experiment, described: dict[str, Any]) -> None:
 def refused(spec: Experiment, described: dict[str, Any]) -> list[str]:
     """Return why a resolved spec cannot work on this machine, a sentence each. What no machine can do was refused as
     the spec was read: left is what `auto` became here."""
-    return refusals(spec) + launcher_of(spec).refusals(spec, capability(described)) + _too_few_gpus(spec, described)
-
-
-def _too_few_gpus(spec: Experiment, described: dict[str, Any]) -> list[str]:
-    """Return that the spec asks for more GPUs than there are; where there is none at all the ranks run on the CPU."""
-    if not (there := len(rundir.gpus_of(described))) or there >= spec.launch.gpus:
-        return []
-    return [
-        f"launch.gpus: {spec.launch.gpus} GPUs are asked for and this run sees {there} (`nvidia-smi -L` lists those of "
-        "the machine, CUDA_VISIBLE_DEVICES limits them, `ftbench sweep --gpus` gives each run one): lower it, or try "
-        "the strategy on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
-    ]
+    return refusals(spec) + launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
 
 
 def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:

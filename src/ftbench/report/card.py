@@ -25,14 +25,15 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
     steps, trained, bound = summary.steps, summary.parameters.get("trainable"), summary.bound
     verdict = bound.get("verdict")
     what = f"{summary.method} of {summary.model} ({summary.weights} weights) on {summary.gpu or 'the CPU'}"
-    share = f"{units.parameters(trained)} of {units.parameters(summary.parameters['total'])} parameters"
+    share = f"{units.parameters(trained)} of {units.parameters(summary.parameters.get('total'))} parameters"
     rates: dict[str, Any] = summary.tokens_per_s
     joules = (summary.energy or {}).get("joules_per_1k_samples")
-    padding = units.percent(1 - rates["real"] / rates["padded"]) if rates and rates.get("padded") else ""
+    known = rates.get("real") is not None and rates.get("padded")
+    padding = units.percent(1 - rates["real"] / rates["padded"]) if known else ""
     return [
         ("what", ", ".join([what, *summary.optimizations])),
         ("trained", share if trained else ""),
-        ("steps", f"{steps['total']}, of which {steps['warmup']} warm-up" if steps.get("total") else ""),
+        ("steps", f"{steps['total']}, of which {steps.get('warmup', 0)} warm-up" if steps.get("total") else ""),
         ("step time", _step_time(summary.step_time_s)),
         ("forward", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.forward_s.items())),
         ("first step", units.seconds(summary.first_step_s)),
@@ -51,14 +52,14 @@ def _step_time(times: dict[str, Any]) -> str:
     if not times:
         return ""
     interval = times.get("ci95")
-    between = f" (95 %: {units.seconds(interval[0])} to {units.seconds(interval[1])})" if interval else ""
+    between = " (95 %: {} to {})".format(*map(units.seconds, interval)) if interval and len(interval) == 2 else ""
     return f"{units.seconds(times['median'])} median{between}"
 
 
 def _speed(summary: RunSummary) -> str:
     if not summary.samples_per_hour:
         return ""
-    tokens = units.rate(summary.tokens_per_s["real"])
+    tokens = units.rate(summary.tokens_per_s.get("real"))
     images = summary.images_per_s.get("images")
     shown = f", {units.rate(images)} images/s" if images else ""
     return f"{tokens} real tokens/s, {units.rate(summary.samples_per_hour)} samples/h{shown}"
@@ -81,7 +82,8 @@ def _memory(memory: dict[str, Any]) -> str:
     if not memory.get("allocated_peak"):
         return ""
     device = memory.get("device_peak")
-    peak = f"{units.gibibytes(memory['allocated_peak'])} GiB at the peak ({memory['peak_phase'].replace('_', ' ')})"
+    phase = (memory["peak_phase"] or "an unknown phase").replace("_", " ")
+    peak = f"{units.gibibytes(memory['allocated_peak'])} GiB at the peak ({phase})"
     return peak + (f", {units.gibibytes(device)} GiB used on the device" if device else "")
 
 

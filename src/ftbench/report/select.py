@@ -19,7 +19,7 @@ from ftbench.report.render.runs_table import FIGURES
 from ftbench.spec.base import nearest, shortened
 from ftbench.store.rundir import RunDir
 
-_CONDITION = re.compile(r"\s*([^=!<>]+?)\s*(<=|>=|!=|=|<|>)\s*(.*?)\s*")
+_CONDITION = re.compile(r"([^=!<>]+)(<=|>=|!=|=|<|>)(.*)")
 _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
@@ -56,7 +56,7 @@ class Selection:
             match = _CONDITION.fullmatch(text)
             if match is None:
                 raise SpecError(f"--where {shortened(text)}: write it as method=lora, batch=4,8 or tokens/s>=5000")
-            name, sign, value = match.groups()
+            name, sign, value = map(str.strip, match.groups())
             column = self.column("--where", name)
             choose = _ordered if sign in _ORDERED else _equal
             kept = choose(self.records, column, sign, value)

@@ -46,7 +46,7 @@ def show(name: str, paths: Sequence[Path]) -> Shown:
     """Return the run that a name means. Raise SpecError where it is none, or several."""
     if RunDir(Path(name)).state.exists():
         run = RunDir(Path(name))
-        return shown(run, run.path.resolve().parents[1])
+        return shown(run, run.path.resolve().parent.parent)
     run = RunDir(Path(str(_record(name, paths)["path"])))
     return shown(run, paths[0])
 

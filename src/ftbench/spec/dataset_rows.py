@@ -8,7 +8,7 @@ from typing import Any
 
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import BadRow, Example, detect, example
-from ftbench.errors import DataError
+from ftbench.errors import DataError, MissingError
 from ftbench.spec.base import nearest
 from ftbench.spec.datasets import Dataset
 
@@ -48,7 +48,7 @@ def check_file(dataset: Dataset) -> None:
         return
     try:
         rows = read_file(Path(dataset.path), MOST_CHECKED)
-    except ImportError:  # what reads Parquet is installed where training is
+    except MissingError:  # what reads Parquet is installed where training is
         return
     format_name = row_format(dataset, rows[0], rows.where(0))
     for index in range(len(rows)):

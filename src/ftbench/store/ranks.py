@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import StepRow
-from ftbench.store.rundir import RunDir
+from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.shapes import RANKS
 from ftbench.store.steps import StepsWriter, read_steps
 
 TIERS = {"allocated": "peak_memory_gb", "reserved": "peak_reserved_gb", "device": "device_memory_gb"}
@@ -116,15 +117,22 @@ def token_skew(ranks: Sequence[Sequence[StepRow]], warmup: int) -> float | None:
 
 
 def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
-    """Return the rows of each rank of a run, and what was wrong with their files; none for a run of one process."""
-    tables = [read_steps(path) for path in rank_files(run)]
+    """Return the rows of each rank of a run, and what was wrong with their files. None for a run of one process, nor
+    where files of ranks are missing: what the others say is not the run's."""
+    if not (files := rank_files(run)):
+        return [], []
+    count = max(len(files), read_json(run.spec_json).get("launch", {}).get("gpus", 1))
+    if missing := [path.name for path in map(run.rank_steps, range(count)) if path not in files]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return [], [f"{missing[0]}{more} of {count} ranks: not there, so nothing is known by rank"]
+    tables = [read_steps(path) for path in files]
     return [rows for rows, _ in tables], [warning for _, warnings in tables for warning in warnings]
 
 
 def rank_files(run: RunDir) -> list[Path]:
     """Return the files of the ranks, in their order."""
-    files = {int(number): path for path in run.path.glob("steps.rank*.csv") if (number := path.name[10:-4]).isdecimal()}
-    return [files[number] for number in sorted(files)]
+    present = {*run.path.glob("steps.rank*.csv")}
+    return [path for path in map(run.rank_steps, range(RANKS.stop - 1)) if path in present] if present else []
 
 
 def write_merged(run: RunDir) -> None:

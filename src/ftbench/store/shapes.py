@@ -1,7 +1,8 @@
 """What the JSON documents of a run must hold, as far as anybody reads them: a store is input like any other.
 
-A shape is a set of types, `{key: shape}` (`*` is any other key, `!` names those that must be there), `[shape]`, or
-`(shape,)` where null may stand instead. A key that a shape does not name may hold anything: other versions write more.
+A shape is a set of types, `{key: shape}` (`*` is any other key, `!` names those that must be there, `?` those that must
+be where any is), `[shape]`, a range of whole numbers, or `(shape,)` where null may stand instead. A key that a shape
+does not name may hold anything: other versions write more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ LARGEST = 1e60  # no number that a run writes is larger, and the product of seve
 DEEPEST = 40
 _COUNT, _REAL, _NAME, _FLAG = {int}, {int, float}, {str}, {bool}
 _NUMBER, _TEXT, _KNOWN_COUNT = _REAL | {NoneType}, {str, NoneType}, {int, NoneType}
+RANKS = range(1, 1025)  # of a run
 
 _OOM = ({"kind": _TEXT, "bytes_requested": _NUMBER, "phase": _TEXT, "step": _KNOWN_COUNT},)
 _LENGTHS = {"histogram": {"edges": [_REAL], "counts": [_COUNT]}, "*": _NUMBER}
@@ -35,7 +37,7 @@ _MATMUL_SHAPE = {"attention_width": [_COUNT], "windows": [_KNOWN_COUNT], "*": _C
 
 _MEMORY = ("total_gb", "phase", *CATEGORIES)
 _MACHINE = {
-    "gpu": (_GPU,), "gpus": ([_GPU],), "ceilings": ({"tflops": {"*": _NUMBER}},), "ftbench": {"*": _TEXT},
+    "gpu": (_GPU,), "gpus": ([_GPU],), "ceilings": ({"tflops": {"*": _NUMBER}, "*": _NUMBER},), "ftbench": {"*": _TEXT},
     "cpu": {"model": _TEXT, "*": _NUMBER}, "os": {"*": _TEXT}, "versions": {"*": _TEXT},
     "environment": {"*": _TEXT}, "shared_host": _FLAG | {NoneType},
 }  # fmt: skip
@@ -72,6 +74,7 @@ SHAPES: dict[str, Any] = {
     "probe/*.json": {
         "machine": _MACHINE, "device": ({"kind": _TEXT},), "products": {"*": ({"best_tflops": _NUMBER},)},
         "memory": ({"*": _NUMBER},), "host_link": ({"*": _NUMBER},), "capacity": ({"*": _NUMBER},),
+        "links": ({"all_reduce_bus_gbs": _NUMBER},),
         "launch_us": _NUMBER,
     },
     "applied.json": {
@@ -89,24 +92,28 @@ SHAPES: dict[str, Any] = {
     "spec.json": {
         "name": _NAME, "model": {"id": _NAME, "weights": _TEXT}, "method": {"name": _NAME}, "dataset": {"name": _TEXT},
         "train": {"batch_size": _COUNT, "gradient_accumulation_steps": _COUNT, "precision": _TEXT},
-        "measure": {"warmup": _COUNT | _NAME, "share_gpu": _FLAG, "profile": _NAME}, "optimizations": {}, "launch": {},
+        "measure": {"warmup": _COUNT | _NAME, "share_gpu": _FLAG, "profile": _NAME}, "optimizations": {},
+        "launch": {"gpus": RANKS, "strategy": _NAME, "offload": _NAME, "framework": _NAME},
         "imported": {"*": _TEXT},
     },
     "summary.json": {
         "name": _NAME, "run_id": _NAME, "state": _NAME, "reason": _TEXT, "method": _NAME, "model": _NAME,
         "weights": _NAME, "gpu": _TEXT, "batch_size": _COUNT, "gradient_accumulation_steps": _COUNT,
-        "optimizations": [_NAME], "steps": {"*": _COUNT}, "first_step_s": _NUMBER, "time_to_steady_s": _NUMBER,
-        "step_time_s": {"ci95": ([_REAL],), "*": _NUMBER}, "tokens_per_s": {"*": _NUMBER}, "samples_per_s": _NUMBER,
-        "samples_per_hour": _NUMBER, "memory_gb": {"peak_phase": _TEXT, "*": _NUMBER}, "model_tflops": _NUMBER,
+        "optimizations": [_NAME], "steps": {"*": _COUNT}, "first_step_s": _NUMBER,
+        "time_to_steady_s": _NUMBER, "step_time_s": {"?": ("median",), "ci95": ([_REAL],), "*": _NUMBER},
+        "tokens_per_s": {"?": ("real",), "*": _NUMBER}, "samples_per_s": _NUMBER, "samples_per_hour": _NUMBER,
+        "memory_gb": {"?": ("peak_phase",), "peak_phase": _TEXT, "*": _NUMBER}, "model_tflops": _NUMBER,
         "mfu": _NUMBER, "hfu": _NUMBER, "mfu_measured": _NUMBER, "drift": _NUMBER, "energy": {"*": _NUMBER},
-        "bound": {"verdict": _TEXT, "also": [_NAME], "why": _TEXT, "gpu_busy_method": _TEXT, "*": _NUMBER},
+        "bound": {"?": ("also", "why"), "verdict": _TEXT, "also": [_NAME], "why": _TEXT, "gpu_busy_method": _TEXT,
+                  "*": _NUMBER},
         "outliers": [{"step": _KNOWN_COUNT, "step_time_s": _REAL, "times_the_median": _REAL, "with": [_NAME]}],
-        "loss": {"*": _NUMBER}, "parameters": {"*": _KNOWN_COUNT}, "phases_s": {"*": _REAL}, "dataset": _DATASET,
-        "oom": _OOM, "warnings": [_NAME], "learning": {"state": _TEXT, "first_step": _NUMBER, "count": _NUMBER},
+        "loss": {"*": _NUMBER}, "parameters": {"?": ("total",), "*": _KNOWN_COUNT}, "phases_s": {"*": _REAL},
+        "dataset": _DATASET, "oom": _OOM, "warnings": [_NAME],
+        "learning": {"state": _TEXT, "first_step": _NUMBER, "count": _NUMBER},
         "contention": {"contended": _FLAG, "*": _NUMBER}, "first_step_cache": _TEXT,
         "images_per_s": {"*": _NUMBER}, "forward_s": {"*": _NUMBER},
-        "ranks": {"count": _COUNT, "spread": {"*": {"*": _REAL}}, "memory_gb": [{"*": _NUMBER}], "token_skew": _NUMBER,
-                  "tokens_per_s_per_gpu": _NUMBER},
+        "ranks": {"?": ("count",), "count": RANKS, "spread": {"*": {"?": ("lowest", "highest"), "*": _REAL}},
+                  "memory_gb": [{"*": _NUMBER}], "token_skew": _NUMBER, "tokens_per_s_per_gpu": _NUMBER},
     },
 }  # fmt: skip
 
@@ -138,6 +145,10 @@ def check(value: Any, shape: Any, depth: int = 0) -> None:
     kind = type(value)
     if type(shape) is tuple:
         shape = None if value is None else shape[0]
+    if type(shape) is range:
+        if kind is not int or value not in shape:
+            raise Misfit(f"is no whole number from {shape.start} to {shape.stop - 1}")
+        return
     if shape is not None and (kind not in shape if type(shape) is set else kind is not type(shape)):
         raise Misfit(f"is {_WORDS[kind]}, not {_wanted(shape)}")
     if (kind is float or kind is int) and not -LARGEST < value < LARGEST:
@@ -146,7 +157,8 @@ def check(value: Any, shape: Any, depth: int = 0) -> None:
         return
     if depth > DEEPEST:
         raise Misfit("is nested too deeply")
-    if kind is dict and shape and (missing := set(shape.get("!", ())) - value.keys()):
+    needed = shape.get("!", shape.get("?", ()) if value else ()) if kind is dict and shape else ()
+    if needed and (missing := set(needed) - value.keys()):
         raise Misfit(f"has no {min(missing)}")
     items = value.items() if kind is dict else enumerate(value)
     others = None if shape is None else shape.get("*") if kind is dict else shape[0]

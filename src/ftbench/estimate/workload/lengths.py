@@ -131,7 +131,7 @@ def file_lengths(dataset: Dataset, model: Model) -> tuple[tuple[int, ...], int, 
     path = Path(dataset.path) if dataset.path else Path(str(files("ftbench.facts") / "sample.jsonl"))
     try:
         rows = read_file(path)
-    except (FtbenchError, ImportError) as error:
+    except FtbenchError as error:
         return str(error)
     texts = [list(_texts(named_row(rows[at], dataset))) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))]
     tokenizer = _local_tokenizer(model)
@@ -166,7 +166,7 @@ def tokenizer_file(model: Model) -> Path | None:
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
     snapshots = cache.expanduser() / f"models--{model.id.replace('/', '--')}" / "snapshots"
     result = Path(model.path).glob("tokenizer.json") if model.path else snapshots.glob("*/tokenizer.json")
-    return next(iter(sorted(result)), None)
+    return next((path for path in sorted(result) if path.is_file()), None)
 
 
 def _local_tokenizer(model: Model) -> Any | None:

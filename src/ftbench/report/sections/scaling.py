@@ -244,7 +244,7 @@ def _count(run: Run) -> int:
 
 def _tiers(run: Run) -> list[dict[str, float]]:
     """Return of each rank what each tier holds beyond the one within it."""
-    ranks = run.record.get("ranks.memory_gb") or []
+    ranks = (run.record.get("ranks.memory_gb") or [])[: _count(run)]
     result = []
     for rank in ranks:
         within, parts = 0.0, {}

@@ -79,7 +79,10 @@ def _decoded(data: bytes) -> Image:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        return Image.open(BytesIO(data)).convert("RGB")
+        image = Image.open(BytesIO(data))
+        if image.format == "EPS":  # Pillow gives it to Ghostscript, if there is one
+            raise ValueError("PostScript is a program and no picture")
+        return image.convert("RGB")
 
 
 def made(dataset: Dataset, count: int) -> list[Picture]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +14,7 @@ from jinja2 import TemplateError
 
 from ftbench.core import lengths
 from ftbench.core.data_formats import BadRow, Example
+from ftbench.core.time_limit import time_limit
 from ftbench.errors import DataError, SpecError
 from ftbench.spec.dataset_rows import row_example, row_format
 from ftbench.spec.datasets import Dataset
@@ -166,27 +165,11 @@ def _images(rows: Rows, index: int, parsed: Example, dataset: Dataset, pixels: P
         raise DataError(f"{rows.where(index)}: {error}") from None
 
 
-@contextmanager
-def _limited(limit_s: float) -> Iterator[None]:
-    """Raise TimeoutError in the block once it has computed for so long; time that others take does not count."""
-
-    def end(number: int, frame: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
 def _tokens(
     rows: Rows, index: int, parsed: Example, dataset: Dataset, tokenizer: Any, images: ShownImages | None
 ) -> Tokens:
     try:
-        with _limited(ROW_S):
+        with time_limit(ROW_S):
             return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
     except BadRow as error:
         raise DataError(f"{rows.where(index)}: {error}") from None
