@@ -42,9 +42,9 @@ def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
 
 def _recipe(facts: Mapping[str, str]) -> str:
     words = _unsloth(facts) if facts.get("method.name") == "unsloth" else []
-    for name, keys in recipe_keys().items():
-        if not words and all(facts.get(key) == text for key, text in keys.items()):
-            return name
+    fitting = {name: len(keys) for name, keys in recipe_keys().items() if keys.items() <= facts.items()}
+    if fitting and not words:
+        return max(fitting, key=fitting.__getitem__)  # one for images says all that another does, and more
     optimizer = facts.get("train.optimizer", "adamw_torch")
     words += [value_at(OPTIMIZATIONS, facts) or "", *([optimizer] if optimizer != "adamw_torch" else [])]
     return " + ".join(part for part in words if part and part != NO_OPTIMIZATION) or NO_OPTIMIZATION

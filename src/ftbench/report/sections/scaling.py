@@ -20,7 +20,7 @@ from ftbench.store.rundir import MEMORY, read_json
 
 # What a recipe is not: how its work is divided, how long it lasts, what is measured beside it.
 _DIVIDED = ("launch.", "train.batch_size", "train.gradient_accumulation_steps", "train.max_steps", "train.epochs",
-            "measure.")  # fmt: skip
+            "dataset.samples", "measure.")  # fmt: skip
 _TIERS = {"allocated": "tensors", "reserved": "pool beyond them", "device": "driver, NCCL and others"}
 _LINES = ("#3b6fb6", "#d9822b", "#6aa84f", "#9b59b6", "#b5446e", "#c0392b", "#17a2a2", "#8d8d8d")
 _WORDS = (
