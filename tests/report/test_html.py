@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
+from ftbench.core.redact import clean
 from ftbench.errors import SpecError
 from ftbench.report.command import Request, report
+from ftbench.report.data import facts
 from ftbench.report.data.collect import collect
 from ftbench.report.page import bars, document, head
 from ftbench.report.page.view import view
@@ -23,6 +25,7 @@ from ftbench.report.render import formats
 from ftbench.report.render.document import Point, Report, Section, Table
 from ftbench.report.render.formats import render
 from ftbench.store import rundir
+from made_runs import make_run
 
 COMMITTED = Path(__file__).parents[2] / "results"
 
@@ -225,6 +228,16 @@ def test_sections_stand_in_the_order_of_the_questions(tmp_path):
         "decision", "frontier", "pareto", "bars", "answer-energy", "curves", "answer-scaling", "answer-image_guide",
         "answer-kernels", "all-runs", "answer-trained",
     ]  # fmt: skip
+
+
+def test_each_document_of_a_run_is_read_for_secrets_once(tmp_path, monkeypatch):
+    cleaned: list[str] = []
+    monkeypatch.setattr(facts, "clean", lambda document: cleaned.append(repr(document)) or clean(document))
+    for batch in (1, 4):
+        make_run(tmp_path, f"b{batch}", spec={"train.batch_size": batch}, machine={"cpu.model": f"{tmp_path} {batch}"})
+    report(Request([tmp_path], "html"))
+    machines = [text for text in cleaned if str(tmp_path) in text]
+    assert len(machines) == len(set(machines)) == 2
 
 
 def test_of_many_runs_the_first_of_each_spec_have_curves(tmp_path, monkeypatch):

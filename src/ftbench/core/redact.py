@@ -120,10 +120,9 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str], tuple
 def secrets_of(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the values of the variables whose names say that they are secret, each also as JSON, HTML, CSV, YAML and a
     URL write it, longest first; short ones are words."""
-    return _forms(tuple(
-        value for name, value in environment.items()
-        if len(value) >= 8 and _names_a_secret(name)
-    ))  # fmt: skip
+    # The name first: os.environ decodes a value each time it is asked for.
+    named = (environment[name] for name in environment if _names_a_secret(name))
+    return _forms(tuple(value for value in named if len(value) >= 8))
 
 
 @lru_cache(maxsize=4096)  # asked of every variable for every document

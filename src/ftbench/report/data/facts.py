@@ -17,7 +17,7 @@ from ftbench.core.redact import clean
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.reading import as_text
-from ftbench.store.rundir import MOST_JSON_BYTES, RunDir, first_gpu, open_plain_file, parse_document, read_json
+from ftbench.store.rundir import MOST_JSON_BYTES, RunDir, first_gpu, open_plain_file, parse_document
 
 CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "mock", "mock_fits", "gpus", "strategy", "offload")
@@ -31,20 +31,37 @@ _ENVIRONMENT = ("PYTORCH_", "CUDA_LAUNCH", "NVIDIA_TF32", "TORCHINDUCTOR_", "TOR
 _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_checkpointing", "compiled_graphs")
 
 
+def clean_document(path: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file of a run, without secrets; empty where `read_json` is."""
+    return _cleaned(_content(path), path.name)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with open_plain_file(path, MOST_JSON_BYTES) as file:
+            return file.read()
+    except (OSError, ValueError):
+        return b""
+
+
+@lru_cache(maxsize=8192)  # a report asks for each several times, and repeats share some
+def _cleaned(data: bytes, name: str) -> Mapping[str, Any]:
+    try:
+        return dict(clean(parse_document(data, Path(name))))
+    except ValueError:
+        return {}
+
+
 def spec_facts(run: RunDir) -> Mapping[str, str]:
     """Return the resolved spec, flat: what changes the result (spec/identity.py) with the framework. Of a file its name
     counts. A key that an older ftbench did not know has today's default, which is what that version did."""
-    try:
-        with open_plain_file(run.spec_json, MOST_JSON_BYTES) as file:
-            return _facts_of(file.read())
-    except (OSError, ValueError):
-        return {}
+    return _facts_of(_content(run.spec_json))
 
 
 @lru_cache(maxsize=8192)
 def _facts_of(data: bytes) -> Mapping[str, str]:
-    """Return the facts of a spec.json: repeats share one, and a report asks for each several times."""
-    written = clean(parse_document(data, Path("spec.json")))
+    """Return the facts of a spec.json: repeats share one object."""
+    written = _cleaned(data, "spec.json")
     facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}
     if facts.get("launch.mock", "off") == "off":
         facts.pop("launch.mock", None)
@@ -56,7 +73,7 @@ def _facts_of(data: bytes) -> Mapping[str, str]:
 
 def machine_facts(run: RunDir) -> dict[str, str]:
     """Return the machine and what ran on it; keys whose value is not known are absent."""
-    machine, applied = clean(read_json(run.machine)), clean(read_json(run.applied))
+    machine, applied = clean_document(run.machine), clean_document(run.applied)
     return dict(_known(_machine(machine) | _applied(applied)))
 
 

@@ -24,8 +24,8 @@ from ftbench.report.data.axes import (
     value_at,
 )
 from ftbench.report.data.collect import Record, data_labels, known
-from ftbench.report.data.facts import CPU, IMPORTED, machine_facts, spec_facts
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.report.data.facts import CPU, IMPORTED, clean_document, machine_facts, spec_facts
+from ftbench.store.rundir import RunDir
 
 TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.median"
 PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
@@ -189,7 +189,7 @@ def identity(run: Run) -> Any:
 
 def cache_of(record: Record) -> str:
     """Return the state of the compiler's cache before a run's first step; older summaries do not tell it."""
-    state = record.get("first_step_cache") or read_json(RunDir(Path(record["path"])).applied).get("compile_cache")
+    state = record.get("first_step_cache") or clean_document(RunDir(Path(record["path"])).applied).get("compile_cache")
     return state or "none"
 
 

@@ -3,15 +3,15 @@ page: no environment, no path, no log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.redact import clean
+from ftbench.report.data.facts import clean_document
 from ftbench.report.page.figures import FIGURES, number
 from ftbench.report.page.view import RunRow
-from ftbench.store.rundir import RunDir, first_gpu, read_json
+from ftbench.store.rundir import RunDir, first_gpu
 
 Pairs = list[tuple[str, str]]
 
@@ -52,9 +52,9 @@ def facts(row: RunRow) -> list[Pairs]:
     if (path := folder(row)) is None:
         return [[], [], []]
     run = RunDir(path)
-    documents = {name: clean(read_json(getattr(run, name))) for name in _SHOWN}
+    documents = {name: clean_document(getattr(run, name)) for name in _SHOWN}
     requested, applied, machine = documents.values()
-    machine["gpu"] = first_gpu(machine)
+    machine = documents["machine"] = {**machine, "gpu": first_gpu(machine)}
     model, kinds = applied.get("model", {}), applied.get("parameters", {}).get("by_kind", {})
     more: tuple[dict[str, str], ...] = (
         {
@@ -80,7 +80,7 @@ def folder(row: RunRow) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-def _pairs(document: dict[str, Any], sections: tuple[tuple[str, str, tuple[str, ...]], ...]) -> Pairs:
+def _pairs(document: Mapping[str, Any], sections: tuple[tuple[str, str, tuple[str, ...]], ...]) -> Pairs:
     return [
         (f"{label} {name.replace('_', ' ')}".strip(), _text(part[name]))
         for label, section, names in sections for part in (document.get(section, {}) if section else document,)
