@@ -32,13 +32,14 @@ GPU = {
     "power_limit_max_w": 700.0, "ecc_uncorrected": 0, "mig": False,
 }  # fmt: skip
 TORCH = {
-    "torch": "2.11.0", "cuda": "13.0", "arch_list": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
-    "devices": [{"name": "NVIDIA H200", "capability": [9, 0], "integrated": False}], "works": True, "error": None,
+    "torch": "2.11.0", "cuda": "13.0", "rocm": False, "works": True, "error": None,
+    "arch_list": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
+    "devices": [{"name": "NVIDIA H200", "capability": [9, 0], "integrated": False}],
 }  # fmt: skip
 DRIVER = {
     "gpus": 1, "persistence": True, "application_clock_mhz": 1980, "default_clock_mhz": 1980, "throttle": 0x1,
 }  # fmt: skip
-ON_CPU = {"torch": "2.13.0+cpu", "cuda": None, "arch_list": [], "devices": [], "works": None, "error": None}
+ON_CPU = TORCH | {"torch": "2.13.0+cpu", "cuda": None, "arch_list": [], "devices": [], "works": None}
 VERSIONS = {
     "torch": "2.11.0", "transformers": "5.17.0", "trl": "1.14.2", "triton": "3.6.0", "xformers": "0.0.35",
     "typer": "0.29.2",
@@ -170,6 +171,7 @@ def test_unknown_bounds_are_no_verdict():
         (machine(torch={"devices": [], "works": None, "error": "The driver is too old"}), "fail", "too old"),
         (machine(gpu=None), "ok", "for the CPU"),
         (machine(gpu=None, torch={"cuda": "13.0"}), "ok", "the CPU trains"),
+        (machine(gpu=None, torch={"torch": "2.11.0+rocm7.1", "rocm": True}), "fail", "of AMD's it only estimates"),
     ],
 )
 def test_torch_must_be_able_to_use_the_gpu(facts_of, verdict, told):

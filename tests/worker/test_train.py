@@ -7,6 +7,7 @@ import math
 import time
 
 import pytest
+import torch
 import transformers
 
 from ftbench.errors import MissingError, NotAppliedError, SpecError
@@ -16,6 +17,7 @@ from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
 from ftbench.worker import trainer
 from ftbench.worker.data.collate import Collator
+from ftbench.worker.device import check_device
 from ftbench.worker.model.random_weights import materialise
 
 METHODS = [{"name": "lora"}, {"name": "qlora"}, {"name": "full"}]
@@ -230,6 +232,14 @@ def test_phases_are_contiguous_and_name_what_was_done(train_here):
     names = [phase["name"] for phase in phases]
     assert names[:6] == ["import", "make_weights", "prepare_data", "load", "setup", "train"]
     assert "evaluate" in names
+
+
+def test_a_gpu_that_torch_calls_cuda_s_and_is_amd_s_is_refused(monkeypatch):
+    check_device(None)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(MissingError, match=r"built for ROCm.*of AMD's it only estimates.* to measure the CPU"):
+        check_device(None)
 
 
 def test_a_local_directory_is_loaded_as_published_weights_are(train_here, cache):

@@ -141,3 +141,11 @@ def cublas_workspace(capability: tuple[int, int]) -> int:
     MiB on Hopper and data-centre Blackwell, else 4096 KiB twice and 16 KiB eight times
     (at::cuda::getChosenWorkspaceSize, in torch's CUDABlas.cpp or CublasHandlePool.cpp)."""
     return 32 * 2**20 if capability in ((9, 0), (10, 0)) else (4096 * 2 + 16 * 8) * 1024
+
+
+def rocm_refusal(torch: str) -> str:
+    """Return why nothing is trained on AMD's GPUs, which this version of torch is built for, and the way out."""
+    return (
+        f"torch {torch} is built for ROCm, and ftbench trains on NVIDIA's GPUs and on CPUs: of AMD's it only estimates "
+        "(`ftbench estimate SPEC --gpu MI300X`); set HIP_VISIBLE_DEVICES= (empty) to measure the CPU"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 
+from ftbench.core.hardware import rocm_refusal
 from ftbench.doctor.bounds import Requirement, within
 from ftbench.doctor.facts import Facts, cuda_version
 from ftbench.doctor.findings import Answer, Finding, answers
@@ -55,6 +56,8 @@ def _torch_build(facts: Facts) -> Answer:
     torch = facts.torch
     if not torch:
         return "n/a", f"{facts.why_no_torch}: pip install 'ftbench[train]', or mend that first"
+    if torch["rocm"]:
+        return "fail", rocm_refusal(torch["torch"])
     if torch["cuda"] is None and facts.gpu:
         return "fail", (
             f"{torch['torch']} is built for the CPU and this machine has {facts.gpu['name']}: install a build of "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from ftbench.core import units
 from ftbench.core.architectures import architectures
-from ftbench.core.hardware import gpus
+from ftbench.core.hardware import Gpu, gpus
 from ftbench.core.table import text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.capacity import capacity
@@ -41,8 +41,13 @@ def _gpus() -> Rows:
     yield "GPU", "dense bf16 TFLOP/s", "memory GB", "usable GiB", "GB/s", "W", "rate of products"
     for gpu in gpus():
         figures = (gpu.bf16, gpu.memory_gb, round(capacity(gpu).usable, 2), gpu.bandwidth, gpu.watts)
-        known_from = "published" if gpu.gemm_bf16 else "unmeasured, data sheet only"
-        yield gpu.name, *("none" if figure is None else f"{figure:g}" for figure in figures), known_from
+        yield gpu.name, *("none" if figure is None else f"{figure:g}" for figure in figures), _rate_from(gpu)
+
+
+def _rate_from(gpu: Gpu) -> str:
+    """Return where the rate of a GPU's products is from; of AMD's no run can ever tell it."""
+    source = "published" if gpu.gemm_bf16 else "unmeasured, data sheet only"
+    return source if gpu.compute_capability else f"{source}; no runs on AMD"
 
 
 LISTS: dict[str, Callable[[], Rows]] = {

@@ -1,6 +1,7 @@
 """What only torch can tell, as one JSON object on stdout: `python -m ftbench.worker.versions`. Asked by the doctor.
 
-torch, cuda        versions; cuda is null in a build for the CPU
+torch, cuda        versions; cuda is null in a build for the CPU or for AMD's GPUs
+rocm               whether it sees a GPU of AMD's
 arch_list          what its kernels are compiled for: sm_90, sm_120, compute_120 …
 devices            the GPUs it sees: name, capability, integrated (memory shared with the host)
 works              whether a kernel ran on the first of them; null without one
@@ -27,9 +28,12 @@ def versions() -> dict[str, Any]:
     """Return the versions, and what torch says of the GPU."""
     import torch
 
+    from ftbench.worker.device import sees_amd
+
     result: dict[str, Any] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "rocm": sees_amd(),
         "arch_list": torch.cuda.get_arch_list(),
         "devices": [],
         "works": None,
