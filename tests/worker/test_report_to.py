@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import socket
+import sqlite3
+import struct
+import subprocess
+import sys
 import threading
+import urllib.request
+from contextlib import closing
 
 import pytest
 
@@ -19,6 +28,7 @@ from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.measure import reporter
 from ftbench.worker.measure.reporter import Reporter, logs_of
+from waiting import eventually
 
 MODEL = {"id": "tiny/qwen3", "weights": "random"}
 
@@ -219,32 +229,83 @@ def test_nothing_is_logged_unless_asked_for(trained, tmp_path):
     assert not (tmp_path / "wandb").exists()
 
 
+def step_times(run):
+    return pytest.approx([row.step_time_s for row in read_steps(run.steps)[0] if row.phase == "train"])
+
+
+def wandb_records(path):
+    """The records of an offline run: a LevelDB log behind a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, begun = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        begun, place = begun + data[place + 7 : place + 7 + length], place + 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(begun)
+            begun = b""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [installed("wandb")])
-def test_wandb_offline(trained, service):
+def test_every_row_is_in_wandb_s_offline_run(trained, service):
     run = trained(service, WANDB_MODE="offline")
-    assert list(run.path.glob("wandb/offline-run-*/*.wandb"))
+    (file,) = run.path.glob("wandb/offline-run-*/*.wandb")
+    items = [item for record in wandb_records(file) for item in record.history.item]
+    logged = [item.value_json for item in items if "train/step_time_s" in (item.key, *item.nested_key)]
+    assert list(map(float, logged)) == step_times(run)
+
+
+@pytest.fixture
+def mlflow_server(tmp_path):
+    """The address of MLflow's own server on this machine, on a database of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    database = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1",
+               "--backend-store-uri", database, "--artifacts-destination", str(tmp_path / "artifacts")]  # fmt: skip
+    with (tmp_path / "server.txt").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+
+    def answers():
+        try:
+            return urllib.request.urlopen(f"{address}/health", timeout=5).status == 200
+        except OSError:
+            return False
+
+    try:
+        eventually(answers, f"MLflow's server: {tmp_path / 'server.txt'}")
+        yield address
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [installed("mlflow")])
-def test_mlflow_in_a_file(trained, tmp_path, service):
+def test_every_row_is_on_mlflow_s_server(trained, mlflow_server, service):
     import mlflow
 
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    run = trained(service, MLFLOW_TRACKING_URI=uri)
-    client = mlflow.MlflowClient(uri)
-    (found,) = client.search_runs(["0"])
-    values = [metric.value for metric in client.get_metric_history(found.info.run_id, "step_time_s")]
-    assert values == pytest.approx([row.step_time_s for row in read_steps(run.steps)[0] if row.phase == "train"])
-    assert found.info.status == "FINISHED"
+    run = trained(service, MLFLOW_TRACKING_URI=mlflow_server)
+    client = mlflow.MlflowClient(mlflow_server)
+    (logged,) = client.search_runs(["0"])
+    assert [metric.value for metric in client.get_metric_history(logged.info.run_id, "step_time_s")] == step_times(run)
+    assert logged.info.status == "FINISHED"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [installed("trackio")])
-def test_trackio_in_a_folder(trained, tmp_path, service):
-    trained(service, TRACKIO_DIR=tmp_path / "trackio", HF_HUB_OFFLINE="1")
-    assert any((tmp_path / "trackio").rglob("ftbench*"))
+def test_every_row_is_in_trackio_s_database(trained, tmp_path, service):
+    run = trained(service, TRACKIO_DIR=tmp_path / "trackio", HF_HUB_OFFLINE="1")
+    (database,) = (tmp_path / "trackio").rglob("*.db")
+    with closing(sqlite3.connect(database)) as connection:
+        rows = [json.loads(metrics) for (metrics,) in connection.execute("SELECT metrics FROM metrics ORDER BY id")]
+    assert [row["train/step_time_s"] for row in rows if "train/step_time_s" in row] == step_times(run)
 
 
 def test_the_run_s_own_record_of_the_spec_is_json(tmp_path):
