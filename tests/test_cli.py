@@ -612,12 +612,26 @@ def test_the_version_is_a_document_too(ftbench):
     assert "--json: stands behind a command, or beside --version" in err
 
 
-def test_a_shell_gets_its_completion(monkeypatch):
-    """The text of the script is typer's; that it asks ftbench is what makes it complete something."""
-    asked = {"_FTBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "ftbench repo", "COMP_CWORD": "1"}
-    command = [sys.executable, "-c", "import sys; sys.argv = ['ftbench']; from ftbench.cli import main; main()"]
-    ended = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=False)
-    assert ended.stdout.split() == ["report"]
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
+@pytest.mark.parametrize(("typed", "completed"), [("repo", "report"), ("report --for", "--format")])
+def test_a_shell_gets_its_completion(tmp_path, typed, completed):
+    """What `ftbench --install-completion` writes for a bash that asks for it, sourced by another."""
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "ftbench"
+    command.write_text(f"#!{sys.executable}\nfrom ftbench.cli import main\nmain()\n")
+    command.chmod(0o755)
+    environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{command.parent}:{os.environ['PATH']}"}
+
+    def bash(text: str) -> list[str]:
+        ended = subprocess.run(
+            ["bash", "-c", text], env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.split()
+
+    bash("ftbench --install-completion; exit $?")
+    pressed = f"COMP_WORDS=(ftbench {typed}); COMP_CWORD={len(typed.split())}; _ftbench_completion ftbench"
+    assert bash(f'source ~/.bashrc; {pressed}; echo "${{COMPREPLY[@]}}"') == [completed]
 
 
 def test_an_error_of_a_thousand_lines_is_cut(ftbench, tmp_path):

@@ -9,6 +9,7 @@ from collections import Counter
 from datetime import datetime
 from itertools import groupby
 
+import datasets
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -25,6 +26,7 @@ from ftbench.store.steps import read_steps
 from ftbench.worker.data import prepare as preparing
 from ftbench.worker.data import synthetic
 from ftbench.worker.data import tokens as tokens_module
+from ftbench.worker.data.sources import open_rows
 from ftbench.worker.data.tokens import IGNORE, tokenise
 from ftbench.worker.model.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
 
@@ -466,3 +468,24 @@ def test_a_random_model_learns_a_chain_within_a_hundred_steps(train_here, method
     assert steps[-1].phase == "evaluate"
     assert steps[-1].loss < steps[0].loss * (1 - falls_by)
     assert steps[-1].loss > read_json(run.applied)["dataset"]["entropy_nats"]
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def test_subset_and_split_name_the_part_of_a_set_that_is_read(tmp_path, monkeypatch):
+    """A folder of this name stands for a set on the hub: the library reads both alike."""
+    folder = tmp_path / "owner" / "set"
+    folder.mkdir(parents=True)
+    configs = []
+    for subset in ("one", "two"):
+        files = [{"split": split, "path": f"{subset}-{split}.jsonl"} for split in ("train", "test")]
+        configs.append({"config_name": subset, "data_files": files})
+        for file in files:
+            (folder / file["path"]).write_text(json.dumps({"question": subset, "answer": file["split"]}) + "\n")
+    (folder / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    parts = [Dataset(name="owner/set", subset="one"), Dataset(name="owner/set", subset="two", split="test")]
+    read = [[rows[index] for index in range(len(rows))] for rows in map(open_rows, parts)]
+    assert read == [[{"question": "one", "answer": "train"}], [{"question": "two", "answer": "test"}]]

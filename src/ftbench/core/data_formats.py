@@ -61,7 +61,10 @@ def detect(columns: Iterable[str], where: str) -> str:
     if "text" in names:
         return "text"
     wanted = "; ".join(f"{name}: {columns}" for name, columns in COLUMNS.items())
-    raise DataError(f"{where}: columns {', '.join(sorted(map(str, names))) or 'none'} fit no format ({wanted})")
+    raise DataError(
+        f"{where}: columns {', '.join(sorted(map(str, names))) or 'none'} fit no format ({wanted}); name them with "
+        "dataset.columns={prompt: COLUMN, completion: COLUMN}"
+    )
 
 
 def example(row: dict[str, Any], format_name: str, prompt: str = "") -> Example:
