@@ -16,10 +16,13 @@ from PIL import Image
 from pydantic import ValidationError
 
 from conftest import spec_of
+from ftbench.core.data_formats import BadRow
 from ftbench.errors import DataError, SpecError
 from ftbench.launch.runner import check_needed
 from ftbench.worker.data.collate import Collator
+from ftbench.worker.data.pictures import read
 from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure.outcome import of_exception
 from ftbench.worker.model import loading
 from ftbench.worker.train import prepared
 
@@ -309,3 +312,21 @@ def test_images_are_never_cut(reads, folder):
         reads(MADE | {"image_size": [500, 500], "max_length": 32})
     with pytest.raises(DataError, match=r"Raise dataset\.max_length"):
         reads(folder({"image": "a.png", "text": WORDS}) | {"max_length": 12, "loss_on": "all"}, LLAVA)
+
+
+def test_a_file_that_is_torn_after_it_was_looked_at_is_named(tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(png(photo(0, (20, 10))))
+    picture = read("a.png", tmp_path)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(BadRow, match=r"a\.png cannot be read any more"):
+        picture.open()
+    path.unlink()
+    with pytest.raises(BadRow, match=r"a\.png cannot be read any more .*No such file"):
+        picture.open()
+
+
+def test_the_reason_of_a_loader_process_is_the_run_s(tmp_path):
+    text = "Caught BadRow in DataLoader worker process 0.\nOriginal Traceback:\nBadRow: image a.png"
+    reason = of_exception(BadRow(text), "data", 3)["reason"]
+    assert reason == "BadRow: image a.png (during data; see log.txt)"

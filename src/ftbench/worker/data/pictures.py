@@ -34,13 +34,16 @@ class Picture:
     key: str
 
     def open(self) -> Image:
-        """Decode it, in three colours."""
+        """Decode it, in three colours. Raises BadRow for a file that is not any more what it was."""
         if isinstance(self.source, int):
             from PIL.Image import fromarray  # training on text needs no Pillow
 
             blocks = np.random.default_rng(self.source).integers(0, 256, (_BLOCKS, _BLOCKS, 3), dtype=np.uint8)
             return fromarray(blocks).resize((self.width, self.height))
-        return _decoded(self.source.read_bytes() if isinstance(self.source, Path) else self.source)
+        try:
+            return _decoded(self.source.read_bytes() if isinstance(self.source, Path) else self.source)
+        except Exception as error:  # noqa: BLE001 - as below
+            raise BadRow(f"image {self.source!s:.200} cannot be read any more ({_reason(error)})") from None
 
 
 def read(reference: Any, folder: Path | None) -> Picture:
@@ -69,9 +72,12 @@ def read(reference: Any, folder: Path | None) -> Picture:
     try:
         image = _decoded(data)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise BadRow(f"{name} cannot be decoded ({reason})") from None
+        raise BadRow(f"{name} cannot be decoded ({_reason(error)})") from None
     return Picture(*image.size, source, hashlib.sha256(data).hexdigest())
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def _decoded(data: bytes) -> Image:

@@ -11,6 +11,8 @@ from ftbench.errors import FtbenchError
 # What gloo, NCCL and their store say where another rank has ended: its reason is the run's.
 _LOST_ANOTHER = re.compile(r"gloo|NCCL|DistBackendError|DistNetworkError|DistStoreError|Connection (closed|reset)")
 
+_OF_LOADER = "in DataLoader worker process"
+
 
 class Terminated(BaseException):
     """The parent asked this process to end."""
@@ -30,4 +32,6 @@ def of_exception(error: BaseException, phase: str, step: int | None) -> dict[str
         described = oom.Oom(recognised.kind, recognised.bytes_requested, phase, step).as_dict()
         return {"state": "oom", "reason": f"out of memory ({recognised.kind}) in {where}{size}", "oom": described}
     lost = {"lost_another": True} if _LOST_ANOTHER.search(text) else {}
-    return {"state": "error", "reason": f"{text.strip().splitlines()[0][:500]} (during {phase}; see log.txt)"} | lost
+    lines = text.strip().splitlines()
+    said = lines[-1] if _OF_LOADER in lines[0] else lines[0]  # what a loader process raised stands below its traceback
+    return {"state": "error", "reason": f"{said[:500]} (during {phase}; see log.txt)"} | lost
