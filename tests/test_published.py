@@ -43,6 +43,7 @@ def test_files_of_committed_runs_have_their_schemas(folder):
 @pytest.mark.parametrize(("name", "document"), [
     ("summary.json", {"name": 1}), ("summary.json", {"warnings": "none"}), ("digest.json", {}),
     ("applied.json", {"optimizer": {"state": {"exp_avg": "x"}}}), ("spec.json", {"train": {"batch_size": 1.5}}),
+    ("spec.json", {"launch": {"gpus": 2000}}), ("summary.json", {"ranks": {"token_skew": 0.1}}),
 ])  # fmt: skip
 def test_what_ftbench_refuses_to_read_has_not_its_schema(name, document):
     jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
