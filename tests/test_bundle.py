@@ -120,7 +120,7 @@ def test_the_files_of_every_rank_go_with_it_and_are_verified(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     steps, _ = read_steps(run.steps)
     for rank in range(2):
-        writer = StepsWriter(run.rank_steps(rank))
+        writer = StepsWriter(run.of_rank(rank).steps)
         writer.append(dataclasses.replace(row, rank=rank, data_rank=rank) for row in steps)
         writer.close()
     run.steps.unlink()

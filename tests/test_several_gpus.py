@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ import pytest
 
 pytest.importorskip("torch", reason="training libraries are not installed")
 
+import torch
+
 from commands import ENDLESS, Command, write_spec
+from ftbench.errors import MissingError
 from ftbench.store import rundir
 from ftbench.store.ranks import read_ranks
 from ftbench.store.steps import read_steps
+from ftbench.worker.parallel import meeting
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]
 SGD = {"optimizer": "sgd", "max_grad_norm": 1e9, "learning_rate": 0.02, "lr_scheduler": "constant"}
@@ -77,6 +82,7 @@ PROVEN = [
     *[("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL)],
     *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in ((1, FULL), (2, LORA), (3, LORA))],
     ("ep", EXPERTS),
+    ("tp", EXPERTS),
     ("fsdp", HEAD),
     ("fsdp", HEAD | FULL),
 ]
@@ -199,4 +205,69 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
 
 
 def steps_of(command: Command, rank: int) -> list[Any]:
-    return read_steps(command.run.rank_steps(rank))[0]
+    return read_steps(command.run.of_rank(rank).steps)[0]
+
+
+# --- several machines ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Begins a run's command on one of two machines, which this one plays; they meet at a port that was free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def begun(number: int, folder: Path, **parts: Any) -> Command:
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": number}.items():
+            monkeypatch.setenv(name, str(value))
+        return Command(write_spec(folder, **parts), folder / "out")
+
+    begun.port = port
+    return begun
+
+
+ON_TWO_MACHINES = {"launch": {"gpus": 2, "nodes": 2}}
+
+
+def test_two_machines_train_what_two_gpus_of_one_train(pair, machine, tmp_path):
+    _, two = pair("ddp", **LORA)
+    parts = {"dataset": DATA, **LORA, **ON_TWO_MACHINES, "train": rundir.read_json(two.run.spec_json)["train"]}
+    with machine(1, tmp_path, **parts) as second, machine(0, tmp_path, **parts) as first:
+        assert (second.finish().code, first.finish().code) == (0, 0), first.stderr + second.stderr
+    assert learned(first) == learned(two)
+    assert figures(first) == figures(two)
+    assert second.document() == first.document()
+    assert {path.name for path in first.run.path.glob("*node*")} == {"log.node1.txt"}
+
+
+def test_a_machine_that_is_lost_ends_the_run_and_is_named(machine, tmp_path):
+    parts = ENDLESS | ON_TWO_MACHINES
+    with machine(0, tmp_path, **parts) as first, machine(1, tmp_path, **parts) as second:
+        first.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(first, 1)) >= 5)
+        gone = psutil.Process(second.process.pid)
+        for process in (*gone.children(recursive=True), gone):
+            process.kill()
+        first.finish(within=30)
+    assert_over(first, "error", "rank 1: node 1 has gone without a word")
+
+
+def test_a_port_that_somebody_has_is_told(machine, tmp_path):
+    with socket.create_server(("", machine.port)), machine(0, tmp_path, **ENDLESS | ON_TWO_MACHINES) as first:
+        first.finish(within=30)
+    assert first.code == 3
+    assert f"MASTER_PORT {machine.port} cannot be had on node 0: Address already in use" in first.state()["reason"]
+
+
+def test_machines_have_to_be_told_where_they_meet(tmp_path):
+    with Command(write_spec(tmp_path, **ENDLESS | ON_TWO_MACHINES), tmp_path / "out") as command:
+        command.finish(within=30)
+    assert command.code == 3
+    assert "NODE_RANK to the number of this one, from 0 to 1" in command.stderr
+
+
+def test_gpus_without_nccl_are_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(MissingError, match="several GPUs need NCCL and torch"):
+        meeting.meet()

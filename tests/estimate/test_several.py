@@ -260,7 +260,7 @@ def _measured(spec: Experiment, allocated: float) -> Measured:
 def test_the_largest_batch_of_a_measured_run_is_that_of_one_gpu(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for rank, positions in enumerate((512, 640)):
-        with closing(StepsWriter(run.rank_steps(rank))) as writer:
+        with closing(StepsWriter(run.of_rank(rank).steps)) as writer:
             writer.append([StepRow(step=1, phase="train", padded_tokens=positions, real_tokens=positions, samples=4,
                                    label_tokens=positions, longest_sequence=positions // 4)])  # fmt: skip
     batch = realised(run, shared("ddp", 2))

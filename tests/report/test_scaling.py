@@ -27,7 +27,7 @@ def on(out: Path, name: str, gpus: int, strategy: str, seconds: float, batch: in
     total = {key: value * gpus for key, value in share.items()}
     run = make_run(out, name, steps(seconds=seconds, noise=0, **total), spec=launch)
     for rank in range(gpus if gpus > 1 else 0):
-        writer = StepsWriter(run.rank_steps(rank))
+        writer = StepsWriter(run.of_rank(rank).steps)
         peak = peaks[rank % len(peaks)]
         rows = steps(seconds=seconds, noise=0, rank=rank, data_rank=rank, peak_memory_gb=peak, **share,
                      peak_reserved_gb=peak + 2, device_memory_gb=peak + 5)  # fmt: skip

@@ -90,7 +90,7 @@ def test_the_spread_is_between_the_ranks_steady_steps_and_peaks():
 def run(tmp_path):
     found = RunDir(tmp_path)
     for rank in range(11):
-        writer = StepsWriter(found.rank_steps(rank))
+        writer = StepsWriter(found.of_rank(rank).steps)
         writer.append([row(1, rank), row(2, rank)])
         writer.close()
     return found

@@ -40,7 +40,7 @@ class Follower:
         if self._grown(self.run.phases):
             phases = read_json(self.run.phases).get("phases")
             self.phase = str(phases[-1].get("name", "")) if phases else ""
-        steps = self.run.steps if self.run.steps.exists() else self.run.rank_steps(0)
+        steps = self.run.steps if self.run.steps.exists() else self.run.of_rank(0).steps
         if self._grown(steps):
             self._tail = self._tail or StepsTail(steps)
             for row in self._tail.read():

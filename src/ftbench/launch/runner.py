@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core import oom
 from ftbench.core.redact import secretless
 from ftbench.core.rows import RunSummary
-from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
-from ftbench.launch import process
+from ftbench.errors import MissingError, SpecError
+from ftbench.launch import ending, nodes, process
 from ftbench.launch.follow import Follower, Watchdog
 from ftbench.launch.launchers import command_of, launcher_of
 from ftbench.launch.ranks import too_many
@@ -29,7 +28,7 @@ from ftbench.store import ceilings, digests, machine, ranks, rundir, summary
 from ftbench.store.rundir import RunDir
 
 MINIMUM_FREE_BYTES = 32 * 2**20
-_LOG_TAIL = 64 * 1024
+SUMMARY_S = 60.0  # how long node 0 may take to make a summary once all ranks have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,37 @@ def run(
     process.end_orphans()
     described = describe(spec)
     spec = resolve(spec, capability(described))
-    check(spec, described)
+    check(spec, described, spec.launch.nodes)
     check_disk(out)
     on_checked(spec, described)
+    if node := nodes.number(spec):
+        return _help(spec, node, described, on_start)
     claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(claimed)
     with process.signals() as signals_pipe:
         return carry_out(claimed, Order(spec, spec_path.read_bytes(), sets), described, signals_pipe, on_tick)
+
+
+def _help(spec: Experiment, node: int, described: dict[str, Any], on_start: Callable[[RunDir], None]) -> FinishedRun:
+    """Carry out the ranks of this machine in the directory that node 0 claimed; return the run that it makes of all.
+    Raise MissingError where that cannot be reached, SpecError for another spec than its."""
+    claimed = RunDir(nodes.ask(), node=node)
+    if not (values := rundir.read_json(claimed.spec_json)):
+        raise MissingError(f"{claimed.path}: not on this machine: nodes share the disk that --out lies on")
+    if identity.fingerprint(Experiment.model_validate({key: values[key] for key in Experiment.model_fields})) != (
+        identity.fingerprint(spec)
+    ):
+        raise SpecError("node 0 trains another spec: give each node the same file, and the same --set")
+    rundir.write_json(claimed.machine, described)
+    on_start(claimed)
+    with process.signals() as signals_pipe:
+        variables = launcher_of(spec).environment(os.environ, spec)
+        process.run_child(command_of(spec, claimed), variables, claimed.log, signals_pipe)
+    end = time.monotonic() + SUMMARY_S
+    while not claimed.summary.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    run, state = RunDir(claimed.path), rundir.read_json(claimed.state)
+    return FinishedRun(run, summary.summarise(run), ending.exit_code(state))
 
 
 def experiment(spec: Experiment) -> str:
@@ -137,19 +160,25 @@ def capability(described: dict[str, Any]) -> tuple[int, int] | None:
     return (int(numbers[0]), int(numbers[1])) if numbers else None
 
 
-def check(spec: Experiment, described: dict[str, Any]) -> None:
-    """Raise SpecError for a file that is not there, MissingError for what cannot work on this machine or is not
-    installed there."""
-    sentences = refused(spec, described)
+def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> None:
+    """Raise SpecError for a file that is not there, MissingError for what cannot work on this machine, or on so many
+    of them, or is not installed there."""
+    sentences = refused(spec, described, most_nodes)
     if sentences and not _path_problems(spec):
         raise MissingError("\n".join(sentences))
     check_needed(spec, sentences)
 
 
-def refused(spec: Experiment, described: dict[str, Any]) -> list[str]:
+def refused(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
     """Return why a resolved spec cannot work on this machine, a sentence each. What no machine can do was refused as
     the spec was read: left is what `auto` became here."""
-    return refusals(spec) + launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
+    others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
+    if spec.launch.nodes > most_nodes:
+        others.append(
+            f"launch.nodes: {spec.launch.nodes} machines take part by `ftbench run` on each of them, one run at a time: "
+            "set it to 1 here"
+        )
+    return refusals(spec) + others
 
 
 def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
@@ -193,7 +222,7 @@ def check_disk(out: Path) -> None:
 
 def _close(run: RunDir, ended: process.Exit) -> FinishedRun:
     """Write state and summary. Raises MissingError where the disk takes neither."""
-    state = _final_state(run, ended)
+    state = ending.final_state(run, ended)
     try:
         ranks.write_merged(run)
         state |= _profile(run)
@@ -206,7 +235,7 @@ def _close(run: RunDir, ended: process.Exit) -> FinishedRun:
         kept = f"\nthe steps that were finished are in {run.steps}" if run.steps.exists() else ""
         raise MissingError(f"{error}{kept}") from None
     run.reserve.unlink(missing_ok=True)
-    return FinishedRun(run, summarised, _exit_code(state))
+    return FinishedRun(run, summarised, ending.exit_code(state))
 
 
 def _redact_logs(run: RunDir) -> None:
@@ -239,52 +268,3 @@ def tidy(run: RunDir) -> None:
         rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
         digests.write(run)
         run.reserve.unlink(missing_ok=True)
-
-
-def _final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
-    """Return the child's own word where it had one; otherwise what its exit says."""
-    state = rundir.read_json(run.state)
-    word = state.get("state")
-    rank, behind = state.get("rank"), state.pop("behind", None)
-    if ended.stop is not None:
-        hung = f"; rank {rank} is behind the others: {behind}" if behind and ended.stop.state == "timeout" else ""
-        state |= {"state": ended.stop.state, "reason": f"{ended.stop.reason}{hung}"}
-    elif word in (None, "running") or (word == "ok" and ended.code > 0):  # ok, then killed on its way out, is ok
-        state |= _from_exit(run, ended)
-    if rank is not None and not behind:
-        state["reason"] = f"rank {rank}: {state['reason']}"
-    state.pop("owner", None)
-    return state | {"ended_at": rundir.now(), "wall_s": ended.wall_s, "child_exit": ended.code}
-
-
-def _from_exit(run: RunDir, ended: process.Exit) -> dict[str, Any]:
-    tail = _log_tail(run)
-    where = run.log.name
-    if ended.kernel_oom:
-        return {"state": "oom", "reason": "the kernel's OOM killer ended it: host memory ran out",
-                "oom": oom.Oom("kernel").as_dict()}  # fmt: skip
-    if (recognised := oom.recognise(tail)) is not None:
-        return {"state": "oom", "reason": f"out of memory ({recognised.kind})", "oom": recognised.as_dict()}
-    if ended.code < 0:
-        name = signal.Signals(-ended.code).name
-        whose = "killed by {} from outside" if -ended.code in rundir.CUT_SHORT else "crashed with {}"
-        return {"state": "error", "reason": f"{whose.format(name)}; see {where}", "signal": -ended.code}
-    last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "no output")
-    return {"state": "error", "reason": f"ended with exit code {ended.code} and no word: {last[:300]}"}
-
-
-def _log_tail(run: RunDir) -> str:
-    try:
-        with run.log.open("rb") as file:
-            file.seek(max(0, run.log.stat().st_size - _LOG_TAIL))
-            return file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _exit_code(state: dict[str, Any]) -> int:
-    if state["state"] == "ok":
-        return 0
-    if state["state"] == "interrupted":
-        return INTERRUPTED
-    return int(state.get("exit_code", FtbenchError.exit_code))

@@ -26,7 +26,7 @@ def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
     """Return the GPUs of this machine that the spec trains on."""
-    return machine.gpus(visible, spec.launch.gpus)
+    return machine.gpus(visible, spec.launch.gpus_of_node)
 
 
 def command(spec: Experiment, run: RunDir) -> list[str]:
@@ -41,14 +41,15 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
     """Return the child's environment: no more GPUs than the spec asks for (with several visible, transformers would
     train on all of them through nn.DataParallel), numbered as the driver numbers them, no telemetry, no logging to a
     service nobody asked for: what the spec's `train.report_to` does not name is off whatever the user's shell says."""
-    env = {name: value for name, value in inherited.items() if name not in ranks.VARIABLES}
+    foreign = (*ranks.VARIABLES, *(ranks.MEETING if spec.launch.nodes == 1 else ()))
+    env = {name: value for name, value in inherited.items() if name not in foreign}
     off = {"wandb": {"WANDB_DISABLED": "true", "WANDB_MODE": "disabled"},
            "mlflow": {"DISABLE_MLFLOW_INTEGRATION": "TRUE"}}  # fmt: skip
     for service, switches in off.items():
         env |= switches if service not in spec.train.report_to else {}
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(spec.launch.gpus))))
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: spec.launch.gpus])
+    visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(spec.launch.gpus_of_node))))
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: spec.launch.gpus_of_node])
     return {"HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **env}
 
 

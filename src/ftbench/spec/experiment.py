@@ -160,6 +160,7 @@ class Launch(Part):
     """How the spec becomes processes."""
 
     gpus: Int = Field(1, ge=1, le=1024, description="GPUs that one run trains on, a process each")
+    nodes: Int = Field(1, ge=1, le=1024, description="machines over which these GPUs are spread evenly")
     strategy: Literal["none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "ep", "cp", "ulysses"] = Field(
         "none", description="how a run uses several GPUs; ddp if left out beside several"
     )
@@ -190,6 +191,11 @@ class Launch(Part):
     def ranks(self) -> int:
         """How many processes train, each on a GPU of its own."""
         return self.gpus
+
+    @property
+    def gpus_of_node(self) -> int:
+        """How many of them are on one machine."""
+        return self.gpus // self.nodes
 
     @property
     def sharded(self) -> bool:

@@ -42,6 +42,16 @@ def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:
         yield f"measure.gradients: {name} clears the gradients before they can be read: set it to 0, or use ddp"
 
 
+def _refused_by_tp(spec: Experiment) -> Iterator[str]:
+    yield from _refused_where_sharded(spec)
+    if not spec.method.adapters:
+        yield "launch.strategy: tp sums no gradients of norms within heads, and ranks train apart: use lora, or fsdp"
+    if spec.measure.save_adapter:
+        yield (
+            "measure.save_adapter: under tp rank 0 waits for shares that no other one sends: set it to off, or use fsdp"
+        )
+
+
 def _refused_by_ep(spec: Experiment) -> Iterator[str]:
     yield from _refused_where_sharded(spec)
     if not spec.method.adapters or getattr(spec.method, "experts", False):
@@ -77,6 +87,11 @@ STRATEGIES = {
         offloads=("optimizer", "params"),
         refusals=lambda spec: (*_refused_where_sharded(spec), *_refused_by_deepspeed(spec)),
     ),
+    "tp": Strategy(
+        description="a share of each matrix of a layer on each GPU, all on the same tokens (transformers)",
+        verified="after the first step the matrices of every layer are DTensors",
+        refusals=_refused_by_tp,
+    ),
     "ep": Strategy(
         description="a share of the experts on each GPU, all on the same tokens: saves memory alone (transformers)",
         verified="after the first step parameters are DTensors",
@@ -88,6 +103,11 @@ STRATEGIES = {
 def refusals(spec: Experiment) -> list[str]:
     """Return what of `launch` cannot work, or not with the rest of the spec."""
     launch, name = spec.launch, spec.launch.strategy
+    if launch.gpus % launch.nodes or (launch.nodes > 1 and launch.mock != "off"):
+        return [
+            f"launch.nodes: {launch.gpus} GPUs cannot be spread over {launch.nodes} machines as many on each, or "
+            "nothing is trained on them (launch.mock): set launch.gpus to a multiple of it, or launch.nodes to 1"
+        ]
     if launch.ranks == 1:
         several = {"strategy": name, "offload": launch.offload}
         return [

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import StepRow
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 from ftbench.store.shapes import RANKS
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -138,7 +138,17 @@ def rank_files(run: RunDir) -> list[Path]:
 def write_merged(run: RunDir) -> None:
     """Write the steps.csv of a run of several ranks, whose files are complete. Raises MissingError for a full disk."""
     ranks, _ = read_ranks(run)
+    _merge_nodes(run)
     if not ranks or run.steps.exists():
         return
     with closing(StepsWriter(run.steps)) as writer:
         writer.append(merge(ranks))
+
+
+def _merge_nodes(run: RunDir) -> None:
+    """Add to machine.json the GPUs of the run's other nodes, in the order of these; their own files have done then."""
+    files = {RunDir(run.path, node=int(path.name[12:-5])) for path in run.path.glob("machine.node[0-9]*.json")}
+    for node in sorted(files, key=lambda each: each.node):
+        machine = read_json(run.machine)
+        write_json(run.machine, machine | {"gpus": [*gpus_of(machine), *gpus_of(read_json(node.machine))]})
+        node.machine.unlink()

@@ -36,10 +36,11 @@ _RESERVE_BYTES = 64 * 1024  # set aside so that a full disk still takes the last
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The paths of one run, or of one of its ranks: what each of them writes has its number in the name."""
+    """The paths of one run, or of one of its ranks or nodes: what each of them writes has its number in the name."""
 
     path: Path
     rank: int | None = None
+    node: int = 0
 
     @property
     def run_id(self) -> str:
@@ -49,16 +50,13 @@ class RunDir:
         """Return the paths of one rank of several."""
         return RunDir(self.path, rank)
 
-    def rank_steps(self, rank: int) -> Path:
-        """Return the steps of one rank of several, of which `steps` are those of the run."""
-        return self.of_rank(rank).steps
-
     def __getattr__(self, name: str) -> Path:
         if name not in _FILES:
             raise AttributeError(name)
-        if self.rank is not None and (name in _MADE_OF_RANKS or (self.rank and name in _OF_EACH_RANK)):
+        of_rank = self.rank is not None and (name in _MADE_OF_RANKS or (self.rank and name in _OF_EACH_RANK))
+        if of_rank or (self.node and name in _OF_EACH_NODE):
             stem, _, ending = _FILES[name].partition(".")
-            return self.path / f"{stem}.rank{self.rank}.{ending}"
+            return self.path / f"{stem}.{f'rank{self.rank}' if of_rank else f'node{self.node}'}.{ending}"
         if self.rank and name == "profile":
             return self.path / _FILES[name] / f"rank{self.rank}"
         return self.path / _FILES[name]
@@ -82,8 +80,8 @@ _FILES = {
     "profile": "profile",
     "reserve": ".reserve",
 }
-_MADE_OF_RANKS = ("steps", "state")  # the run's own are made of those of all ranks
-_OF_EACH_RANK = ("applied", "phases")  # rank 0 writes the run's
+# The run's own of these are made of those of all ranks; of those rank 0 writes them, and node 0.
+_MADE_OF_RANKS, _OF_EACH_RANK, _OF_EACH_NODE = ("steps", "state"), ("applied", "phases"), ("machine", "log")
 
 
 def claim(out: Path, experiment: str, slug: str) -> RunDir:

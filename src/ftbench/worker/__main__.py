@@ -26,7 +26,7 @@ def main(path: str, handed_over: bool = False) -> int:
     """Train in a run's directory; `handed_over` in another framework's interpreter. Return the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
-    directory, load = RunDir(Path(path), parallel.rank()), HostLoad()
+    directory, load = RunDir(Path(path), parallel.rank(), parallel.node()), HostLoad()
     phases = Phases(directory, "import", resumed=handed_over)
     run: Any = None
     outcome: dict[str, Any]
@@ -39,7 +39,7 @@ def main(path: str, handed_over: bool = False) -> int:
 
         train = _loop(spec, handed_over)
         run = TrainingRun(spec, directory, phases)
-        if parallel.is_first():
+        if parallel.is_first_of_node():
             _acquire_gpu(spec, directory, phases)
             _write_load(directory, load)
         if spec.launch.ranks > 1:
@@ -69,7 +69,7 @@ def _end(directory: RunDir, outcome: dict[str, Any]) -> None:
 
 
 def _meet(run: Any) -> None:
-    """Join the other ranks: the first of them has the GPUs by then."""
+    """Join the other ranks: the first of each node has its GPUs by then."""
     from ftbench.worker.parallel.meeting import answer_when_told_to_end, meet
 
     answer_when_told_to_end(lambda: _end(run.directory, of_exception(Terminated(), *run.position())))

@@ -31,6 +31,16 @@ def is_first() -> bool:
     return not rank()
 
 
+def node() -> int:
+    """Return the number of this machine among those of its run."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def is_first_of_node() -> bool:
+    """Return whether this process is the first of its run on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
 def load(strategy: str) -> ModuleType:
     """Return the module of a strategy, importing nothing of the others."""
     return importlib.import_module(f"ftbench.worker.parallel.{_MODULES.get(strategy, strategy)}")

@@ -1,0 +1,36 @@
+"""Tensor parallelism through transformers: each GPU keeps a share of every large matrix of a layer, and computes its
+share of each product, on the same tokens as all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.distributed import DistributedConfig
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.parallel.ep import applied, arguments
+
+__all__ = ["applied", "arguments", "loading", "verify"]
+
+
+def loading(spec: Experiment, config: Any) -> dict[str, Any]:
+    """Return what from_pretrained is told, which shards the weights as it reads them. Raise SpecError for heads that
+    cannot be dealt evenly."""
+    ranks, text = spec.launch.ranks, config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % ranks:
+        fitting = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
+        raise SpecError(
+            f"launch.gpus: tp deals the {heads} heads of keys of {spec.model.id} evenly, and {heads} is no multiple of "
+            f"{ranks}: set it to one of {fitting or 1}, or use fsdp"
+        )
+    return {"distributed_config": DistributedConfig(tp_size=ranks)}
+
+
+def verify(trainer: Any, spec: Experiment) -> list[str]:
+    """Return what is not sharded. A library that was told too late multiplies with whole matrices, and says nothing."""
+    facts, ranks = applied(trainer), spec.launch.ranks
+    if facts["sharded"]:
+        return []
+    return [f"launch.strategy is tp and no parameter is spread over the {ranks} ranks"]
