@@ -234,7 +234,14 @@ def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> N
     assert answer.options
     for option in answer.options:
         launch, train = option.spec.launch, option.spec.train
-        assert (launch.gpus, launch.strategy) in {(2, "fsdp"), (4, "fsdp"), (2, "zero3"), (4, "zero3"), (4, "tp")}
+        assert (launch.gpus, launch.strategy) in {
+            (2, "fsdp"),
+            (4, "fsdp"),
+            (2, "zero3"),
+            (4, "zero3"),
+            (2, "tp"),
+            (4, "tp"),
+        }
         assert train.batch_size * train.gradient_accumulation_steps * division_of(launch).data == 8
         assert refusals(option.spec) == []
 
