@@ -136,7 +136,7 @@ def test_each_rank_has_its_memory():
 def test_without_the_file_of_one_rank_the_others_are_not_the_run(run, gone, count):
     rundir.write_json(run.spec_json, {"launch": {"gpus": count}})
     if gone is not None:
-        run.rank_steps(gone).unlink()
+        run.of_rank(gone).steps.unlink()
     tables, (warning,) = read_ranks(run)
     assert tables == []
     assert f"steps.rank{11 if gone is None else gone}.csv of {count} ranks: not there" in warning
@@ -144,5 +144,5 @@ def test_without_the_file_of_one_rank_the_others_are_not_the_run(run, gone, coun
 
 def test_no_run_has_ten_thousand_ranks(run):
     for name in ("10000", "01", "x", "9" * 200, "٣"):
-        run.rank_steps(0).with_name(f"steps.rank{name}.csv").write_text("")
+        run.of_rank(0).steps.with_name(f"steps.rank{name}.csv").write_text("")
     assert len(rank_files(run)) == 11

@@ -175,8 +175,8 @@ def refused(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) ->
     others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
     if spec.launch.nodes > most_nodes:
         others.append(
-            f"launch.nodes: {spec.launch.nodes} machines take part by `ftbench run` on each of them, one run at a time: "
-            "set it to 1 here"
+            f"launch.nodes: {spec.launch.nodes} machines take part by `ftbench run` on each of them, one run at a "
+            "time: set it to 1 here"
         )
     return refusals(spec) + others
 
