@@ -122,7 +122,7 @@ def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
     if not (files := rank_files(run)):
         return [], []
     count = max(len(files), read_json(run.spec_json).get("launch", {}).get("gpus", 1))
-    if missing := [path.name for path in map(run.rank_steps, range(count)) if path not in files]:
+    if missing := [path.name for path in (run.of_rank(number).steps for number in range(count)) if path not in files]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return [], [f"{missing[0]}{more} of {count} ranks: not there, so nothing is known by rank"]
     tables = [read_steps(path) for path in files]
@@ -132,7 +132,8 @@ def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
 def rank_files(run: RunDir) -> list[Path]:
     """Return the files of the ranks, in their order."""
     present = {*run.path.glob("steps.rank*.csv")}
-    return [path for path in map(run.rank_steps, range(RANKS.stop - 1)) if path in present] if present else []
+    named = (run.of_rank(number).steps for number in range(RANKS.stop - 1))
+    return [path for path in named if path in present] if present else []
 
 
 def write_merged(run: RunDir) -> None:
