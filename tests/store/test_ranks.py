@@ -142,6 +142,12 @@ def test_without_the_file_of_one_rank_the_others_are_not_the_run(run, gone, coun
     assert f"steps.rank{11 if gone is None else gone}.csv of {count} ranks: not there" in warning
 
 
+def test_files_of_more_ranks_than_the_spec_has_are_not_read(run):
+    rundir.write_json(run.spec_json, {"launch": {"gpus": 2}})
+    tables, warnings = read_ranks(run)
+    assert ([rows[0].rank for rows in tables], warnings) == ([0, 1], [])
+
+
 def test_no_run_has_ten_thousand_ranks(run):
     for name in ("10000", "01", "x", "9" * 200, "٣"):
         run.of_rank(0).steps.with_name(f"steps.rank{name}.csv").write_text("")

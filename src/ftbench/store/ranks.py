@@ -121,7 +121,9 @@ def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
     where files of ranks are missing: what the others say is not the run's."""
     if not (files := rank_files(run)):
         return [], []
-    count = max(len(files), read_json(run.spec_json).get("launch", {}).get("gpus", 1))
+    count = read_json(run.spec_json).get("launch", {}).get("gpus", 1)
+    count = count if count > 1 else len(files)
+    files = files[:count]  # more than there were ranks are nobody's
     if missing := [path.name for path in (run.of_rank(number).steps for number in range(count)) if path not in files]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return [], [f"{missing[0]}{more} of {count} ranks: not there, so nothing is known by rank"]
