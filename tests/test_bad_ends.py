@@ -147,7 +147,7 @@ def test_kill_9_of_ftbench_itself_leaves_no_process_and_a_run_that_can_be_report
 
 def test_a_timeout_is_a_state_of_its_own(tmp_path):
     with Command(write_spec(tmp_path, **ENDLESS, launch={"timeout_s": 2}), tmp_path / "out") as command:
-        command.finish(within=30)
+        command.finish()
     assert_over(command, 1, "timeout")
     assert "launch.timeout_s = 2 seconds" in command.state()["reason"]
 
@@ -202,7 +202,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_sentence(tmp_path, small_disk)
         command.wait_for_steps(20)
         seen = len(command.steps())
         fill(small_disk)
-        command.finish(within=30)
+        command.finish()
     assert command.code == 3, command.stderr
     assert command.children() == []
     assert rundir.read_state(command.run)["state"] == "error"

@@ -155,6 +155,12 @@ def ranks_of(command: Command) -> list[psutil.Process]:
     return sorted(command.children(), key=lambda each: (each.create_time(), each.pid))[-2:]
 
 
+def wait_for_ranks(command: Command) -> None:
+    """Until each rank has written five steps."""
+    run = command.wait_for_run()
+    command.wait_until(lambda: min(len(read_steps(run.of_rank(rank).steps)[0]) for rank in (0, 1)) >= 5)
+
+
 def assert_over(command: Command, state: str, *reason: str) -> None:
     """All ranks have ended, what they had finished is kept, and the state gives the reason."""
     assert command.children() == []
@@ -170,42 +176,38 @@ def assert_over(command: Command, state: str, *reason: str) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path, rank):
     with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out") as command:
-        command.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(command, 1)) >= 5)
+        wait_for_ranks(command)
         ranks_of(command)[rank].kill()
-        command.finish(within=30)
+        command.finish()
     assert_over(command, "error", f"rank {rank}: killed by SIGKILL from outside")
     assert command.state()["rank"] == rank
 
 
 def test_a_rank_that_hangs_ends_all_and_is_named(tmp_path):
-    parts = ON_TWO | {"launch": {"gpus": 2, "no_step_s": 2}}
+    parts = ON_TWO | {"launch": {"gpus": 2, "no_step_s": 5}}
     with Command(write_spec(tmp_path, **parts), tmp_path / "out") as command:
-        command.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(command, 1)) >= 5)
+        wait_for_ranks(command)
         ranks_of(command)[1].suspend()
-        command.finish(within=30)
+        command.finish()
     assert_over(command, "timeout", "launch.no_step_s", "rank 1 is behind the others")
 
 
 def test_a_rank_that_runs_out_of_memory_ends_all_and_is_named(tmp_path):
     with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out") as command:
-        command.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(command, 1)) >= 5)
+        wait_for_ranks(command)
         ranks_of(command)[1].rlimit(psutil.RLIMIT_AS, (2**20, 2**20))
-        command.finish(within=30)
+        command.finish()
     assert_over(command, "oom", "rank 1: out of memory (host)")
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path):
     with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out") as command:
-        command.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(command, 1)) >= 5)
+        wait_for_ranks(command)
         command.send(signal.SIGINT)
-        command.finish(within=30)
+        command.finish()
     assert (command.code, command.state()["state"], command.children()) == (130, "interrupted", [])
     assert command.state()["reason"] == "interrupted by a signal"
     assert command.summary()["steps"]["total"] >= 5
-
-
-def steps_of(command: Command, rank: int) -> list[Any]:
-    return read_steps(command.run.of_rank(rank).steps)[0]
 
 
 # --- several machines ------------------------------------------------------------------------------------------------
@@ -244,24 +246,24 @@ def test_two_machines_train_what_two_gpus_of_one_train(pair, machine, tmp_path):
 def test_a_machine_that_is_lost_ends_the_run_and_is_named(machine, tmp_path):
     parts = ENDLESS | ON_TWO_MACHINES
     with machine(0, tmp_path, **parts) as first, machine(1, tmp_path, **parts) as second:
-        first.wait_until(lambda: any(tmp_path.glob("out/*/*/state.json")) and len(steps_of(first, 1)) >= 5)
+        wait_for_ranks(first)
         gone = psutil.Process(second.process.pid)
         for process in (*gone.children(recursive=True), gone):
             process.kill()
-        first.finish(within=30)
+        first.finish()
     assert_over(first, "error", "rank 1: node 1 has gone without a word")
 
 
 def test_a_port_that_somebody_has_is_told(machine, tmp_path):
     with socket.create_server(("", machine.port)), machine(0, tmp_path, **ENDLESS | ON_TWO_MACHINES) as first:
-        first.finish(within=30)
+        first.finish()
     assert first.code == 3
     assert f"MASTER_PORT {machine.port} cannot be had on node 0: Address already in use" in first.state()["reason"]
 
 
 def test_machines_have_to_be_told_where_they_meet(tmp_path):
     with Command(write_spec(tmp_path, **ENDLESS | ON_TWO_MACHINES), tmp_path / "out") as command:
-        command.finish(within=30)
+        command.finish()
     assert command.code == 3
     assert "NODE_RANK to the number of this one, from 0 to 1" in command.stderr
 

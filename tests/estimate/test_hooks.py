@@ -48,7 +48,7 @@ def test_a_run_warns_once_and_goes_on(
 
     monkeypatch.setattr(runner.machine, "gpus", lambda visible, count: [gpu])
     monkeypatch.setattr(runner.rundir, "claim", claim)
-    monkeypatch.setattr(runner, "check", lambda spec, described: None)
+    monkeypatch.setattr(runner, "check", lambda *_: None)
     heard: list[str] = []
     with pytest.raises(Claimed):
         runner.run(
