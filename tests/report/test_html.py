@@ -17,7 +17,7 @@ from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 from ftbench.core.redact import clean
 from ftbench.errors import SpecError
 from ftbench.report.command import Request, report
-from ftbench.report.data import facts
+from ftbench.report.data import facts, steps
 from ftbench.report.data.collect import collect
 from ftbench.report.page import bars, document, head
 from ftbench.report.page.view import view
@@ -28,6 +28,7 @@ from ftbench.store import rundir
 from made_runs import make_run
 
 COMMITTED = Path(__file__).parents[2] / "results"
+ASSETS = Path(document.__file__).parents[1] / "assets"
 
 
 class Page(HTMLParser):
@@ -240,6 +241,24 @@ def test_each_document_of_a_run_is_read_for_secrets_once(tmp_path, monkeypatch):
     assert len(machines) == len(set(machines)) == 2
 
 
+def test_steps_of_repeats_are_not_read_for_what_their_summaries_say(tmp_path, monkeypatch):
+    read: list[Path] = []
+    whole = steps.read
+    monkeypatch.setattr(steps, "read", lambda run, warmup: read.append(run.path) or whole(run, warmup))
+    for repeat in range(4):
+        for way in ("lora", "qlora"):
+            made(tmp_path / f"r{repeat}", way, 4, speed=0.5 + 0.01 * repeat + 0.1 * (way == "qlora"))
+    report(Request([tmp_path], "html"))
+    assert len(read) <= 2, "at most the first of each spec, to compare what they learn"
+
+
+def test_every_rule_of_the_style_sheet_is_one():
+    """A selector that a comment or another rule stands in is dropped by browsers without a word."""
+    style = re.sub(r"/\*.*?\*/", "", (ASSETS / "report.css").read_text("utf-8"), flags=re.DOTALL)
+    selectors = re.findall(r"([^{};]*)\{", style)
+    assert [selector for selector in selectors if "@" in selector.strip()[1:]] == []
+
+
 def test_of_many_runs_the_first_of_each_spec_have_curves(tmp_path, monkeypatch):
     monkeypatch.setattr(document, "MOST_CURVES", 2)
     for speed in (0.5, 0.51):
@@ -335,6 +354,6 @@ def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch, caps
 
 
 def test_the_assets_name_no_address():
-    folder = Path(document.__file__).parents[1] / "assets"
+    folder = ASSETS
     for path in folder.iterdir():
         assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|url\(", path.read_text("utf-8")), path.name

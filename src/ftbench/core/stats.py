@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 MINIMUM_STEADY = 5  # fewer steady steps than this are named in the warnings
 CONFIDENCE = 0.95
@@ -136,6 +137,7 @@ def _coverage(n: int) -> float:
     return 1 - 2 * tail
 
 
+@lru_cache(maxsize=256)  # of few sizes of groups, and asked for each figure of each
 def t_quantile(p: float, freedom: float) -> float:
     """Return the p-quantile (0.5 < p < 1) of Student's t, by bisection of its distribution function, which is one minus
     half the regularised incomplete beta function at ν / (ν + t²) (Abramowitz and Stegun 26.7.1)."""

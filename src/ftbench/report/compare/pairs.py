@@ -192,7 +192,8 @@ def _learning(baseline: Cell, cell: Cell) -> Learning:
     first, second = baseline.ok[0], cell.ok[0]
     for run in cell.runs:
         broken = run.record["reason"] if run.record["state"] == STATE_NOT_FINITE else None
-        if broken := broken or (run.ok and not_finite(steps_of(run).learning())):
+        checked = run.record.get("learning.state")  # by its summary, in newer runs: no need to read all steps again
+        if broken := broken or (run.ok and not checked and not_finite(steps_of(run).learning())):
             return Learning(NOT_FINITE, broken if len(cell.runs) == 1 else f"{run.run_id}: {broken}")
     if "dataset.order_hash" not in baseline.facts or "dataset.order_hash" not in cell.facts:
         return Learning(CANNOT_TELL, "the order of the tokens is not known")

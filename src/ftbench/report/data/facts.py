@@ -71,10 +71,15 @@ def _facts_of(data: bytes) -> Mapping[str, str]:
     return {key: text for key, text in _defaults(facts.get("method.name", "")).items() if _within(key, written)} | facts
 
 
-def machine_facts(run: RunDir) -> dict[str, str]:
+def machine_facts(run: RunDir) -> Mapping[str, str]:
     """Return the machine and what ran on it; keys whose value is not known are absent."""
-    machine, applied = clean_document(run.machine), clean_document(run.applied)
-    return dict(_known(_machine(machine) | _applied(applied)))
+    return _ran(_content(run.machine), _content(run.applied))
+
+
+@lru_cache(maxsize=8192)
+def _ran(machine: bytes, applied: bytes) -> Mapping[str, str]:
+    documents = _cleaned(machine, "machine.json"), _cleaned(applied, "applied.json")
+    return dict(_known(_machine(documents[0]) | _applied(documents[1])))
 
 
 def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:

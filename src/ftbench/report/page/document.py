@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -32,7 +33,7 @@ _LAST = ("trained", "estimates", "estimated_times", "references")
 _OF_WORKLOAD = ("model", "weights", "data")
 _NAMING = (*_OF_WORKLOAD, "GPU", "batch")  # headings of what a row is called by
 # Marks that turn the direction of writing: text reads in the order in which it is written.
-_TURNING = dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)))
+_TURNING = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +64,19 @@ def page(report: Report) -> str:
     drawn, points = _curves(shown)
     longest = max((curve["steps"] for curve in drawn.values()), default=0)
     script = _asset("report.js")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_in_order)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.policies["json.dumps_kwargs"] = {
         "ensure_ascii": False, "separators": (",", ":"), "allow_nan": False,
     }  # fmt: skip
-    return environment.from_string(_asset("page.html")).render(
+    text = environment.from_string(_asset("page.html")).render(
         title=head.title(shown, 0), view=shown, grids=grids(shown), data=_data(shown, drawn),
         bullets=_bullets(report, shown),
         cards=[head.cards(shown.cells_of(index)) for index in range(len(shown.workloads))], **_placed(report, shown),
         points=points if longest > points else None, footnote=FOOTNOTE, version=__version__, script=script,
         drawn=len(drawn), with_steps=sum(not row.profiled for row in shown.rows),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(), style=_asset("report.css"),
-    ).lstrip()  # fmt: skip
-
-
-def _in_order(value: Any) -> Any:
-    return value.translate(_TURNING) if isinstance(value, str) else value
+    )  # fmt: skip
+    return _TURNING.sub("", text).lstrip()
 
 
 def _asset(name: str) -> str:

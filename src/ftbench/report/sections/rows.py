@@ -59,7 +59,7 @@ def field(name: str, text: Callable[[Any], str] = str) -> Callable[[Record], str
 
 def first_of(cell: Cell, read: Callable[[Run], Any]) -> Any:
     """Return what the first of a cell's runs that has something has; None where none has."""
-    return next((content for run in (*cell.ok, *cell.runs) if (content := read(run))), None)
+    return next((content for run in sorted(cell.runs, key=lambda run: not run.ok) if (content := read(run))), None)
 
 
 def names_of(cell: Cell) -> Record:
