@@ -3,15 +3,25 @@ import signal
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import psutil
 import pytest
 
-from ftbench.launch import process
+from ftbench.launch import family, process
 from ftbench.launch.process import run_child, signals
 from ftbench.store.process_identity import process_start
 from waiting import eventually
+
+NO_GROUP = "family._new_group = lambda mark: None"
+
+
+@pytest.fixture(params=["", NO_GROUP], ids=["control group", "no control group"])
+def group(request):
+    """What a parent does before: nothing where there are control groups, which is skipped elsewhere, or without one."""
+    with family.control_group("0.0.0.0") as made:
+        if not request.param and made is None:
+            pytest.skip(f"this system gives this process no control group that it may write to: {family.own_group()}")
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +179,7 @@ def test_handlers_are_given_back(run):
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from ftbench.launch import process
+from ftbench.launch import family, process
 process.GRACE_S, process.TICK_S = {grace}, 0.02
 {before}
 child = {child!r}
@@ -243,26 +253,87 @@ def test_whichever_of_the_family_is_killed_nothing_outlives_the_child(parent, me
     assert all(map(gone, family))
 
 
-@pytest.mark.parametrize("killed", ["ftbench upper", "ftbench lower", "upper lower", "ftbench upper lower"])
-def test_who_is_left_of_ftbench_and_the_supervisors_leaves_nothing_of_the_family(parent, killed):
-    one = parent(child=IGNORE_TERM + SLEEP)
-    *family, lower = one.family()
-    three = {"ftbench": one.process.pid, "upper": psutil.Process(lower).ppid(), "lower": lower}
-    for pid in three.values():  # so that all of them end at the same instant
+def strike(one, family_ids, *names):
+    """Kill some of ftbench, both supervisors and the guard at the same instant; return the ids of all but ftbench."""
+    upper = psutil.Process(family_ids[-1]).parent()
+    (guard,) = [each for each in upper.children() if each.pid != family_ids[-1]]
+    four = {"ftbench": one.process.pid, "upper": upper.pid, "lower": family_ids[-1], "guard": guard.pid}
+    for pid in four.values():
         os.kill(pid, signal.SIGSTOP)
-    for name, pid in three.items():
-        os.kill(pid, signal.SIGKILL if name in killed else signal.SIGCONT)
+    for name, pid in four.items():
+        os.kill(pid, signal.SIGKILL if name in names else signal.SIGCONT)
+    return list(four.values())[1:]
+
+
+@pytest.mark.parametrize(
+    "killed", ["ftbench upper", "ftbench lower", "upper lower", "ftbench upper lower", "upper guard", "lower guard"]
+)
+def test_who_is_left_of_ftbench_and_the_supervisors_leaves_nothing_of_the_family(parent, group, killed):
+    one = parent(child=IGNORE_TERM + SLEEP, before=group)
+    family_ids = one.family()
+    others = strike(one, family_ids, *killed.split())
+    eventually(lambda: all(map(gone, [*family_ids, *others])))
     one.process.wait()
-    if killed == "ftbench upper lower":  # what is in no session of the child's is left to the next ftbench
-        process.end_orphans()
-    eventually(lambda: all(map(gone, [*family, *list(three.values())[1:]])))
+
+
+def test_what_a_kill_of_all_four_leaves_is_ended_by_the_next_command(parent, group):
+    one = parent(child=IGNORE_TERM + SLEEP, before=group)
+    family_ids = one.family()
+    strike(one, family_ids, "ftbench", "upper", "lower", "guard")
+    one.process.wait()
+    family.end_orphans()
+    assert all(map(gone, family_ids))
+
+
+WITHOUT_MARK = "import subprocess; subprocess.Popen(['env', '-i', 'setsid', 'sh', '-c', 'echo $$; exec sleep 600']); "
+
+
+@pytest.mark.parametrize("killed", ["ftbench upper lower", "ftbench upper lower guard"])
+@pytest.mark.parametrize("group", [""], ids=["control group"], indirect=True)
+def test_a_control_group_holds_what_has_taken_its_mark_off(parent, group, killed):
+    one = parent(child=WITHOUT_MARK + SLEEP)
+    family_ids = one.family()
+    stranger = int(eventually(lambda: [line for line in one.log.read_text().splitlines() if line.isdecimal()])[0])
+    one.starts[stranger] = process_start(stranger)
+    strike(one, family_ids, *killed.split())
+    one.process.wait()
+    if "guard" in killed:
+        family.end_orphans()
+    eventually(lambda: gone(stranger))
+
+
+@pytest.mark.parametrize("killed", ["", "ftbench", "ftbench upper lower guard"])
+@pytest.mark.parametrize("group", [""], ids=["control group"], indirect=True)
+def test_no_control_group_is_left_of_a_run(parent, group, killed):
+    one = parent(child="input()" if not killed else SLEEP)
+    groups = f"ftbench-*.{one.process.pid}.*"
+    if killed:
+        strike(one, one.family(), *killed.split())
+    one.process.wait()
+    if "guard" in killed:
+        assert [*family.own_group().glob(groups)]
+        family.end_orphans()
+    eventually(lambda: not [*family.own_group().glob(groups)])
+
+
+def test_a_system_without_control_groups_has_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(family, "own_group", lambda: None)
+    with family.control_group("1.2.3.4") as made:
+        assert made is None
+    monkeypatch.setattr(family, "own_group", lambda: tmp_path / "read-only")
+    with family.control_group("1.2.3.4") as made:
+        assert made is None
+    monkeypatch.setattr(family, "own_group", lambda: tmp_path)  # of Linux before 5.14
+    with family.control_group("1.2.3.4") as made:
+        assert made is None
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_family_whose_ftbench_is_alive_is_no_orphan(parent):
     one = parent()
-    family = one.family()
-    process.end_orphans()
-    assert not any(map(gone, family))
+    family_ids = one.family()
+    family.end_orphans()
+    assert not any(map(gone, family_ids))
     one.process.send_signal(signal.SIGTERM)
     assert one.end() == "-15 interrupted"
 
@@ -272,10 +343,11 @@ def test_what_must_not_be_killed_does_not_keep_a_supervisor(tmp_path):
     forbidden = "raise PermissionError if number == 9 else OSError"
     code = f"""
 import os, sys
+os.environ["FTBENCH_FAMILY"] = "0.0.0.of-this-test"
 from ftbench.launch import supervisor
 def kill(pid, number): {forbidden}
 os.kill = kill
-supervisor.main(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!; exit 3"])
+supervisor.main("", ["sh", "-c", "setsid sleep 600 >/dev/null & echo $!; exit 3"])
 """
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
         assert supervisor.wait(60) == 3
@@ -352,15 +424,15 @@ def test_the_kernel_is_blamed_for_a_kill_that_it_counted(run, monkeypatch, count
 
 
 def test_kills_of_the_control_group_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_cgroup_events", lambda: None)
+    monkeypatch.setattr(family, "own_group", lambda: None)
     machine = process._kernel_oom_kills()
     (tmp_path / "memory.events").write_text("low 0\noom 9\noom_kill 2\noom_group_kill 7\n")
-    monkeypatch.setattr(process, "_cgroup_events", lambda: tmp_path / "memory.events")
+    monkeypatch.setattr(family, "own_group", lambda: tmp_path)
     assert process._kernel_oom_kills() == machine + 2
-    monkeypatch.setattr(process, "_cgroup_events", lambda: tmp_path / "absent")
+    monkeypatch.setattr(family, "own_group", lambda: tmp_path / "absent")
     assert process._kernel_oom_kills() == machine
 
 
-def test_the_control_group_of_this_process_is_a_path_or_none():
-    found = process._cgroup_events()
-    assert found is None or (isinstance(found, Path) and found.name == "memory.events")
+def test_the_control_group_of_this_process_is_a_folder_or_none():
+    found = family.own_group()
+    assert found is None or found.is_dir()

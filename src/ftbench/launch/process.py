@@ -1,16 +1,14 @@
 """One child in its own session: log, watch, TERM then KILL, and how it ended. Linux.
 
 The child runs under a supervisor, which leaves nothing of its family (`supervisor.py`). If that is killed itself, this
-process looks for what carries its mark, and if all of them are killed at once, the next ftbench does. The parent waits
-on a socket, so that it uses no CPU while the child is measured. Signals to the parent (Ctrl-C, a closed terminal, kill)
-end the child's family and nothing else: they arrive in a pipe, which is read where this process waits, and never cut
-into anything.
+process ends what `family.py` finds. The parent waits on a socket, so that it uses no CPU while the child is measured.
+Signals to the parent (Ctrl-C, a closed terminal, kill) end the child's family and nothing else: they arrive in a pipe,
+which is read where this process waits, and never cut into anything.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 import socket
@@ -18,20 +16,15 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftbench.launch import supervisor
-from ftbench.store.process_identity import process_start
+from ftbench.launch import family, supervisor
 
-MARK = "FTBENCH_FAMILY"  # the environment variable that a child's descendants inherit: `_mark`
 GRACE_S = 8.0  # between TERM and KILL: time to write the last rows
 TICK_S = 0.5
-_POLL_S = 0.01
-_OF_MARK = re.compile(rf"(?:^|\0){MARK}=(\d+\.\d+\.\d+\.[0-9a-f]+)(?:\0|$)".encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +57,12 @@ def run_child(
     `signals` yields, or until `watch`, which is called about twice a second, says stop."""
     kills = _kernel_oom_kills()
     begin = time.monotonic()
-    mark, stop = _mark(), None
+    mark, stop = family.new_mark(), None
     line, theirs = socket.socketpair()  # its end is that of both supervisors, and to them that of this process
-    with line, theirs, log.open("ab") as output:
+    with family.control_group(mark) as group, line, theirs, log.open("ab") as output:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", supervisor.__file__, *argv],
-            env={**env, MARK: mark},
+            [sys.executable, "-I", "-S", supervisor.__file__, str(group or ""), *argv],
+            env={**env, supervisor.MARK: mark},
             stdin=theirs.fileno(),
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -89,7 +82,7 @@ def run_module(
 ) -> tuple[Exit, str | None]:
     """Run a module of ftbench's in a child process to its end, at most `limit_s` seconds; return how it ended, and in
     words why not well (`late`, its exit code, its last words). Raise KeyboardInterrupt where a signal ended it."""
-    end_orphans()
+    family.end_orphans()
     end = time.monotonic() + limit_s
     stop = Stop("timeout", late)
     argv = [sys.executable, "-P", "-m", name, *arguments]
@@ -130,46 +123,7 @@ def _end_family(child: subprocess.Popen[bytes], line: socket.socket, signals_pip
         select.select([ended], [], [], GRACE_S)
     child.kill()
     if child.wait() < 0:
-        _end_marked(mark.__eq__)
-
-
-def end_orphans() -> None:
-    """End what is left of runs whose ftbench was killed together with all of its supervisors: it would hold the GPU."""
-    namespace, *_ = _mark().split(".")
-
-    def orphaned(mark: str) -> bool:
-        where, pid, start, _ = mark.split(".")
-        return where == namespace and process_start(int(pid)) != int(start)
-
-    _end_marked(orphaned)
-
-
-def _mark() -> str:
-    """Return a mark that is no other's and says which process it is of: `namespace.pid.start.random`."""
-    namespace = 0
-    with suppress(OSError):  # some sandboxes show none
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    return f"{namespace}.{os.getpid()}.{process_start(os.getpid())}.{uuid.uuid4().hex}"
-
-
-def _end_marked(is_meant: Callable[[str], bool]) -> None:
-    """Kill the processes whose mark is meant, until none is left; what waits for a broken device outlives that."""
-    end = time.monotonic() + GRACE_S
-    while marked := [pid for pid, mark in _marked() if is_meant(mark)]:
-        for pid in marked:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > end:
-            return
-        time.sleep(_POLL_S)
-
-
-def _marked() -> Iterator[tuple[int, str]]:
-    """Yield the processes of this user that have a mark in their environment, each with it."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if mark := _OF_MARK.search(path.read_bytes()):
-                yield int(path.parent.name), mark[1].decode()
+        family.end_marked(mark.__eq__)
 
 
 @contextmanager
@@ -197,18 +151,12 @@ def _put(writer: int) -> None:
 def _kernel_oom_kills() -> int:
     """Return how often the kernel's OOM killer has struck, in this process's control group and on this machine."""
     count = 0
-    for path in (_cgroup_events(), Path("/proc/vmstat")):
-        try:
-            lines = path.read_text().splitlines() if path else []
-        except OSError:
-            continue
-        count += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    for path in (*_memory_events(), Path("/proc/vmstat")):
+        with suppress(OSError):
+            lines = path.read_text().splitlines()
+            count += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return count
 
 
-def _cgroup_events() -> Path | None:
-    try:
-        entry = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return None
-    return Path("/sys/fs/cgroup") / entry[3:].lstrip("/") / "memory.events"
+def _memory_events() -> list[Path]:
+    return [group / "memory.events"] if (group := family.own_group()) else []

@@ -13,7 +13,7 @@ from typing import Any
 from ftbench.core.redact import secretless
 from ftbench.core.rows import RunSummary
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import ending, nodes, process
+from ftbench.launch import ending, family, nodes, process
 from ftbench.launch.follow import Follower, Watchdog
 from ftbench.launch.launchers import command_of, launcher_of
 from ftbench.launch.ranks import too_many
@@ -67,7 +67,7 @@ def run(
     Raises SpecError or MissingError before anything is loaded; once a directory is claimed, every end is a state in
     it."""
     spec = load(spec_path, sets)
-    process.end_orphans()
+    family.end_orphans()
     described = describe(spec)
     spec = resolve(spec, capability(described))
     check(spec, described, spec.launch.nodes)

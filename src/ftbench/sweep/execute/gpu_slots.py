@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ftbench.core.units import GIB, gibibytes, seconds
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import process, runner
+from ftbench.launch import family, runner
 from ftbench.launch.runner import FinishedRun, Order
 from ftbench.spec.experiment import Experiment
 from ftbench.store import machine, rundir
@@ -67,7 +67,7 @@ class LocalSlot:
 
     def train(self, claim_run: Callable[[], rundir.RunDir], order: Order, control: RunControl) -> FinishedRun:
         """Train in the directory that `claim_run` makes once the GPU is free."""
-        process.end_orphans()
+        family.end_orphans()
         before = self._when_free(order.spec, control)
         described = before | ({"shared_host": True} if self.shared else {})
         result = runner.carry_out(
