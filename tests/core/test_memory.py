@@ -163,6 +163,9 @@ def test_optimizers_keep_what_they_say() -> None:
     n = 10**6
     assert weights.optimizer_state("sgd", n, 2) == 0
     assert weights.optimizer_state("adamw_torch", n, 2) == 4 * n
+    assert weights.optimizer_state("adamw_torchao_fp32", n, 2) == 8 * n
+    assert weights.optimizer_state("adamw_torchao_bf16", n, 4) == 4 * n
+    assert weights.optimizer_state("adamw_torchao_8bit", n, 2, n / 10) == pytest.approx(2.03 * n, rel=0.001)
     assert weights.optimizer_state("adamw_bnb_8bit", n, 2) == pytest.approx(2.03 * n, rel=0.001)
     assert weights.optimizer_state("adamw_bnb_8bit", n, 2, n / 10) == pytest.approx((0.9 * 2.03 + 0.8) * n, rel=0.001)
     both = [

@@ -19,6 +19,8 @@ IS_FOR = {
     "plain": ("lora", "qlora", "full", "unsloth"),
     "fastest": ("lora", "qlora"),
     "fastest-fp8": ("lora",),
+    "fastest-full": ("full",),
+    "fastest-qlora": ("qlora", "lora"),
     "fastest-vision": ("lora", "qlora"),
     "smallest": ("qlora", "lora"),
 }
@@ -109,7 +111,7 @@ def test_recipes_are_an_axis_and_the_name_is_the_place_on_it(write):
         ("recipe: fastes\n", (), "did you mean fastest?"),
         ("recipe: [fastest]\n", (), "is the name of one recipe"),
         ("recipe: other.yaml\n", (), "not model: use `extends:` for that"),
-        ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, fastest-vision, smallest"),
+        ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, fastest-full, fastest-qlora, fastest-vision, "),
         ("", ("recipe=",), "is the name of one recipe"),
         ("", ("recipe=.",), "is a directory"),
     ],

@@ -16,6 +16,7 @@ from ftbench.spec.refusals import refusals_on
 from ftbench.store import machine
 from ftbench.store.rundir import RunDir
 
+BITSANDBYTES = ("adamw_bnb_8bit", "paged_adamw_8bit")  # whose optimizers these are
 NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
@@ -68,15 +69,13 @@ def check_installed(spec: Experiment) -> None:
     if spec.measure.profile == "nsys":
         nsys.check_installed()
     needed = [*NEEDED]
-    if (
-        (spec.method.quantised and not spec.method.mxfp4)
-        or "bnb" in spec.train.optimizer
-        or "8bit" in spec.train.optimizer
-    ):
+    if (spec.method.quantised and not spec.method.mxfp4) or spec.train.optimizer in BITSANDBYTES:
         needed.append("bitsandbytes")
     if spec.dataset.has_images:
         needed.append("PIL")
     extras = {"liger_kernel": "liger"} if spec.optimizations.liger else {}
+    if "torchao" in spec.train.optimizer:
+        extras |= {"torchao": "torchao"}
     if spec.method.name == "unsloth":
         extras |= {"unsloth": "unsloth"}
     if spec.launch.strategy.startswith("zero"):

@@ -142,7 +142,7 @@ class _Advisor:
         yield words, self._of_batch(2 * train.batch_size, passes // 2 if held else passes)
         if self.spec.optimizations.gradient_checkpointing:
             yield "without gradient checkpointing", {"optimizations.gradient_checkpointing": False}
-        for variant in variants(train.optimizer):
+        for variant in variants(train.optimizer, full=self.spec.method.name == "full"):
             yield label(variant.changes), variant.changes
 
     def _of_batch(self, batch: int, passes: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ftbench.spec.reading import as_text
 PLAIN = "plain"
 OPTIMIZER = "train.optimizer"
 OPTIMIZERS = ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit")  # other ways to compute adamw_torch
+ROUNDED = ("adamw_torchao_fp32", "adamw_torchao_bf16", "adamw_torchao_8bit")  # the same, for weights in 16 bits
 
 Changes = Mapping[str, Any]  # dotted key → value, of `optimizations.` and `train.optimizer`
 
@@ -31,18 +32,19 @@ class Variant:
     over: str = PLAIN
 
 
-def variants(optimizer: str, only: Sequence[str] = ()) -> list[Variant]:
-    """Return every variant of a plain recipe with this optimizer, after those that it is compared with. `only` keeps
-    those of the optimizations or variants named there, and what they are compared with. Raise SpecError for a name that
-    is neither."""
+def variants(optimizer: str, only: Sequence[str] = (), full: bool = False) -> list[Variant]:
+    """Return every variant of a plain recipe with this optimizer, after those that it is compared with; `full` says
+    that it trains every weight. `only` keeps those of the optimizations or variants named there, and what they are
+    compared with. Raise SpecError for a name that is neither."""
     every = [
         _variant(key, value)
         for key, kept in OPTIMIZATIONS.items()
         for value in choices(key)
         if value not in kept.not_ablated
     ]
-    if optimizer in ("adamw_torch", *OPTIMIZERS):
-        every += [Variant(name, "optimizer", {OPTIMIZER: name}) for name in OPTIMIZERS]
+    if optimizer in ("adamw_torch", *OPTIMIZERS, *ROUNDED):
+        names = (*OPTIMIZERS, *ROUNDED) if full else OPTIMIZERS
+        every += [Variant(name, "optimizer", {OPTIMIZER: name}) for name in names]
     every.sort(key=lambda variant: variant.over != PLAIN)
     return _only(every, only) if only else every
 
@@ -82,7 +84,7 @@ def label(changes: Changes) -> str:
 def plain_spec(spec: Experiment) -> Experiment:
     """Return the spec with every optimization off, and AdamW as torch computes it by default; another optimizer learns
     otherwise and stays."""
-    optimizer = "adamw_torch" if spec.train.optimizer in OPTIMIZERS else spec.train.optimizer
+    optimizer = "adamw_torch" if spec.train.optimizer in (*OPTIMIZERS, *ROUNDED) else spec.train.optimizer
     train = spec.train.model_copy(update={"optimizer": optimizer})
     return spec.model_copy(update={"optimizations": Optimizations(), "train": train})
 

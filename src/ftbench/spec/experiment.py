@@ -89,7 +89,15 @@ class Train(Part):
     lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = "linear"
     warmup_steps: Int = Field(0, ge=0, description="steps over which the learning rate rises")
     weight_decay: Float = Field(0.0, ge=0, le=10)
-    optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "sgd"] = "adamw_torch"
+    optimizer: Literal[
+        "adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torchao_fp32",
+        "adamw_torchao_bf16", "adamw_torchao_8bit", "sgd",
+    ] = Field(
+        "adamw_torch",
+        description="AdamW of torch (fused: one kernel), bitsandbytes or torchao, or sgd; torchao's keeps its state in "
+        "the type that its name ends in, and rounds 16-bit weights up or down at random, so that small updates are not "
+        "lost",
+    )  # fmt: skip
     max_grad_norm: Float = Field(0.3, ge=0, description="gradients are scaled down to this norm; 0 leaves them")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto",

@@ -29,6 +29,11 @@ def refusals(spec: Experiment) -> list[str]:
     for kept in (OPTIMIZATIONS[name] for name in switched):
         reasons = {why: None for key, why in kept.excludes.items() if attrgetter(key)(spec) not in OFF}
         sentences += [*reasons, *kept.refusals(spec)]
+    if "torchao" in spec.train.optimizer and (
+        spec.launch.framework != "trl" or spec.launch.strategy.startswith("zero")
+    ):
+        who = spec.launch.strategy if spec.launch.framework == "trl" else spec.launch.framework
+        sentences.append(f"train.optimizer {spec.train.optimizer} is not known to {who}: set it to adamw_torch_fused")
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         sentences.append("measure.eval: epoch needs dataset.eval_samples")
     return sentences + _of_images(spec) + _of_profile(spec) + frameworks.refusals(spec) + strategies.refusals(spec)
@@ -93,6 +98,9 @@ def check_simulated(spec: Experiment) -> None:
     if spec.train.optimizer.startswith("paged"):
         why = "bitsandbytes takes its state from the driver, past torch's allocator"
         refused.append((f"train.optimizer {spec.train.optimizer}: {why}", "train.optimizer=adamw_bnb_8bit"))
+    if "torchao" in spec.train.optimizer:
+        why = "its update is compiled"
+        refused.append((f"train.optimizer {spec.train.optimizer}: {why}", "train.optimizer=adamw_torch_fused"))
     if refused:
         raise SpecError(
             *(f"{why}, which a simulation does not follow: --set {change}, or {OTHERWISE}" for why, change in refused)

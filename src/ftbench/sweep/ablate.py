@@ -49,7 +49,7 @@ def prepare(request: AblationRequest) -> command.Ready:
     described = runner.describe(spec, slots[0].visible)
     plain = resolve(ablation.plain_spec(spec), runner.capability(described))
     runner.check(plain, described)
-    variants = ablation.variants(plain.train.optimizer, request.only)
+    variants = ablation.variants(plain.train.optimizer, request.only, plain.method.name == "full")
     start = Start(plain, variants, request.objective, lambda variant: _refused(variant, described))
     recipe = [f"recipe={ablation.PLAIN}", f"train.optimizer={plain.train.optimizer}"]
     folder = request.out / runner.experiment(plain)

@@ -7,14 +7,13 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 import transformers
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir
-from ftbench.worker import parallel
+from ftbench.worker import optimizer, parallel
 from ftbench.worker.data import collate
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.order import Row, filled
@@ -22,18 +21,9 @@ from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.device import device
 from ftbench.worker.measure import applied
-from ftbench.worker.measure.applied import innermost
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.optimizations import feature_cache, gradient_checkpointing
 
-# The module and class that stand for each choice of train.optimizer.
-OPTIMIZERS = {
-    "adamw_torch": ("torch.optim", "AdamW"),
-    "adamw_torch_fused": ("torch.optim", "AdamW"),
-    "adamw_bnb_8bit": ("bitsandbytes", "AdamW"),
-    "paged_adamw_8bit": ("bitsandbytes", "AdamW"),
-    "sgd": ("torch.optim", "SGD"),
-}
 DEFAULT_PROCESSES = 4  # that make batches, where the spec says `on`
 PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
 
@@ -89,6 +79,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         train_dataset=train,
         eval_dataset=evaluation if data.evaluation else None,
         data_collator=collator,
+        **optimizer.arguments(spec),
     )
     loop.batches, loop.features = set(), feature_cache.of(model)
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
@@ -109,7 +100,7 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         lr_scheduler_type=train.lr_scheduler,
         warmup_steps=train.warmup_steps,
         weight_decay=train.weight_decay,
-        optim=train.optimizer,
+        optim="adamw_torch" if optimizer.arguments(spec) else train.optimizer,
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
         data_seed=train.seed,
@@ -167,20 +158,7 @@ def _dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
 
 def verify(trainer: Trainer, spec: Experiment) -> list[str]:
     """Return what of optimizer, precision and batches is not as the spec says, read from the live objects."""
-    problems = []
-    optimizer = innermost(trainer.optimizer)
-    name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    wanted = OPTIMIZERS[spec.train.optimizer]
-    if not name.startswith(wanted[0]) or not name.endswith(wanted[1]):
-        problems.append(f"train.optimizer is {spec.train.optimizer} and the trainer uses {name}")
-    if spec.train.optimizer == "adamw_torch_fused" and not optimizer.defaults.get("fused"):
-        problems.append(f"train.optimizer is adamw_torch_fused and {name} is not fused")
-    kept = {getattr(value, "dtype", None) for state in optimizer.state.values() for value in state.values()}
-    if "8bit" in spec.train.optimizer and torch.uint8 not in kept:
-        problems.append(
-            f"train.optimizer is {spec.train.optimizer} and {name} keeps no state in 8 bits "
-            "(bitsandbytes leaves tensors of fewer than 4,096 elements in 32)"
-        )
+    problems = optimizer.verify(trainer.optimizer, spec)
     if spec.optimizations.activation_offload and isinstance(trainer.maybe_activation_offload_context, nullcontext):
         problems.append("optimizations.activation_offload is on and the trainer offloads nothing")
     problems += collate.verify(spec, trainer.batches)

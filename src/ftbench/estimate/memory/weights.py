@@ -122,12 +122,17 @@ def optimizer_state(name: str, count: float, width: float, embedding: float = 0)
     adamw_torch and its fused form keep two moments in the parameter's type (torch.optim.AdamW, zeros_like);
     bitsandbytes keeps two of 1 byte and a 4-byte scale for every 256 (Dettmers et al. 2022), but those of an embedding
     in float32 (transformers.Trainer.create_optimizer); paged ones but for their scales in unified memory that the
-    driver moves to the host when it must; sgd without momentum keeps nothing.
+    driver moves to the host when it must; torchao keeps two of the type in its name, 8 bits as bitsandbytes does but of
+    every matrix (torchao.optim, `_new_buffer`); sgd without momentum keeps nothing.
     """
     if name == "adamw_bnb_8bit":
         return 8 * embedding + 2 * (1 + 4 / BLOCK_8BIT) * (count - embedding)
     if name == "paged_adamw_8bit":
         return 2 * 4 / BLOCK_8BIT * (count - embedding)
+    if name == "adamw_torchao_8bit":
+        return 2 * (1 + 4 / BLOCK_8BIT) * count
+    if name.startswith("adamw_torchao"):
+        return {"fp32": 8.0, "bf16": 4.0}[name.rpartition("_")[2]] * count
     return 0.0 if name == "sgd" else 2 * width * count
 
 

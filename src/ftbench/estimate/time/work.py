@@ -50,7 +50,10 @@ _RECOMPUTED = 1 / 3  # share of a layer's forward and backward that a second for
 
 # Bytes of a moment of the optimizer's state, None for the type of the weights. AdamW reads and writes two, and for each
 # trained parameter the weight (r, w) and the gradient (r); clipping reads and scales the gradient.
-_MOMENT_BYTES = {"adamw_torch": None, "adamw_torch_fused": None, "adamw_bnb_8bit": 1.0, "paged_adamw_8bit": 1.0}
+_MOMENT_BYTES = {
+    "adamw_torch": None, "adamw_torch_fused": None, "adamw_bnb_8bit": 1.0, "paged_adamw_8bit": 1.0,
+    "adamw_torchao_fp32": 4.0, "adamw_torchao_bf16": 2.0, "adamw_torchao_8bit": 1.0,
+}  # fmt: skip
 _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit", "paged_adamw_8bit": "optimizer.8bit"}
 
 

@@ -17,7 +17,7 @@ from ftbench.families import vision as families
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import parallel
 from ftbench.worker.device import device as own_device
-from ftbench.worker.model.parts import base_model, decoder_layers, part_of
+from ftbench.worker.model.parts import base_model, decoder_layers, part_of, plain_tensors
 from ftbench.worker.model.vision import reads_images
 
 SCHEMA = 1
@@ -85,8 +85,8 @@ def optimizer_facts(optimizer: Any) -> dict[str, Any]:
     state: Counter[str] = Counter()
     for values in (optimizer.state if optimizer is not None else {}).values():
         for name, value in values.items():
-            if torch.is_tensor(value) and value.numel() > 1:
-                state[f"{name}: {_dtype(value.dtype)}"] += 1
+            tensors = plain_tensors(value)[:1]  # what is beside codes of 8 bits is theirs
+            state.update(f"{name}: {_dtype(tensor.dtype)}" for tensor in tensors if tensor.numel() > 1)
     return {
         "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",
         "fused": None if optimizer is None else bool(optimizer.defaults.get("fused")),

@@ -50,7 +50,15 @@ def kept_tensors(model: Any, optimizer: Any = None) -> Iterator[tuple[Any, str]]
             state = getattr(state, "state2", None)
     yield from ((buffer, "weights") for buffer in model.buffers())
     for values in optimizer.state.values() if optimizer is not None else ():
-        yield from ((value, "optimizer") for value in values.values() if hasattr(value, "untyped_storage"))
+        yield from ((tensor, "optimizer") for value in values.values() for tensor in plain_tensors(value))
+
+
+def plain_tensors(value: Any) -> list[Any]:
+    """Return the tensor that a value of an optimizer's state is, those that it holds (torchao's 8 bits: codes, scales
+    and a table), or none."""
+    if not hasattr(value, "untyped_storage"):
+        return []
+    return [getattr(value, name) for name in value.tensor_attrs] if hasattr(value, "tensor_attrs") else [value]
 
 
 def decoder_layers(model: Any) -> list[Any]:

@@ -125,7 +125,7 @@ def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, wei
     if of_hidden is not None:
         of_hidden.view(-1, of_hidden.shape[-1])[rows] = (gradient @ weight).to(of_hidden.dtype)
     if of_weight is not None:
-        of_weight += gradient.t() @ states
+        of_weight.addmm_(gradient.t(), states)
     if of_bias is not None:
         of_bias += gradient.sum(0)
 

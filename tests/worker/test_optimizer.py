@@ -1,0 +1,103 @@
+"""torchao's optimizers: what their states are kept in, and weights in 16 bits that lose no small update. With the
+package where it is installed, else with a stand-in for what of it is called."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from conftest import spec_of
+from ftbench.errors import MissingError, NotAppliedError
+from ftbench.launch import trl
+from ftbench.spec.refusals import refusals
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
+from ftbench.worker import optimizer
+from ftbench.worker.model.parts import plain_tensors
+
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+NEEDS_TORCHAO = pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed: ftbench[torchao]")
+STATES = {"adamw_torchao_fp32": "float32", "adamw_torchao_bf16": "bfloat16"}
+
+
+class Adam(torch.optim.Optimizer):
+    """Keeps a moment in what `_new_buffer` makes and steps by the sign of the gradient, as Adam's first step does."""
+
+    def __init__(self, params, lr, bf16_stochastic_round=False):
+        super().__init__(params, {"lr": lr})
+        self.bf16_stochastic_round = bf16_stochastic_round
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("exp_avg", self._new_buffer(p, True))
+                p -= float(group["lr"]) * p.grad.sign()
+
+
+@pytest.fixture
+def torchao(monkeypatch):
+    """The package, or the stand-in."""
+    if not HAS_TORCHAO:
+        package, optim = ModuleType("torchao"), ModuleType("torchao.optim")
+        package.optim, optim._AdamW = optim, Adam
+        monkeypatch.setitem(sys.modules, "torchao", package)
+        monkeypatch.setitem(sys.modules, "torchao.optim", optim)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_run_keeps_its_state_in_the_type_that_was_asked_for(torchao, train_here, name):
+    run = train_here(train={"optimizer": name}, method={"name": "full"}, model={"dtype": "bfloat16"})
+    found = read_json(run.applied)["optimizer"]
+    assert found["class"].startswith("torchao.optim")
+    assert {kept.rpartition(": ")[2] for kept in found["state"]} == {STATES[name]}
+    losses = [step.loss for step in read_steps(run.steps)[0] if step.phase == "train"]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
+def test_weights_that_are_rounded_to_the_nearest_are_found_out(torchao, train_here, monkeypatch):
+    asked = optimizer.arguments
+    monkeypatch.setattr(optimizer, "arguments", lambda spec: {
+        key: (kind, options | {"bf16_stochastic_round": False}) for key, (kind, options) in asked(spec).items()
+    })  # fmt: skip
+    with pytest.raises(NotAppliedError, match="rounds weights to the nearest"):
+        train_here(train={"optimizer": "adamw_torchao_bf16"}, method={"name": "full"})
+
+
+@NEEDS_TORCHAO
+@pytest.mark.parametrize("name", [*STATES, "adamw_torchao_8bit"])
+def test_a_step_below_half_a_bit_moves_weights_by_as_much_on_average(torchao, name):
+    """Adam's first step is the learning rate. Below 1 two bfloat16 are 2^-8 apart: a step of 1e-4 is taken by one weight
+    in 39; the mean of n such choices has a deviation of sqrt(q (1 - q) / n) of that distance."""
+    n, step, apart = 1 << 20, 1e-4, torch.finfo(torch.bfloat16).eps / 2
+    weight = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    kind, options = optimizer.arguments(spec_of(train={"optimizer": name}))["optimizer_cls_and_kwargs"]
+    made = kind([weight], **options | {"lr": step, "weight_decay": 0.0})
+    torch.manual_seed(0)
+    made.step()
+    share = step / apart
+    moved = (1 - weight.double()).mean().item()
+    assert moved == pytest.approx(step, abs=5 * apart * (share * (1 - share) / n) ** 0.5)
+    kept = {tensor.dtype for tensor in plain_tensors(made.state[weight]["exp_avg"])}
+    assert optimizer.STATES[name.rpartition("_")[2]][0] in kept
+
+
+def test_without_torchao_the_run_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(trl, "_installed", lambda name: name != "torchao")
+    with pytest.raises(MissingError, match=r"needs torchao.*pip install 'ftbench\[torchao\]'"):
+        trl.check_installed(spec_of(train={"optimizer": "adamw_torchao_8bit"}))
+
+
+def test_who_does_not_know_torchaos_optimizers_is_named():
+    asked = {"train": {"optimizer": "adamw_torchao_8bit"}, "method": {"name": "full"}}
+    assert refusals(spec_of(**asked)) == []
+    launch = spec_of().launch.model_copy(update={"gpus": 2, "strategy": "zero2"})
+    told = refusals(spec_of(**asked).model_copy(update={"launch": launch}))
+    assert "train.optimizer adamw_torchao_8bit is not known to zero2: set it to adamw_torch_fused" in told
