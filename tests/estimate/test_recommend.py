@@ -77,7 +77,7 @@ def test_the_best_by_the_objective_is_first(objective, figure):
 
 
 def test_the_shipped_recipes_are_among_the_ways():
-    found = [way.spec for way in candidates.ways(Experiment.model_validate(SPEC), ("lora", "qlora"), False)]
+    found = [way.spec for way in candidates.ways(Experiment.model_validate(SPEC), ("lora", "qlora", "full"), False)]
     for name in recipes():
         asked = recipe(name, Path())
         if asked["optimizations"].get("image_cache"):
@@ -86,7 +86,7 @@ def test_the_shipped_recipes_are_among_the_ways():
         method = asked.get("method", {}).get("name", "lora")
         alike = [each for each in found if each.optimizations == on and each.method.name == method]
         assert any(each.train.optimizer == asked["train"]["optimizer"] for each in alike), name
-        assert all(each.method.rank == 16 and each.train.learning_rate == 1e-4 for each in alike)
+        assert all(getattr(each.method, "rank", 16) == 16 and each.train.learning_rate == 1e-4 for each in alike)
     assert {True, False} == {each.optimizations.fused_lora for each in found}
 
 
