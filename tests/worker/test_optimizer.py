@@ -73,8 +73,8 @@ def test_weights_that_are_rounded_to_the_nearest_are_found_out(torchao, train_he
 @NEEDS_TORCHAO
 @pytest.mark.parametrize("name", [*STATES, "adamw_torchao_8bit"])
 def test_a_step_below_half_a_bit_moves_weights_by_as_much_on_average(torchao, name):
-    """Adam's first step is the learning rate. Below 1 two bfloat16 are 2^-8 apart: a step of 1e-4 is taken by one weight
-    in 39; the mean of n such choices has a deviation of sqrt(q (1 - q) / n) of that distance."""
+    """Adam's first step is the learning rate. Below 1 two bfloat16 are 2^-8 apart: a step of 1e-4 is taken by one
+    weight in 39; the mean of n such choices has a deviation of sqrt(q (1 - q) / n) of that distance."""
     n, step, apart = 1 << 20, 1e-4, torch.finfo(torch.bfloat16).eps / 2
     weight = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
