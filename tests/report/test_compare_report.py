@@ -373,6 +373,44 @@ def test_any_key_of_the_spec_or_the_machine_is_an_axis(tmp_path, axis):
     assert len(found.pairs) == 1
 
 
+# What two runs of the sample on a tiny model left, LoRA at batch 2: axolotl 0.19.0 and LLaMA-Factory 0.9.5 beside ours.
+OURS = {
+    "trained_dtype": "float32",
+    "loss_normalisation": "label tokens of the step",
+    "loss": "chunked_nll",
+    "padding": "to the longest of a batch",
+    "gradient_checkpointing": 0.0,
+    "optimizer": {"class": "torch.optim.adamw.AdamW", "state": {"exp_avg: float32": 28, "exp_avg_sq: float32": 28}},
+}
+AXOLOTL = {"loss": "axolotl.core.trainers.base.AxolotlTrainer", "loss_normalisation": "label tokens of a micro-batch"}
+LLAMA_FACTORY = {"loss": "llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "padding": "to a multiple of 8"}
+OTHERS = {"trained_dtype": "bfloat16", "parameters.trainable": 3, "model.attention": "eager",
+          "optimizer": {"class": "torch.optim.adamw.AdamW", "state": {"exp_avg: bfloat16": 28}},
+          "dataset.order_hash": "f" * 64}  # fmt: skip
+
+
+def test_frameworks_that_did_not_do_the_same_work_are_told_apart(tmp_path, ftbench):
+    make_run(tmp_path, "a", steps(seed=1), applied=OURS)
+    for name, more in {"axolotl": AXOLOTL, "llamafactory": LLAMA_FACTORY, "ms-swift": OTHERS}.items():
+        make_run(tmp_path, name, steps(seed=name), spec={"launch.framework": name}, applied=OURS | more)
+    document = json.loads(ftbench("report", tmp_path, "--compare", "framework", "--format", "json")[1])
+    told = {row["value"]: row["differences"] for row in document["comparison"]["records"]}
+    assert told["trl"] is None
+    assert told["axolotl"] == ("applied.loss_normalisation: label tokens of the step → label tokens of a micro-batch")
+    assert told["llamafactory"] == "applied.padding: to the longest of a batch → to a multiple of 8"
+    for said in (
+        "applied.trained_dtype: float32 → bfloat16", "applied.attention: sdpa → eager", "applied.trainable: ",
+        "applied.optimizer_state: exp_avg: float32, exp_avg_sq: float32 → exp_avg: bfloat16", "dataset.order_hash: ",
+    ):  # fmt: skip
+        assert said in told["ms-swift"]
+
+
+def test_what_older_runs_did_not_tell_is_no_difference(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2), machine=gpu(MAX_Q, 300, 300), applied={"padding": "to a multiple of 8"})
+    assert only(compared(tmp_path, "gpu", "H200")).iso
+
+
 def test_all_formats_carry_the_comparison(tmp_path, ftbench):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("full"))

@@ -7,23 +7,36 @@ import json
 import os
 import subprocess
 import sys
+import types
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import load_from_disk
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    set_seed,
+)
+from transformers.models.qwen3 import modeling_qwen3
 
 from conftest import spec_of
 from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.store.steps import read_steps
 from ftbench.worker import frameworks
 from ftbench.worker.data.tokens import Tokens
-from ftbench.worker.frameworks import hand_over, session
+from ftbench.worker.frameworks import hand_over, live, session
 from ftbench.worker.frameworks.adapters import draw_adapters
-from ftbench.worker.measure.batch_count import COUNT
+from ftbench.worker.measure.batch_count import COUNT, padding_of
 
+LLAMA = {"framework": "llamafactory", "python": "/nowhere/bin/python"}
 PLACE = Path(os.environ.get("FTBENCH_FRAMEWORKS", "/nowhere"))
 TOLERANCE = 1e-5  # of a first loss near 7.6 in float32: the issue of other kernels and another order of sums
 
@@ -90,6 +103,76 @@ def test_what_a_collator_makes_is_counted_by_what_went_in():
     assert (count.real, count.padded, count.labels, count.samples, count.longest) == (5, 16, 3, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [
+        ([0, 2, 1], "trained on the rows that it was given in another order"),
+        ([0, 2, 3], "left out 1 of the first 3 rows that it was given"),
+        ([0, 9, 2], "trained on 1 rows that are none of those it was given"),
+        ([2, 9, 3], "left out 2 of the first 3 rows that it was given and trained on 1 rows that are none of those"),
+    ],
+)
+def test_another_order_and_rows_left_out_or_changed_are_told_apart(tmp_path, trained, said):
+    given = [np.arange(7 * index, 7 * index + 4) for index in range(10)]  # the last is not handed over
+    hand_over.write_rows(tmp_path / "train", rows([4] * 9))
+    seen = Counter(hash(given[index].astype(np.int64).tobytes()) for index in trained)
+    assert session.other_work(str(tmp_path / "train"), seen).startswith(said)
+
+
+def test_what_a_framework_packs_is_counted_by_its_samples():
+    def collate(features):
+        laid = [token for row in features for sample in row for token in sample["input_ids"]]
+        return {"input_ids": torch.tensor([laid]), "labels": torch.tensor([laid])}
+
+    packed = [[{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], [{"input_ids": [6]}]]
+    count = session.counted(collate)(packed)[COUNT]
+    assert (count.real, count.padded, count.samples, count.longest, len(count.tokens)) == (6, 6, 3, 3, 3)
+    assert padding_of({(count.samples, count.longest, count.padded)}) == "none: samples end to end"
+
+
+@pytest.mark.parametrize("multiple", [None, 8, 64])
+def test_the_padding_of_batches_is_read_from_their_shapes(multiple):
+    """What transformers' own collator makes of rows of many lengths."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0})), pad_token="<pad>")
+    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=multiple)
+    shapes = set()
+    for longest in (3, 9, 65, 66, 190):
+        batch = collate([{"input_ids": [1] * length, "labels": [1] * length} for length in (2, longest)])
+        shapes.add((2, longest, batch["input_ids"].numel()))
+    assert padding_of(shapes) == ("to the longest of a batch" if multiple is None else f"to a multiple of {multiple}")
+    assert padding_of({(2, 30, 256), (2, 90, 256)}) == "to 128 tokens"
+    assert padding_of([]) is None
+
+
+def test_functions_of_others_within_a_model_are_found(monkeypatch):
+    model = get_peft_model(small_model(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert live.patched_by(model) == set()
+
+    def forward(self, states):
+        return states
+
+    forward.__module__ = "fast_kernels.norm"
+    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", forward)
+    assert live.patched_by(model) == {"fast_kernels"}
+    monkeypatch.undo()
+    rotate = types.FunctionType(forward.__code__, {})
+    rotate.__module__ = "other_kernels"
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", rotate)
+    assert live.patched_by(model) == {"other_kernels"}
+
+
+def test_weights_quantised_otherwise_than_asked_for_are_a_problem():
+    model = get_peft_model(small_model(), LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    spec = spec_of(method={"name": "qlora", "rank": 8, "targets": ["q_proj"]}, launch=LLAMA)
+    assert live.model_problems(model, spec) == ["llamafactory: method qlora, and the weights are not quantised"]
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    weight.quant_state = types.SimpleNamespace(quant_type="nf4", nested=True)
+    assert live.model_problems(model, spec) == []
+    weight.quant_state.quant_type = "fp4"
+    (problem,) = live.model_problems(model, spec)
+    assert problem.endswith("the weights are fp4 with double_quant")
+
+
 def test_older_versions_find_the_base_of_the_rotations_by_their_own_name():
     written = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "dtype": "bfloat16"}
     assert hand_over.with_older_words(written) == written | {
@@ -112,7 +195,7 @@ def test_each_configuration_is_the_whole_recipe_in_plain_words(name, method):
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize("name", FRAMEWORKS)
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_a_framework_trains_the_same_tokens_from_the_same_weights(name, method, tmp_path):
     python = PLACE / name / "bin" / "python"
     if not python.exists():

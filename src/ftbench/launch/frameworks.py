@@ -17,7 +17,7 @@ from pathlib import Path
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.frameworks import FRAMEWORKS
+from ftbench.spec.frameworks import FRAMEWORKS, interpreter
 
 devices, command = trl.devices, trl.command
 _LIMIT_S = 10  # a cold disk takes seconds to answer
@@ -43,8 +43,7 @@ def check_installed(spec: Experiment) -> None:
     """Raise MissingError with what to type unless our own interpreter can prepare the run and the framework's has it,
     in the version that was tried."""
     trl.check_installed(spec)
-    name, python = spec.launch.framework, os.path.abspath(os.path.expanduser(str(spec.launch.python)))
-    wanted = FRAMEWORKS[name]
+    wanted, python = FRAMEWORKS[spec.launch.framework], interpreter(spec.launch)
     way = wanted.way
     if not Path(python).is_file() or not os.access(python, os.X_OK):
         raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {way}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from ftbench.spec.optimizations import switched_on
 from ftbench.spec.optimizations.declaration import OFF
 
 if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
+    from ftbench.spec.experiment import Experiment, Launch
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ FRAMEWORKS = {
 }  # fmt: skip
 CARRIED = {"attention", "gradient_checkpointing", "liger"}
 ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
+
+
+def interpreter(launch: Launch) -> str:
+    """Return the interpreter of the framework's environment: a link to one is left as it is, for it is by its own place
+    that Python finds the environment."""
+    return os.path.abspath(os.path.expanduser(str(launch.python)))
 
 
 def refusals(spec: Experiment) -> list[str]:

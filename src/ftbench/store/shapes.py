@@ -80,6 +80,7 @@ SHAPES: dict[str, Any] = {
     "applied.json": {
         "warnings": [_NAME], "reported": {"samples_per_s": _NUMBER},
         "loss": _TEXT, "product_precision": _TEXT, "gpu_busy_method": _TEXT,
+        "trained_dtype": _TEXT, "loss_normalisation": _TEXT, "padding": _TEXT, "patched_by": _TEXT,
         "compile_cache": _TEXT, "gradient_checkpointing": _NUMBER | _FLAG, "dataset": _DATASET,
         "matmul_shape": (_MATMUL_SHAPE,), "vision_shape": (_MATMUL_SHAPE | {"*": _REAL},),
         "model": {"class": _TEXT, "weights_gb_by_dtype": {"*": _NUMBER}, "modules": {"*": _COUNT}},

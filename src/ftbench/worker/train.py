@@ -19,6 +19,7 @@ from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device
 from ftbench.worker.generate import Answers
 from ftbench.worker.measure import applied, forward_parts
+from ftbench.worker.measure.batch_count import padding_of
 from ftbench.worker.measure.controls import Control
 from ftbench.worker.measure.gradients import Gradients
 from ftbench.worker.measure.hf_adapter import HfRecording
@@ -69,7 +70,10 @@ def train(run: TrainingRun) -> None:
         loop.evaluate()
     run.finish()
     order_hash = _order_hash(run, data, recorder)
-    run.write_facts(dataset=data.description | {"order_hash": order_hash}, gpu_busy_method=recorder.busy_method)
+    run.write_facts(
+        dataset=data.description | {"order_hash": order_hash}, padding=padding_of(recorder.shapes),
+        gpu_busy_method=recorder.busy_method,
+    )  # fmt: skip
     if spec.measure.generate is not None and first:
         phases.enter("generate")
         answers.ask(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")

@@ -112,10 +112,13 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
     )  # fmt: skip
 
 
+_TOLD_LATELY = ("applied.trained_dtype", "applied.loss_normalisation", "applied.padding")  # not by runs of before
+
+
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
     """Return whether a difference is one of the recipe. A library that only one machine has was needed by neither run;
     and a run that ended early never wrote down what it would have trained on, or with."""
-    if fact.key.startswith("versions."):
+    if fact.key.startswith("versions.") or fact.key in _TOLD_LATELY:
         return None not in (fact.baseline, fact.candidate)
     if fact.key in core.UNPROVEN and IMPORTED in baseline.facts and IMPORTED in cell.facts:  # no log tells its tokens
         return baseline.facts.get("dataset.name") is None or baseline.facts.get("dataset.name") != cell.facts.get(

@@ -16,7 +16,13 @@ _HARD = (
     "dataset.like",
 )  # fmt: skip
 _NOUNS = {"gpu": "GPU", "model": "model", "method": "method", "dataset": "data"}
-_UNOPTIMIZED = {OPTIMIZATIONS: PLAIN[1:], RECIPE: PLAIN, GPUS: ("1",), STRATEGY: ("none",)}
+_UNOPTIMIZED = {
+    OPTIMIZATIONS: PLAIN[1:],
+    RECIPE: PLAIN,
+    GPUS: ("1",),
+    STRATEGY: ("none",),
+    SHORT["framework"]: ("trl",),
+}
 
 Find = Callable[[Cell], tuple[Cell | None, str]]
 

@@ -71,13 +71,16 @@ def on_axis(axis: str, key: str) -> bool:
     return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
 
 
-_RAN_BY = ("method.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer", "launch.framework")
+_RAN_BY = ("method.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer")
+_BY_FRAMEWORK = ("applied.loss", "applied.patched_by")  # each has a loss of its own; the rest is to be the same work
 
 
 def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
     """Return whether a fact differs because the axis does: what really ran, where the axis says what runs; a key that
     only one method has; the model's revision; and another GPU's power limit, where both are at their highest."""
     if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
+        return True
+    if axis.startswith("launch.framework") and key in _BY_FRAMEWORK:
         return True
     if axis in ("method.name", RECIPE) and key.startswith("method."):
         return key not in baseline or key not in candidate

@@ -28,7 +28,8 @@ IMPORTED = "imported.from"  # the kind of log that a run was made of
 _NO_MATTER_WITHIN = ("measure.generate",)
 _NOT_RUN = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")
 _ENVIRONMENT = ("PYTORCH_", "CUDA_LAUNCH", "NVIDIA_TF32", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32", "OMP_NUM_THREADS")
-_APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_checkpointing", "compiled_graphs")
+_APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_checkpointing", "compiled_graphs",
+            "trained_dtype", "loss_normalisation", "padding", "patched_by")  # fmt: skip
 
 
 def clean_document(path: Path) -> Mapping[str, Any]:
@@ -99,12 +100,14 @@ def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
     values = applied.get("model", {}) | {name: applied[name] for name in _APPLIED if name in applied}
-    data = applied.get("dataset", {})
+    data, optimizer = applied.get("dataset", {}), applied.get("optimizer", {})
     return {
         "dataset.hash": (data.get("hash") or "")[:12],
         "dataset.order_hash": (data.get("order_hash") or "")[:12],
         **{f"applied.{name}": values.get(name) for name in _APPLIED},
-        "applied.optimizer": applied.get("optimizer", {}).get("class"),
+        "applied.optimizer": optimizer.get("class"),
+        "applied.optimizer_state": ", ".join(sorted(optimizer.get("state") or ())),
+        "applied.trainable": applied.get("parameters", {}).get("trainable"),
     }
 
 

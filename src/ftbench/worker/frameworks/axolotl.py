@@ -6,14 +6,22 @@ from typing import Any
 
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.frameworks import DATA, OUTPUT
+from ftbench.worker.frameworks.recipe import recipe
 
 ATTENTION = {"eager": "eager_attention", "sdpa": "sdp_attention", "flash_attention_2": "flash_attention"}
 
 
+# What it calls otherwise than transformers; what it calls nothing is none of its options.
+_WORDS = {
+    "per_device_train_batch_size": "micro_batch_size", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
+    "num_train_epochs": "num_epochs", "data_seed": None, "logging_strategy": None, "report_to": None,
+    "disable_tqdm": None,
+}  # fmt: skip
+
+
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     """Return what its YAML files hold. Its own kernels for LoRA are off: plain layers are what is compared."""
-    train, method = spec.train, spec.method
-    values = {
+    values = {word: value for name, value in recipe(spec).items() if (word := _WORDS.get(name, name))} | {
         "base_model": model,
         "datasets": [{"path": DATA, "split": "train", "type": None}],
         "dataset_prepared_path": f"{OUTPUT}/prepared",
@@ -24,32 +32,19 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "sequence_len": spec.dataset.max_length,
         "val_set_size": 0,
         "output_dir": OUTPUT,
-        "micro_batch_size": train.batch_size,
-        "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "learning_rate": train.learning_rate,
-        "lr_scheduler": train.lr_scheduler,
-        "warmup_steps": train.warmup_steps,
-        "weight_decay": train.weight_decay,
-        "optimizer": train.optimizer,
-        "max_grad_norm": train.max_grad_norm,
-        "seed": train.seed,
-        "bf16": train.precision == "bf16",
-        "fp16": train.precision == "fp16",
         "tf32": False,
         "gradient_checkpointing": bool(spec.optimizations.gradient_checkpointing),
-        "save_strategy": "no",
         "logging_steps": 1_000_000,
         "lora_mlp_kernel": False,
         "lora_qkv_kernel": False,
         "lora_o_kernel": False,
     }
-    values |= {"max_steps": train.max_steps} if train.max_steps else {"num_epochs": train.epochs}
     if spec.optimizations.liger:
         values |= {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True,
                    "liger_rms_norm": True, "liger_rope": True, "liger_glu_activation": True}  # fmt: skip
     if word := ATTENTION.get(spec.optimizations.attention):
         values[word] = True
-    return values | _adapters(method)
+    return values | _adapters(spec.method)
 
 
 def _adapters(method: Any) -> dict[str, Any]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict
 
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.frameworks import interpreter
 from ftbench.store.rundir import write_json
 from ftbench.worker import frameworks
 from ftbench.worker.data.order import Row
@@ -40,18 +39,12 @@ def train(run: TrainingRun) -> None:
     configuration = frameworks.load(spec.launch.framework).configuration(spec, model)
     write_json(directory.framework, configuration)
     run.phases.enter("import")
-    python = interpreter(spec)
+    python = interpreter(spec.launch)
     os.execv(python, [python, str(Path(entry.__file__)), str(directory.path.resolve())])
 
 
-def interpreter(spec: Experiment) -> str:
-    """Return the interpreter of the framework's environment: a link to one is left as it is, for it is by its own place
-    that Python finds the environment."""
-    return os.path.abspath(os.path.expanduser(str(spec.launch.python)))
-
-
 def write_rows(folder: Path, rows: list[Row]) -> None:
-    """Save the rows as `datasets` and frameworks on top of it read them, and as JSON lines for people."""
+    """Save the rows as `datasets` and frameworks on top of it read them."""
     samples = [sample for row in rows for sample in row]
     columns = {
         "input_ids": [list(map(int, sample.ids)) for sample in samples],
@@ -60,9 +53,6 @@ def write_rows(folder: Path, rows: list[Row]) -> None:
         "lengths": [[len(sample.ids)] for sample in samples],  # ms-swift leaves out what is too long by them
     }
     DatasetDict({"train": Dataset.from_dict(columns)}).save_to_disk(str(folder))
-    with folder.with_suffix(".jsonl").open("w") as file:
-        for values in islice(zip(*columns.values(), strict=True), 8):  # a few to look at
-            file.write(json.dumps(dict(zip(columns, values, strict=True))) + "\n")
 
 
 def write_model(folder: Path, source: Path) -> None:

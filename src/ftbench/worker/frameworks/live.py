@@ -3,8 +3,10 @@ libraries are not ours."""
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,31 +14,8 @@ import torch
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.measure import applied
 
-PACKAGES = {"axolotl": "axolotl", "llamafactory": "llamafactory", "ms-swift": "ms-swift"}
 PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
-
-
-def of_model(model: Any) -> dict[str, Any]:
-    """Return the sections of applied.json that the model alone can tell."""
-    kinds = applied.parameters_by_kind(model)
-    return {
-        "schema": applied.SCHEMA,
-        "device": applied.device_of(model),
-        "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-        "model": applied.model_facts(model),
-        "parameters": {
-            "total": sum(kind["total"] for kind in kinds.values()),
-            "trainable": sum(kind["trainable"] for kind in kinds.values()),
-            "by_kind": kinds,
-        },
-        "matmul_shape": asdict(applied.matmul_shape(model)),
-        "trained_dtype": trained_dtype(model),
-    }
-
-
-def trained_dtype(model: Any) -> str:
-    """Return the dtypes of what is trained."""
-    return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}))
+_PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbench", *sys.stdlib_module_names}
 
 
 def of_trainer(trainer: Any) -> dict[str, Any]:
@@ -47,10 +26,25 @@ def of_trainer(trainer: Any) -> dict[str, Any]:
         "autocast": precision,
         "product_precision": precision if precision in ("bf16", "fp16") else _dtype_of_most(trainer.model),
         "loss": f"{type(trainer).__module__}.{type(trainer).__name__}",
-        "loss_normalisation": "label tokens of the step" if trainer.model_accepts_loss_kwargs else "micro-batches",
-        "gradient_checkpointing": bool(getattr(trainer.model, "is_gradient_checkpointing", False)),
+        "loss_normalisation": applied.loss_normalisation(trainer),
+        "gradient_checkpointing": float(getattr(trainer.model, "is_gradient_checkpointing", False)),
         "optimizer": applied.optimizer_facts(optimizer),
+        "patched_by": ", ".join(sorted(patched_by(trainer.model))),
     }
+
+
+def patched_by(model: Any) -> set[str]:
+    """Return the packages whose functions run in the place of transformers' and peft's own: as methods of the modules,
+    or called by the files that define the model."""
+    files = {name for m in model.modules() if (name := type(m).__module__).startswith("transformers.models.")}
+    called = (value for name in files for value in vars(sys.modules[name]).values() if inspect.isfunction(value))
+    functions = (*called, *(method for module in model.modules() for method in _methods(module)))
+    return {str(getattr(function, "__module__", "torch")).partition(".")[0] for function in functions} - _PLAIN
+
+
+def _methods(module: Any) -> Iterator[Any]:
+    yield type(module).forward
+    yield from (value for value in vars(module).values() if inspect.isroutine(value))
 
 
 def _dtype_of_most(model: Any) -> str:
@@ -77,9 +71,16 @@ def model_problems(model: Any, spec: Experiment) -> list[str]:
     ranks = {rank for layer in layers if isinstance(layer, dict) for rank in layer.values()}
     if ranks != {method.rank}:
         problems.append(f"{who}method.rank is {method.rank}, and adapters have rank {sorted(ranks)}")
-    packed = any(parameter.dtype == torch.uint8 for parameter in model.parameters())
-    if packed != method.quantised:
-        problems.append(f"{who}method {method.name}, and the weights are {'' if packed else 'not '}quantised")
+    states = {  # of what dtype the packed weights pretend to be is a framework's own choice
+        (str(state.quant_type), bool(state.nested))
+        for parameter in model.parameters() if (state := getattr(parameter, "quant_state", None)) is not None
+    }  # fmt: skip
+    wanted = {(method.quant_type, bool(method.double_quant))} if method.quantised else set()
+    if states != wanted:
+        is_so = " and ".join(
+            f"{kind}{' with' if nested else ' without'} double_quant" for kind, nested in sorted(states)
+        )
+        problems.append(f"{who}method {method.name}, and the weights are {is_so or 'not quantised'}")
     return problems
 
 
@@ -94,14 +95,22 @@ def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
         "train.weight_decay": (train.weight_decay, args.weight_decay),
         "train.optimizer": (train.optimizer, _word(args.optim)),
         "train.lr_scheduler": (train.lr_scheduler, _word(args.lr_scheduler_type)),
+        "train.warmup_steps": (train.warmup_steps, args.warmup_steps),
+        "train.max_steps": (train.max_steps or -1, args.max_steps),
+        "train.seed": (train.seed, args.seed),
         "train.precision": (PRECISION[train.precision], str(trainer.accelerator.mixed_precision)),
     }  # fmt: skip
+    if spec.optimizations.attention != "auto":
+        attention = trainer.model.config.get_text_config()._attn_implementation
+        recipe["optimizations.attention"] = (spec.optimizations.attention, attention)
     problems = [f"{who}{key} is {want}, and it trains with {got}" for key, (want, got) in recipe.items() if want != got]
     wanted = bool(spec.optimizations.gradient_checkpointing)
     if bool(getattr(trainer.model, "is_gradient_checkpointing", wanted)) != wanted:
         problems.append(
             f"{who}optimizations.gradient_checkpointing is {'on' if wanted else 'off'}, and it does otherwise"
         )
+    if spec.optimizations.liger and "liger_kernel" not in patched_by(trainer.model):
+        problems.append(f"{who}optimizations.liger is on, and no module runs a kernel of Liger's")
     return problems
 
 

@@ -7,7 +7,8 @@ import hashlib
 import importlib.metadata
 import os
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import transformers
 from datasets import load_from_disk
 from transformers import TrainerCallback
 
+from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.store import machine
 from ftbench.store.rundir import first_gpu, read_json, write_json
 from ftbench.worker import frameworks
@@ -22,7 +24,8 @@ from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.device import check_device
 from ftbench.worker.frameworks import live
 from ftbench.worker.frameworks.adapters import draw_adapters
-from ftbench.worker.measure.batch_count import COUNT, BatchCount
+from ftbench.worker.measure import applied
+from ftbench.worker.measure.batch_count import COUNT, BatchCount, padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.recording import recorder_of, watch_memory
 from ftbench.worker.training_run import TrainingRun
@@ -41,22 +44,22 @@ def train(run: TrainingRun) -> None:
     write_json(directory.machine, read_json(directory.machine) | {"versions": machine.versions()})
     run.phases.enter("load")
     watch_memory(run.phases)
-    plain = transformers.Trainer.train
-    transformers.Trainer.train = _recorded(run, plain)
+    plain, seen = transformers.Trainer.train, Counter[int]()
+    transformers.Trainer.train = _recorded(run, plain, seen)
     try:
         frameworks.load(spec.launch.framework).train(read_json(directory.framework))
     except Trained:
         pass
     finally:
         transformers.Trainer.train = plain
-    _tell_order(run)
+    _tell_order(run, seen)
     for made in (frameworks.OUTPUT, "data"):
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -> Callable[..., Any]:
     """Return transformers' `Trainer.train` with a recorder around the trainer that it is called on: every framework on
-    top of transformers comes through here, however it has built its trainer."""
+    top of transformers comes through here, however it has built its trainer. `seen` counts the rows trained on."""
 
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         spec = run.spec
@@ -65,10 +68,11 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]
         recorder = run.recorder = recorder_of(spec, run.directory)
         trainer.data_collator = counted(trainer.data_collator)
         HfRecording(recorder, run.phases).attach(trainer)
-        trainer.compute_loss = _without_count(trainer.compute_loss)
+        trainer.compute_loss = _counting(trainer.compute_loss, seen)
         trainer.add_callback(_RecipeCheck(run, trainer))
-        version = importlib.metadata.version(live.PACKAGES[spec.launch.framework])
-        run.write_facts(**live.of_model(trainer.model), framework={"name": spec.launch.framework, "version": version})
+        name = spec.launch.framework
+        version = importlib.metadata.version(FRAMEWORKS[name].package)
+        run.write_facts(**applied.of_model(trainer.model, spec), framework={"name": name, "version": version})
         run.require_applied(live.model_problems(trainer.model, spec))
         run.phases.enter("train")
         plain(trainer, *args, **kwargs)
@@ -96,10 +100,12 @@ class _RecipeCheck(TrainerCallback):
 
 
 def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return a collator whose batches say what was put into them, on the host, where it costs the device nothing."""
+    """Return a collator whose batches say what was put into them, on the host, where it costs the device nothing. Where
+    a framework packs, a row is a list of them."""
 
-    def count(rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        ids = [np.asarray(row["input_ids"], dtype=np.int64) for row in rows]
+    def count(rows: list[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        samples = [sample for row in rows for sample in ([row] if isinstance(row, dict) else row)]
+        ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in samples]
         batch = collate(rows, *args, **kwargs)
         labels = batch["labels"]
         batch[COUNT] = BatchCount(
@@ -115,33 +121,46 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     return count
 
 
-def _without_count(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return compute_loss without the counts that travel in a batch: no model takes them."""
+def _counting(compute: Callable[..., Any], seen: Counter[int]) -> Callable[..., Any]:
+    """Return compute_loss without the counts that travel in a batch, which no model takes; `seen` keeps their rows."""
 
     def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        inputs.pop(COUNT, None)
+        if (count := inputs.pop(COUNT, None)) is not None:
+            seen.update(map(hash, count.tokens))
         return compute(model, inputs, *args, **kwargs)
 
     return compute_loss
 
 
-def _tell_order(run: TrainingRun) -> None:
+def _tell_order(run: TrainingRun, seen: Counter[int]) -> None:
     """Say whether the trainer saw the tokens that were handed over, in their order; another order is other work."""
-    assert run.recorder is not None
-    seen = run.recorder.order_hash
-    run.write_facts(dataset=run.facts.get("dataset", {}) | {"order_hash": seen})
-    rows = run.spec.train.batch_size * run.spec.train.gradient_accumulation_steps * run.recorder.step
-    if seen != handed_order(frameworks.DATA, rows):
-        run.warn(
-            f"not the same work: {run.spec.launch.framework} did not train on the first {rows} rows that it was given, "
-            "whole and in their order"
-        )
+    recorder = run.recorder
+    assert recorder is not None
+    facts = run.facts.get("dataset", {}) | {"order_hash": recorder.order_hash}
+    run.write_facts(dataset=facts, padding=padding_of(recorder.shapes))
+    if recorder.order_hash != handed_order(frameworks.DATA, seen.total()):
+        run.warn(f"not the same work: {run.spec.launch.framework} {other_work(frameworks.DATA, seen)}")
+
+
+def other_work(folder: str, seen: Counter[int]) -> str:
+    """Return in words how the rows that were trained on are not the first of those that were handed over."""
+    given = Counter(map(hash, _handed(folder, seen.total())))
+    left_out, others = (given - seen).total(), seen - given
+    changed = sum(others[row] for row in others.keys() - set(map(hash, _handed(folder))))
+    said = [f"left out {left_out} of the first {seen.total()} rows that it was given"] if left_out > changed else []
+    said += [f"trained on {changed} rows that are none of those it was given"] if changed else []
+    return " and ".join(said) or "trained on the rows that it was given in another order"
 
 
 def handed_order(folder: str, rows: int) -> str:
     """Return the hash of the tokens of so many rows in their order, from the beginning again after the last."""
-    ids = load_from_disk(folder)["train"].with_format("numpy")["input_ids"]
     digest = hashlib.sha256()
-    for index in range(rows):
-        digest.update(np.asarray(ids[index % len(ids)], dtype=np.int64).tobytes())
+    for row in _handed(folder, rows):
+        digest.update(row)
     return digest.hexdigest()
+
+
+def _handed(folder: str, rows: int | None = None) -> Iterator[bytes]:
+    ids = load_from_disk(folder)["train"].with_format("numpy")["input_ids"]
+    wanted = range(len(ids) if rows is None else rows)
+    return (np.asarray(ids[index % len(ids)], dtype=np.int64).tobytes() for index in wanted)

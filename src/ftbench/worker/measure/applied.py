@@ -26,8 +26,6 @@ KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "
 
 def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
     """Return the sections of applied.json that the model alone can tell."""
-    from ftbench.worker.methods import unsloth
-
     kinds = parameters_by_kind(model)
     return {
         "schema": SCHEMA,
@@ -39,10 +37,17 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
             "trainable": sum(kind["trainable"] for kind in kinds.values()),
             "by_kind": kinds,
         },
+        "trained_dtype": ", ".join(sorted({_dtype(p.dtype) for p in model.parameters() if p.requires_grad})),
         "matmul_shape": asdict(matmul_shape(model)),
         **({"vision_shape": asdict(seen)} if (seen := vision_shape(model)) else {}),
-        **({"unsloth": unsloth.applied(model)} if spec.method.name == "unsloth" else {}),
+        **(_unsloth(model) if spec.method.name == "unsloth" else {}),
     }
+
+
+def _unsloth(model: Any) -> dict[str, Any]:
+    from ftbench.worker.methods import unsloth
+
+    return {"unsloth": unsloth.applied(model)}
 
 
 def model_facts(model: Any) -> dict[str, Any]:
@@ -66,6 +71,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
         "product_precision": _product_precision(spec, precision, trainer.model),
         "autocast": precision,
         "loss": _loss(trainer, spec),
+        "loss_normalisation": loss_normalisation(trainer),
         "optimizer": optimizer_facts(innermost(trainer.optimizer)),
         **optimizations.applied(trainer.model, spec),
         **parallel.applied(trainer, spec),
@@ -92,6 +98,11 @@ def optimizer_facts(optimizer: Any) -> dict[str, Any]:
         "fused": None if optimizer is None else bool(optimizer.defaults.get("fused")),
         "state": dict(state),
     }
+
+
+def loss_normalisation(trainer: Any) -> str:
+    """Return by what a transformers.Trainer has the sum of the tokens' losses divided."""
+    return "label tokens of the step" if trainer.model_accepts_loss_kwargs else "label tokens of a micro-batch"
 
 
 def _loss(trainer: Any, spec: Experiment) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from ftbench.families.vision import NOTHING, ImageSize
 
+Shape = tuple[int | None, int | None, int]  # of a batch: its samples, the longest of them, its tokens with padding
 COUNT = "count"  # the key of a batch under which its counts travel, also from another process
 
 
@@ -48,3 +50,17 @@ class BatchCount:
             columns |= {"images": self.images, "tiles": seen.tiles, "image_patches": seen.patches,
                         "image_tokens": seen.tokens, "text_tokens": self.real - seen.tokens}  # fmt: skip
         return columns
+
+
+def padding_of(shapes: Collection[Shape]) -> str | None:
+    """Return in words how batches were padded; None where none says."""
+    widths = {(longest, tokens / samples) for samples, longest, tokens in shapes if samples and longest}
+    if any(width < longest for longest, width in widths):
+        return "none: samples end to end"
+    if all(width == longest for longest, width in widths):
+        return "to the longest of a batch" if widths else None
+    if len({width for _, width in widths}) == 1:
+        return f"to {next(iter(widths))[1]:g} tokens"
+    multiples = (8, 16, 32, 64, 128, 256)
+    fitting = (m for m in multiples if all(width == -(-longest // m) * m for longest, width in widths))
+    return f"to a multiple of {multiple}" if (multiple := next(fitting, 0)) else "otherwise"

@@ -25,7 +25,7 @@ import torch
 
 from ftbench.core.rows import StepRow
 from ftbench.store.steps import StepsWriter
-from ftbench.worker.measure.batch_count import BatchCount
+from ftbench.worker.measure.batch_count import BatchCount, Shape
 from ftbench.worker.measure.meters import meters, resident_gb
 from ftbench.worker.measure.sampler import Sampler
 
@@ -48,14 +48,9 @@ class Recorder:
     """Records the steps of one process. `position` is where in a step an error would strike."""
 
     def __init__(
-        self,
-        writer: StepsWriter,
-        device: torch.device,
-        sampler: Sampler | None = None,
-        count_graphs: bool = False,
-        rank: int = 0,
-        data_rank: int | None = None,
-    ) -> None:
+        self, writer: StepsWriter, device: torch.device, sampler: Sampler | None = None, count_graphs: bool = False,
+        rank: int = 0, data_rank: int | None = None,
+    ) -> None:  # fmt: skip
         """`data_rank` tells ranks apart that train on different tokens; ranks that share a batch have the same."""
         self._writer, self._device, self._sampler, self._count_graphs = writer, device, sampler, count_graphs
         self._rank, self._data_rank = rank, data_rank
@@ -64,7 +59,7 @@ class Recorder:
         self.position: str | None = None
         self.step = self.batches = 0
         self._planned: int | None = None
-        self._order = hashlib.sha256()
+        self._order, self.shapes = hashlib.sha256(), set[Shape]()
         self._count, self._loss = BatchCount(), None
         self._parts: list[tuple[str | None, Any]] = []
         self._pending: deque[_Pending] = deque()
@@ -105,6 +100,7 @@ class Recorder:
         if count is not None:
             self._count.add(count)
             self.batches += 1
+            self.shapes.add((count.samples, count.longest, count.padded))
             for tokens in count.tokens:
                 self._order.update(tokens)
         if loss is not None:
