@@ -28,8 +28,8 @@ def facts(run: Measured) -> dict[str, Any]:
 
 
 def held_out(run: Measured) -> bool:
-    """Return whether a run is never fitted to."""
-    return is_held_out(run.spec, run.gpu)
+    """Return whether a run is never fitted to. Runs with images are too few: all are held out."""
+    return run.spec.dataset.has_images or is_held_out(run.spec, run.gpu)
 
 
 def is_held_out(spec: Experiment, gpu: str | None) -> bool:
@@ -45,7 +45,5 @@ def is_held_out(spec: Experiment, gpu: str | None) -> bool:
 
 
 def once(runs: Iterable[Measured]) -> list[Measured]:
-    """Return the first run of each experiment on each GPU: repeats of a run are no further rows. Runs with images are
-    too few to fit anything to, and their band is wider: docs/images.md tells how far they are off."""
-    text = [run for run in runs if not run.spec.dataset.has_images]
-    return list({identity.fingerprint(run.spec, run.gpu): run for run in reversed(text)}.values())[::-1]
+    """Return the first run of each experiment on each GPU: repeats of a run are no further rows."""
+    return list({identity.fingerprint(run.spec, run.gpu): run for run in reversed(list(runs))}.values())[::-1]

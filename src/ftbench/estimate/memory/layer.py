@@ -91,20 +91,32 @@ def fused_inputs(layer: Layer, recipe: Recipe) -> float:
     return recipe.compute * (widths + recipe.rank * recipe.adapted(layer))
 
 
-def fused_outputs(layer: Layer, recipe: Recipe) -> float:
-    """Return what is kept because a group's outputs are parts of one buffer: queries and keys as they came, beside the
-    values that attention saves, and the columns left free."""
+def fused_outputs(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
+    """Return what is kept because a group's outputs are parts of one buffer, beside those of them that are saved: of
+    gate and up the columns left free; of queries, keys and values those too, and queries and keys as they came, where
+    attention saves the values themselves. Repeated values are a copy: then the buffer stays only where a compiled norm
+    of heads saves queries and keys as they came, and the values in it come on top."""
     if recipe.fused != "augmented":
         return 0.0
-    columns = sum(group.columns for group in groups(recipe, layer) if group.outputs != layer.hidden)
-    before = (layer.query + layer.key) if recipe.targets >= _PROJECTIONS else 0
-    return recipe.compute * (columns + before)
+    copied, kept = repeats(layer, recipe, batch), recipe.compiled and layer.head_norms
+    freed = copied and not kept
+    columns = sum(
+        group.columns for group in groups(recipe, layer)
+        if group.outputs != layer.hidden and not (freed and group.reads == "input")
+    )  # fmt: skip
+    before = layer.query + layer.key + (layer.value if copied else 0)
+    return recipe.compute * (columns + (0 if freed or not recipe.targets >= _PROJECTIONS else before))
 
 
 def kernel(layer: Layer, recipe: Recipe, batch: BatchShape) -> Attention:
     """Return what computes the layer's attention: a sliding window that is shorter than the rows is a mask for sdpa."""
     slides = layer.window is not None and batch.length > layer.window and not recipe.unsloth
     return "masked" if recipe.attention == "sdpa" and slides else recipe.attention
+
+
+def repeats(layer: Layer, recipe: Recipe, batch: BatchShape) -> bool:
+    """Return whether attention is given keys and values repeated for each query head."""
+    return kernel(layer, recipe, batch) in ("masked", "varlen") and layer.kv_heads != layer.heads
 
 
 def attention(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
@@ -126,10 +138,9 @@ def attention(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
         weights = c * (scores + layer.heads) + INDEX * layer.heads if layer.sinks else (FLOAT + c) * scores
         weights += 2 * c * scores if layer.softcap else 0
         return c * (layer.query + 2 * layer.output + output) + weights + gate
-    repeated = by in ("masked", "varlen")
-    spread = layer.query + layer.output if repeated else layer.key + layer.value + layer.fused_values
-    if repeated and layer.kv_heads == layer.heads:
-        spread += layer.fused_values
+    spread = layer.query + layer.output
+    if not repeats(layer, recipe, batch):
+        spread = layer.key + layer.value + layer.fused_values
     mask = c * batch.length if by == "masked" else 0
     before = c * (layer.query + layer.key) if recipe.unsloth else 0
     return c * (layer.query + layer.output + spread) + before + FLOAT * layer.heads + mask + gate
@@ -212,14 +223,13 @@ def compiled(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     and keys before and after rotation, values, the attention's output as it is and as o reads it (which with adapters
     `beside` is the same), gate, up and their product."""
     h, q, k, c = layer.hidden, layer.query, layer.key, recipe.compute
-    before = c * (q + k) if layer.head_norms else 0
+    together = recipe.fused == "augmented" and recipe.targets >= _PROJECTIONS
+    before = c * (q + k) if layer.head_norms and not together else 0
     middle = c * 3 * layer.inner + experts(layer, recipe) + router(layer, recipe)
     scales = FLOAT * (2 + layer.heads + layer.kv_heads)
-    between = c * recipe.rank * recipe.adapted(layer)
+    between = float(c * recipe.rank * recipe.adapted(layer))
     if recipe.fused == "augmented":  # the inputs and outputs above, in buffers that are wider
-        wider = groups(recipe, layer)
-        between = c * (sum(group.columns for group in wider) + sum(g.columns for g in wider if g.outputs != h))
-        before = c * (q + k)
+        between = c * sum(group.columns for group in groups(recipe, layer)) + fused_outputs(layer, recipe, batch)
     out = c * layer.output if recipe.targets and recipe.fused != "beside" else 0
     return (2 * recipe.stream + 2 * c) * h + before + attention(layer, recipe, batch) + out + middle + scales + between
 
@@ -230,7 +240,7 @@ def saved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
         each = compiled(layer, recipe, batch)
     else:
         each = norms(layer, recipe) + linear_inputs(layer, recipe) + attention(layer, recipe, batch)
-        each += inside(layer, recipe) + fused_outputs(layer, recipe)
+        each += inside(layer, recipe) + fused_outputs(layer, recipe, batch)
     return each * batch.tokens + expert_copies(layer, recipe)
 
 

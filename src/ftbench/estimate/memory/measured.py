@@ -14,6 +14,7 @@ from ftbench.estimate.recorded import recorded
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.batches import BatchShape
 from ftbench.estimate.workload.model import is_rough, shape_of
+from ftbench.families.vision import ImageSize
 from ftbench.spec.experiment import Experiment
 from ftbench.store.ranks import read_ranks
 from ftbench.store.rundir import RunDir, find_runs
@@ -93,12 +94,15 @@ def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
     passes = spec.train.gradient_accumulation_steps
     row = max(rows, key=lambda row: row.padded_tokens or 0)
     positions, longest = -(-(row.padded_tokens or 0) // passes), row.longest_sequence or 1
-    flat = spec.optimizations.packing or spec.optimizations.padding_free
+    on = spec.optimizations
+    flat = on.packing or on.padding_free
     labels = -(-(row.label_tokens or 0) // passes)
     count = 1 if flat else max(1, round(positions / longest))
-    batch = BatchShape(count, -(-positions // count), labels)
+    images = ImageSize(*(-(-(each or 0) // passes) for each in (row.image_tokens, row.tiles, row.image_patches)))
+    batch = BatchShape(count, -(-positions // count), labels, images)
     several = flat and (row.samples or 1) > 1
     padded = several or any((row.padded_tokens or 0) > (row.real_tokens or 0) for row in rows)
     most = spec.dataset.max_length
     whole = all(row.real_tokens == row.padded_tokens == (row.samples or 0) * most for row in rows)
-    return batches.Largest(batch, batch, padded, whole, "as the run had it")
+    filled = flat and on.fixed_shape and all((row.samples or 0) <= passes * spec.train.batch_size for row in rows)
+    return batches.Largest(batch, batch, padded, whole or filled, "as the run had it")

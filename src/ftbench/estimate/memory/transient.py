@@ -30,8 +30,9 @@ def mlp_peak(layer: Layer, recipe: Recipe, backward: bool = True) -> float:
     Full: gradients of the product, of the activation and of up, less the product that is freed, and the stream.
     Float32 adapters: the product and its float32 copy as down reads it, and five times the stream's width. bfloat16
     adapters on a float32 stream: the gradient through the base, through the adapters, and their sum, less the freed
-    input; forward the product and three of the stream's width, one of them cast. Compiled: the gradients alone;
-    unsloth: two of them, in place.
+    input; forward the product and three of the stream's width, one of them cast. Compiled: the gradients alone (of
+    fused adapters less the product, whose part in theirs is done before), and forward what down puts out, as the rest
+    is saved; unsloth: two gradients, in place.
     """
     h, i, p, c = layer.hidden, layer.inner, recipe.product, recipe.compute
     if recipe.unsloth:
@@ -41,7 +42,7 @@ def mlp_peak(layer: Layer, recipe: Recipe, backward: bool = True) -> float:
     if recipe.full or not recipe.targets & _MLP:
         return p * (2 if recipe.full else 3) * i + recipe.stream * h
     if recipe.compiled:
-        return c * (3 * i + 3 * h)
+        return c * ((2 if recipe.fused != "off" else 3) * i + 3 * h) if backward else c * 2 * h
     if p > recipe.adapter and not backward:
         return p * i + (recipe.stream + c) * h
     if p > recipe.adapter:

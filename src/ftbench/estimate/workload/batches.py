@@ -77,7 +77,8 @@ class BatchShape:
 @dataclass(frozen=True, slots=True)
 class Largest:
     """The batch that is expected to be the largest, and the largest that can be. `padded` says that it holds padding,
-    or several samples in a row, `whole` that each has max_length tokens; `basis` where the lengths come from."""
+    or several samples in a row, `whole` that its rows are of one length and each one sample; `basis` where lengths come
+    from."""
 
     expected: BatchShape
     most: BatchShape
@@ -119,7 +120,15 @@ def _largest_with_images(known: KnownSamples, layout: _Layout, buckets: bool, se
         width = (1, layout.size * longest) if layout.flat else (layout.size, longest)
         most = BatchShape(*width, layout.size * heaviest.labels, images)
     padded = (len(set(lengths)) > 1 or layout.flat) and (expected.rows > 1 or layout.flat or layout.fixed)
-    return Largest(expected, most, padded, min(lengths) == layout.max_length, known.basis)
+    return Largest(expected, most, padded, _whole(layout, lengths), known.basis)
+
+
+def _whole(layout: _Layout, lengths: Sequence[int]) -> bool:
+    """Return whether attention sees rows of one length, each one sample: every sample has max_length tokens, or no two
+    fit a row together and each is filled up (worker/data/collate.py, `_laid_out`)."""
+    two = sum(sorted(lengths)[:2]) if len(lengths) > 1 else 2 * layout.max_length
+    filled = layout.flat and layout.fixed and (not layout.packing or two > layout.max_length)
+    return min(lengths) == layout.max_length or filled
 
 
 @lru_cache(maxsize=1024)
@@ -141,7 +150,7 @@ def _largest(dataset: Dataset, layout: _Layout) -> Largest:
         most = BatchShape(1 if flat else rows, rows * longest if flat else longest, rows * (longest - 1))
     even = lengths is not None and min(lengths) == max(lengths)
     alone = expected.rows == 1 and not flat and not layout.fixed
-    whole = lengths is not None and min(lengths) == dataset.max_length
+    whole = lengths is not None and _whole(layout, lengths)
     return Largest(expected, most, not (even and not flat) and not alone, whole, basis)
 
 

@@ -89,7 +89,7 @@ class Recipe:
 
 def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bool = False) -> Recipe:
     """Return the recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
-    `whole` that every sample has max_length tokens."""
+    `whole` that rows are of one length, each one sample."""
     method, on = spec.method, spec.optimizations
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
