@@ -431,7 +431,11 @@ def test_events_of_tensorboard_are_a_run(tmp_path):
 
 @pytest.mark.parametrize(("name", "content"), [
     ("events.out.tfevents.1", b"\xff" * 100), ("trainer_log.jsonl", b'{"current_steps": 1, "loss": 2}\n{"x'),
-    ("log.txt", b"Step 1 | lr:1"), ("x.csv", b"_step,x\n1,2\n"), ("log.jsonl", b'{"current_steps": 1.5, "loss": 2}'),
+    ("log.txt", b"Step 1 | lr:1"), ("x.csv", b"_step,x\n1,2\n"), ("y.csv", b'_step,train/loss\n"1\r"2,3\r"x\n'),
+    ("z.csv", b"_step,train/loss\n1," + b"9" * 200_000 + b"\n"), ("many.txt", b"Step " + b"9" * 5000 + b" | loss:1"),
+    ("long.jsonl", b'{"current_steps": 1, "loss": 2, "elapsed_time": "' + b"9" * 5000 + b':00:00"}\n{"x'),
+    ("events.out.tfevents.2", (5).to_bytes(8, "little") + b"1234" + b"\xff" * 9),
+    ("log.jsonl", b'{"current_steps": 1.5, "loss": 2}'),
 ])  # fmt: skip
 def test_a_broken_log_of_another_tool_is_told(tmp_path, name, content):
     with pytest.raises(SpecError, match=name):

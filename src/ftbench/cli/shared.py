@@ -25,6 +25,7 @@ from ftbench.errors import MissingError, SpecError
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
     from ftbench.launch.runner import FinishedRun
+    from ftbench.spec.experiment import Experiment
     from ftbench.sweep.command import Ready
     from ftbench.sweep.output.table import Tables
 
@@ -150,7 +151,7 @@ def train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> 
     or where somebody at a terminal says so."""
     from ftbench.core.units import parse_seconds
     from ftbench.estimate import preflight
-    from ftbench.launch import runner
+    from ftbench.launch import nodes, runner
     from ftbench.spec.sweep import has_axes
 
     if has_axes(spec, sets):
@@ -159,13 +160,13 @@ def train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> 
             f"it; `ftbench sweep {spec}` runs every cell"
         )
 
+    def on_checked(resolved: Experiment, described: dict[str, Any]) -> None:
+        preflight.announce(resolved, described, out, lambda doubt: confirm(doubt, yes), tell)
+        if resolved.launch.nodes > 1:
+            tell(f"waiting for the other machines of the run, {nodes.MEETING_S / 60:.0f} minutes at most")
+
     line = ProgressLine(parse_seconds(log_every))
-    result = runner.run(
-        spec, sets, out, lambda run: tell(f"run {run.path}"), line.show,
-        lambda resolved, described: preflight.announce(
-            resolved, described, out, lambda doubt: confirm(doubt, yes), tell
-        ),
-    )  # fmt: skip
+    result = runner.run(spec, sets, out, lambda run: tell(f"run {run.path}"), line.show, on_checked)
     line.clear()
     return result
 

@@ -26,6 +26,7 @@ ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 MEETING_S = 600.0  # how long nodes wait for each other, as torchrun does
 _HELLO_S = 10.0  # how long one that has come may take to say who it is
 _RETRY_S = 0.2
+_LONGEST, _LONGEST_NUMBER = 1 << 16, 9  # characters of a line, of a number
 Ended = dict[int, tuple[int, bool]]  # of each rank its exit code, and whether it had been told to end before
 
 
@@ -35,7 +36,8 @@ def number(spec: Experiment, env: Mapping[str, str] = os.environ) -> int:
     if count == 1:
         return 0
     node, port = env.get("NODE_RANK") or env.get("SLURM_NODEID", ""), env.get(PORT, "")
-    if node.isdecimal() and int(node) < count and port.isdecimal() and 0 < int(port) < 2**16 and env.get(ADDRESS):
+    numbers = all(each.isdecimal() and len(each) <= _LONGEST_NUMBER for each in (node, port))
+    if numbers and int(node) < count and 0 < int(port) < 2**16 and env.get(ADDRESS):
         return int(node)
     raise MissingError(
         f"launch.nodes: each of {count} machines is told where they meet: set {ADDRESS} to the first of them, {PORT} "
@@ -82,8 +84,8 @@ def _greeted(line: socket.socket, path: Path) -> int:
     """Tell one that has come where the run's directory is; return which node joins by it, 0 for one that does not."""
     line.settimeout(_HELLO_S)
     with suppress(OSError, ValueError):
-        line.sendall(f"{path}\n".encode())
-        return int(_read_line(line))
+        line.sendall(f"{json.dumps(str(path))}\n".encode())
+        return int(_read_line(line)[: _LONGEST_NUMBER + 1])
     return 0
 
 
@@ -91,8 +93,8 @@ def ask() -> Path:
     """Return the run's directory, as node 0 says. Raise MissingError where another service answers, or none."""
     with closing(_connected()) as line:
         try:
-            return Path(_read_line(line))
-        except (OSError, ValueError) as error:
+            return Path(json.loads(_read_line(line)))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise MissingError(
                 f"what answers at {os.environ[ADDRESS]}:{os.environ[PORT]} is no node of ftbench's ({error}): choose "
                 f"another {PORT}, the same for each node"
@@ -114,6 +116,8 @@ def _connected() -> socket.socket:
     while True:
         try:
             return socket.create_connection(where, timeout=MEETING_S)
+        except UnicodeError:
+            raise MissingError(f"{ADDRESS}={where[0]}: is no name of a machine") from None
         except OSError as error:
             if time.monotonic() > end:
                 raise MissingError(
@@ -124,9 +128,12 @@ def _connected() -> socket.socket:
 
 
 def _read_line(line: socket.socket) -> str:
-    """Return a line of text. Raise ValueError for a connection that ends before."""
-    text = b""
+    """Return a line of text. Raise ValueError for a connection that ends before, OSError for one that is slow, or for a
+    line that is no node's."""
+    text, end = b"", time.monotonic() + (line.gettimeout() or MEETING_S)
     while not text.endswith(b"\n"):
+        if len(text) > _LONGEST or time.monotonic() > end:
+            raise TimeoutError("its line has no end")
         if not (more := line.recv(1)):
             raise ValueError("the connection has ended")
         text += more
@@ -140,8 +147,9 @@ def tell(line: socket.socket, ended: Ended) -> None:
 
 
 def hear(line: socket.socket) -> Ended:
-    """Return how the ranks of a node have ended; nothing of one that has gone without a word."""
-    with suppress(OSError, ValueError), closing(line):
+    """Return how the ranks of a node have ended; nothing of one that has gone without a word that a node says."""
+    with suppress(OSError, ValueError, TypeError, RecursionError), closing(line):
         line.settimeout(_HELLO_S)
-        return {rank: (code, ordered) for rank, (code, ordered) in json.loads(_read_line(line))}
+        told = json.loads(_read_line(line))
+        return {int(rank): (int(code), bool(ordered)) for rank, (code, ordered) in told}
     return {}

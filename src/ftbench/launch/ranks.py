@@ -59,7 +59,8 @@ class _Node:
 
     def ended(self, line: socket.socket, node: int, ordered: bool) -> nodes.Ended:
         """Return how the ranks of another node have ended, which has something to say, or is gone."""
-        return nodes.hear(line) or dict.fromkeys(self.ranks(node), (1, ordered))
+        ended = nodes.hear(line)
+        return ended if {*ended} == {*self.ranks(node)} else dict.fromkeys(self.ranks(node), (1, ordered))
 
 
 def around(command: Sequence[str], spec: Experiment, run: RunDir) -> list[str]:

@@ -87,9 +87,12 @@ def _help(spec: Experiment, node: int, described: dict[str, Any], on_start: Call
     claimed = RunDir(nodes.ask(), node=node)
     if not (values := rundir.read_json(claimed.spec_json)):
         raise MissingError(f"{claimed.path}: not on this machine: nodes share the disk that --out lies on")
-    if identity.fingerprint(Experiment.model_validate({key: values[key] for key in Experiment.model_fields})) != (
-        identity.fingerprint(spec)
-    ):
+    known = {key: value for key, value in values.items() if key in Experiment.model_fields}
+    try:
+        same = identity.fingerprint(Experiment.model_validate(known)) == identity.fingerprint(spec)
+    except ValueError:
+        raise MissingError("node 0 has another version of ftbench: install the same on each") from None
+    if not same:
         raise SpecError("node 0 trains another spec: give each node the same file, and the same --set")
     rundir.write_json(claimed.machine, described)
     on_start(claimed)

@@ -27,7 +27,7 @@ _FIELDS = {
 }  # fmt: skip
 _STEP = ("global_step", "current_steps", "step", "_step")
 _FINITE_OR_NOT = ("loss", "eval_loss", "grad_norm")  # NaN of a loss is a figure
-_TORCHTUNE = re.compile(r"Step (\d+) \| (.*)")
+_TORCHTUNE = re.compile(r"Step (\d{1,18}) \| (.*)")
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ def llama_factory(file: Path, data: bytes) -> ForeignLog:
 
 def _clock(text: object) -> float | None:
     """Return the seconds of `1 day, 2:03:04` or `0:03:04`."""
-    match = re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d)", text) if isinstance(text, str) else None
+    match = re.fullmatch(r"(?:(\d{1,9}) days?, )?(\d{1,9}):(\d\d):(\d\d)", text) if isinstance(text, str) else None
     if match is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -191,7 +191,10 @@ def _float(text: str) -> float | None:
 def wandb(file: Path, data: bytes) -> ForeignLog:
     """Read a CSV of a W&B run's history (`_step`, `_runtime`, `train/loss` …) or of one run in a panel (`Step`, `NAME -
     train/loss`)."""
-    lines = list(csv.DictReader(io.StringIO(data.decode("utf-8", "replace"))))
+    try:
+        lines = list(csv.DictReader(io.StringIO(data.decode("utf-8", "replace"), newline="")))
+    except csv.Error as error:
+        raise SpecError(f"{file}: is not CSV ({error})") from None
     names = [name for name in (lines[0] if lines else {}) if name and not name.endswith(("__MIN", "__MAX"))]
     short = {name: name.rpartition(" - ")[2] for name in names}
     if doubled := sorted({name for name in short.values() if list(short.values()).count(name) > 1}):
@@ -215,7 +218,10 @@ def tensorboard(file: Path, data: bytes) -> ForeignLog:
     entries: dict[int, Entry] = {}
     begun = None
     for record in _records(file, data):
-        event = Event.FromString(record)
+        try:
+            event = Event.FromString(record)
+        except Exception:  # noqa: BLE001 - protobuf has errors of its own
+            raise SpecError(f"{file}: is no events file of TensorBoard") from None
         for value in event.summary.value:
             begun = event.wall_time if begun is None else begun
             entry = entries.setdefault(event.step, {"step": event.step, "elapsed": event.wall_time - begun})
