@@ -21,6 +21,8 @@ from ftbench.estimate.memory.capacity import capacity
 from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
 from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.speeds import WEIGHTS, step
+from ftbench.estimate.time.work import StepWork
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.division import on_gpus
 from ftbench.estimate.workload.lengths import sample_lengths
@@ -71,11 +73,56 @@ def test_the_terms_add_up_to_what_a_simulation_of_the_worker_allocates(method: s
     assert estimate_memory(one, H200).allocated.expected == pytest.approx(gib, rel=0.015)
 
 
-def test_the_smallest_recipe_is_as_small_as_its_tensors_added_up() -> None:
+def at_batch_4(name: str, **more: object) -> Experiment:
+    one = Experiment.model_validate({**spec(**more).model_dump(), **recipe(name, Path())})
+    return one.model_copy(update={"train": one.train.model_copy(update={"batch_size": 4})})
+
+
+def test_the_small_recipe_is_as_small_as_its_tensors_added_up() -> None:
     """7.44 GiB: its tensors followed one by one through a step."""
-    one = Experiment.model_validate({**spec().model_dump(), **recipe("smallest", Path())})
-    found = estimate_memory(one.model_copy(update={"train": one.train.model_copy(update={"batch_size": 4})}), H200)
-    assert found.allocated.expected == pytest.approx(7.44, rel=0.03)
+    assert estimate_memory(at_batch_4("small"), H200).allocated.expected == pytest.approx(7.44, rel=0.03)
+
+
+# Of Qwen3-8B, by hand: q and o, k and v, gate, up and down of a layer; the words' table.
+MATRICES, WORDS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288, 151_936 * 4096
+NF4 = (1 / 2 + 1 / 64) / 2**30  # GiB a weight: four bits, and a byte for 64 of them
+
+
+@pytest.mark.parametrize(
+    ("name", "buffers", "on_host"),
+    [
+        ("smallest", 2 * MATRICES * NF4, 36 * MATRICES * NF4 + 2 * WORDS * 2 / 2**30),
+        ("smallest-exact", 2 * MATRICES * 2 / 2**30, (36 * MATRICES + 2 * WORDS) * 2 / 2**30),
+    ],
+)
+def test_weights_in_host_memory_leave_two_layers_and_for_the_loss_the_head(name, buffers, on_host) -> None:
+    found = estimate_memory(at_batch_4(name), H200)
+    assert found.parts["weights"] == pytest.approx(buffers, rel=0.03)
+    assert found.parts["head"] == pytest.approx(WORDS * 2 / 2**30, rel=0.03)
+    kept = 36 * 4 * 2048 * 4096 * 2 / 2**30  # checkpoints
+    assert found.host == pytest.approx(1.9 + kept + on_host, rel=0.02)
+    assert found.allocated.high < {"smallest": 3.5, "smallest-exact": 4.5}[name]
+
+
+def test_qwen3_32b_in_the_smallest_recipe_needs_less_than_8_gib() -> None:
+    assert estimate_memory(at_batch_4("smallest", model={"id": "Qwen/Qwen3-32B"}), H200).allocated.high < 8
+
+
+def test_a_link_that_is_slower_than_the_layers_is_waited_for_and_a_faster_one_is_not() -> None:
+    """By hand: of 0.3 s forward and 0.7 s back, copies of 0.2, 0.5 and 0.9 s a pass leave 0, 0.2 and 0.6 + 0.2 s."""
+    for copied, late in ((0.2, 0.0), (0.5, 0.2), (0.9, 0.8)):
+        work = StepWork(((1.0, {"products": 1.0, WEIGHTS: copied, "host": 0.0}),), 1, {})
+        found = step(work, dict.fromkeys(("products", WEIGHTS, "host"), 1.0))
+        assert found.seconds == pytest.approx(1 + late)
+        assert found.parts[WEIGHTS] == pytest.approx(late)
+
+
+def test_too_little_host_memory_is_a_sentence_before_the_run(tmp_path: Path) -> None:
+    gpu = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
+    roomy, small = ({"gpus": [gpu], "cpu": {"memory_gb": gib}} for gib in (64.0, 16.0))
+    assert preflight.doubt(at_batch_4("smallest-exact"), roomy, tmp_path) is None
+    told = preflight.doubt(at_batch_4("smallest-exact"), small, tmp_path)
+    assert "keeps about 19.4 GiB there, and this machine has 16.0" in str(told)
 
 
 def test_gpt_oss_120b_as_published_fits_an_h200() -> None:
@@ -280,7 +327,8 @@ def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
 
 
 @pytest.mark.parametrize("sets", [["measure.profile=on"], ["measure.generate=configs/prompts/ja.yaml"],
-                                  ["recipe=smallest"], ["recipe=fastest-fp8", "optimizations.fused_lora=on"],
+                                  ["recipe=small"], ["recipe=smallest"], ["recipe=smallest-exact"],
+                                  ["recipe=fastest-fp8", "optimizations.fused_lora=on"],
                                   ["optimizations.attention=cudnn"], ["launch.mock=ok"], ["model.dtype=float32"],
                                   ["method.name=qlora", "optimizations.liger=on"]])  # fmt: skip
 def test_whatever_a_spec_may_say_has_an_estimate_for_every_gpu(file: Path, sets: list[str]) -> None:

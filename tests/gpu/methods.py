@@ -55,7 +55,15 @@ METHODS = {
     "small-chunks": ("optimizations.chunked_loss=256",),
     "recipe-fastest": ("recipe=fastest",),
     "recipe-fastest-fp8": ("recipe=fastest-fp8",),
+    "recipe-small": ("recipe=small",),
     "recipe-smallest": ("recipe=smallest",),
+    "recipe-smallest-exact": ("recipe=smallest-exact",),
+    "weight-offload": ("optimizations.gradient_checkpointing=on", "optimizations.weight_offload=on"),
+    "weight-offload-chunked": (
+        "optimizations.gradient_checkpointing=on",
+        "optimizations.chunked_loss=on",
+        "optimizations.weight_offload=on",
+    ),
     "padding-free": ("optimizations.padding_free=on",),
     "varlen": ("optimizations.padding_free=on", "optimizations.attention=varlen"),
     "flex": ("optimizations.padding_free=on", "optimizations.attention=flex_attention"),
@@ -64,12 +72,13 @@ METHODS = {
     "gpt-oss-mxfp4": ("model=tiny/gpt-oss", "method={name: qlora, quant_type: mxfp4, experts: on}"),
     "gpt-oss-unsloth": ("model=tiny/gpt-oss", "method=unsloth"),
 }
+LONG = ("dataset.samples=24", "dataset.length=2048", "dataset.max_length=2048")
 # Of these a large model's memory is looked at.
 LARGE = {
-    "smallest-8b": (
-        "model=Qwen/Qwen3-8B", "recipe=smallest",
-        "dataset.samples=24", "dataset.length=2048", "dataset.max_length=2048",
-    ),
+    "small-8b": ("model=Qwen/Qwen3-8B", "recipe=small", *LONG),
+    "smallest-8b": ("model=Qwen/Qwen3-8B", "recipe=smallest", *LONG),
+    "smallest-exact-8b": ("model=Qwen/Qwen3-8B", "recipe=smallest-exact", *LONG),
+    "smallest-32b": ("model=Qwen/Qwen3-32B", "recipe=smallest", *LONG),
     "gpt-oss-20b": (
         "model=openai/gpt-oss-20b", "method={name: qlora, quant_type: mxfp4}", "dataset.samples=32",
     ),

@@ -80,7 +80,7 @@ def test_checkpoints_in_host_memory_leave_the_gpu_and_change_nothing(run):
 
 def test_what_is_not_quantised_may_stay_in_16_bits_and_needs_less(run):
     peaks = [run(*METHODS[name])[1]["summary"]["memory_gb"]["allocated_peak"]
-             for name in ("qlora-checkpointing", "qlora-16-bit", "recipe-smallest")]  # fmt: skip
+             for name in ("qlora-checkpointing", "qlora-16-bit", "recipe-small", "recipe-smallest")]  # fmt: skip
     assert peaks == sorted(peaks, reverse=True)
 
 

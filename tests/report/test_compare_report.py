@@ -594,7 +594,7 @@ def test_an_unknown_axis_raises(tmp_path):
 def test_unsloth_is_a_recipe_of_its_own_beside_plain():
     found = json.loads(report(Request([Path("results/h200/recipes/full")], "json", compare="recipe")).text)
     rows = {row["value"]: row for row in found["comparison"]["records"]}
-    assert {"plain", "fastest", "smallest", "unsloth 16-bit", "unsloth 4-bit"} <= set(rows)
+    assert {"plain", "fastest", "small", "unsloth 16-bit", "unsloth 4-bit"} <= set(rows)
     assert rows["unsloth 16-bit"]["baseline_run_ids"] == rows["plain"]["run_ids"]
     judged = [row for row in rows.values() if row["value"] != "plain"]
     assert {row["learning"] for row in judged} == {"cannot tell"}, "random tokens: nothing was learned"

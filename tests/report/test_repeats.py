@@ -58,7 +58,7 @@ def test_every_row_of_every_table_of_committed_runs_has_a_name_of_its_own(folder
 
 def test_a_shipped_recipe_is_called_by_its_name():
     names = {cell.way for cell in cells(RESULTS / "recipes" / "full")}
-    assert {"lora", "fastest", "fastest-fp8", "smallest", "unsloth 4-bit", "unsloth 16-bit"} <= names
+    assert {"lora", "fastest", "fastest-fp8", "small", "unsloth 4-bit", "unsloth 16-bit"} <= names
 
 
 def test_no_sentence_holds_an_owned_card_against_a_rented_one(tmp_path):

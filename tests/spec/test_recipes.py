@@ -22,7 +22,9 @@ IS_FOR = {
     "fastest-full": ("full",),
     "fastest-qlora": ("qlora", "lora"),
     "fastest-vision": ("lora", "qlora"),
+    "small": ("qlora", "lora"),
     "smallest": ("qlora", "lora"),
+    "smallest-exact": ("lora",),
 }
 
 

@@ -38,9 +38,9 @@ def announce(
 def doubt(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
     """Return a sentence where a run will not end well on the machine of a machine.json: no room for it, or days without
     a GPU."""
-    if gpu := first_gpu(described):
-        return warning(spec, gpu, store)
     cpu = described.get("cpu") or {}
+    if gpu := first_gpu(described):
+        return warning(spec, gpu, store) or _host_warning(spec, gpu, cpu.get("memory_gb"), store)
     if spec.launch.mock != "off" or not cpu.get("memory_gb"):
         return None
     try:
@@ -113,6 +113,19 @@ def warning(spec: Experiment, gpu: dict[str, Any] | None, store: Path) -> str | 
     return (
         f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "
         f"{gibibytes(memory.device.low)}) and the GPU has {memory.capacity.words}; {way_out}"
+    )
+
+
+def _host_warning(spec: Experiment, gpu: dict[str, Any], has: float | None, store: Path) -> str | None:
+    """Return a sentence where a run keeps more in the host's memory than there is."""
+    memory = on_machine(spec, gpu, store)
+    if memory is None or not has or memory.host <= has:
+        return None
+    fewer = "take method qlora, whose weights are a quarter, or " if spec.method.name == "lora" else ""
+    return (
+        f"this will run out of the host's memory: it keeps about {gibibytes(memory.host)} GiB there, and this machine "
+        f"has {gibibytes(has)}; {fewer}set what waits there to off (optimizations.weight_offload, "
+        "gradient_checkpointing offload)"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import gibibytes
-from ftbench.estimate.memory.estimate import Band, MemoryEstimate
+from ftbench.estimate.memory.estimate import HOST, Band, MemoryEstimate
 from ftbench.spec.experiment import Experiment
 
 WIDTH = 32  # characters of the longest bar
@@ -46,6 +46,7 @@ def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | No
         "",
         folded(f"{name} has {memory.capacity.words}: {memory.verdict}"),
         f"largest batch that fits: {most}" if most else "no batch is sure to fit",
+        *([f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []),
     ]
     return "\n".join(lines)
 

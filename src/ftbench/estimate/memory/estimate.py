@@ -12,8 +12,8 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
 from ftbench.estimate.memory.constants import Constants, constants
-from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
-from ftbench.estimate.memory.weights import kept_by, paged_state
+from ftbench.estimate.memory.phases import MemoryPlan, checkpoints_on_host, peak, phases
+from ftbench.estimate.memory.weights import kept_by, on_host, paged_state
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.division import division_of, rank_model, rank_shape
 from ftbench.estimate.workload.method import recipe_of
@@ -35,6 +35,7 @@ VARYING_MOST = 0.5  # share of the activations that the pool may hold beyond the
 CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
 CONTEXT_MORE = 0.2  # GiB beyond the median of runs: kernels are loaded as they are used
 NCCL, NCCL_MORE = 0.5, 1.0  # GiB outside the allocator: buffers of NCCL's channels, which grow with ranks and links
+HOST = 1.9  # GiB of the host's memory that a run takes by itself: the median of 193 in results/h200, 1.6 to 2.3
 SEGMENTS = 0.1  # GiB: what the pool's segments of 2 and 20 MiB leave unused, however small the model
 
 
@@ -51,8 +52,9 @@ class Band:
 class MemoryEstimate:
     """`parts` are the tensors alive at the peak, GiB by name; they add up to `allocated.expected`. `total` is what the
     GPU has as its driver counts it, and `device` counts what the driver keeps for itself, as NVML does; `usable` is
-    what processes can have, of which `margin` is left free, GiB: `verdict` compares these. `batch` is the largest batch
-    in positions, rows x length, and `basis` where its shape comes from."""
+    what processes can have, of which `margin` is left free, GiB: `verdict` compares these. `host` is what the
+    run takes of the host's memory. `batch` is the largest batch in positions, rows x length, and `basis` where its
+    shape comes from."""
 
     allocated: Band
     reserved: Band
@@ -63,6 +65,7 @@ class MemoryEstimate:
     usable: float
     margin: float
     verdict: Verdict
+    host: float = HOST
     parts: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     batch: tuple[int, int] = (1, 1)
@@ -152,6 +155,7 @@ def _estimate(
         usable=has.usable,
         margin=has.margin,
         verdict=verdict_of(device, has),
+        host=HOST + (on_host(plan.model, plan.recipe) + checkpoints_on_host(plan)) / GIB,
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
         batch=(largest.expected.rows, largest.expected.length),
@@ -185,7 +189,7 @@ def _spread(plan: MemoryPlan, known: Constants) -> float:
     recipe = plan.recipe
     unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
     family = plan.model.vision.family if plan.model.vision else plan.model.family
-    unseen = recipe.attention == "flash" or recipe.mxfp4 or unsloths or family not in MEASURED
+    unseen = recipe.attention == "flash" or recipe.mxfp4 or recipe.streamed or unsloths or family not in MEASURED
     unseen |= (recipe.compiled and (recipe.full or recipe.quantised)) or "torchao" in recipe.optimizer
     if plan.division.gpus > 1 and plan.division.name not in known.strategies:
         return SHARDED_SPREAD

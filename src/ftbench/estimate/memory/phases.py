@@ -104,6 +104,12 @@ def _activations(plan: MemoryPlan, recipe: Recipe) -> _Activations:
                         * batch.tokens)  # fmt: skip
 
 
+def checkpoints_on_host(plan: MemoryPlan) -> float:
+    """Return the checkpoints that wait in host memory."""
+    there = plan.recipe.checkpointing in ("offload", "unsloth")
+    return float(len(plan.model.layers) * plan.recipe.stream * plan.model.hidden * plan.batch.tokens) if there else 0.0
+
+
 def _frozen(model: ModelShape, recipe: Recipe) -> int:
     """Return how many layers come before the first with adapters: nobody asks for a gradient there, and nothing is
     saved. With checkpoints the embedding's output asks for one (transformers, enable_input_require_grads)."""
@@ -139,13 +145,14 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     gradients = {"gradients": base["gradients"] + (0.0 if plan.accumulates else top)}
     left, step = share.update(model, kept, part)
     shown, encoded, read, remade = _of_images(plan)
+    head = {"head": weights.fetched_head(model, kept)}
     held, first = held | {"images": encoded}, first | {"images": encoded}
     return {
         "load": {"weights": weights.loading(model, kept) * part.weights},
         "forward, images": base | {"images": encoded, "one layer": read},
         "forward, frozen layers": base | {"images": shown, "one layer": acts.ungraded},
-        "forward": base | held | {"images": encoded + shown, "one layer": acts.forward_peak + stream},
-        "loss": base | held | {
+        "forward": base | held | head | {"images": encoded + shown, "one layer": acts.forward_peak + stream},
+        "loss": base | held | head | {
             "activations": acts.kept - acts.away, "hidden states": tail, "logits": final,
         },
         "backward, last layer": base | held | gradients | {"one layer": acts.again + acts.peak},

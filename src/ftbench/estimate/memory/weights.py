@@ -28,7 +28,12 @@ def weights(model: ModelShape, recipe: Recipe) -> float:
     """Return the base model: 16-bit, or 4-bit linear layers and the rest in 16 bits, or in 32 where peft's
     prepare_model_for_kbit_training casts what is not quantised (dense models; `worker/methods/qlora.py`). unsloth
     keeps gpt-oss's experts as they are published: the founding study trained the 120b on 96 GB. fp8 keeps
-    two layouts of 8 bits of each linear layer and drops the 16-bit one (worker/optimizations/fp8.py)."""
+    two layouts of 8 bits of each linear layer and drops the 16-bit one (worker/optimizations/fp8.py). What waits in
+    host memory does not count, and the buffers do for which it waits."""
+    return _whole(model, recipe) - on_host(model, recipe) + buffers(model, recipe)
+
+
+def _whole(model: ModelShape, recipe: Recipe) -> float:
     if recipe.mxfp4 or (recipe.unsloth and model.family == "gpt_oss"):
         return model.weight_bytes(recipe.weight, mxfp4=True)
     linear = model.linear_parameters
@@ -36,6 +41,35 @@ def weights(model: ModelShape, recipe: Recipe) -> float:
         eight = linear if recipe.fp8 else 0
         return (model.total - eight) * recipe.weight + 2 * eight + augmented(model, recipe)
     return four_bit(linear, recipe.double_quant) + (model.total - linear) * recipe.upcast
+
+
+def matrices(layer: Layer, recipe: Recipe) -> float:
+    """Return the bytes of a layer's matrices, which weight_offload copies as one."""
+    linear = sum(each.inputs * each.outputs for each in layer.linears)
+    others = layer.expert_matrices + layer.parameters["router"] - layer.router_biases + layer.matrices
+    four = recipe.quantised and not recipe.mxfp4
+    return (four_bit(linear, recipe.double_quant) if four else linear * recipe.weight) + others * recipe.weight
+
+
+def fetched_head(model: ModelShape, recipe: Recipe) -> float:
+    """Return the head that weight_offload copies for the loss over chunks."""
+    there = recipe.streamed and recipe.loss == "chunked"
+    return float(model.vocab * model.hidden * recipe.upcast) if there else 0.0
+
+
+def on_host(model: ModelShape, recipe: Recipe) -> float:
+    """Return the weights that weight_offload keeps in host memory (worker/optimizations/weight_offload.py)."""
+    if not recipe.streamed:
+        return 0.0
+    head = fetched_head(model, recipe)
+    embedding = 0.0 if model.tied else float(model.parameters["embedding"] * recipe.upcast)
+    return sum(count * matrices(layer, recipe) for layer, count in model.kinds) + embedding + head
+
+
+def buffers(model: ModelShape, recipe: Recipe) -> float:
+    """Return the two buffers in which layers take turns."""
+    sizes = [matrices(layer, recipe) for layer in model.layers] if recipe.streamed else []
+    return sum(max(sizes[parity::2], default=0.0) for parity in (0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +115,7 @@ def loading(model: ModelShape, recipe: Recipe) -> float:
     """Return the most that loading takes: the weights, or for 4 bits the quantised ones, the rest still in 16 bits,
     one matrix before it is quantised, and then, while peft casts it, embedding or head in both types."""
     resident = weights(model, recipe)
-    if not recipe.quantised or recipe.mxfp4:
+    if not recipe.quantised or recipe.mxfp4 or recipe.streamed:
         return resident
     return resident + model.vocab * model.hidden * (recipe.weight if recipe.upcast > recipe.weight else 0)
 

@@ -20,6 +20,7 @@ _NCCL_SHARE = (
     0.8  # NCCL, src/graph/topo.h: 20.6 of 25 GB/s a link of an H100, 20 of 25 of an A100, 24 of 31.5 of PCIe 4.0
 )
 _LINK_GBS = 50.0  # PCIe 5.0 x16, pinned memory: 63 GB/s by its data sheet
+_OLDER_LINK_GBS, _PCIE_5 = 25.0, (9, 0)  # PCIe 4.0 x16 of Ampere and Ada: 31.5 GB/s
 # A board that is held to less power runs at a lower clock and a lower voltage: its rate falls as this power of the
 # watts. GPUs of one kind in the GPU table, by watts for each TFLOP/s of their data sheet: 0.47 between H100 PCIe and
 # SXM5, 0.49 between L4 and L40S.
@@ -31,13 +32,14 @@ _WATTS_A_GBS = 700 / 4800
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Rates in FLOP/s and bytes/s; None where no source is known, `network` (between GPUs of this kind) 0. `source` in
-    words."""
+    """Rates in FLOP/s and bytes/s; None where no source is known, `network` (between GPUs of this kind) 0. `link` is to
+    the host, `from_host` the other way. `source` in words."""
 
     products: float | None
     products_fp8: float | None
     memory: float
     link: float
+    from_host: float
     source: str
     network: float = 0.0
 
@@ -60,6 +62,8 @@ def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
         None if fp8 is None else fp8 * 1e12,
         probed.get("memory_gbs", gpu.bandwidth * _MEMORY * _slowed(gpu.watts / gpu.bandwidth / _WATTS_A_GBS)) * 1e9,
         probed.get("to_host_gbs", _LINK_GBS) * 1e9,
+        probed.get("to_device_gbs", _LINK_GBS if (gpu.compute_capability or (0, 0)) >= _PCIE_5 else _OLDER_LINK_GBS)
+        * 1e9,
         source,
         (probed.get("network_gbs") or _network(gpu)) * 1e9,
     )

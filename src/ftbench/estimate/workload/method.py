@@ -33,7 +33,8 @@ class Recipe:
     adapter: of the adapters, 0 without. targets: the last parts of the names of the linear layers that have adapters,
     and `experts` where the fused experts have. mxfp4: the experts stay in 4 bits as gpt-oss is published.
     checkpointing: `offload` and `unsloth` keep layer inputs in host memory. chunk: label tokens of a chunk of our loss.
-    fused: how fused_lora multiplies adapters (worker/kernels/adapter_products.py). attention: `masked` is sdpa with a
+    fused: how fused_lora multiplies adapters (worker/kernels/adapter_products.py). streamed: frozen weights wait in
+    host memory (worker/optimizations/weight_offload.py). attention: `masked` is sdpa with a
     mask, made where rows hold padding or several samples."""
 
     full: bool = False
@@ -58,6 +59,7 @@ class Recipe:
     compiled: bool = False
     fp8: bool = False
     fused: Fused = "off"
+    streamed: bool = False
     vision: Trained = "frozen"
     projector: Trained = "frozen"
 
@@ -116,6 +118,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         fp8=in_8_bits(on.fp8),
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
         fused=fused(spec),
+        streamed=on.weight_offload,
         vision=getattr(method, "vision", "full") if model.vision else "frozen",
         projector=getattr(method, "projector", "full") if model.vision else "frozen",
     )
@@ -133,10 +136,11 @@ def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
 
 def fused(spec: Experiment) -> Fused:
     """Return how fused_lora multiplies: it takes adapters into the base product where that is a plain one of the
-    type products are made in."""
+    type products are made in, and stays on the device."""
     if not spec.optimizations.fused_lora:
         return "off"
-    other = spec.optimizations.fp8 != "off" or (spec.method.quantised and not spec.method.mxfp4)
+    on = spec.optimizations
+    other = on.fp8 != "off" or on.weight_offload or (spec.method.quantised and not spec.method.mxfp4)
     products = "bfloat16" if spec.train.precision == "bf16" else "float32"
     return "beside" if other or spec.model.dtype != products else "augmented"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.device import device
 from ftbench.worker.model import vision
 from ftbench.worker.model.random_weights import is_gpt_oss, materialise
+from ftbench.worker.optimizations import weight_offload
 from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
 
 
@@ -86,10 +88,11 @@ def load_model(spec: Experiment, source: Source, quantization_config: Any = None
 
 def read(spec: Experiment, source: Source, **more: Any) -> Any:
     """Call from_pretrained with what the spec says, and `more`: onto the device, or into the host's memory what no
-    device will hold as a whole."""
+    device will hold as a whole, or what is to wait there."""
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
+    waits = spec.optimizations.weight_offload
     if device().type == "cuda" and not spec.launch.sharded:
-        arguments["device_map"] = {"": device()}
+        arguments["device_map"] = {"": torch.device("cpu") if waits else device()}
     if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "loading"):
         arguments |= strategy.loading(spec, load_config(spec.model, source))
     config = more.get("config") or load_config(spec.model, source)
@@ -98,7 +101,9 @@ def read(spec: Experiment, source: Source, **more: Any) -> Any:
     if not isinstance(source, str):
         return reach(spec.model, lambda: source.load(arguments))
     kind = vision.auto_class(config)
-    return reach(spec.model, lambda: kind.from_pretrained(source, **arguments))
+    with weight_offload.quantised_on(device()) if waits and spec.method.quantised else nullcontext():
+        model = reach(spec.model, lambda: kind.from_pretrained(source, **arguments))
+    return weight_offload.place(model, spec, device()) if waits else model
 
 
 def attention_of(spec: Experiment) -> dict[str, str]:

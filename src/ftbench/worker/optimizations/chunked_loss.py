@@ -70,7 +70,9 @@ def chunked_loss(
 def _whole(parameter: Any) -> Any:
     """Return a parameter of the head as it is computed with. Under FSDP2 a frozen head that is a unit of its own is
     gathered by its forward pass, which nobody calls here; one that is trained shares its unit with the last norm, which
-    has gathered both by now."""
+    has gathered both by now. One that waits in host memory (`weight_offload`) is copied."""
+    if (fetch := getattr(parameter, "fetch", None)) is not None:
+        return fetch()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 

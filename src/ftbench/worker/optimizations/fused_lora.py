@@ -151,7 +151,7 @@ def apply(model: Any, spec: Experiment) -> None:
 def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
     products = torch.bfloat16 if spec.train.precision == "bf16" else torch.float32
     plain = all(type(layer.get_base_layer()) is torch.nn.Linear for layer in layers)
-    if plain and layers[0].get_base_layer().weight.dtype == products:
+    if plain and not spec.optimizations.weight_offload and layers[0].get_base_layer().weight.dtype == products:
         return AugmentedGroup(layers)
     return BesideGroup(layers, products)
 

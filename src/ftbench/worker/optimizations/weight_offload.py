@@ -1,0 +1,159 @@
+"""Frozen weights in host memory: a model is loaded there (`model/loading.py`), its layers take turns on the device
+(`kernels/weight_stream.py`). The embedding stays, and its rows are read over the link; where the loss is over chunks
+the head is copied for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from ftbench.core.units import GIB
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
+from ftbench.worker.model.parts import base_model, decoder, decoder_layers
+
+_STREAM = "weight_stream"  # where a decoder has its layers' weights
+
+
+@contextmanager
+def quantised_on(device: torch.device) -> Iterator[None]:
+    """Let bitsandbytes quantise on the device what is loaded in host memory, a matrix at a time: the same codes as of a
+    model that is loaded there, and far sooner than on the CPU."""
+    from bitsandbytes.nn import Params4bit
+
+    quantise = Params4bit._quantize
+
+    def there_and_back(self: Any, where: Any) -> Any:
+        quantise(self, device)
+        self.quant_state.to(where)
+        self.data = self.data.to(where)
+        return self
+
+    with mock.patch.object(Params4bit, "_quantize", there_and_back):
+        yield
+
+
+def place(model: Any, spec: Experiment, device: torch.device) -> Any:
+    """Return a model that was loaded in host memory with its layers' matrices, embedding and head left there, and the
+    rest on the device."""
+    copies = Copies(device)
+    stream = WeightStream(([*_matrices(layer)] for layer in decoder_layers(model)), copies)
+    embedding, head = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
+    if spec.optimizations.chunked_loss:
+        stream.head = HostMatrix(head.data, copies)
+        head.data = stream.head.view
+        head.fetch = stream.head.fetch
+    if embedding is not head:
+        embedding.data = HostMatrix(embedding.data, copies).view
+    for module in model.modules():
+        _to_device(module, device)
+    setattr(decoder(model), _STREAM, stream)
+    if hasattr(model, "hf_device_map"):
+        model.hf_device_map = {"": device}
+    return model
+
+
+def _matrices(layer: Any) -> Iterator[Weight]:
+    """Yield a layer's matrices, each with what puts another tensor in its place; of 4-bit ones the scales too."""
+
+    def attribute(owner: Any, name: str) -> Weight:
+        return Weight(getattr(owner, name), lambda tensor: setattr(owner, name, tensor))
+
+    for parameter in layer.parameters():
+        if parameter.ndim >= 2:
+            yield attribute(parameter, "data")
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            yield attribute(state, "absmax")
+
+
+def _to_device(module: nn.Module, device: torch.device) -> None:
+    """Move what a module itself holds, in place: names and ties stay what they are."""
+    for parameter in module.parameters(recurse=False):
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            state.to(device)
+        parameter.data = parameter.data.to(device)
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = buffer.to(device)
+
+
+class _InTurn(nn.Module):
+    """What a layer's class is given behind its own: called within a checkpoint, and around what is compiled."""
+
+    stream: WeightStream
+    index: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.stream.take(self.index)
+        return super().__call__(*args, **kwargs)
+
+
+@lru_cache
+def _in_turn(kind: Any) -> Any:
+    return type(kind.__name__, (kind, _InTurn), {"__module__": kind.__module__})
+
+
+def apply(model: Any, spec: Experiment) -> None:
+    """Have each layer fetch its weights as it is called."""
+    stream = getattr(decoder(model), _STREAM)
+    for index, layer in enumerate(decoder_layers(model)):
+        layer.__class__ = _in_turn(type(layer))  # type: ignore[arg-type]
+        layer.stream, layer.index = stream, index
+
+
+def applied(model: Any, spec: Experiment) -> dict[str, Any]:
+    """Return GiB that wait on the host and that the layers' buffers take on the device, and GiB copied so far."""
+    stream = getattr(decoder(model), _STREAM, None)
+    if stream is None:
+        return {}
+    return {
+        "weights_on_host_gb": (stream.host_bytes + sum(map(_bytes, _ends(model, spec)))) / GIB,
+        "weight_buffers_gb": sum(map(_bytes, stream.buffers)) / GIB,
+        "weights_moved_gb": stream.copies.bytes / GIB,
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes
+
+
+def _ends(model: Any, spec: Experiment) -> list[torch.Tensor]:
+    """Return embedding and head as far as they wait on the host."""
+    embedding, head = (
+        base_model(model).get_input_embeddings().weight,
+        base_model(model).get_output_embeddings().weight,
+    )
+    if spec.optimizations.chunked_loss:
+        return [embedding] if embedding is head else [embedding, head]
+    return [] if embedding is head else [embedding]
+
+
+def verify(model: Any, spec: Experiment) -> list[str]:
+    """Return what of the layers is on the device beside the two buffers, and which layer had no turn in the forward or
+    in the backward pass."""
+    if not spec.optimizations.weight_offload:
+        return []
+    stream = getattr(decoder(model), _STREAM, None)
+    if stream is None:
+        return ["optimizations.weight_offload is on and every weight is on the device"]
+    sentences = []
+    buffers = [buffer.untyped_storage().data_ptr() for buffer in stream.buffers]
+    for index, layer in enumerate(decoder_layers(model)):
+        left = [
+            name for name, parameter in layer.named_parameters()
+            if parameter.ndim >= 2 and not parameter.requires_grad
+            and parameter.untyped_storage().data_ptr() != buffers[index % 2]
+        ]  # fmt: skip
+        if left:
+            sentences.append(f"optimizations.weight_offload is on and {left[0]} of layer {index} has memory of its own")
+    if min(stream.turns) < 2:
+        idle = stream.turns.index(min(stream.turns))
+        sentences.append(f"optimizations.weight_offload is on and layer {idle} had {min(stream.turns)} turns in a step")
+    if stream.head is not None and not stream.head.fetches:
+        sentences.append("optimizations.weight_offload is on and the head was not fetched for the loss")
+    return sentences[:1]

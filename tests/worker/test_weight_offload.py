@@ -1,0 +1,207 @@
+"""Weights that wait in host memory train what weights on the device do: to the last bit, each read in its layer's turn
+alone. On the CPU, where a copy into a buffer is a copy all the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import spec_of, train_in
+from ftbench.core.architectures import architectures
+from ftbench.core.units import GIB
+from ftbench.errors import NotAppliedError
+from ftbench.estimate.memory import weights
+from ftbench.estimate.workload.method import recipe_of
+from ftbench.estimate.workload.model import shape_of
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.refusals import refusals
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
+from ftbench.worker.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
+from ftbench.worker.optimizations import fused_lora, weight_offload
+
+LAYERS = 5
+ON = {"gradient_checkpointing": True, "weight_offload": True}
+RECIPES = {
+    "two passes a step, evaluated": {
+        "train": {"gradient_accumulation_steps": 2, "epochs": 2}, "dataset": {"eval_samples": 4},
+        "measure": {"eval": "epoch"},
+    },
+    "packed, loss over chunks, fused adapters": {
+        "optimizations": {"packing": True, "chunked_loss": 16, "fused_lora": True},
+    },
+    "tied, loss over chunks": {"model": {"tied": True}, "optimizations": {"chunked_loss": True}},
+    "4 bits": {"method": {"name": "qlora", "upcast": False}, "optimizations": {"chunked_loss": True}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def trained(tmp_path, cache, monkeypatch):
+    """Trains a tiny model of several layers with SGD, unclipped; its directory."""
+
+    def run(on: dict, **changes):
+        tied = changes.pop("model", {}).get("tied", False)
+        shape = architectures()["tiny/qwen3"] | {"num_hidden_layers": LAYERS, "tie_word_embeddings": tied}
+        path = tmp_path / ("tied" if tied else "apart") / "config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(shape))
+        train = {"optimizer": "sgd", "max_grad_norm": 0, "learning_rate": 0.1} | changes.pop("train", {})
+        optimizations = changes.pop("optimizations", {}) | on
+        model = {"id": f"tiny/{path.parent.name}", "path": str(path)}
+        return train_in(tmp_path, model=model, train=train, optimizations=optimizations,
+                        measure=changes.pop("measure", {}) | {"save_adapter": True}, **changes)  # fmt: skip
+
+    return run
+
+
+def figures(run) -> list[tuple]:
+    return [(row.phase, row.loss, row.grad_norm) for row in read_steps(run.steps)[0]]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_losses_gradients_and_adapters_are_those_of_weights_on_the_device(trained, monkeypatch, name):
+    monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.BesideGroup(layers, torch.float32))
+    there, away = (trained(on, **RECIPES[name]) for on in ({"gradient_checkpointing": True}, ON))
+    assert figures(away) == figures(there)
+    assert figures(away)[0][1:] != figures(away)[-1][1:]
+    ours, theirs = (load_file(next(run.adapter.glob("adapter_model*"))) for run in (away, there))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    applied = read_json(away.applied)
+    assert applied["weights_on_host_gb"] > applied["weight_buffers_gb"] > 0
+    assert applied["weights_moved_gb"] > applied["weight_buffers_gb"]
+    assert "weights_on_host_gb" not in read_json(there.applied)
+
+
+@pytest.mark.parametrize("name", ["tied, loss over chunks", "4 bits"])
+def test_the_estimate_counts_what_waits_and_what_is_there(trained, name):
+    run = trained(ON, **RECIPES[name])
+    applied, spec = read_json(run.applied), Experiment.model_validate(read_json(run.spec_json))
+    model = shape_of(spec.model, json.loads(Path(spec.model.path).read_text()))
+    how = recipe_of(spec, model)
+    assert applied["weights_on_host_gb"] * GIB == pytest.approx(weights.on_host(model, how), rel=0.02)
+    assert applied["weight_buffers_gb"] * GIB == pytest.approx(weights.buffers(model, how), rel=0.1)  # rounded up
+
+
+NAN = 255  # in each byte
+
+
+class Poisoned(WeightStream):
+    """No weight is there before its layer's turn, and none after it."""
+
+    def take(self, index: int) -> None:
+        other = 1 - index % 2
+        self.buffers[other].fill_(NAN)
+        self._there[other] = None
+        super().take(index)
+
+    def _following(self, index: int) -> int | None:
+        return None
+
+
+class TooEarly(WeightStream):
+    """Copies the layer behind the next one: into the buffer that is being read."""
+
+    def _following(self, index: int) -> int | None:
+        expected = super()._following(index)
+        return None if expected is None else max(0, min(LAYERS - 1, 2 * expected - index))
+
+
+@pytest.mark.parametrize("name", ["two passes a step, evaluated", "4 bits"])
+def test_nothing_reads_a_layers_weights_outside_its_turn(trained, monkeypatch, name):
+    expected = figures(trained(ON, **RECIPES[name]))
+    monkeypatch.setattr(weight_offload, "WeightStream", Poisoned)
+    assert figures(trained(ON, **RECIPES[name])) == expected
+
+
+def test_a_buffer_that_is_overwritten_too_early_would_be_noticed(trained, monkeypatch):
+    expected = figures(trained(ON))
+    monkeypatch.setattr(weight_offload, "WeightStream", TooEarly)
+    assert figures(trained(ON)) != expected
+
+
+def test_what_has_memory_of_its_own_on_the_device_is_told(trained, monkeypatch):
+    matrices = weight_offload._matrices
+    monkeypatch.setattr(weight_offload, "_matrices", lambda layer: list(matrices(layer))[1:])
+    with pytest.raises(NotAppliedError, match="of layer 0 has memory of its own"):
+        trained(ON)
+
+
+def stream(layers: int) -> tuple[WeightStream, list[dict]]:
+    """A stream of layers with a matrix and its scale each, of values that tell the layer."""
+    owners = [{"matrix": torch.full((3, 5), float(n)), "scale": torch.full((7,), n, dtype=torch.uint8)}
+              for n in range(layers)]  # fmt: skip
+    weights = [[Weight(tensor, lambda view, owner=owner, name=name: owner.update({name: view}))
+                for name, tensor in owner.items()] for owner in owners]  # fmt: skip
+    return WeightStream(weights, Copies(torch.device("cpu"))), owners
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 6])
+def test_whatever_the_order_a_layer_in_its_turn_has_its_own_weights(layers):
+    made, owners = stream(layers)
+    order = torch.randint(0, layers, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    for index in [*range(layers), *reversed(range(layers)), *range(layers), *order]:
+        made.take(index)
+        assert owners[index]["matrix"].tolist() == [[index] * 5] * 3
+        assert owners[index]["scale"].tolist() == [index] * 7
+    assert {owner["matrix"].dtype for owner in owners} == {torch.float32}
+
+
+def test_a_training_step_copies_each_layer_once_a_pass_but_for_those_that_are_there_already():
+    made, _ = stream(6)
+    copied = []
+    fetch = made._fetch
+    made._fetch = lambda index: (copied.append(index), fetch(index))
+    for _ in range(2):
+        for index in [*range(6), *reversed(range(6))]:
+            made.take(index)
+    assert copied == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 2, 3, 4, 5, 3, 2, 1, 0]
+
+
+def test_the_head_begins_to_come_as_the_forward_pass_nears_its_end_and_is_kept_by_nobody():
+    made, _ = stream(4)
+    matrix = torch.arange(12.0).view(3, 4)
+    made.head = HostMatrix(matrix, made.copies)
+    begun = []
+    begin = made.head.begin
+    made.head.begin = lambda: (begun.append(made._last), begin())
+    for index in (0, 1, 2, 3):
+        made.take(index)
+    assert begun == [1]  # in the turn of the last layer but one
+    fetched = made.head.fetch()
+    assert fetched.tolist() == matrix.tolist()
+    fetched.zero_()
+    assert made.head.view.tolist() == matrix.tolist()
+    for index in (3, 2, 1, 0):
+        made.take(index)
+    with torch.no_grad():
+        for index in (0, 1, 2, 3):
+            made.take(index)
+    assert begun == [1]
+    assert made.head.fetch().tolist() == matrix.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": {"name": "full"}}, "use lora or qlora"),
+        ({"method": {"name": "qlora"}}, "set method.upcast to off"),
+        ({"method": {"name": "qlora", "quant_type": "mxfp4"}}, "does not know experts in MXFP4"),
+        ({"optimizations": {"gradient_checkpointing": False}}, "gradient_checkpointing to on or offload"),
+        ({"optimizations": {"gradient_checkpointing": "selective"}}, "gradient_checkpointing to on or offload"),
+        ({"optimizations": {"fp8": "tensorwise"}}, "choose one"),
+        ({"launch": {"gpus": 2}}, "is for one GPU"),
+    ],
+)
+def test_what_it_cannot_go_with_is_told_with_a_way_out(changes, said):
+    spec = spec_of(optimizations=ON)
+    values = {name: keys for name, keys in changes.items() if name != "method"}
+    parts = {name: getattr(spec, name).model_copy(update=keys) for name, keys in values.items()}
+    if "method" in changes:
+        parts["method"] = spec_of(model={"id": "tiny/gpt-oss"}, method=changes["method"]).method
+    assert refusals(spec) == []
+    assert any("weight_offload" in told and said in told for told in refusals(spec.model_copy(update=parts)))
