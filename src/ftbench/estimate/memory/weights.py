@@ -67,9 +67,8 @@ def on_host(model: ModelShape, recipe: Recipe) -> float:
 
 
 def buffers(model: ModelShape, recipe: Recipe) -> float:
-    """Return the two buffers in which layers take turns."""
-    sizes = [matrices(layer, recipe) for layer in model.layers] if recipe.streamed else []
-    return sum(max(sizes[parity::2], default=0.0) for parity in (0, 1))
+    """Return the two buffers in which layers take turns, each as large as the largest of them."""
+    return 2 * max(matrices(layer, recipe) for layer, _ in model.kinds) if recipe.streamed else 0.0
 
 
 @dataclass(frozen=True, slots=True)

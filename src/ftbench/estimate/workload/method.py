@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ftbench.core.flops import MatmulShape
 from ftbench.estimate.workload.division import ALONE, Division, division_of, rank_model
@@ -33,9 +33,8 @@ class Recipe:
     adapter: of the adapters, 0 without. targets: the last parts of the names of the linear layers that have adapters,
     and `experts` where the fused experts have. mxfp4: the experts stay in 4 bits as gpt-oss is published.
     checkpointing: `offload` and `unsloth` keep layer inputs in host memory. chunk: label tokens of a chunk of our loss.
-    fused: how fused_lora multiplies adapters (worker/kernels/adapter_products.py). streamed: frozen weights wait in
-    host memory (worker/optimizations/weight_offload.py). attention: `masked` is sdpa with a
-    mask, made where rows hold padding or several samples."""
+    fused: how fused_lora multiplies adapters (worker/kernels/adapter_products.py). streamed: frozen weights wait on the
+    host. attention: `masked` is sdpa with a mask, made where rows hold padding or several samples."""
 
     full: bool = False
     quantised: bool = False
@@ -135,8 +134,8 @@ def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
 
 
 def fused(spec: Experiment) -> Fused:
-    """Return how fused_lora multiplies: it takes adapters into the base product where that is a plain one of the
-    type products are made in, and stays on the device."""
+    """Return how fused_lora multiplies: it takes adapters into the base product where that is a plain one of the type
+    products are made in, of weights that stay on the device."""
     if not spec.optimizations.fused_lora:
         return "off"
     on = spec.optimizations
@@ -163,10 +162,8 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
     if isinstance(spec.method, Unsloth):
         own = spec.method.use_gradient_checkpointing
         return "full" if own == "on" else own
-    checkpointing: bool | Literal["selective", "offload"] = spec.optimizations.gradient_checkpointing
-    if checkpointing == "selective" or checkpointing == "offload":
-        return checkpointing
-    return "full" if checkpointing else "off"
+    checkpointing: Any = spec.optimizations.gradient_checkpointing
+    return cast(Checkpointing, {True: "full", False: "off"}.get(checkpointing, checkpointing))
 
 
 def is_eager(spec: Experiment, model: ModelShape) -> bool:
@@ -193,9 +190,6 @@ def _loss(spec: Experiment) -> Loss:
     if spec.optimizations.chunked_loss:
         return "chunked"
     return "liger" if spec.optimizations.liger else "trl"
-
-
-# --- for the time of a step -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class WeightStream:
         return [(offset, shape, weight.put) for offset, shape, weight in zip(offsets, shapes, weights, strict=True)]
 
     def take(self, index: int) -> None:
-        """Have a layer's weights in place, and begin to copy those of the layer whose turn is expected next. A turn
+        """Put a layer's weights in place, and begin to copy those of the layer whose turn is expected next. A turn
         that nobody expected waits for its copy, and is right."""
         self.turns[index] += 1
         if self._there[index % 2] != index:

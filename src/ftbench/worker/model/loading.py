@@ -103,7 +103,7 @@ def read(spec: Experiment, source: Source, **more: Any) -> Any:
     kind = vision.auto_class(config)
     with weight_offload.quantised_on(device()) if waits and spec.method.quantised else nullcontext():
         model = reach(spec.model, lambda: kind.from_pretrained(source, **arguments))
-    return weight_offload.place(model, spec, device()) if waits else model
+    return weight_offload.keep_on_host(model, spec, device()) if waits else model
 
 
 def attention_of(spec: Experiment) -> dict[str, str]:

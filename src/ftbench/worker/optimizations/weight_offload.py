@@ -39,7 +39,7 @@ def quantised_on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def place(model: Any, spec: Experiment, device: torch.device) -> Any:
+def keep_on_host(model: Any, spec: Experiment, device: torch.device) -> Any:
     """Return a model that was loaded in host memory with its layers' matrices, embedding and head left there, and the
     rest on the device."""
     copies = Copies(device)
@@ -99,7 +99,7 @@ def _in_turn(kind: Any) -> Any:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Have each layer fetch its weights as it is called."""
+    """Let each layer fetch its weights as it is called."""
     stream = getattr(decoder(model), _STREAM)
     for index, layer in enumerate(decoder_layers(model)):
         layer.__class__ = _in_turn(type(layer))  # type: ignore[arg-type]
