@@ -40,7 +40,7 @@ SWIFT = "launch.framework=ms-swift"
     ("changes", "code", "said"),
     [
         (["launch.framework=axolotl"], 2, "needs launch.python"),
-        (["launch.framework=axolotl"], 2, "pip install 'axolotl==0.19.0'"),
+        (["launch.framework=axolotl"], 2, "`ftbench env create axolotl DIR` makes one"),
         (["launch.python=/usr/bin/python3"], 2, "launch.python is the interpreter of another framework: leave it out"),
         ([SWIFT, PYTHON, "optimizations.packing=on"], 2, "optimizations.packing is ftbench's own"),
         ([SWIFT, PYTHON, "measure.save_adapter=on"], 2, "measure.save_adapter is for ftbench's own"),
@@ -64,7 +64,7 @@ def test_an_environment_without_the_framework_is_named_with_the_command_that_mak
     ended = run(tmp_path, "launch.framework=axolotl", f"launch.python={python}")
     assert ended.returncode == 3, ended.stderr
     assert said in " ".join(ended.stderr.split())
-    assert "pip install" in ended.stderr
+    assert "ftbench env create axolotl DIR" in " ".join(ended.stderr.split())
 
 
 @pytest.mark.torch

@@ -1,14 +1,15 @@
-"""`ftbench probe`, `ftbench doctor` and `ftbench list`: what this machine can do, and what a spec can name."""
+"""`ftbench probe`, `ftbench doctor`, `ftbench env` and `ftbench list`: what this machine can do, and what a spec can
+name."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ftbench.cli.shared import Json, Out, Sets, Wide, app, emit, tell
-from ftbench.errors import MissingError
+from ftbench.errors import MissingError, SpecError
 
 
 @app.command()
@@ -26,16 +27,31 @@ def probe(out: Out = Path("results"), as_json: Json = False) -> None:
 def doctor(
     spec: Annotated[Path | None, typer.Argument(help="a spec that is to run here")] = None,
     sets: Sets = None,
+    python: Annotated[str | None, typer.Option(help="look at the environment of another framework instead")] = None,
     out: Out = Path("results"),
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
     """Say what is installed, what works on this machine, and what to do about the rest."""
-    from ftbench.doctor.examine import examine
+    from ftbench.doctor.examine import examine, examine_environment
 
-    diagnosis = examine(spec, sets or [], out)
+    if python and (spec or sets):
+        raise SpecError("--python: a spec's own launch.python is looked at with it: leave one of the two out")
+    diagnosis = examine_environment(python) if python else examine(spec, sets or [], out)
     emit(diagnosis.as_dict() if as_json else diagnosis.as_text())
     raise typer.Exit(MissingError.exit_code if diagnosis.can_run is False else 0)
+
+
+@app.command()
+def env(
+    action: Annotated[Literal["create"], typer.Argument(help="create: make one", metavar="create")],
+    framework: Annotated[str, typer.Argument(help="axolotl, llamafactory or ms-swift")],
+    path: Annotated[Path | None, typer.Argument(help="a new folder; environments/FRAMEWORK if left out")] = None,
+) -> None:
+    """Make an environment of another framework with the versions that were tried, for `launch.python`."""
+    from ftbench.launch.environments import create
+
+    emit(str(create(framework, path, tell)))
 
 
 @app.command("list")

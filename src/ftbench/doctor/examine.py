@@ -10,7 +10,7 @@ from typing import Any
 
 from ftbench.core.architectures import architectures
 from ftbench.core.units import GIB, gibibytes
-from ftbench.doctor import abilities, gpu, host, stack
+from ftbench.doctor import abilities, environment, gpu, host, stack
 from ftbench.doctor.facts import Facts, gather
 from ftbench.doctor.findings import Finding, as_text
 from ftbench.errors import FtbenchError
@@ -19,6 +19,7 @@ from ftbench.estimate.time.run_index import Store
 from ftbench.families import describe
 from ftbench.launch import runner
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.frameworks import absolute, interpreter
 from ftbench.spec.load import load
 from ftbench.spec.methods import GPT_OSS
 from ftbench.store import machine, rundir
@@ -32,11 +33,12 @@ ALWAYS = ((stack.AREA, "torch build"), (gpu.AREA, "driver"), (gpu.AREA, "kernels
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings; `can_run` is None where no spec was named."""
+    """The findings; `can_run` is None where no `subject` was named."""
 
     findings: list[Finding]
     can_run: bool | None
     described: dict[str, Any]
+    subject: str = "the spec"
 
     def as_dict(self) -> dict[str, Any]:
         """Return one JSON document."""
@@ -53,8 +55,16 @@ class Diagnosis:
         count = {verdict: sum(finding.verdict == verdict for finding in self.findings) for verdict in ("warn", "fail")}
         ends = [f"{count['fail']} fail, {count['warn']} warn"]
         if self.can_run is not None:
-            ends.append("the spec can run here" if self.can_run else "the spec cannot run here")
+            ends.append(f"{self.subject} {'can' if self.can_run else 'cannot'} run here")
         return f"{as_text(self.findings)}\n\n{'; '.join(ends)}"
+
+
+def examine_environment(python: str) -> Diagnosis:
+    """Look at the environment of another framework, by its interpreter."""
+    described = machine.describe()
+    findings = environment.check(absolute(python), bool(first_gpu(described)))
+    can_run = not any(finding.verdict == "fail" for finding in findings)
+    return Diagnosis(findings, can_run, described, "its framework")
 
 
 def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis:
@@ -69,6 +79,8 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
     ]
     if spec is None:
         return Diagnosis(findings, None, facts.described)
+    if spec.launch.python:
+        findings += environment.check(interpreter(spec.launch), facts.gpu != {})
     failures = [Finding(AREA, name, "fail", text) for name, text in obstacles(spec, facts, findings)]
     resolved = resolve(spec, facts.capability)
     if doubt := preflight.doubt(resolved, facts.described, out):
@@ -86,6 +98,7 @@ def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> li
     broken: dict[tuple[str, str], tuple[str, ...]] = dict.fromkeys(ALWAYS[-1:], ("fail",))
     if spec.launch.mock == "off":  # a mock trains nothing, and needs nothing but room for its files
         broken |= dict.fromkeys(abilities.used_by(spec), ("fail", "n/a")) | dict.fromkeys(ALWAYS, ("fail",))
+        broken |= dict.fromkeys(environment.NEEDED, ("fail",))
         pairs += unreachable(spec, facts, findings)
     pairs += [(each.name, each.text) for each in findings if each.verdict in broken.get((each.area, each.name), ())]
     names: dict[str, str] = {}  # by sentence: the same reason is given once

@@ -3,6 +3,7 @@ interpreter."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -11,19 +12,43 @@ import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.frameworks import FRAMEWORKS, interpreter
+from ftbench.spec.frameworks import FRAMEWORKS, Framework, interpreter
 
 devices, command = trl.devices, trl.command
+UNFINISHED = "ftbench-unfinished"  # in an environment as long as it is being made
 _LIMIT_S = 4  # a cold disk takes seconds to answer; nobody waits for more than five
 _LONGEST, _SILENT = 64, "?"  # bytes of a version; the answer of what gives none
 _VERSION = re.compile(r"[\w.+!-]{1,40}")
 _ASK = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+_SWITCHES = {
+    "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1",
+}  # fmt: skip
+_LOOK_LIMIT_S, _LOOK_LONGEST = 300, 1 << 20  # a cold disk takes minutes to import all of a framework
+_LOOK = """
+import importlib, importlib.metadata as m, json, sys
+said = {"versions": {}, "torch": None, "problem": None}
+for name in sys.argv[2:]:
+    try:
+        said["versions"][name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+try:
+    import torch
+    said["torch"] = {"version": torch.__version__, "works": torch.cuda.is_available()}
+    importlib.import_module(sys.argv[1])
+except BaseException as error:
+    said["problem"] = f"{type(error).__name__}: {error}"[:300]
+print()
+print(json.dumps(said))
+"""
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
@@ -33,10 +58,7 @@ def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
     """Return the child's environment: as our own worker's, with what these frameworks would do unasked switched off."""
-    switches = {
-        "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1",
-    }  # fmt: skip
-    return trl.environment(inherited, spec) | switches
+    return trl.environment(inherited, spec) | _SWITCHES
 
 
 def check_installed(spec: Experiment) -> None:
@@ -44,49 +66,86 @@ def check_installed(spec: Experiment) -> None:
     in the version that was tried."""
     trl.check_installed(spec)
     wanted, python = FRAMEWORKS[spec.launch.framework], interpreter(spec.launch)
-    way = wanted.way
-    if not Path(python).is_file() or not os.access(python, os.X_OK):
-        raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {way}")
+    if problem := interpreter_problem(python):
+        raise MissingError(f"launch.python: {spec.launch.python}: {problem}; {wanted.way}")
     version = _version(python, wanted.package)
     if not version:
-        raise MissingError(f"launch.python: {spec.launch.python} does not have {wanted.package}; {way}")
+        raise MissingError(f"launch.python: {spec.launch.python} does not have {wanted.package}; {wanted.way}")
     if not _VERSION.fullmatch(version):
         raise MissingError(
-            f"launch.python: {spec.launch.python}: does not answer as Python does within {_LIMIT_S} s; {way}"
+            f"launch.python: {spec.launch.python}: does not answer as Python does within {_LIMIT_S} s; {wanted.way}"
         )
     if version != wanted.version and not spec.measure.allow_fallback:
         raise MissingError(
             f"launch.python: {spec.launch.python} has {wanted.package} {version}, and {wanted.version} is what was "
-            f"tried: {way}; measure.allow_fallback=on runs it all the same"
+            f"tried: {wanted.way}; measure.allow_fallback=on runs it all the same"
         )
+
+
+def interpreter_problem(python: str) -> str | None:
+    """Return why a file is no interpreter of an environment that is whole."""
+    path = Path(python)
+    if not path.is_file() or not os.access(path, os.X_OK):
+        return "no such interpreter"
+    return "its environment was never finished" if (path.parent.parent / UNFINISHED).exists() else None
+
+
+def framework_of(python: str) -> str | None:
+    """Return which framework an environment has, in whatever version."""
+    names = (name for name, each in FRAMEWORKS.items() if _VERSION.fullmatch(_version(python, each.package)))
+    return next(names, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What an environment has: versions by package, what torch says of itself, and why the framework's trainer cannot
+    be imported."""
+
+    versions: dict[str, str]
+    torch: dict[str, Any] | None
+    problem: str | None
+
+
+def contents(python: str, framework: Framework) -> Contents:
+    """Return what an environment has of what was tried with a framework, whose trainer is imported."""
+    answer = _answer([python, "-c", _LOOK, framework.entry, *framework.versions], _LOOK_LIMIT_S, _LOOK_LONGEST)
+    try:
+        return Contents(**json.loads(answer.splitlines()[-1]))
+    except (ValueError, TypeError, IndexError):
+        return Contents({}, None, f"{python} does not answer as Python does within {_LOOK_LIMIT_S} s")
 
 
 @lru_cache(maxsize=16)
 def _version(python: str, package: str) -> str:
     """Return what an interpreter says is the version of a package in its environment: nothing where that is not there,
     no version where it is no interpreter, or says nothing for so long."""
+    return _answer([python, "-c", _ASK, package], _LIMIT_S, _LONGEST)
+
+
+def _answer(command: list[str], limit_s: float, longest: int) -> str:
+    """Return what a command prints, no more of it than shows that it is too long; `_SILENT` where that does not end."""
     try:
         child = subprocess.Popen(
-            [python, "-c", _ASK, package], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            start_new_session=True, env={**os.environ, **_SWITCHES},
         )  # fmt: skip
     except OSError:
         return _SILENT
     with child:
         assert child.stdout is not None
-        answer = _first_bytes(child.stdout.fileno(), time.monotonic() + _LIMIT_S)
+        answer = _first_bytes(child.stdout.fileno(), time.monotonic() + limit_s, longest)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     return answer
 
 
-def _first_bytes(pipe: int, until: float) -> str:
-    """Return what comes out of a pipe until it ends, or as much as shows that it is no version."""
+def _first_bytes(pipe: int, until: float, longest: int) -> str:
+    """Return what comes out of a pipe until it ends, or as much as shows that it is too long."""
     answer = b""
-    while len(answer) <= _LONGEST:
+    while len(answer) <= longest:
         if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
             return _SILENT
-        if not (part := os.read(pipe, _LONGEST + 1)):
+        if not (part := os.read(pipe, longest + 1)):
             break
         answer += part
     return answer.decode(errors="replace").strip()

@@ -80,12 +80,18 @@ def run_child(
 def run_module(
     name: str, arguments: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float, late: str
 ) -> tuple[Exit, str | None]:
-    """Run a module of ftbench's in a child process to its end, at most `limit_s` seconds; return how it ended, and in
-    words why not well (`late`, its exit code, its last words). Raise KeyboardInterrupt where a signal ended it."""
+    """Run a module of ftbench's as `run_to_end` does."""
+    return run_to_end([sys.executable, "-P", "-m", name, *arguments], env, log, limit_s, late)
+
+
+def run_to_end(
+    argv: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float, late: str
+) -> tuple[Exit, str | None]:
+    """Run a child process to its end, at most `limit_s` seconds; return how it ended, and in words why not well
+    (`late`, its exit code, its last words). Raise KeyboardInterrupt where a signal ended it."""
     family.end_orphans()
     end = time.monotonic() + limit_s
     stop = Stop("timeout", late)
-    argv = [sys.executable, "-P", "-m", name, *arguments]
     with signals() as signals_pipe:
         ended = run_child(argv, env, log, signals_pipe, lambda: stop if time.monotonic() > end else None)
     if ended.stop and ended.stop.state == "interrupted":

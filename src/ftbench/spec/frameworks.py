@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftbench.spec.optimizations import switched_on
@@ -13,34 +16,50 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment, Launch
 
 
+TORCH = "torch==2.13.0"
+_VERSIONS = Path(__file__).resolve().parents[1] / "facts" / "environments"
+
+
 @dataclass(frozen=True)
 class Framework:
-    """A value of `launch.framework`: the package that is installed for it, and the versions that were tried together,
-    as pip takes them."""
+    """A value of `launch.framework`: the package that is installed for it, the module that has its trainer, how much an
+    environment takes with a torch for the CPU, what its import needs that only a torch for CUDA brings, and modules
+    that it imports, has no use for here, and no build of fits this torch."""
 
     package: str
-    version: str
-    beside: tuple[str, ...]
+    entry: str
+    gib: float
+    without_gpu: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> Path:
+        """Return the file of all that was tried together but for torch, as pip takes it."""
+        return _VERSIONS / f"{self.package}.txt"
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """Return the versions of these packages, by their names in small letters with hyphens."""
+        pairs = (line.partition("==") for line in self.file.read_text().split())
+        return {re.sub(r"[-_.]+", "-", name).lower(): version for name, _, version in pairs}
+
+    @property
+    def version(self) -> str:
+        """Return the version of the framework itself that was tried."""
+        return self.versions[self.package]
 
     @property
     def way(self) -> str:
         """Return how to make an environment that has it."""
-        packages = " ".join(f"'{name}'" for name in (f"{self.package}=={self.version}", *self.beside))
-        return f"python -m venv DIR; DIR/bin/pip install {packages}; then launch.python is DIR/bin/python"
+        name = next(name for name, each in FRAMEWORKS.items() if each is self)
+        return f"`ftbench env create {name} DIR` makes one, and launch.python is DIR/bin/python"
 
 
 FRAMEWORKS = {
-    "axolotl": Framework(
-        "axolotl", "0.19.0", ("transformers==5.16.1", "trl==1.9.0", "peft==0.20.0", "datasets==4.8.5", "pydantic")
-    ),
-    "llamafactory": Framework(
-        "llamafactory", "0.9.5",
-        ("transformers==4.57.6", "trl==0.24.0", "peft==0.18.1", "datasets==4.0.0", "accelerate==1.11.0", "pydantic"),
-    ),
-    "ms-swift": Framework(
-        "ms-swift", "4.6.0", ("transformers==5.17.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4", "pydantic")
-    ),
-}  # fmt: skip
+    "axolotl": Framework("axolotl", "axolotl.cli.train", 3.5, ("triton==3.9.0",)),
+    "llamafactory": Framework("llamafactory", "llamafactory.train.tuner", 2.0, empty=("torchaudio",)),
+    "ms-swift": Framework("ms-swift", "swift.pipelines", 2.2),
+}
 CARRIED = {"attention", "gradient_checkpointing", "liger"}
 ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 
@@ -48,7 +67,12 @@ ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 def interpreter(launch: Launch) -> str:
     """Return the interpreter of the framework's environment: a link to one is left as it is, for it is by its own place
     that Python finds the environment."""
-    return os.path.abspath(os.path.expanduser(str(launch.python)))
+    return absolute(str(launch.python))
+
+
+def absolute(python: str) -> str:
+    """Return the whole path of an interpreter."""
+    return os.path.abspath(os.path.expanduser(python))
 
 
 def refusals(spec: Experiment) -> list[str]:
