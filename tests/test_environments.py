@@ -84,6 +84,13 @@ def test_a_torch_for_the_cpu_is_looked_for_where_torch_keeps_them_if_not_at_hand
     ]
 
 
+def test_what_a_framework_imports_and_has_no_use_for_is_an_empty_module(uv, tmp_path):
+    packages = tmp_path / "made/lib/python3.11/site-packages"
+    uv(f"mkdir -p {packages}")
+    environments.create("llamafactory", tmp_path / "made", lambda text: None)
+    assert [(path.name, path.read_text()) for path in packages.iterdir()] == [("torchaudio.py", "")]
+
+
 @pytest.mark.parametrize(
     ("then", "said"),
     [
