@@ -117,16 +117,16 @@ def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:
     assert found.most.images.tokens == 2 * 1369
     pillow.MAX_IMAGE_PIXELS, most = 100_000, pillow.MAX_IMAGE_PIXELS
     try:
-        with pytest.raises(SpecError, match=r"rows\.jsonl cannot be looked at .*decompression bomb"):
+        with pytest.raises(SpecError, match=r"rows\.jsonl, line 1: its image cannot be looked at .*decompression bomb"):
             estimate_memory(spec_of(QWEN, data | {"seed": 6}), gpu())
     finally:
         pillow.MAX_IMAGE_PIXELS = most
     (tmp_path / "b.png").write_text("no image")
-    with pytest.raises(SpecError, match=r"rows\.jsonl cannot be looked at .*cannot identify"):
+    with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be looked at .*cannot identify"):
         estimate_memory(spec_of(QWEN, data | {"seed": 7}), gpu())
     (tmp_path / "b.png").unlink()
     os.mkfifo(tmp_path / "b.png")
-    with pytest.raises(SpecError, match=r"rows\.jsonl cannot be looked at .*no plain file"):
+    with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be looked at .*no plain file"):
         estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
 
 

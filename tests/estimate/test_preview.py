@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.errors import DataError
+from ftbench.errors import DataError, SpecError
 from ftbench.estimate import preview
 from ftbench.spec.datasets import Dataset
 from ftbench.worker.data import export
@@ -122,3 +122,22 @@ def test_every_row_is_looked_at_and_not_those_alone_that_are_shown(tmp_path):
     rows[2] = {"question": "why", "answer": 3}
     with pytest.raises(DataError, match="line 3: `answer` is int, not text"):
         preview.preview(spec_of(tmp_path, rows), [])
+
+
+def test_images_count_as_many_tokens_as_the_model_sees(tmp_path):
+    spec = tmp_path / "spec.yaml"
+    data = "{name: images, samples: 8, length: 40, image_size: [500, 500], images_per_sample: 2, max_length: 4000}"
+    spec.write_text(f"model: llava-hf/llava-v1.6-mistral-7b-hf\nmethod: lora\ndataset: {data}\n")
+    document = preview.preview(spec, [])
+    assert document["tokens"]["mean"] == 2 * (2928 + 1) + 40
+    assert document["images"] == {"tokens": 2 * 2928, "tiles": 10, "left_out": 1}
+    assert "100.0 % of the samples are left out" in preview.as_text(document)
+    pillow = pytest.importorskip("PIL.Image")
+    pillow.new("RGB", (500, 500)).save(tmp_path / "a.png")
+    spec = spec_of(tmp_path, [{"image": "a.png", "text": "b" * 40}], model="llava-hf/llava-v1.6-mistral-7b-hf")
+    document = preview.preview(spec, ["dataset.max_length=4096"])
+    assert 2928 + 40 / 4 < document["tokens"]["max"] < 2928 + 40
+    assert document["truncated_samples"] == 0
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(SpecError, match=r"rows\.jsonl, line 1: its image cannot be looked at .*No such file"):
+        preview.preview(spec, ["dataset.max_length=4096", "dataset.seed=7"])

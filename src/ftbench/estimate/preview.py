@@ -17,8 +17,11 @@ from ftbench.core import lengths, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
 from ftbench.core.time_limit import time_limit
-from ftbench.errors import DataError, MissingError
+from ftbench.errors import DataError, MissingError, SpecError
+from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of, tokenizer_file
+from ftbench.estimate.workload.model import shape_of
+from ftbench.families.vision import NOTHING
 from ftbench.spec.dataset_rows import check_file, row_example, row_format
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment, Model
@@ -35,17 +38,27 @@ def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
     """Return the lengths of the samples, what max_length cuts, what padding costs, what packing brings, and three
     samples. Raise DataError for rows that cannot be used, MissingError where a set of the hub cannot be loaded."""
     spec = load(spec_path, sets)
-    dataset = spec.dataset
+    dataset, images = spec.dataset, _with_images(spec)
     if dataset.is_made:
         known = lengths_of(dataset)
-        return _document(spec, known.values, known.source, dataset.samples or len(known.values), "made tokens", [])
+        values, source = (images.lengths, images.basis) if images else (known.values, known.source)
+        return _document(spec, values, source, dataset.samples or len(values), "made tokens", [], images=images)
     if dataset.path or dataset.name == "sample":
-        return _of_file(spec, dataset)
+        return _of_file(spec, dataset, images)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / f"{dataset.name.replace('/', '-')}.jsonl"
         counted = _exported(dataset, out)
         local = Dataset(name="file", path=str(out), max_length=dataset.max_length, samples=dataset.samples)
-        return _of_file(spec, local) | counted
+        return _of_file(spec, local, images) | counted
+
+
+def _with_images(spec: Experiment) -> KnownSamples | None:
+    """Return the samples of a data set with images, as the model's family counts these; None without."""
+    try:
+        vision = shape_of(spec.model).vision
+    except SpecError:  # a model whose shape is not known
+        return None
+    return known_samples(spec, vision, fitting=False) if vision else None
 
 
 def _exported(dataset: Dataset, out: Path) -> dict[str, Any]:
@@ -61,7 +74,7 @@ def _exported(dataset: Dataset, out: Path) -> dict[str, Any]:
     return counted
 
 
-def _of_file(spec: Experiment, dataset: Dataset) -> dict[str, Any]:
+def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) -> dict[str, Any]:
     path = Path(dataset.path) if dataset.path else Path(str(files("ftbench.facts") / "sample.jsonl"))
     check_file(dataset)
     rows = read_file(path)
@@ -74,13 +87,13 @@ def _of_file(spec: Experiment, dataset: Dataset) -> dict[str, Any]:
     for index in sorted({0, len(rows) // 2, len(rows) - 1}):
         parsed = row_example(dataset, rows[index], format_name, rows.where(index))
         samples.append({"row": index + 1, "text": _rendered(parsed, template)})
-    values, _, source = counted
-    return _document(spec, values, source, len(rows), format_name, samples, template)
+    values, source = (images.lengths, images.basis) if images else (counted[0], counted[2])
+    return _document(spec, values, source, len(rows), format_name, samples, template, images)
 
 
 def _document(
     spec: Experiment, values: Sequence[int], source: str, rows: int, format_name: str, samples: list[dict[str, Any]],
-    template: str | None = None,
+    template: str | None = None, images: KnownSamples | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return what is shown; `values` are the lengths of samples in tokens before they are cut."""
     longest, batch = spec.dataset.max_length, spec.train.batch_size
@@ -94,7 +107,16 @@ def _document(
         "batch_size": batch, "padding": 1 - padded,
         "packing_gain": lengths.packing_efficiency(kept, max(longest, max(kept))) / padded,
         "rendered_by": "the model's chat template" if template else _PLAIN, "samples": samples,
+        "images": _of_images(images, longest) if images else None,
     }  # fmt: skip
+
+
+def _of_images(known: KnownSamples, longest: int) -> dict[str, Any]:
+    """Return what images become in a sample, means, and the share of samples whose images alone are too long."""
+    count = len(known.samples)
+    total = sum((sample.images for sample in known.samples), NOTHING)
+    too_long = sum(sample.images.tokens >= longest for sample in known.samples)
+    return {"tokens": total.tokens / count, "tiles": total.tiles / count, "left_out": too_long / count}
 
 
 def _chat_template(model: Model) -> str | None:
@@ -139,6 +161,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         f"tokens a sample: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, 90 % up to {tokens['p90']:.0f}, "
         f"longest {units.count(tokens['max'])} ({document['source']})",
         *_histogram(tokens["histogram"]),
+        *_lines_of_images(document["images"]),
         f"cut at max_length {units.count(document['max_length'])}: {units.percent(document['truncated_samples'])} of "
         f"the samples, {units.percent(document['truncated_tokens'])} of the tokens",
         f"padding: {units.percent(document['padding'])} of the positions at batch {document['batch_size']}; packing "
@@ -151,6 +174,14 @@ def as_text(document: Mapping[str, Any]) -> str:
         more = f" … ({units.count(len(text) - _LETTERS)} characters more)" if len(text) > _LETTERS else ""
         lines += [f"--- row {sample['row']}", text[:_LETTERS] + more]
     return "\n".join(lines)
+
+
+def _lines_of_images(images: Mapping[str, float] | None) -> list[str]:
+    if not images:
+        return []
+    left = f": {units.percent(images['left_out'])} of the samples are left out" if images["left_out"] else ""
+    what = f"{images['tokens']:,.0f} tokens of images in {images['tiles']:,.3g} tiles a sample, on average"
+    return [f"{what}; images are never cut{left}"]
 
 
 def _histogram(histogram: Mapping[str, Sequence[int]]) -> list[str]:

@@ -41,14 +41,24 @@ class KnownSamples:
     basis: str
     exact: bool
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(sample.length for sample in self.samples)
 
-def known_samples(spec: Experiment, vision: VisionShape) -> KnownSamples | None:
-    """Return what a spec trains on; None where that is text alone. Raises SpecError where nobody knows how large the
-    images are before they are read."""
+
+def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -> KnownSamples | None:
+    """Return what a spec trains on; None where that is text alone. Of a file those that fit max_length, or all. Raises
+    SpecError where nobody knows how large the images are before they are read."""
     data = spec.dataset
     if not data.may_have_images:
         return None
-    return _samples(data, spec.model, replace(vision, pinpoints=_limited(spec, vision)), spec.optimizations.image_size)
+    known = _samples(data, spec.model, replace(vision, pinpoints=_limited(spec, vision)), spec.optimizations.image_size)
+    if known is None or data.path is None or not fitting:
+        return known
+    kept = tuple(sample for sample in known.samples if sample.length <= data.max_length)
+    if not kept:
+        raise SpecError(f"dataset: no sample of {data.path} fits max_length {data.max_length:,}: raise it")
+    return replace(known, samples=kept)
 
 
 def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None:
@@ -123,25 +133,26 @@ def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) ->
     """Return the rows that `file_lengths` looks at; None for a file without images."""
     assert dataset.path is not None
     counted = file_lengths(dataset, model)
+    if isinstance(counted, str):
+        return None
+    rows = read_file(Path(dataset.path))
+    looked_at = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
+    pairs = [(at, _images(rows[at], dataset), text) for at, text in zip(looked_at, counted[0], strict=True)]
+    if not any(images for _, images, _ in pairs):
+        return None
+    samples = [_shown(rows, at, images, vision, text, longest) for at, images, text in pairs]
+    return _known(samples, f"images of {Path(dataset.path).name}; text {counted[2]}", False)
+
+
+def _shown(
+    rows: FileRows, at: int, images: Sequence[Any], vision: VisionShape, text: int, longest: int
+) -> SampleWithImages:
+    """Return the sample of a row. Raises SpecError that names file and row."""
     try:
-        rows = read_file(Path(dataset.path))
-        if isinstance(counted, str) or not (sides := _sides_of(rows, dataset)):
-            return None
-        samples = [_sample(vision, sizes, text, longest) for sizes, text in zip(sides, counted[0], strict=True)]
+        return _sample(vision, [_size_of(image, rows.folder) for image in images], text, longest)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SpecError(f"dataset: the images of {dataset.path} cannot be looked at ({reason})") from None
-    fitting = [sample for sample in samples if sample.length <= dataset.max_length]
-    if not fitting:
-        raise SpecError(f"dataset: no sample of {dataset.path} fits max_length {dataset.max_length:,}: raise it")
-    return _known(fitting, f"images of {Path(dataset.path).name}; text {counted[2]}", False)
-
-
-def _sides_of(rows: FileRows, dataset: Dataset) -> list[list[Sides]]:
-    """Return the sizes of each row's images; nothing where none has any."""
-    looked_at = [rows[at] for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))]
-    sides = [[_size_of(image, rows.folder) for image in _images(row, dataset)] for row in looked_at]
-    return sides if any(sides) else []
+        raise SpecError(f"dataset: {rows.where(at)}: its image cannot be looked at ({reason})") from None
 
 
 def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
