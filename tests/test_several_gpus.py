@@ -33,7 +33,7 @@ DATA = {"name": "synthetic", "samples": 21, "mean_length": 20, "max_length": 64,
 def run(folder: Path, gpus: int, strategy: str, **parts: Any) -> Command:
     """A run that ended well on this number of ranks; each accumulates over so many batches that a step is the same."""
     launch = {"gpus": gpus, "strategy": strategy if gpus > 1 else "none"}
-    shares = 1 if strategy in ("tp", "ep") else gpus
+    shares = 1 if strategy in ("tp", "ep", "cp") else gpus
     train = {"batch_size": 2, "gradient_accumulation_steps": 4 // shares, "epochs": 2, **SGD}
     folder.mkdir(parents=True, exist_ok=True)
     spec = write_spec(folder, **{"dataset": DATA, **parts}, train=train, launch=launch)
@@ -83,6 +83,8 @@ PROVEN = [
     *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in ((1, FULL), (2, LORA), (3, LORA))],
     ("ep", EXPERTS),
     ("tp", EXPERTS),
+    ("cp", LORA),
+    ("cp", FULL),
     ("fsdp", HEAD),
     ("fsdp", HEAD | FULL),
 ]
@@ -116,7 +118,7 @@ def test_the_run_says_what_it_ran_on_and_how_large_its_batch_was(pair):
     assert all((two.run.path / f"{name}.rank1.json").exists() for name in ("state", "applied", "phases"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero3", marks=NO_DEEPSPEED)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "cp", pytest.param("zero3", marks=NO_DEEPSPEED)])
 def test_the_adapters_of_several_ranks_are_those_of_one(pair, strategy):
     from safetensors.torch import load_file
 
@@ -131,6 +133,17 @@ def test_a_rank_keeps_its_share_of_every_parameter_under_fsdp(pair):
     assert (parallel["strategy"], parallel["ranks"], parallel["global_batch"]) == ("fsdp", 2, 8)
     assert parallel["sharded"] == 2 * 11 + 2  # of two layers, and norm and embedding, which is the head
     assert parallel["elements_of_rank"] * 2 == parallel["elements"] == two.summary()["parameters"]["total"]
+
+
+def test_each_rank_has_its_part_of_every_sequence_under_cp(pair):
+    """Rows are filled up to two equal parts a rank, and each layer's keys and values went round in the first step."""
+    one, two = pair("cp", **LORA)
+    parallel = rundir.read_json(two.run.applied)["parallel"]
+    assert (parallel["shares"], parallel["global_batch"]) == (1, 8)
+    assert parallel["rounds"] == 2 * 4  # layers and batches
+    assert parallel["elements_of_rank"] * 2 == parallel["elements"]
+    assert all(row.padded_tokens % 4 == 0 for row in two.steps())
+    assert any(row.padded_tokens % 4 for row in one.steps())
 
 
 @NO_DEEPSPEED

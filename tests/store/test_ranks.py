@@ -35,10 +35,10 @@ def test_tokens_and_energy_add_up_and_time_and_memory_are_the_worst_rank_s():
 
 
 def test_ranks_that_share_a_batch_count_it_once():
-    """Two tensor-parallel groups of two: four GPUs, two batches."""
+    """Two groups of two GPUs that share a batch; where each has a part of its sequences, their losses differ."""
     found = merged([row(rank=rank, data_rank=rank // 2) for rank in range(4)])
     assert (found.real_tokens, found.samples, found.energy_j) == (100 + 102, 4, 2000.0)
-    assert found.loss == (2.0 + 4.0) / 2
+    assert found.loss == (2.5 + 4.5) / 2
 
 
 def test_an_evaluation_s_loss_is_the_mean_over_all_label_tokens():

@@ -213,7 +213,13 @@ class Launch(Part):
     @property
     def shares(self) -> int:
         """Into how many shares a step's batch is dealt: ranks that hold parts of one layer see the same."""
-        return 1 if self.strategy in ("tp", "ep") else self.ranks
+        return 1 if self.strategy in ("tp", "ep", "cp") else self.ranks
+
+    @property
+    def parts_of_sequence(self) -> int:
+        """Into how many equal parts a sequence is cut: under cp each GPU has one from the front and one from the back,
+        so that all have as many keys to look at."""
+        return 2 * self.ranks if self.strategy == "cp" else 1
 
 
 class Experiment(Part):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ftbench.spec.methods import GPT_OSS, family
+
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
@@ -58,6 +60,30 @@ def _refused_by_ep(spec: Experiment) -> Iterator[str]:
         yield "launch.strategy: ep is proven for frozen experts alone: use method lora without method.experts, or fsdp"
 
 
+# What does not go with attention that goes round, and why.
+_WHOLE_ROWS = {
+    "packing": "keys and values that go round know no border between the samples of a row",
+    "padding_free": "keys and values that go round know no border between the samples of a row",
+    "chunked_loss": "it finds labels by their place in whole rows, and each GPU has parts of them",
+    "liger": "its loss is not proven on parts of rows",
+    "compile": "no compiled layer is proven around keys and values that go round",
+}
+
+
+def _refused_by_cp(spec: Experiment) -> Iterator[str]:
+    yield from _refused_where_sharded(spec)
+    on = spec.optimizations
+    yield from (
+        f"optimizations.{key} with cp: {why}: set it to off" for key, why in _WHOLE_ROWS.items() if getattr(on, key)
+    )
+    if on.attention not in ("auto", "sdpa"):
+        yield f"optimizations.attention: cp divides torch's own attention, not {on.attention}: set it to sdpa"
+    if spec.dataset.has_images:
+        yield "launch.strategy: cp is for text, images are whole on each GPU: use fsdp"
+    if family(spec.model) == GPT_OSS:
+        yield "launch.strategy: cp has no attention sinks, which gpt-oss needs: use fsdp"
+
+
 STRATEGIES = {
     "ddp": Strategy(
         description="a copy of the model on each GPU, each trained on its share of the batch; gradients are summed",
@@ -96,6 +122,11 @@ STRATEGIES = {
         description="a share of the experts on each GPU, all on the same tokens: saves memory alone (transformers)",
         verified="after the first step parameters are DTensors",
         refusals=_refused_by_ep,
+    ),
+    "cp": Strategy(
+        description="a part of each sequence on each GPU, keys and values go round; weights as under fsdp (torch)",
+        verified="as fsdp, and after the first step keys and values went round for every layer",
+        refusals=_refused_by_cp,
     ),
 }
 

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,17 @@ def _highest(values: list[float]) -> float:
 
 
 def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Return a row for each share of the batch."""
-    first: dict[int | None, StepRow] = {}
+    """Return a row for each share of the batch. Its loss is the mean of its ranks', which are equal or, where each has
+    a part of every sequence, what the gradients are averaged by."""
+    members: dict[int | None, list[StepRow]] = {}
     for index, row in enumerate(rows):
-        first.setdefault(index if row.data_rank is None else row.data_rank, row)
-    return list(first.values())
+        members.setdefault(index if row.data_rank is None else row.data_rank, []).append(row)
+    return [replace(of[0], loss=_mean([row.loss for row in of])) for of in members.values()]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
 
 
 def _loss(shares: Sequence[StepRow]) -> float:

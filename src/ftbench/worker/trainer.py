@@ -33,6 +33,7 @@ class Trainer(SFTTrainer):
 
     batches: set[tuple[tuple[int, ...], bool]]
     without_trls_metrics = False
+    shares: int | None = None  # of the batch, where the ranks of one have parts of its sequences
     features: feature_cache.Features | None = None
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +41,8 @@ class Trainer(SFTTrainer):
         no logits to compute them from, and transformers' does."""
         count = inputs.pop(COUNT)
         if parallel.rank() is not None and not self.model.training:
-            kwargs["num_items_in_batch"] = None  # by the tokens of this rank: the recorder's rows are weighted by them
+            # By the tokens of this rank's share: the recorder's rows are weighted by them.
+            kwargs["num_items_in_batch"] = self.shares and max(1, count.labels) * self.shares
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
         if self.features is not None and self.features.show(count.pictures):
             count.of_images = replace(count.of_images, patches=0)  # none that the encoder sees
@@ -82,6 +84,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         **optimizer.arguments(spec),
     )
     loop.batches, loop.features = set(), feature_cache.of(model)
+    loop.shares = spec.launch.shares if spec.launch.parts_of_sequence > 1 else None
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
     return loop
 

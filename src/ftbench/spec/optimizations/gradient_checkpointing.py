@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def _refusals(spec: Experiment) -> Iterator[str]:
     setting = spec.optimizations.gradient_checkpointing
-    if spec.launch.strategy == "fsdp" and setting not in (True, False):
-        yield f"optimizations.gradient_checkpointing {setting}: fsdp checkpoints all layers or none: use on or off"
+    if (name := spec.launch.strategy) in ("fsdp", "cp") and setting not in (True, False):
+        yield f"optimizations.gradient_checkpointing {setting}: {name} checkpoints all layers or none: use on or off"
 
 
 def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:

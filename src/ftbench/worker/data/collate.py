@@ -31,7 +31,8 @@ class Collator:
         whose places a row names in `shown`."""
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
-        self._fixed = longest if on.fixed_shape else None
+        self._parts = spec.launch.parts_of_sequence
+        self._fixed = self._even(longest) if on.fixed_shape else None
         self._rows = spec.train.batch_size
         self._pixels, self._pictures = pixels, pictures
         self._tiles = max((pixels.size(each).tiles for each in pictures), default=0) if pixels and self._fixed else 0
@@ -69,7 +70,7 @@ class Collator:
         return made | {COUNT: count}
 
     def _padded(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-        longest = max((len(ids) for ids, _ in samples), default=1)
+        longest = self._even(max((len(ids) for ids, _ in samples), default=1))
         shape = (self._rows if self._fixed else max(1, len(samples)), self._fixed or longest)
         input_ids = np.full(shape, self._pad, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
@@ -80,6 +81,10 @@ class Collator:
             targets[row, : len(ids)] = labels
         mask[len(samples) :, 0] = 1  # rows that fill the last batch up: attention to nothing at all is not a number
         return {"input_ids": input_ids, "attention_mask": mask, "labels": targets}
+
+    def _even(self, length: int) -> int:
+        """Return the length of a row that divides evenly among the GPUs that share it."""
+        return -(-length // self._parts) * self._parts
 
     def _laid_out(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
         """Return one row. Positions begin at 0 in each sample, by which attention knows where it begins; its first
