@@ -59,9 +59,9 @@ def _counted(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attend(op: Any, args: Any, kwargs: Any) -> Any:
-    query, key, value, dropout, causal = (*args, *(0.0, False)[len(args) - 3 :])
-    local = (each.to_local() for each in (query, key, value))
-    mesh = query.device_mesh
+    dropout, causal = (*args[3:], *(0.0, False)[len(args) - 3 :])
+    local = (each.to_local() for each in args[:3])
+    mesh = args[0].device_mesh
     results = ring._templated_ring_attention(
         mesh.get_group(), _SEQUENCE, op, *local, is_causal=causal, dropout_p=dropout, **kwargs
     )
