@@ -78,10 +78,17 @@ class Left:
 
 class Command(Left):
     """One `ftbench run --json` in a process of its own; a context that leaves no process behind. `cold` begins it, and
-    its training process, with an interpreter that has imported nothing."""
+    its training process, with an interpreter that has imported nothing; else `before` may change what they import."""
 
     def __init__(
-        self, spec: Path, out: Path, *arguments: str, cold: bool = False, cwd: Path | None = None, **popen: Any
+        self,
+        spec: Path,
+        out: Path,
+        *arguments: str,
+        cold: bool = False,
+        cwd: Path | None = None,
+        before: Callable[[], None] | None = None,
+        **popen: Any,
     ) -> None:
         super().__init__(out)
         words = ["run", str(spec), "--out", str(out), "--json", *arguments]
@@ -92,7 +99,7 @@ class Command(Left):
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, **popen,
             )
             if cold
-            else Warm(words, env, cwd)
+            else Warm(words, env, cwd, before)
         )  # fmt: skip
 
     def __enter__(self) -> Command:

@@ -36,7 +36,7 @@ class ForkingPopen(subprocess.Popen):
     the ranks of such a run."""
 
     def _execute_child(self, args: Sequence[str], *options: Any) -> None:
-        supervised = len(args) > 7 and args[3] == supervisor.__file__ and args[7] in RUNS
+        supervised = len(args) > 8 and args[3] == supervisor.__file__ and args[8] in RUNS
         if not supervised and (len(args) < 5 or args[3] not in RUNS):
             super()._execute_child(args, *options)
             return
@@ -45,7 +45,7 @@ class ForkingPopen(subprocess.Popen):
         self._child_created = True
         if self.pid == 0 and supervised:
             files = {0: read_in, 1: write_out, 2: write_err}
-            _leave(lambda: _supervise(args[4:], env, cwd, files, new_session))
+            _leave(lambda: _supervise(args[4], list(args[5:]), env, cwd, files, new_session))
         elif self.pid == 0:
             _leave(lambda: _become_rank(list(args), env, kept))
 
@@ -66,7 +66,7 @@ def _leave(function: Callable[[], object]) -> None:
 
 
 def _supervise(
-    command: list[str], env: Mapping[str, str], cwd: str | None, files: dict[int, int], new_session: bool
+    group: str, command: list[str], env: Mapping[str, str], cwd: str | None, files: dict[int, int], new_session: bool
 ) -> None:
     """Become the supervisor of a run that it forks too."""
     if new_session:
@@ -77,8 +77,14 @@ def _supervise(
     os.chdir(cwd or ".")
     _enter(env, command)
     _forget_parent()
-    supervisor._become = _become
-    supervisor.main(command)
+    supervisor._become = _become_worker
+    supervisor.main(group, command)
+
+
+def _become_worker(command: list[str], group: str, parent: int) -> None:
+    """Become the training process, in the control group of its run."""
+    supervisor._write(group, "cgroup.procs", "0")
+    _become(command, parent)
 
 
 def _become_rank(command: list[str], env: Mapping[str, str], kept: Iterable[int]) -> None:
@@ -124,7 +130,9 @@ def _begin() -> None:
     gc.freeze()
 
 
-def _command(arguments: list[str], env: dict[str, str], cwd: str, output: Path, errors: Path) -> None:
+def _command(
+    arguments: list[str], env: dict[str, str], cwd: str, output: Path, errors: Path, before: Callable[[], None] | None
+) -> None:
     for path, number in ((output, 1), (errors, 2)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
@@ -133,6 +141,8 @@ def _command(arguments: list[str], env: dict[str, str], cwd: str, output: Path, 
     _begin()
     from ftbench import cli
 
+    if before:
+        before()
     try:
         cli.main()
     finally:
@@ -140,12 +150,17 @@ def _command(arguments: list[str], env: dict[str, str], cwd: str, output: Path, 
 
 
 class Warm:
-    """One command, with the methods of `subprocess.Popen` that tests use."""
+    """One command, with the methods of `subprocess.Popen` that tests use. What a function of a module does `before` it
+    begins all processes of its run inherit."""
 
-    def __init__(self, arguments: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
+    def __init__(
+        self, arguments: list[str], env: dict[str, str], cwd: Path | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
-        self._process = _SERVER.Process(target=_command, args=(arguments, env, str(cwd or os.getcwd()), *self._files))
+        command = (arguments, env, str(cwd or os.getcwd()), *self._files, before)
+        self._process = _SERVER.Process(target=_command, args=command)
         self._printed: tuple[str, ...] | None = None
         self._process.start()
         self.pid = self._process.pid
