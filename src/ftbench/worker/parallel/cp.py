@@ -59,7 +59,7 @@ def _counted(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attend(op: Any, args: Any, kwargs: Any) -> Any:
-    dropout, causal = (*args[3:], *(0.0, False)[len(args) - 3 :])
+    dropout, causal = [*args[3:], *[0.0, False][len(args) - 3 :]]
     local = (each.to_local() for each in args[:3])
     mesh = args[0].device_mesh
     results = ring._templated_ring_attention(
