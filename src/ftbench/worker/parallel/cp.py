@@ -58,8 +58,8 @@ def _counted(attend: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _attend(op: Any, args: Any, kwargs: Any) -> Any:
-    dropout, causal = [*args[3:], *[0.0, False][len(args) - 3 :]]
+def _attend(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    dropout, causal = args[3:5] + (0.0, False)[len(args) - 3 :]
     local = (each.to_local() for each in args[:3])
     mesh = args[0].device_mesh
     results = ring._templated_ring_attention(
@@ -68,7 +68,7 @@ def _attend(op: Any, args: Any, kwargs: Any) -> Any:
     return _divided(results, mesh)
 
 
-def _attend_back(op: Any, args: Any, kwargs: Any) -> Any:
+def _attend_back(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     names = ("grad_out", "query", "key", "value", "out", "logsumexp")
     local = {name: each.to_local() for name, each in zip(names, args[:6], strict=True)}
     mesh = args[1].device_mesh
