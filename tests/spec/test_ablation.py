@@ -21,6 +21,7 @@ LEFT_OUT = {
     "attention": {"sdpa", "eager"},
     "image_size": {True},  # a size is a number
     "fp8": {"te-current", "te-delayed", "te-mxfp8"},  # not proven
+    "cuda_graph": {True},  # beside three others: a recipe of its own
 }
 # The data that an optimization is for.
 OF_IMAGES = {key: {"name": "file", "path": "/images"} for key in ("image_cache", "feature_cache", "tile_buckets")}

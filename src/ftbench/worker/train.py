@@ -29,6 +29,7 @@ from ftbench.worker.measure.reporter import Reporter
 from ftbench.worker.model import loading
 from ftbench.worker.model.loading_report import require_complete
 from ftbench.worker.model.tokenizer import build_tokenizer
+from ftbench.worker.optimizations import cuda_graph
 from ftbench.worker.training_run import TrainingRun
 
 
@@ -72,7 +73,7 @@ def train(run: TrainingRun) -> None:
     order_hash = _order_hash(run, data, recorder)
     run.write_facts(
         dataset=data.description | {"order_hash": order_hash}, padding=padding_of(recorder.shapes),
-        gpu_busy_method=recorder.busy_method,
+        gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
     )  # fmt: skip
     if spec.measure.generate is not None and first:
         phases.enter("generate")

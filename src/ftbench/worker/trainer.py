@@ -22,7 +22,7 @@ from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.device import device
 from ftbench.worker.measure import applied
 from ftbench.worker.measure.batch_count import COUNT
-from ftbench.worker.optimizations import feature_cache, gradient_checkpointing
+from ftbench.worker.optimizations import cuda_graph, feature_cache, gradient_checkpointing
 
 DEFAULT_PROCESSES = 4  # that make batches, where the spec says `on`
 PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
@@ -35,6 +35,13 @@ class Trainer(SFTTrainer):
     without_trls_metrics = False
     shares: int | None = None  # of the batch, where the ranks of one have parts of its sequences
     features: feature_cache.Features | None = None
+    graph: cuda_graph.GraphedStep | None = None
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """Pass forward and backward as trl does, or replay how it did."""
+        if self.graph is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        return self.graph(super().training_step, model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute trl's loss, with the entropy and accuracy that it adds; where the loss is ours or Liger's there are
@@ -73,7 +80,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     pictures: list[Picture] = []
     size = spec.train.batch_size * spec.launch.shares if spec.launch.shares > 1 else 1
     train, evaluation = (_dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
-    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures)
+    labels = data.most_labels(spec.train.batch_size) if spec.optimizations.cuda_graph else 0
+    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures, labels)
     loop = Trainer(
         model=model,
         args=arguments(spec, run, on_gpu="cuda" in (next(model.parameters()).device.type, device().type)),
@@ -83,7 +91,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         data_collator=collator,
         **optimizer.arguments(spec),
     )
-    loop.batches, loop.features = set(), feature_cache.of(model)
+    loop.batches, loop.features, loop.graph = set(), feature_cache.of(model), cuda_graph.of(model)
     loop.shares = spec.launch.shares if spec.launch.parts_of_sequence > 1 else None
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
     return loop

@@ -190,7 +190,7 @@ def _spread(plan: MemoryPlan, known: Constants) -> float:
     unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
     family = plan.model.vision.family if plan.model.vision else plan.model.family
     unseen = recipe.attention == "flash" or recipe.mxfp4 or recipe.streamed or unsloths or family not in MEASURED
-    unseen |= (recipe.compiled and (recipe.full or recipe.quantised)) or "torchao" in recipe.optimizer
+    unseen |= (recipe.compiled and (recipe.full or recipe.quantised)) or "torchao" in recipe.optimizer or recipe.graphed
     if plan.division.gpus > 1 and plan.division.name not in known.strategies:
         return SHARDED_SPREAD
     return UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD

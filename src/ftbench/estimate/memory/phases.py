@@ -29,6 +29,11 @@ class MemoryPlan:
     division: Division = ALONE
     workspace: float = 0.0
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are there before the backward pass."""
+        return self.accumulates or self.recipe.graphed
+
 
 def resident(plan: MemoryPlan) -> Parts:
     """Return what stays from step to step: weights, adapters, optimizer state, workspaces of libraries."""
@@ -43,7 +48,7 @@ def resident(plan: MemoryPlan) -> Parts:
         GATHERED: share.gathered(model, recipe, part),
         "adapters": weights.adapters(model, recipe) * part.weights,
         "optimizer state": share.optimizer_state(model, recipe, part),
-        "gradients": trained * part.gradients if plan.accumulates else 0.0,
+        "gradients": trained * part.gradients if plan.keeps_gradients else 0.0,
         "workspace": plan.workspace + kept + share.ddp_buckets(part, trained),
         "pixels": images.pixels(model.vision, plan.batch) if model.vision else 0.0,
     }
@@ -140,9 +145,9 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     tail = loss.tail(model, recipe, batch)
     final = max(loss.transient_peak(model, recipe, batch), loss.final_norm_peak(model, recipe, batch))
     first = {"activations": acts.first, "checkpoints": acts.first_mark, "cast weights": cast}
-    grown = {} if plan.accumulates else {"gradients": grads * _grown(model, recipe)}
+    grown = {} if plan.keeps_gradients else {"gradients": grads * _grown(model, recipe)}
     twice = loss.tied_gradients(model, recipe) * part.gradients + share.whole_gradient(model, recipe, part)
-    gradients = {"gradients": base["gradients"] + (0.0 if plan.accumulates else top)}
+    gradients = {"gradients": base["gradients"] + (0.0 if plan.keeps_gradients else top)}
     left, step = share.update(model, kept, part)
     shown, encoded, read, remade = _of_images(plan)
     head = {"head": weights.fetched_head(model, kept)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from ftbench.core.flops import MatmulShape
 from ftbench.estimate.workload.division import ALONE, Division, division_of, rank_model
@@ -33,6 +33,7 @@ class Recipe:
     adapter: of the adapters, 0 without. targets: the last parts of the names of the linear layers that have adapters,
     and `experts` where the fused experts have. mxfp4: the experts stay in 4 bits as gpt-oss is published.
     checkpointing: `offload` and `unsloth` keep layer inputs in host memory. chunk: label tokens of a chunk of our loss.
+    graphed: forward and backward pass are replayed, and gradients stay where they were recorded.
     fused: how fused_lora multiplies adapters (worker/kernels/adapter_products.py). streamed: frozen weights wait on the
     host. attention: `masked` is sdpa with a mask, made where rows hold padding or several samples."""
 
@@ -56,6 +57,7 @@ class Recipe:
     chunk: int = CHUNK
     liger: bool = False
     compiled: bool = False
+    graphed: bool = False
     fp8: bool = False
     fused: Fused = "off"
     streamed: bool = False
@@ -114,6 +116,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         loss=_loss(spec),
         liger=on.liger,
         compiled=bool(on.compile),
+        graphed=on.cuda_graph,
         fp8=in_8_bits(on.fp8),
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
         fused=fused(spec),
@@ -159,11 +162,9 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
 
 
 def _checkpointing(spec: Experiment) -> Checkpointing:
-    if isinstance(spec.method, Unsloth):
-        own = spec.method.use_gradient_checkpointing
-        return "full" if own == "on" else own
-    checkpointing: Any = spec.optimizations.gradient_checkpointing
-    return cast(Checkpointing, {True: "full", False: "off"}.get(checkpointing, checkpointing))
+    setting = getattr(spec.method, "use_gradient_checkpointing", spec.optimizations.gradient_checkpointing)
+    words: dict[Any, Checkpointing] = {"on": "full", True: "full", False: "off"}
+    return words.get(setting, setting)
 
 
 def is_eager(spec: Experiment, model: ModelShape) -> bool:

@@ -24,11 +24,12 @@ class Collator:
 
     def __init__(
         self, spec: Experiment, pad_token_id: int, longest: int, most: int | None, pixels: Pixels | None = None,
-        pictures: Sequence[Picture] = (),
+        pictures: Sequence[Picture] = (), labels: int = 0,
     ) -> None:  # fmt: skip
         """`longest` is the length in tokens that `fixed_shape` pads a row to, `most` the samples of the fullest batch
         with what fills its rows up, None where every row is one sample. `pixels` processes those of the `pictures`
-        whose places a row names in `shown`."""
+        whose places a row names in `shown`. Of `label_positions` there are at least as many as `labels`: where a batch
+        has fewer they go on with tokens that carry none."""
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
         self._parts = spec.launch.parts_of_sequence
@@ -36,7 +37,7 @@ class Collator:
         self._rows = spec.train.batch_size
         self._pixels, self._pictures = pixels, pictures
         self._tiles = max((pixels.size(each).tiles for each in pictures), default=0) if pixels and self._fixed else 0
-        self._positions = on.chunked_loss
+        self._positions, self._labels = on.chunked_loss, labels
         self._boundaries = on.attention in BY_BOUNDARIES
         self._for_unsloth = spec.method.name == "unsloth"
         self._max_length = max(longest, spec.dataset.max_length)
@@ -63,7 +64,10 @@ class Collator:
         if self._positions:
             labels = batch["labels"].copy()
             labels[:, 0] = IGNORE  # nothing stands before it to predict it from
-            batch["label_positions"] = np.flatnonzero(labels != IGNORE)
+            carrying = labels.reshape(-1) != IGNORE
+            missing = max(0, self._labels - int(carrying.sum()))
+            others = np.flatnonzero(~carrying)[:missing]
+            batch["label_positions"] = np.concatenate([np.flatnonzero(carrying), others])
         made = {
             key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in batch.items()
         }

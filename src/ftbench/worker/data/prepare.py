@@ -56,6 +56,14 @@ class Prepared:
             for batch in (rows[at : at + batch_size] for at in range(0, len(rows), batch_size))
         )
 
+    def most_labels(self, batch_size: int) -> int:
+        """Return how many labels the batch of `batch_size` rows has that has most, or a few more."""
+        return max(
+            sum(label != IGNORE for row in rows[at : at + batch_size] for sample in row for label in sample.labels)
+            for rows in (self.train, self.evaluation)
+            for at in range(0, len(rows), batch_size)
+        )
+
 
 def _total(rows: Sequence[Row]) -> int:
     return sum(len(sample.ids) for row in rows for sample in row)

@@ -51,7 +51,9 @@ def _forward(original: Any, softmax: Any, size: int) -> Any:
         kwargs.pop("use_cache", None)
         hidden = self.base_model(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
         total = chunked_loss(hidden, labels, label_positions, self.get_output_embeddings(), softmax, size)
-        return CausalLMOutputWithPast(loss=total / (max(len(label_positions), 1) if count is None else count))
+        if count is None:
+            count = (labels.reshape(-1)[label_positions] >= 0).sum().clamp(min=1)
+        return CausalLMOutputWithPast(loss=total / count)
 
     return chunked_forward
 
@@ -77,9 +79,11 @@ def _whole(parameter: Any) -> Any:
 
 
 def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probability of each word (labels x words), and the logarithm of the target's (labels x 1, float32)."""
-    logarithms = torch.log_softmax(logits.float(), -1)
-    return logarithms.exp().to(logits.dtype), logarithms.gather(1, targets[:, None])
+    """Return the probability of each word (labels x words), and the logarithm of the target's (labels x 1, float32):
+    zeros where the target is none, which adds nothing to the loss and its gradient."""
+    logarithms, there = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
+    of_targets = torch.where(there, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
+    return torch.where(there, logarithms.exp(), 0.0).to(logits.dtype), of_targets
 
 
 class _Loss(torch.autograd.Function):
@@ -104,7 +108,7 @@ class _Loss(torch.autograd.Function):
                     torch._dynamo.maybe_mark_dynamic(targets, 0)
                 gradient, of_targets = softmax(logits, targets)
                 del logits
-                gradient.scatter_(1, targets[:, None], of_targets.expm1().to(gradient.dtype))
+                gradient.scatter_(1, targets.clamp(min=0)[:, None], of_targets.expm1().to(gradient.dtype))
                 total -= of_targets.sum()
                 _add(gradients, gradient, states, weight, chunk - 1)
                 del gradient  # or it would be there beside the next chunk's logits

@@ -1,0 +1,141 @@
+"""Forward and backward pass as one CUDA graph: run a few times, recorded once, replayed for every batch.
+
+A graph holds kernels with the addresses of their tensors. So each batch is copied into the tensors of the recorded one,
+and gradients are where they were recorded: the trainer drops them after each update, and they are put back. Nothing of
+Python runs in a replay. What is done with the gradients stays outside: clipping, any optimizer, the recorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ftbench.errors import NotAppliedError, SpecError
+from ftbench.spec.experiment import Experiment
+
+WARM_UP = 3  # passes before the recorded one (torch.cuda.make_graphed_callables): kernels load, graphs are compiled
+_TOKENS = "num_items_in_batch"
+_HELD = "graphed_step"  # where a model has it
+
+
+class CudaGraph:
+    """What of torch.cuda.CUDAGraph a step needs."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def warm_up(self, function: Callable[[], Any]) -> None:
+        """Call a function on a stream beside that of the training, as it will be recorded."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def record(self, function: Callable[[], Any]) -> Any:
+        """Return what a function makes; nothing is computed before the first replay. Other threads go on meanwhile: the
+        recorder's, which reads events, and the loader's, which pins memory."""
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            return function()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class GraphedStep:
+    """In place of the trainer's forward and backward pass. Counts its `replays`."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self._graph: CudaGraph | None = None
+        self._batch: dict[str, Any] = {}
+        self._gradients: list[tuple[Any, torch.Tensor]] = []
+        self._loss: Any = None
+
+    def __call__(self, train: Callable[..., Any], model: Any, batch: dict[str, Any], tokens: Any) -> torch.Tensor:
+        """Return the loss of a batch, its gradients in place. `train` is the trainer's own pass, `tokens` what the loss
+        is divided by. Raises SpecError for a batch of another shape, NotAppliedError for a pass that waits for the
+        device."""
+        given = {**batch, _TOKENS: tokens}
+        if self._graph is None:
+            self._record(train, model, given)
+        else:
+            self._fill(given)
+        assert self._graph is not None
+        self._graph.replay()
+        self.replays += 1
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        return self._loss.clone()  # type: ignore[no-any-return]
+
+    def _record(self, train: Callable[..., Any], model: Any, given: dict[str, Any]) -> None:
+        device = next(model.parameters()).device
+        self._batch = {name: value.to(device, copy=True) if torch.is_tensor(value) else value
+                       for name, value in given.items()}  # fmt: skip
+        batch = {name: value for name, value in self._batch.items() if name != _TOKENS}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+        def passes() -> Any:
+            for parameter in trained:
+                parameter.grad = None  # so that the pass makes it, where it then stays
+            return train(model, dict(batch), self._batch[_TOKENS]), [parameter.grad for parameter in trained]
+
+        graph = CudaGraph()
+        graph.warm_up(passes)
+        try:
+            self._loss, gradients = graph.record(passes)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why = str(error).strip().splitlines()[0]
+            raise NotAppliedError(
+                f"optimizations.cuda_graph is on and a step cannot be recorded ({why}): set it to off"
+            ) from error
+        self._gradients = [pair for pair in zip(trained, gradients, strict=True) if pair[1] is not None]
+        self._graph = graph
+
+    def _fill(self, given: dict[str, Any]) -> None:
+        """Copy a batch into the tensors of the recorded one."""
+        shapes, recorded = _shapes(given), _shapes(self._batch)
+        if shapes != recorded:
+            name = next(name for name in {**recorded, **shapes} if shapes.get(name) != recorded.get(name))
+            raise SpecError(
+                f"optimizations.cuda_graph replays one shape, and {name} of a batch is {shapes.get(name)} where it was "
+                f"{recorded.get(name)}: set it to off"
+            )
+        for name, value in given.items():
+            if torch.is_tensor(value):
+                self._batch[name].copy_(value, non_blocking=True)
+
+
+def _shapes(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a batch is in the kernels themselves: shapes and numbers."""
+    return {
+        name: tuple(value.shape) if torch.is_tensor(value) else value
+        for name, value in batch.items() if torch.is_tensor(value) or isinstance(value, (int, float, type(None)))
+    }  # fmt: skip
+
+
+def apply(model: Any, spec: Experiment) -> None:
+    setattr(model, _HELD, GraphedStep())
+
+
+def of(model: Any) -> GraphedStep | None:
+    """Return what takes the place of a model's passes, if anything does."""
+    return getattr(model, _HELD, None)
+
+
+def applied(model: Any, spec: Experiment) -> dict[str, Any]:
+    """Return how many replays there were so far, where there are to be some."""
+    step = of(model)
+    return {} if step is None else {"cuda_graph_replays": step.replays}
+
+
+def verify(model: Any, spec: Experiment) -> list[str]:
+    step = of(model)
+    if not spec.optimizations.cuda_graph or (step is not None and step.replays):
+        return []
+    return ["optimizations.cuda_graph is on and the first step was no replay of a graph"]

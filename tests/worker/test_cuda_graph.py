@@ -1,0 +1,166 @@
+"""A step that is recorded once and replayed trains what the trainer's own steps train. The graph is a stand-in that
+calls the recorded function again and copies what it makes to where the first call left it; tests/gpu has a real one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import spec_of
+from ftbench.errors import NotAppliedError, SpecError
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.refusals import refusals, refusals_on
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
+from ftbench.worker.optimizations import chunked_loss, cuda_graph
+
+ON = {"packing": True, "fixed_shape": True, "chunked_loss": True, "cuda_graph": True}
+SGD = {"optimizer": "sgd", "learning_rate": 0.5, "batch_size": 2}
+DATA = {"samples": 20, "eval_samples": 4}
+
+
+class Recording(cuda_graph.CudaGraph):
+    """Nothing is computed until the first replay, as on a GPU: what was recorded holds no numbers."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def warm_up(self, function):
+        for _ in range(cuda_graph.WARM_UP):
+            function()
+
+    def record(self, function):
+        self._function = function
+        loss, gradients = function()
+        self._made = loss.detach().clone(), gradients
+        for tensor in (self._made[0], *gradients):
+            tensor.fill_(float("nan"))
+        return self._made
+
+    def replay(self):
+        loss, gradients = self._function()
+        for held, new in zip((self._made[0], *self._made[1]), (loss, *gradients), strict=True):
+            held.copy_(new.detach())
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    monkeypatch.setattr(cuda_graph, "CudaGraph", Recording)
+
+
+def rows(run, phase="train"):
+    return [row for row in read_steps(run.steps)[0] if row.phase == phase]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_replayed_steps_learn_what_steps_learn(recording, train_here, method):
+    given = {"dataset": DATA, "train": SGD, "method": {"name": method}}
+    plain = train_here(**given, optimizations=ON | {"cuda_graph": False})
+    ours = train_here(**given, optimizations=ON)
+    assert len(rows(ours)) > 2
+    assert len({row.label_tokens for row in rows(ours)}) > 1  # as many labels in no two batches
+    for name in ("loss", "grad_norm", "label_tokens"):
+        expected = [getattr(row, name) for row in rows(plain)]
+        assert [getattr(row, name) for row in rows(ours)] == pytest.approx(expected, rel=1e-5)
+    assert rows(ours, "evaluate")[0].loss == pytest.approx(rows(plain, "evaluate")[0].loss, rel=1e-5)
+    assert read_json(ours.applied)["cuda_graph_replays"] == len(rows(ours))
+    assert "cuda_graph_replays" not in read_json(plain.applied)
+
+
+def squares(model, batch, tokens):
+    loss = model(batch["x"]).square().sum() / tokens
+    loss.backward()
+    return loss.detach()
+
+
+def test_the_trainer_runs_only_until_it_is_recorded(recording, monkeypatch):
+    called = []
+    monkeypatch.setattr(Recording, "replay", lambda self: None)
+
+    def train(*arguments):
+        called.append(arguments)
+        return squares(*arguments)
+
+    step, model = cuda_graph.GraphedStep(), torch.nn.Linear(2, 1)
+    for _ in range(4):
+        step(train, model, {"x": torch.ones(3, 2)}, torch.tensor(3))
+        assert model.weight.grad is not None
+        model.zero_grad()
+    assert len(called) == cuda_graph.WARM_UP + 1
+    assert step.replays == 4
+
+
+def test_a_batch_of_another_shape_ends_the_run_and_is_named(recording):
+    step, model = cuda_graph.GraphedStep(), torch.nn.Linear(2, 1)
+    step(squares, model, {"x": torch.ones(3, 2), "max_length_q": 3}, torch.tensor(3))
+    with pytest.raises(SpecError, match=r"x of a batch is \(4, 2\) where it was \(3, 2\)"):
+        step(squares, model, {"x": torch.ones(4, 2), "max_length_q": 3}, torch.tensor(3))
+    with pytest.raises(SpecError, match="max_length_q of a batch is 4 where it was 3"):
+        step(squares, model, {"x": torch.ones(3, 2), "max_length_q": 4}, torch.tensor(3))
+
+
+def test_a_step_that_waits_for_the_device_is_told_and_running_out_of_memory_is_a_result(recording, monkeypatch):
+    for error, raised in ((RuntimeError("operation not permitted when stream is capturing"), NotAppliedError),
+                          (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError)):  # fmt: skip
+
+        def record(self, function, error=error):
+            raise error
+
+        monkeypatch.setattr(Recording, "record", record)
+        with pytest.raises(raised, match=str(error)):
+            cuda_graph.GraphedStep()(squares, torch.nn.Linear(2, 1), {"x": torch.ones(3, 2)}, torch.tensor(3))
+
+
+def test_a_run_without_a_replay_is_found_out():
+    spec, model = changed(), torch.nn.Linear(2, 1)
+    cuda_graph.apply(model, spec)
+    assert cuda_graph.verify(model, spec) == [
+        "optimizations.cuda_graph is on and the first step was no replay of a graph"
+    ]
+
+
+def changed(optimizations=None, **sections) -> Experiment:
+    spec = spec_of(optimizations=ON)
+    parts = sections | {"optimizations": optimizations or {}}
+    return spec.model_copy(
+        update={name: getattr(spec, name).model_copy(update=values) for name, values in parts.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizations": {"packing": False}}, "set packing and fixed_shape to on"),
+        ({"optimizations": {"fixed_shape": False}}, "set packing and fixed_shape to on"),
+        ({"optimizations": {"chunked_loss": False}}, "set chunked_loss to on"),
+        ({"optimizations": {"gradient_checkpointing": True}}, "reads the state of the random numbers"),
+        ({"optimizations": {"activation_offload": True}}, "moves tensors by the host"),
+        ({"train": {"gradient_accumulation_steps": 2}}, "set train.gradient_accumulation_steps to 1"),
+        ({"train": {"precision": "fp16"}}, "set it to bf16"),
+        ({"launch": {"gpus": 2, "strategy": "ddp"}}, "set launch.gpus to 1"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused_with_the_reason(changes, said):
+    assert refusals(changed()) == []
+    assert any(said in sentence for sentence in refusals(changed(**changes)))
+
+
+def test_it_is_for_a_gpu():
+    assert "optimizations.cuda_graph needs a GPU: set it to off" in refusals_on(changed(), None)
+    assert not refusals_on(changed(), (9, 0))
+
+
+def test_positions_without_a_label_add_nothing_to_the_loss_and_its_gradient():
+    torch.manual_seed(0)
+    head, labels = torch.nn.Linear(8, 50), torch.randint(0, 50, (1, 12))
+    labels[0, [0, 3, 7]] = -100
+    carrying = torch.tensor([1, 2, 4, 5, 6, 8, 9, 10, 11])
+    found = []
+    for positions in (carrying, torch.cat([carrying, torch.tensor([0, 3, 7])])):
+        hidden = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        head.zero_grad()
+        loss = chunked_loss.chunked_loss(hidden, labels, positions, head, size=4)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, head.weight.grad.clone(), head.bias.grad.clone()))
+    for plain, filled in zip(*found, strict=True):
+        torch.testing.assert_close(filled, plain)
