@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ftbench.core.flops import MatmulShape
 from ftbench.estimate.workload.division import ALONE, Division, division_of, rank_model
@@ -164,7 +164,7 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
 def _checkpointing(spec: Experiment) -> Checkpointing:
     setting = getattr(spec.method, "use_gradient_checkpointing", spec.optimizations.gradient_checkpointing)
     words: dict[Any, Checkpointing] = {"on": "full", True: "full", False: "off"}
-    return words.get(setting, setting)
+    return words.get(setting, cast(Checkpointing, setting))
 
 
 def is_eager(spec: Experiment, model: ModelShape) -> bool:

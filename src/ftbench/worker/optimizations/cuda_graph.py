@@ -69,7 +69,7 @@ class GraphedStep:
         self.replays += 1
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        return self._loss.clone()  # type: ignore[no-any-return]
+        return self._loss.clone()
 
     def _record(self, train: Callable[..., Any], model: Any, given: dict[str, Any]) -> None:
         device = next(model.parameters()).device
