@@ -73,7 +73,7 @@ def opened(browser, page_file):
     ) -> Iterator[Any]:
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, **more)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(90_000)  # milliseconds, that only a hang reaches
         said: list[str] = []
         page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: said.append(str(error)))
