@@ -34,7 +34,8 @@ def run(folder: Path, gpus: int, strategy: str, **parts: Any) -> Command:
     """A run that ended well on this number of ranks; each accumulates over so many batches that a step is the same."""
     launch = {"gpus": gpus, "strategy": strategy if gpus > 1 else "none"}
     shares = 1 if strategy in ("tp", "ep", "cp") else gpus
-    train = {"batch_size": 2, "gradient_accumulation_steps": 4 // shares, "epochs": 2, **SGD}
+    epochs = 2 if parts.get("method") == LORA["method"] else 1
+    train = {"batch_size": 2, "gradient_accumulation_steps": 4 // shares, "epochs": epochs, **SGD}
     folder.mkdir(parents=True, exist_ok=True)
     spec = write_spec(folder, **{"dataset": DATA, **parts}, train=train, launch=launch)
     with Command(spec, folder / "out") as command:

@@ -1,4 +1,4 @@
-"""What every test is held to: no assert reads a clock."""
+"""What every test is held to: no assert reads a clock, and runs begin with their modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+
+from sweeps import Night, write_sweep
 
 TESTS = Path(__file__).resolve().parent
 CLOCKS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time"}
@@ -45,3 +48,11 @@ def test_the_check_sees_a_clock_and_what_was_computed_from_one():
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_no_assert_reads_a_clock(path):
     assert sorted(set(clock_asserts(ast.parse(path.read_text("utf-8"))))) == []
+
+
+def test_the_runs_of_a_warm_command_are_forked(tmp_path):
+    """Executed they would import for seconds, in every test that trains."""
+    spec = write_sweep(tmp_path, launch={"mock": "slow"}, train={"max_steps": 1000})
+    with Night(spec, tmp_path / "out") as night:
+        night.until_training()
+        assert [process.cmdline() for process in night.workers()] == [psutil.Process(night.process.pid).cmdline()]

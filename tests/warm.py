@@ -26,6 +26,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload([
     "ftbench.cli", "ftbench.sweep.command", "ftbench.sweep.execute.loop", "ftbench.report.command",
     "ftbench.launch.mock", "ftbench.worker.train", "ftbench.worker.simulate.run", "ftbench.estimate.simulation",
+    "ftbench.worker.training_run", "ftbench.worker.gpu_lock", "ftbench.worker.optimizations.fused_lora", "deepspeed",
 ])  # fmt: skip
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 RUNS = ("ftbench.worker", "ftbench.worker.simulate", "ftbench.launch.mock", "ftbench.launch.ranks")
@@ -36,8 +37,9 @@ class ForkingPopen(subprocess.Popen):
     the ranks of such a run."""
 
     def _execute_child(self, args: Sequence[str], *options: Any) -> None:
-        supervised = len(args) > 8 and args[3] == supervisor.__file__ and args[8] in RUNS
-        if not supervised and (len(args) < 5 or args[3] not in RUNS):
+        supervised = args[3:4] == [supervisor.__file__]
+        command = list(args)[5 if supervised else 0 :]
+        if command[:1] != [sys.executable] or not {*command[3:4]} & {*RUNS}:
             super()._execute_child(args, *options)
             return
         _, _, _, kept, cwd, env, _, _, _, read_in, _, _, write_out, _, write_err, *_, new_session, _ = options
@@ -45,9 +47,9 @@ class ForkingPopen(subprocess.Popen):
         self._child_created = True
         if self.pid == 0 and supervised:
             files = {0: read_in, 1: write_out, 2: write_err}
-            _leave(lambda: _supervise(args[4], list(args[5:]), env, cwd, files, new_session))
+            _leave(lambda: _supervise(args[4], command, env, cwd, files, new_session))
         elif self.pid == 0:
-            _leave(lambda: _become_rank(list(args), env, kept))
+            _leave(lambda: _become_rank(command, env, kept))
 
 
 def _leave(function: Callable[[], object]) -> None:
@@ -77,30 +79,22 @@ def _supervise(
     os.chdir(cwd or ".")
     _enter(env, command)
     _forget_parent()
-    supervisor._become = _become_worker
+    os.execvp = lambda _, command: _become(list(command))
     supervisor.main(group, command)
-
-
-def _become_worker(command: list[str], group: str, parent: int) -> None:
-    """Become the training process, in the control group of its run."""
-    supervisor._write(group, "cgroup.procs", "0")
-    _become(command, parent)
 
 
 def _become_rank(command: list[str], env: Mapping[str, str], kept: Iterable[int]) -> None:
     """Become a rank, which inherits the streams and the descriptors that are `kept`."""
     _enter(env, command)
-    _become(command, os.getppid(), kept)
+    _become(command, kept)
 
 
-def _become(command: list[str], parent: int, kept: Iterable[int] = ()) -> None:
+def _become(command: list[str], kept: Iterable[int] = ()) -> None:
     """Become the process that executing `python -P -m MODULE ARGUMENTS` would have made."""
-    if os.getppid() == parent:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        _forget_parent(kept)
-        sys.argv = command[3:]
-        _leave(lambda: runpy.run_module(command[3], run_name="__main__", alter_sys=True))
-    os._exit(127)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    _forget_parent(kept)
+    sys.argv = command[3:]
+    _leave(lambda: runpy.run_module(command[3], run_name="__main__", alter_sys=True))
 
 
 def _forget_parent(kept: Iterable[int] = ()) -> None:
@@ -130,9 +124,7 @@ def _begin() -> None:
     gc.freeze()
 
 
-def _command(
-    arguments: list[str], env: dict[str, str], cwd: str, output: Path, errors: Path, before: Callable[[], None] | None
-) -> None:
+def _command(arguments: list[str], env: dict[str, str], cwd: str, output: Path, errors: Path) -> None:
     for path, number in ((output, 1), (errors, 2)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
@@ -141,8 +133,6 @@ def _command(
     _begin()
     from ftbench import cli
 
-    if before:
-        before()
     try:
         cli.main()
     finally:
@@ -150,17 +140,12 @@ def _command(
 
 
 class Warm:
-    """One command, with the methods of `subprocess.Popen` that tests use. What a function of a module does `before` it
-    begins all processes of its run inherit."""
+    """One command, with the methods of `subprocess.Popen` that tests use."""
 
-    def __init__(
-        self, arguments: list[str], env: dict[str, str], cwd: Path | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, arguments: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
-        command = (arguments, env, str(cwd or os.getcwd()), *self._files, before)
-        self._process = _SERVER.Process(target=_command, args=command)
+        self._process = _SERVER.Process(target=_command, args=(arguments, env, str(cwd or os.getcwd()), *self._files))
         self._printed: tuple[str, ...] | None = None
         self._process.start()
         self.pid = self._process.pid
