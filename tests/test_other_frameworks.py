@@ -8,7 +8,10 @@ import sys
 
 import pytest
 
+from ftbench.errors import MissingError
 from ftbench.launch import frameworks
+from ftbench.spec.experiment import resolve
+from ftbench.spec.load import load
 
 SPEC = """model: {id: tiny/qwen3, weights: random}
 dataset: {name: sample, samples: 8, max_length: 128}
@@ -45,6 +48,8 @@ SWIFT = "launch.framework=ms-swift"
         ([SWIFT, PYTHON, "optimizations.packing=on"], 2, "optimizations.packing is ftbench's own"),
         ([SWIFT, PYTHON, "measure.save_adapter=on"], 2, "measure.save_adapter is for ftbench's own"),
         (["launch.framework=llamafactory", PYTHON, "launch.gpus=2"], 2, "set launch.gpus to 1, or use trl"),
+        (["launch.settings=best"], 2, "leave it out, or take `recipe: fastest` beside trl"),
+        ([SWIFT, PYTHON, "train.optimizer=adamw_torchao_8bit"], 2, "takes torch's and bitsandbytes', or use trl"),
         (["launch.framework=llamafactory", PYTHON, "method=unsloth"], 2, "trains lora, qlora"),
     ],
 )  # fmt: skip
@@ -75,6 +80,37 @@ def test_another_version_than_the_one_that_was_tried_is_named(tmp_path):
     ended = run(tmp_path, "launch.framework=axolotl", f"launch.python={python}")
     assert ended.returncode == 3, ended.stderr
     assert "has axolotl 0.1.0, and 0.19.0 is what was tried" in " ".join(ended.stderr.split())
+
+
+def test_the_best_of_a_framework_is_refused_without_a_gpu(tmp_path):
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    spec = load(tmp_path / "spec.yaml", [SWIFT, PYTHON, "launch.settings=best"])
+    assert frameworks.refusals(resolve(spec, (9, 0)), (9, 0)) == []
+    (sentence,) = frameworks.refusals(resolve(spec, None), None)
+    assert sentence == "launch.settings best: the kernels need a GPU, and there is none: take plain"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("sets", "package"),
+    [
+        (["launch.settings=best"], "liger-kernel==0.8.1', or leave launch.settings best out"),
+        (["optimizations.liger=on"], "liger-kernel==0.8.1', or leave optimizations.liger out"),
+        (
+            ["optimizations.attention=flash_attention_2"],
+            "flash-attn', or leave optimizations.attention flash_attention_2",
+        ),
+    ],
+)
+def test_a_package_that_the_environment_lacks_is_named_with_what_wants_it(tmp_path, sets, package):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$3" = axolotl ] && exec echo 0.19.0; exit 1\n')
+    python.chmod(0o755)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    spec = load(tmp_path / "spec.yaml", ["launch.framework=axolotl", f"launch.python={python}", *sets])
+    with pytest.raises(MissingError) as told:
+        frameworks.check_installed(resolve(spec, (9, 0)))
+    assert package in str(told.value)
 
 
 @pytest.mark.torch

@@ -50,7 +50,8 @@ def test_what_changes_the_result_changes_the_fingerprint(sections):
 
 
 @pytest.mark.parametrize(
-    "change", [{"gpus": 2}, {"strategy": "zero3"}, {"offload": "params"}, {"framework": "axolotl"}]
+    "change",
+    [{"gpus": 2}, {"strategy": "zero3"}, {"offload": "params"}, {"framework": "axolotl"}, {"settings": "best"}],
 )
 def test_how_many_gpus_share_a_run_and_how_changes_the_result(change):
     """What cannot be launched yet is refused as a whole, so the section is changed under a spec that passed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -18,23 +19,31 @@ from datasets import load_from_disk
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.utils.data import SequentialSampler
 from transformers import (
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
     set_seed,
 )
 from transformers.models.qwen3 import modeling_qwen3
 
 from conftest import spec_of
+from ftbench.errors import FtbenchError, NotAppliedError
 from ftbench.spec.frameworks import FRAMEWORKS
+from ftbench.store import rundir
 from ftbench.store.steps import read_steps
 from ftbench.worker import frameworks
 from ftbench.worker.data.tokens import Tokens
 from ftbench.worker.frameworks import hand_over, live, session
 from ftbench.worker.frameworks.adapters import draw_adapters
 from ftbench.worker.measure.batch_count import COUNT, padding_of
+from ftbench.worker.measure.outcome import of_exception
+from ftbench.worker.measure.phases import Phases
+from ftbench.worker.training_run import TrainingRun
 
 LLAMA = {"framework": "llamafactory", "python": "/nowhere/bin/python"}
 PLACE = Path(os.environ.get("FTBENCH_FRAMEWORKS", "/nowhere"))
@@ -191,6 +200,144 @@ def test_each_configuration_is_the_whole_recipe_in_plain_words(name, method):
     assert 3 in values.values()
     assert "data/model" in values.values()
     assert not any("/" in str(value) and Path(str(value)).is_absolute() for value in values.values())
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_its_own_best_is_the_plain_recipe_with_what_is_switched_on(name, method):
+    python = {"framework": name, "python": "/nowhere/bin/python", "settings": "best"}
+    spec = spec_of(method={"name": method}, launch=python)
+    flash = spec_of(method={"name": method}, launch=python, optimizations={"attention": "flash_attention_2"})
+    framework = frameworks.load(name)
+    plain, best = framework.configuration(spec, "data/model"), framework.best(spec)
+    assert {key for key in best if "liger" in str(best[key]) or ("liger" in key and best[key])}
+    assert all(plain.get(key, False) != value for key, value in best.items() if value)
+    packed = framework.best(flash).keys() - best.keys()
+    assert packed == {
+        "axolotl": {"sample_packing", "sample_packing_sequentially", "pad_to_sequence_len"}, "llamafactory": set(),
+        "ms-swift": {"packing", "packing_strategy"},
+    }[name]  # fmt: skip
+    if name == "axolotl":
+        assert best["lora_mlp_kernel"] is best["lora_qkv_kernel"] is best["lora_o_kernel"] is (method != "full")
+
+
+# --- a stand-in for a framework, trained in this process --------------------------------------------------------------
+
+
+class Ordered(Trainer):
+    def _get_train_sampler(self, *args):
+        return SequentialSampler(self.train_dataset)
+
+
+def padded(features):
+    longest = max(len(feature["input_ids"]) for feature in features)
+    pad = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: torch.tensor([feature[name] + [value] * (longest - len(feature[name])) for feature in features])
+        for name, value in pad.items()
+    }
+
+
+@pytest.fixture
+def framework_run(tmp_path, monkeypatch):
+    """A run directory as the first half leaves it, and a function that has a stand-in train in it: `given` are
+    arguments that its trainer gets otherwise than the spec says, `pick` takes rows away or changes their order."""
+
+    def train(given=None, pick=list, launch=None, behave=None):
+        method, launched = {"rank": 8, "targets": ["q_proj"]}, LLAMA | (launch or {})
+        spec = spec_of(method=method, train={"max_steps": 3, "batch_size": 2}, launch=launched)
+        directory = rundir.claim(tmp_path, "tests", "framework")
+        rundir.write_json(directory.machine, {"gpus": []})
+        rundir.write_json(directory.framework, {})
+        hand_over.write_rows(directory.path / frameworks.DATA, rows([4, 6, 5, 7, 4, 8, 6, 5]))
+        run = TrainingRun(spec, directory, Phases(directory, "import"))
+
+        def trainer(values):
+            recipe = {
+                "output_dir": frameworks.OUTPUT, "per_device_train_batch_size": 2, "max_steps": 3, "use_cpu": True,
+                "optim": spec.train.optimizer,
+                "learning_rate": spec.train.learning_rate, "max_grad_norm": spec.train.max_grad_norm,
+                "lr_scheduler_type": spec.train.lr_scheduler, "report_to": "none", "save_strategy": "no",
+                "logging_strategy": "no", "remove_unused_columns": False, "seed": spec.train.seed, "disable_tqdm": True,
+            }  # fmt: skip
+            data = [
+                {name: row[name] for name in ("input_ids", "attention_mask", "labels")}
+                for row in load_from_disk(frameworks.DATA)["train"]
+            ]
+            model = get_peft_model(small_model(), LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+            arguments = TrainingArguments(**recipe | (given or {}))
+            Ordered(model=model, args=arguments, train_dataset=pick(data), data_collator=padded).train()
+
+        stand_in = types.SimpleNamespace(train=behave or trainer, best=lambda spec: {"enable_liger_kernel": True})
+        monkeypatch.setattr(session.frameworks, "load", lambda name: stand_in)
+        monkeypatch.setattr(session.importlib.metadata, "version", lambda package: "0.9.5")
+        monkeypatch.chdir(tmp_path)  # training goes into the run's directory
+        session.train(run)
+        return rundir.read_json(directory.applied), read_steps(directory.steps)[0]
+
+    return train
+
+
+def test_what_another_trainer_did_is_recorded_and_read_back(framework_run):
+    applied, steps = framework_run()
+    assert [step.real_tokens for step in steps] == [10, 12, 12]
+    assert applied["framework"] == {"name": "llamafactory", "version": "0.9.5", "settings": "plain", "switched_on": {}}
+    assert applied["trained_dtype"] == "float32"
+    assert applied["padding"] == "to the longest of a batch"
+    assert applied["loss_normalisation"] == "label tokens of the step"
+    assert "warnings" not in applied
+
+
+@pytest.mark.parametrize(
+    ("given", "launch", "said"),
+    [
+        ({"learning_rate": 0.5}, {}, "llamafactory: train.learning_rate is 0.001, and it trains with 0.5"),
+        ({"warmup_steps": 2}, {}, "llamafactory: train.warmup_steps is 0, and it trains with 2"),
+        ({}, {"settings": "best"}, "llamafactory: launch.settings is best, and no module runs a kernel of Liger's"),
+    ],
+)
+def test_an_option_that_a_framework_ignores_fails_the_run(framework_run, given, launch, said):
+    with pytest.raises(NotAppliedError, match=re.escape(said)):
+        framework_run(given, launch=launch)
+
+
+@pytest.mark.parametrize(
+    ("pick", "said"),
+    [
+        (lambda data: data[::-1], "left out 2 of the first 6 rows"),
+        (lambda data: [data[index] for index in (1, 0, 2, 3, 4, 5)], "in another order"),
+        (lambda data: [*data[:2], *data[3:]], "left out 1 of the first 6 rows that it was given"),
+        (
+            lambda data: [{name: value[:4] for name, value in row.items()} for row in data],
+            "4 rows that are none of those",
+        ),
+    ],
+    ids=["reversed", "two exchanged", "one dropped", "cut"],
+)
+def test_rows_dropped_cut_or_exchanged_are_not_the_same_work(framework_run, pick, said):
+    applied, _ = framework_run(pick=pick)
+    (warning,) = applied["warnings"]
+    assert warning.startswith("not the same work: llamafactory ")
+    assert said in warning
+
+
+def test_a_framework_that_ends_without_training_is_told(framework_run):
+    with pytest.raises(FtbenchError, match="llamafactory ended without having trained: "):
+        framework_run(behave=lambda values: None)
+
+
+def test_a_framework_that_breaks_down_ends_the_run_with_what_it_said(framework_run):
+    def broken(values):
+        sys.exit("argument --flash_attn: invalid choice")
+
+    with pytest.raises(SystemExit) as ended:
+        framework_run(behave=broken)
+    told = of_exception(ended.value, "load", None)
+    assert told["state"] == "error"
+    assert "invalid choice" in told["reason"]
+
+
+# --- real ones -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.frameworks

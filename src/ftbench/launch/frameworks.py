@@ -20,7 +20,8 @@ from typing import Any
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.frameworks import FRAMEWORKS, Framework, interpreter
+from ftbench.spec.frameworks import FRAMEWORKS, Framework, interpreter, needs
+from ftbench.spec.optimizations import Optimizations
 
 devices, command = trl.devices, trl.command
 UNFINISHED = "ftbench-unfinished"  # in an environment as long as it is being made
@@ -53,7 +54,10 @@ print(json.dumps(said))
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
     """Return what no library can do beside a GPU of this compute capability (None: no GPU)."""
-    return trl.refusals(spec, capability)
+    sentences = trl.refusals(spec, capability)
+    if spec.launch.settings == "best" and capability is None:
+        sentences.append("launch.settings best: the kernels need a GPU, and there is none: take plain")
+    return sentences
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
@@ -64,7 +68,7 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
 def check_installed(spec: Experiment) -> None:
     """Raise MissingError with what to type unless our own interpreter can prepare the run and the framework's has it,
     in the version that was tried."""
-    trl.check_installed(spec)
+    trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # those are the framework's to do
     wanted, python = FRAMEWORKS[spec.launch.framework], interpreter(spec.launch)
     if problem := interpreter_problem(python):
         raise MissingError(f"launch.python: {spec.launch.python}: {problem}; {wanted.way}")
@@ -80,6 +84,13 @@ def check_installed(spec: Experiment) -> None:
             f"launch.python: {spec.launch.python} has {wanted.package} {version}, and {wanted.version} is what was "
             f"tried: {wanted.way}; measure.allow_fallback=on runs it all the same"
         )
+    for package, key in needs(spec).items():
+        if not _version(python, package):
+            tried = f"=={wanted.versions[package]}" if package in wanted.versions else ""
+            raise MissingError(
+                f"launch.python: {spec.launch.python} does not have {package}, which {key} needs: {spec.launch.python} "
+                f"-m pip install '{package}{tried}', or leave {key} out"
+            )
 
 
 def interpreter_problem(python: str) -> str | None:

@@ -179,6 +179,9 @@ class Launch(Part):
         "trl", description="who runs the training loop"
     )
     python: str | None = Field(None, min_length=1, description="interpreter of the environment that has the framework")
+    settings: Literal["plain", "best"] = Field(
+        "plain", description="of another framework: plain, or its own best: its kernels, fused loss and packing"
+    )
     timeout_s: Float | None = Field(None, gt=0, description="end the run after this many seconds")
     no_step_s: Annotated[Literal["auto", "off"] | float, BeforeValidator(_patience), Word] = Field(
         "auto", description="end the run when nothing moves for this many seconds; auto learns it from the run's steps"

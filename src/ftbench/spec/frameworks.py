@@ -80,7 +80,7 @@ def refusals(spec: Experiment) -> list[str]:
     launch, on = spec.launch, spec.optimizations
     who = f"launch.framework {launch.framework}"
     if launch.framework == "trl":
-        return ["launch.python is the interpreter of another framework: leave it out"] if launch.python else []
+        return _refusals_beside_trl(launch)
     sentences = []
     if not launch.python and launch.mock == "off":
         sentences.append(
@@ -89,6 +89,8 @@ def refusals(spec: Experiment) -> list[str]:
         )
     if spec.method.name == "unsloth" or (spec.method.quantised and spec.method.mxfp4):
         sentences.append(f"{who} trains lora, qlora (nf4 or fp4) or full: change the method, or use trl")
+    if "torchao" in spec.train.optimizer:
+        sentences.append(f"train.optimizer {spec.train.optimizer}: {who} takes torch's and bitsandbytes', or use trl")
     if spec.dataset.has_images:
         sentences.append(f"{who} is given text alone: take another data set, or use trl")
     if launch.gpus > 1:
@@ -108,3 +110,30 @@ def refusals(spec: Experiment) -> list[str]:
         f"measure.{name} is for ftbench's own loop: leave it out, or use trl" for name, on in measured.items() if on
     ]
     return sentences
+
+
+def _refusals_beside_trl(launch: Launch) -> list[str]:
+    sentences = ["launch.python is the interpreter of another framework: leave it out"] if launch.python else []
+    if launch.settings != "plain":
+        sentences.append("launch.settings is of another framework: leave it out, or take `recipe: fastest` beside trl")
+    return sentences
+
+
+def packs(spec: Experiment) -> bool:
+    """Return whether a framework's best has its packing: only where the attention is told where samples begin, for with
+    others it would work through masks of all pairs, which is slower than not to pack. LLaMA-Factory packs while it
+    tokenises, and is given rows of tokens."""
+    launch = spec.launch
+    flash = spec.optimizations.attention == "flash_attention_2"
+    return launch.settings == "best" and flash and launch.framework != "llamafactory"
+
+
+def needs(spec: Experiment) -> dict[str, str]:
+    """Return the packages that a spec needs of the framework's environment beside the framework, each with the key that
+    wants it."""
+    wanted = {"liger-kernel": "launch.settings best"} if spec.launch.settings == "best" else {}
+    if spec.optimizations.liger:
+        wanted["liger-kernel"] = "optimizations.liger"
+    if spec.optimizations.attention == "flash_attention_2":
+        wanted["flash-attn"] = "optimizations.attention flash_attention_2"
+    return wanted

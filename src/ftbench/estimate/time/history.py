@@ -72,7 +72,7 @@ def step_key(spec: Experiment) -> StepKey:
         (data.name, data.path, data.revision, data.max_length, data.length, data.mean_length, data.like),
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,
-        (spec.launch.framework, spec.launch.gpus, spec.launch.strategy, spec.launch.offload),
+        (spec.launch.framework, spec.launch.settings, spec.launch.gpus, spec.launch.strategy, spec.launch.offload),
     )
 
 

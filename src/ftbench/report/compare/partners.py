@@ -22,6 +22,7 @@ _UNOPTIMIZED = {
     GPUS: ("1",),
     STRATEGY: ("none",),
     SHORT["framework"]: ("trl",),
+    SHORT["settings"]: ("plain",),
 }
 
 Find = Callable[[Cell], tuple[Cell | None, str]]

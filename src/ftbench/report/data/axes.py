@@ -13,7 +13,7 @@ from ftbench.spec.methods import METHODS
 from ftbench.spec.recipes import FOLDER, recipes
 
 SHORT = {
-    "gpus": "launch.gpus", "strategy": "launch.strategy",
+    "gpus": "launch.gpus", "strategy": "launch.strategy", "settings": "launch.settings",
     "gpu": "gpu", "model": "model.id", "method": "method.name", "batch": "train.batch_size",
     "batch_size": "train.batch_size", "framework": "launch.framework", "dataset": "dataset.name",
     "weights": "model.weights", "optimization": "optimizations", "optimizations": "optimizations", "recipe": "recipe",
@@ -80,7 +80,7 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
     only one method has; the model's revision; and another GPU's power limit, where both are at their highest."""
     if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
         return True
-    if axis.startswith("launch.framework") and key in _BY_FRAMEWORK:
+    if axis in (SHORT["framework"], SHORT["settings"]) and key in _BY_FRAMEWORK:
         return True
     if axis in ("method.name", RECIPE) and key.startswith("method."):
         return key not in baseline or key not in candidate

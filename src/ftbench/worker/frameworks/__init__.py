@@ -1,6 +1,7 @@
 """Other frameworks' training loops on the same tokens, a module each, named as in `launch.framework`:
 
 configuration(spec, model) → the framework's own configuration of the spec; paths are relative to the run's directory
+best(spec) → what of it is otherwise at the framework's own best
 train(configuration) → train through the framework's own entry; only in an interpreter that has it
 """
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.frameworks import packs
 from ftbench.worker.frameworks import DATA, OUTPUT
 from ftbench.worker.frameworks.recipe import recipe
 
 ATTENTION = {"eager": "eager_attention", "sdpa": "sdp_attention", "flash_attention_2": "flash_attention"}
 
 
+_LIGER = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True,
+          "liger_rms_norm": True, "liger_rope": True, "liger_glu_activation": True}  # fmt: skip
 # What it calls otherwise than transformers; what it calls nothing is none of its options.
 _WORDS = {
     "per_device_train_batch_size": "micro_batch_size", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
@@ -40,11 +43,18 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "lora_o_kernel": False,
     }
     if spec.optimizations.liger:
-        values |= {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True,
-                   "liger_rms_norm": True, "liger_rope": True, "liger_glu_activation": True}  # fmt: skip
+        values |= _LIGER
     if word := ATTENTION.get(spec.optimizations.attention):
         values[word] = True
     return values | _adapters(spec.method)
+
+
+def best(spec: Experiment) -> dict[str, Any]:
+    """Return its best: fused products of layer and adapter, Liger's kernels and loss, and samples packed in their
+    order. Its cut cross-entropy is of a package that no index has."""
+    of_adapters = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), spec.method.adapters)
+    packed = {"sample_packing": True, "sample_packing_sequentially": True, "pad_to_sequence_len": True}
+    return _LIGER | of_adapters | (packed if packs(spec) else {})
 
 
 def _adapters(method: Any) -> dict[str, Any]:

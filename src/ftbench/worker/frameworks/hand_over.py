@@ -36,11 +36,13 @@ def train(run: TrainingRun) -> None:
         write_model(directory.path / frameworks.MODEL, Path(model))
         model = frameworks.MODEL
     run.write_facts(dataset=data.description, warnings=data.warnings)
-    configuration = frameworks.load(spec.launch.framework).configuration(spec, model)
-    write_json(directory.framework, configuration)
+    framework = frameworks.load(spec.launch.framework)
+    best = framework.best(spec) if spec.launch.settings == "best" else {}
+    write_json(directory.framework, framework.configuration(spec, model) | best)
     run.phases.enter("import")
     python = interpreter(spec.launch)
-    os.execv(python, [python, str(Path(entry.__file__)), str(directory.path.resolve())])
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    os.execve(python, [python, str(Path(entry.__file__)), str(directory.path.resolve())], own)
 
 
 def write_rows(folder: Path, rows: list[Row]) -> None:

@@ -109,8 +109,12 @@ def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
         problems.append(
             f"{who}optimizations.gradient_checkpointing is {'on' if wanted else 'off'}, and it does otherwise"
         )
-    if spec.optimizations.liger and "liger_kernel" not in patched_by(trainer.model):
-        problems.append(f"{who}optimizations.liger is on, and no module runs a kernel of Liger's")
+    patches, best = patched_by(trainer.model), spec.launch.settings == "best"
+    if (best or spec.optimizations.liger) and "liger_kernel" not in patches:
+        key = "launch.settings is best" if best else "optimizations.liger is on"
+        problems.append(f"{who}{key}, and no module runs a kernel of Liger's")
+    if best and spec.launch.framework == "axolotl" and spec.method.adapters and "axolotl" not in patches:
+        problems.append(f"{who}launch.settings is best, and no module runs its kernels for adapters")
     return problems
 
 

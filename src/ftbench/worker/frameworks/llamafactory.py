@@ -40,6 +40,11 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     return values
 
 
+def best(spec: Experiment) -> dict[str, Any]:
+    """Return its best: Liger's kernels and loss. Its other booster is unsloth, which is a method here."""
+    return {"enable_liger_kernel": True}
+
+
 def train(values: dict[str, Any]) -> None:
     from llamafactory.train.tuner import run_exp
 

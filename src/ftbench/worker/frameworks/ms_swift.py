@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.frameworks import packs
 from ftbench.spec.methods import family
 from ftbench.worker.frameworks import DATA, OUTPUT
 from ftbench.worker.frameworks.recipe import recipe
@@ -56,6 +57,12 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     return values
 
 
+def best(spec: Experiment) -> dict[str, Any]:
+    """Return its best: Liger's kernels and loss, and samples packed in their order."""
+    packed = {"packing": True, "packing_strategy": "sequential"}
+    return {"use_liger_kernel": True} | (packed if packs(spec) else {})
+
+
 def train(values: dict[str, Any]) -> None:
     os.environ.setdefault("MODELSCOPE_CACHE", os.path.abspath(OUTPUT))
     from swift.pipelines import sft_main
@@ -73,7 +80,7 @@ def _as_handed_over(encode: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(row, dict) or "input_ids" not in row:
             return encode(template, row, *args, **kwargs)
         lengths = {"lengths": row["lengths"]} if kwargs.get("return_length") else {}
-        return {"input_ids": row["input_ids"], "labels": row["labels"], **lengths}
+        return {"input_ids": row["input_ids"], "labels": row["labels"], "length": len(row["input_ids"]), **lengths}
 
     return encode_row
 

@@ -16,6 +16,7 @@ import transformers
 from datasets import load_from_disk
 from transformers import TrainerCallback
 
+from ftbench.errors import FtbenchError
 from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.store import machine
 from ftbench.store.rundir import first_gpu, read_json, write_json
@@ -72,7 +73,9 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -
         trainer.add_callback(_RecipeCheck(run, trainer))
         name = spec.launch.framework
         version = importlib.metadata.version(FRAMEWORKS[name].package)
-        run.write_facts(**applied.of_model(trainer.model, spec), framework={"name": name, "version": version})
+        best = frameworks.load(name).best(spec) if spec.launch.settings == "best" else {}
+        framework = {"name": name, "version": version, "settings": spec.launch.settings, "switched_on": best}
+        run.write_facts(**applied.of_model(trainer.model, spec), framework=framework)
         run.require_applied(live.model_problems(trainer.model, spec))
         run.phases.enter("train")
         plain(trainer, *args, **kwargs)
@@ -134,8 +137,8 @@ def _counting(compute: Callable[..., Any], seen: Counter[int]) -> Callable[..., 
 
 def _tell_order(run: TrainingRun, seen: Counter[int]) -> None:
     """Say whether the trainer saw the tokens that were handed over, in their order; another order is other work."""
-    recorder = run.recorder
-    assert recorder is not None
+    if (recorder := run.recorder) is None:
+        raise FtbenchError(f"{run.spec.launch.framework} ended without having trained: log.txt has what it said")
     facts = run.facts.get("dataset", {}) | {"order_hash": recorder.order_hash}
     run.write_facts(dataset=facts, padding=padding_of(recorder.shapes))
     if recorder.order_hash != handed_order(frameworks.DATA, seen.total()):
