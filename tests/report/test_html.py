@@ -26,6 +26,7 @@ from ftbench.report.render.document import Point, Report, Section, Table
 from ftbench.report.render.formats import render
 from ftbench.store import rundir
 from made_runs import make_run
+from made_runs import steps as made_steps
 
 COMMITTED = Path(__file__).parents[2] / "results"
 ASSETS = Path(document.__file__).parents[1] / "assets"
@@ -257,6 +258,23 @@ def test_every_rule_of_the_style_sheet_is_one():
     style = re.sub(r"/\*.*?\*/", "", (ASSETS / "report.css").read_text("utf-8"), flags=re.DOTALL)
     selectors = re.findall(r"([^{};]*)\{", style)
     assert [selector for selector in selectors if "@" in selector.strip()[1:]] == []
+
+
+def test_speeds_on_unlike_numbers_of_gpus_are_not_compared(tmp_path):
+    make_run(tmp_path, "one", made_steps(seconds=1.0))
+    make_run(tmp_path, "two", made_steps(seconds=0.9), spec={"launch.gpus": 2, "launch.strategy": "ddp"})
+    text = report(Request([tmp_path], "html")).text
+    page, words = Page(text), " ".join(" ".join(Page(text).words).split())
+    assert "is fastest on one GPU" in page.data["titles"][0]
+    assert re.search(r"samples per hour; on 2: lora \(ddp\) at batch \d+, [\d,]+$", page.data["titles"][0])
+    assert "Fastest on one GPU" in words
+    assert re.search(r"Fastest on 2 GPUs .* \([\d,]+ a GPU\)", words)
+    assert sorted(cell["gpus"] for cell in page.data["cells"]) == [1, 2]
+    assert "samples per hour a GPU" in words
+    decided = report(Request([tmp_path], "table", answers=True)).text.partition("SAMPLES AN HOUR")[0]
+    assert "Many steps" not in decided
+    make_run(tmp_path / "alone", "one", made_steps(seconds=1.0))
+    assert "hour a GPU" not in report(Request([tmp_path / "alone"], "html")).text.partition("<script")[0]
 
 
 def test_of_many_runs_the_first_of_each_spec_have_curves(tmp_path, monkeypatch):

@@ -324,10 +324,9 @@
   }
 
   // --- figures --------------------------------------------------------------------------------------------------------
-  const METRICS = {
-    samples: "samples per hour", step: "median step, s", tokens: "real tokens per second",
-    peak: "GiB of tensors at the peak", energy: "J per 1,000 samples, GPU only",
-  };
+  // A figure of a group as value, low, high; on several GPUs also for each of them.
+  const figureOf = (cell, metric) => metric !== "each" ? cell.figures[metric] : cell.figures.samples &&
+    cell.figures.samples.map((part) => part === null ? null : part / cell.gpus);
   const order = (key) => [...new Set(data.runs.map((run) => run[key]))];
   const gpus = order("gpu"), methods = order("method");
   const some = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
@@ -335,7 +334,8 @@
   const NAMED = 12; // points that are all named; of more those that nothing beats
   function pareto(box) {
     const cells = data.cells.filter((cell) => cell.workload === workload() && cell.figures.samples && cell.figures.peak);
-    const x = (cell) => cell.figures.peak[0], y = (cell) => cell.figures.samples[0];
+    const metric = new Set(cells.map((cell) => cell.gpus)).size > 1 ? "each" : "samples", unit = metric === "each" ? "samples/h a GPU" : "samples/h";
+    const x = (cell) => cell.figures.peak[0], y = (cell) => figureOf(cell, metric)[0];
     const { names } = apart(cells), nameOf = new Map(cells.map((cell, i) => [cell, names[i]]));
     let top = -Infinity;
     const front = [...cells].sort((a, b) => x(a) - x(b) || y(b) - y(a)).filter((cell) => y(cell) > top && ((top = y(cell)), true));
@@ -349,16 +349,16 @@
     const series = [{ name: "not beaten in both", colour: "var(--quiet)", dash: "2 4", points: front.map(at) }];
     for (const [name, own] of groups) {
       series.push({ name, colour: colour(methods.indexOf(own[0].method)), symbol: gpus.indexOf(own[0].gpu),
-        points: own.map((cell) => ({ ...at(cell), text: `${nameOf.get(cell)}\n${round(y(cell))} samples/h\n` +
+        points: own.map((cell) => ({ ...at(cell), text: `${nameOf.get(cell)}\n${round(y(cell))} ${unit}\n` +
           `${round(x(cell))} GiB of tensors at the peak\n${some(cell.runs.length, "run")}${cell.warned ? ", with a warning" : ""}` })) });
     }
-    const drawn = plot(box, 400, "GiB of tensors at the peak", "samples per hour", true, true, series);
+    const drawn = plot(box, 400, "GiB of tensors at the peak", metric === "each" ? "samples per hour a GPU" : "samples per hour", true, true, series);
     const named = cells.length > NAMED ? front : [...front, ...cells.filter((cell) => !front.includes(cell)).sort((a, b) => y(b) - y(a))];
     number(drawn, cells.map((cell) => [drawn.xs.to(x(cell)), drawn.ys.to(y(cell))]), named.map((cell) => cells.indexOf(cell)));
     $("pareto-names").replaceChildren(...named.map((cell) => {
       const item = make("li");
       item.append(make("a", nameOf.get(cell), { class: "evidence", href: `#run-${cell.runs[0]}`, "data-runs": cell.runs.join(" ") }),
-        make("span", ` ${round(y(cell))} samples/h, ${round(x(cell))} GiB`, { class: "quiet" }));
+        make("span", ` ${round(y(cell))} ${unit}, ${round(x(cell))} GiB`, { class: "quiet" }));
       return item;
     }));
   }
@@ -383,16 +383,16 @@
     });
   }
 
-  const MOST_BARS = 60, RISING = ["samples", "tokens"];
+  const MOST_BARS = 60, RISING = ["samples", "tokens", "each"];
   function bars(box) {
     const metric = $("metric").value, sign = RISING.includes(metric) ? -1 : 1;
-    const all = data.cells.filter((cell) => cell.workload === workload() && cell.figures[metric])
-      .sort((a, b) => sign * (a.figures[metric][0] - b.figures[metric][0]));
+    const all = data.cells.filter((cell) => cell.workload === workload() && figureOf(cell, metric))
+      .sort((a, b) => sign * (figureOf(a, metric)[0] - figureOf(b, metric)[0]));
     const cells = all.slice(0, MOST_BARS), { names, shared } = apart(cells);
     const key = new Set(cells.map((cell) => cell.gpu)).size > 1 ? "gpu" : "method", groups = key === "gpu" ? gpus : methods;
-    const longest = Math.max(...cells.map((cell) => cell.figures[metric][2] ?? cell.figures[metric][0]));
+    const longest = Math.max(...cells.map((cell) => figureOf(cell, metric)[2] ?? figureOf(cell, metric)[0]));
     box.replaceChildren(...cells.map((cell, i) => {
-      const [value, low, high] = cell.figures[metric], share = (part) => `${100 * part / longest}%`;
+      const [value, low, high] = figureOf(cell, metric), share = (part) => `${100 * part / longest}%`;
       const interval = low === null ? "no interval" : `95 %: ${round(low)} to ${round(high)}`;
       const item = make("div", null, { class: "bar", role: "listitem", title: `${interval}, ${some(cell.runs.length, "run")}` });
       const track = make("span", null, { class: "track" }), fill = make("span", null, { class: "fill" });

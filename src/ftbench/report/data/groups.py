@@ -88,6 +88,11 @@ class Cell:
         return self.facts.get(_BATCH, "?") + (f"x{steps}" if steps != "1" else "")
 
     @property
+    def gpus(self) -> int:
+        """On how many it trains: speeds on unlike numbers are no comparison of ways."""
+        return int(self.facts.get(GPUS, "1"))
+
+    @property
     def name(self) -> str:
         """`qlora with gradient checkpointing at batch 4`, `fastest-fp8 at batch 4`."""
         return f"{self.way} at batch {self.batch}"

@@ -25,7 +25,7 @@ def row_names(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
         + (f" on {canonical_name(gpu)}" if len(gpus) > 1 else "")
         for model, name, gpu, _ in rows
     ]  # fmt: skip
-    times = Counter(names)
+    times = Counter(dict(zip(rows, names, strict=True)).values())  # several rows may be about the same
     return [f"{name}, {row[3]}" if times[name] > 1 else name for name, row in zip(names, rows, strict=True)]
 
 

@@ -26,8 +26,8 @@ def bars(view: View) -> list[dict[str, Any]]:
     return [
         {
             "workload": first.workload, "gpu": str(first.cell.facts["gpu"]), "method": str(first.record["method"]),
-            "way": first.cell.way, "batch": first.cell.batch, "runs": [row.number for row in rows],
-            "warned": any(row.record["warnings"] for row in rows),
+            "way": first.cell.way, "batch": first.cell.batch, "gpus": first.cell.gpus,
+            "runs": [row.number for row in rows], "warned": any(row.record["warnings"] for row in rows),
             "figures": {name: _figure(rows, name) for name in NUMBERS if any(name in row.values for row in rows)},
         }
         for rows in cells.values() for first in rows[:1]

@@ -17,24 +17,46 @@ _MOST_NAMES = 6
 
 
 def cards(cells: Sequence[Cell]) -> list[Card]:
-    """Return what a workload's groups come to."""
-    return [_fastest_card(cells), *_smallest_card(cells), _failed_card(cells)]
+    """Return what a workload's groups come to, the fastest of each number of GPUs."""
+    counts = _by_count(cells)
+    fastest = [
+        _fastest_card(f"Fastest on {_gpus(count)}" if len(counts) > 1 else "Fastest that fits", own)
+        for count, own in counts.items()
+    ]
+    return [*fastest, *_smallest_card(cells), _failed_card(cells)]
+
+
+def _by_count(cells: Sequence[Cell]) -> dict[int, list[Cell]]:
+    """Return cells by the number of their GPUs: speeds on unlike numbers are not compared."""
+    return {count: [cell for cell in cells if cell.gpus == count] for count in sorted({cell.gpus for cell in cells})}
+
+
+def _gpus(count: int) -> str:
+    return "one GPU" if count == 1 else f"{count} GPUs"
 
 
 def title(view: View, workload: int) -> str:
     """Return the answer of a workload in one sentence; how many runs it has where none can be relied on."""
     cells, model = view.cells_of(workload), view.workloads[workload].split(",")[0]
-    if ranked := fastest_first(cells):
-        best = ranked[0]
+    if fastest := [ranked[0] for own in _by_count(cells).values() if (ranked := fastest_first(own))]:
+        best, *others = fastest
         where = "" if best.facts["gpu"] == CPU else f" on {best.facts['gpu']}"
-        return (
-            f"{model}{where}: {best.name} is fastest, {units.rate((best.figure(SAMPLES) or 0.0) * 3600)} samples "
-            "per hour"
-        )
+        beside = f" on {_gpus(best.gpus)}" if others else ""
+        more = "".join(f"; on {cell.gpus}: {_alone(cell)}, {_per_hour(cell)}" for cell in others)
+        return f"{model}{where}: {_alone(best)} is fastest{beside}, {_per_hour(best)} samples per hour{more}"
     own = [row for row in view.rows if row.workload == workload]
     gpus = list(dict.fromkeys(str(row.cell.facts["gpu"]) for row in own))
     where = ", ".join(gpus) if len(gpus) <= 3 else f"{len(gpus)} GPUs"
     return f"{model}: {len(own)} fine-tuning run{'s' * (len(own) > 1)} on {where}"
+
+
+def _alone(cell: Cell) -> str:
+    """Return the cell's name without its number of GPUs, which the sentence tells."""
+    return cell.name.replace(f" on {cell.gpus} GPUs", "")
+
+
+def _per_hour(cell: Cell) -> str:
+    return units.rate((cell.figure(SAMPLES) or 0.0) * 3600)
 
 
 def fastest_first(cells: Sequence[Cell]) -> list[Cell]:
@@ -44,14 +66,16 @@ def fastest_first(cells: Sequence[Cell]) -> list[Cell]:
     return sorted(alone, key=lambda cell: cell.figure(TOKENS) or cell.figure(SAMPLES) or 0.0, reverse=True)
 
 
-def _fastest_card(cells: Sequence[Cell]) -> Card:
-    label, ranked = "Fastest that fits", fastest_first(cells)
+def _fastest_card(label: str, cells: Sequence[Cell]) -> Card:
+    ranked = fastest_first(cells)
     if not ranked:
         ended = any(cell.ok for cell in cells)
         why = f"No undisturbed run has {MINIMUM_STEADY} steady steps." if ended else "No run ended well."
         return (label, "none", why, "")
     best = ranked[0]
-    figures = f"{units.rate((best.figure(SAMPLES) or 0.0) * 3600)} samples/h"
+    figures = f"{_per_hour(best)} samples/h"
+    if best.gpus > 1:
+        figures += f" ({units.rate((best.figure(SAMPLES) or 0.0) * 3600 / best.gpus)} a GPU)"
     if tokens := best.figure(TOKENS):
         figures += f", {units.rate(tokens)} real tokens/s"
     peak = best.figure(PEAK)
@@ -72,17 +96,18 @@ def _runner_up(ranked: Sequence[Cell], cells: Sequence[Cell]) -> str:
 
 
 def _smallest_card(cells: Sequence[Cell]) -> list[Card]:
-    fitting, ranked = [cell for cell in cells if cell.figure(PEAK)], fastest_first(cells)
+    fitting = [cell for cell in cells if cell.figure(PEAK)]
     if not fitting:
         return []
     least = min(fitting, key=lambda cell: (cell.figure(PEAK), -(cell.figure(SAMPLES) or 0.0)))
+    ranked = fastest_first([cell for cell in cells if cell.gpus == least.gpus])
     speed, rate = "", least.figure(SAMPLES)
     if ranked and rate:
         share = rate / (ranked[0].figure(SAMPLES) or rate) - 1
         own = ranked[0].runs[0].run_id == least.runs[0].run_id
         speed = "It is also the fastest." if own else f"{units.rate(rate * 3600)} samples/h, {share:+.0%} against the "
         speed += "" if own else "fastest."
-    figure = f"{units.gibibytes(least.figure(PEAK))} GiB of tensors at the peak"
+    figure = f"{units.gibibytes(least.figure(PEAK))} GiB of tensors at the peak{' of each GPU' * (least.gpus > 1)}"
     return [("Least memory", _where(least, cells), figure, speed.replace("-", "−"))]
 
 

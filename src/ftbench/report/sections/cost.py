@@ -10,7 +10,6 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name
-from ftbench.report.data.axes import GPUS
 from ftbench.report.data.collect import Record, known
 from ftbench.report.data.groups import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
 from ftbench.report.render.document import Section
@@ -122,7 +121,7 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
     if price is None or not cell.ok:
         return
     watts = _watts(cell.figure(ENERGY), cell.figure(SAMPLES), cell.figure(WATTS))
-    gpus = int(cell.facts.get(GPUS, "1"))
+    gpus = cell.gpus
     even, text = break_even(price, watts and watts / gpus)
     for hourly in hourly_costs(price, cell.figure(SAMPLES), cell.figure(TOKENS), watts, hours, gpus):
         owned = hourly.way == "owned"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ftbench.core import units
 from ftbench.core.stats import MINIMUM_STEADY
@@ -21,17 +22,18 @@ _NAMED = ("method.", "optimizations.", "applied.", "train.optimizer", "train.bat
 
 
 def decision(cells: Sequence[Cell]) -> Section | None:
-    """Return one paragraph for each workload (model, weights, data) on each GPU, and a sentence for each pair of GPUs
-    that ran the same recipe. Contended runs, failed ones, and speeds of fewer than five steady steps decide nothing."""
+    """Return one paragraph for each workload (model, weights, data) on each number of GPUs of a kind, a sentence for
+    each pair of GPUs that ran the same recipe. Contended runs, failed ones, and speeds of fewer than five steady steps
+    decide nothing."""
     alone = [own for cell in cells if (own := cell.undisturbed())]
     noise = noise_of(alone)
-    groups: dict[tuple[str, ...], list[Cell]] = {}
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in alone:
-        groups.setdefault((*cell.workload, cell.facts["gpu"]), []).append(cell)
+        groups.setdefault((*cell.workload, cell.gpus, cell.facts["gpu"]), []).append(cell)
     points: list[Point] = []
     paragraphs = []
-    for (model, _, data, gpu), group in groups.items():
-        about = f"{model.rsplit('/', 1)[-1]}, {data}, on {gpu}"
+    for (model, _, data, count, gpu), group in groups.items():
+        about = f"{model.rsplit('/', 1)[-1]}, {data}, on {f'{count} x ' if count > 1 else ''}{gpu}"
         if of_group := [replace(point, about=about) for point in _points(group, noise)]:
             points += of_group
             paragraphs.append(f"{about}: {' '.join(point.sentence for point in of_group)}")

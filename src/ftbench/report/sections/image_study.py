@@ -38,7 +38,7 @@ def combination(cell: Cell) -> tuple[str, tuple[str, ...]]:
 def _workload(cell: Cell) -> tuple[str, ...]:
     """Return what runs share that are compared: all but the tokens that a smaller image becomes."""
     keys = ("model.id", "model.weights", "gpu", "dataset.name", "dataset.image_size", "method.vision")
-    return tuple(cell.facts.get(key, "") for key in keys)
+    return (*(cell.facts.get(key, "") for key in keys), str(cell.gpus))
 
 
 # --- published beside measured ----------------------------------------------------------------------------------------

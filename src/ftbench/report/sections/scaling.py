@@ -9,7 +9,7 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.allocations import CATEGORIES
 from ftbench.profile.pictures import COLOURS, LEFT, WIDE, drawing, escape, label
-from ftbench.report.data.axes import GPUS, STRATEGY
+from ftbench.report.data.axes import STRATEGY
 from ftbench.report.data.collect import known
 from ftbench.report.data.groups import TOKENS, Cell, Run, recipe_name
 from ftbench.report.render.document import Section
@@ -30,11 +30,6 @@ _WORDS = (
 )
 
 
-def gpus_of(cell: Cell) -> int:
-    """Return how many GPUs a cell trained on."""
-    return int(cell.facts.get(GPUS, "1"))
-
-
 def sections(cells: Sequence[Cell], profiled: Sequence[Cell], prices: Prices | None) -> list[Section | None]:
     """Return the sections on several GPUs; none where no run had several."""
     groups = _recipes(cells)
@@ -49,8 +44,8 @@ def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
     for cell in cells:
         key = tuple(sorted((key, text) for key, text in cell.runs[0].spec.items() if not key.startswith(_DIVIDED)))
         recipes.setdefault((cell.facts["gpu"], key), []).append(cell)
-    several = (group for group in recipes.values() if any(gpus_of(cell) > 1 for cell in group))
-    return [sorted(group, key=lambda cell: (gpus_of(cell), cell.facts.get(STRATEGY, ""))) for group in several]
+    several = (group for group in recipes.values() if any(cell.gpus > 1 for cell in group))
+    return [sorted(group, key=lambda cell: (cell.gpus, cell.facts.get(STRATEGY, ""))) for group in several]
 
 
 def _samples(cell: Cell, shares: int = 1) -> int:
@@ -61,23 +56,23 @@ def _samples(cell: Cell, shares: int = 1) -> int:
 
 def _shares(cell: Cell) -> int:
     """Return into how many shares a step's batch is dealt: those of a layer or of a sequence see the same."""
-    return 1 if cell.facts.get(STRATEGY) in ("tp", "ep", "cp", "ulysses") else gpus_of(cell)
+    return 1 if cell.facts.get(STRATEGY) in ("tp", "ep", "cp", "ulysses") else cell.gpus
 
 
 def _alone(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
     """Return the cell on one GPU whose step has so many samples; of several the one with the same batch size."""
-    alone = [other for other in group if gpus_of(other) == 1 and other.figure(TOKENS) and _samples(other) == samples]
+    alone = [other for other in group if other.gpus == 1 and other.figure(TOKENS) and _samples(other) == samples]
     batch = "train.batch_size"
     return max(alone, key=lambda other: other.facts.get(batch) == cell.facts.get(batch), default=None)
 
 
 def _efficiency(cell: Cell, alone: Cell | None) -> float | None:
     rate, single = cell.figure(TOKENS), alone.figure(TOKENS) if alone else None
-    return rate / single / gpus_of(cell) if rate and single and gpus_of(cell) > 1 else None
+    return rate / single / cell.gpus if rate and single and cell.gpus > 1 else None
 
 
 def _record(cell: Cell, group: Sequence[Cell]) -> Record:
-    gpus, rate = gpus_of(cell), cell.figure(TOKENS)
+    gpus, rate = cell.gpus, cell.figure(TOKENS)
     low, high = (_figure(cell, f"ranks.spread.peak_memory_gb.{end}") for end in ("lowest", "highest"))
     return names_of(cell) | {
         "recipe": recipe_name(cell.facts), "gpus": gpus, "strategy": cell.facts.get(STRATEGY, "none"),
@@ -137,8 +132,10 @@ def _curves(records: Sequence[Record]) -> list[str]:
             x, y = at(gpus, rate)
             title = f"{escape(name)}: {units.rate(rate)} tokens/s on {gpus}"
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{title}</title></circle>')
-        parts.append(label(name, LEFT, tall + 56 + 16 * index, colour))
-    parts += [label(f"{gpus} GPUs" if gpus > 1 else "1 GPU", at(gpus, 0)[0], tall + 36, anchor="middle")
+        parts += _key(name, LEFT, tall + 60 + 16 * index, colour)
+    parts += [label("0", LEFT - 6, tall + 24, anchor="end"), _path([at(1, 0), at(most, 0)], "#8d8d8d")]
+    parts += [label(f"{gpus} GPUs" if gpus > 1 else "1 GPU", at(gpus, 0)[0], tall + 38,
+                    anchor="start" if gpus == 1 else "end" if gpus == most else "middle")
               for gpus in sorted({gpus for gpus, _ in points})]  # fmt: skip
     return [drawing(tall + 64 + 16 * len(lines), "Tokens a second over the number of GPUs", parts)]
 
@@ -156,6 +153,11 @@ def _lines(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
     return lines
 
 
+def _key(name: str, x: float, y: float, colour: str) -> list[str]:
+    """Return an entry of a legend: words can be read in any colour scheme, and colours only have to be seen."""
+    return [f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="10" height="10" fill="{colour}"/>', label(name, x + 16, y)]
+
+
 def _path(points: Sequence[tuple[float, float]], colour: str, dashes: str = "") -> str:
     text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
@@ -166,16 +168,16 @@ def _path(points: Sequence[tuple[float, float]], colour: str, dashes: str = "") 
 
 def _worth(groups: Sequence[Sequence[Cell]], prices: Prices | None) -> Section | None:
     """Return what more GPUs bring for their money, a sentence for each way of having them."""
-    sentences = [text for group in groups for cell in group if gpus_of(cell) > 1
+    sentences = [text for group in groups for cell in group if cell.gpus > 1
                  for text in _worths(cell, group, prices)]  # fmt: skip
     return Section("worth", "Are more GPUs worth it?", None, sentences) if sentences else None
 
 
 def _worths(cell: Cell, group: Sequence[Cell], prices: Prices | None) -> Iterator[str]:
-    gpus, rate = gpus_of(cell), cell.figure(TOKENS)
+    gpus, rate = cell.gpus, cell.figure(TOKENS)
     alone = _alone(cell, group, _samples(cell)) or _alone(cell, group, _samples(cell, _shares(cell)))
     name = f"{gpus} GPUs ({cell.facts.get(STRATEGY)}), {recipe_name(cell.facts)} at batch {cell.batch}"
-    failed = [other for other in group if gpus_of(other) == 1 and not other.ok]
+    failed = [other for other in group if other.gpus == 1 and not other.ok]
     if alone is None or not rate:
         if rate and failed:
             yield f"{name}: one GPU does not train it ({failed[0].state}), so there is no choice."
@@ -200,7 +202,7 @@ def _amounts(cell: Cell, alone: Cell, prices: Prices) -> Iterator[str]:
 
 def _hourly(cell: Cell, price: Any) -> list[HourlyCost]:
     watts = cell.figure("energy.mean_watts")
-    return hourly_costs(price, None, cell.figure(TOKENS), watts, 1.0, gpus_of(cell))
+    return hourly_costs(price, None, cell.figure(TOKENS), watts, 1.0, cell.gpus)
 
 
 # --- what each holds --------------------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ def _memory(cells: Sequence[Cell]) -> Section | None:
     beyond them, and what the driver counts beside."""
     records = [
         names_of(cell) | {"rank": rank, "parts": parts}
-        for cell in cells if gpus_of(cell) > 1 and cell.ok
+        for cell in cells if cell.gpus > 1 and cell.ok
         for rank, parts in enumerate(_profiled(cell.ok[0]) or _tiers(cell.ok[0]))
     ]  # fmt: skip
     kinds = [kind for kind in (*CATEGORIES, *_TIERS.values()) if any(record["parts"].get(kind) for record in records)]
@@ -261,12 +263,12 @@ def _bars(records: Sequence[Record], kinds: Sequence[str]) -> str:
     parts = []
     for index, record in enumerate(records):
         x, y = float(LEFT), 22.0 * index + 6
-        parts.append(label(f"{record['name']}, rank {record['rank']}"[:28], 4, y + 12))
+        parts.append(label(f"#{record['number']}, rank {record['rank']}", 4, y + 12))
         for kind in kinds:
             wide = WIDE * (record["parts"].get(kind) or 0.0) / highest
             parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="16" fill="{colours[kind]}"><title>'
                          f"{escape(kind)}: {_gb(record['parts'].get(kind))} GiB</title></rect>")  # fmt: skip
             x += wide
     below = 22.0 * len(records) + 20
-    parts += [label(kind, 4 + 150 * index, below, colours[kind]) for index, kind in enumerate(kinds)]
+    parts += [part for index, kind in enumerate(kinds) for part in _key(kind, 4 + 150 * index, below, colours[kind])]
     return drawing(below + 10, "Memory of each GPU by what it is for", parts)
