@@ -124,7 +124,9 @@ def _begin() -> None:
     gc.freeze()
 
 
-def _command(arguments: list[str], env: dict[str, str], cwd: str, output: Path, errors: Path) -> None:
+def _command(
+    arguments: list[str], env: dict[str, str], cwd: str, output: Path, errors: Path, before: Callable[[], None] | None
+) -> None:
     for path, number in ((output, 1), (errors, 2)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
@@ -133,6 +135,8 @@ def _command(arguments: list[str], env: dict[str, str], cwd: str, output: Path, 
     _begin()
     from ftbench import cli
 
+    if before:
+        before()
     try:
         cli.main()
     finally:
@@ -140,12 +144,17 @@ def _command(arguments: list[str], env: dict[str, str], cwd: str, output: Path, 
 
 
 class Warm:
-    """One command, with the methods of `subprocess.Popen` that tests use."""
+    """One command, with the methods of `subprocess.Popen` that tests use. What a function of a module does `before` it
+    begins all processes of its run inherit."""
 
-    def __init__(self, arguments: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
+    def __init__(
+        self, arguments: list[str], env: dict[str, str], cwd: Path | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
-        self._process = _SERVER.Process(target=_command, args=(arguments, env, str(cwd or os.getcwd()), *self._files))
+        command = (arguments, env, str(cwd or os.getcwd()), *self._files, before)
+        self._process = _SERVER.Process(target=_command, args=command)
         self._printed: tuple[str, ...] | None = None
         self._process.start()
         self.pid = self._process.pid
