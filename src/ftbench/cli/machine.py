@@ -56,7 +56,9 @@ def env(
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, optimizations, recipes, models, datasets, gpus or keys")],
+    what: Annotated[
+        str, typer.Argument(help="methods, objectives, optimizations, recipes, models, datasets, gpus or keys")
+    ],
     wide: Wide = False,
 ) -> None:
     """Show what can be named in a spec."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ftbench.errors import DataError
 
@@ -15,6 +15,7 @@ COLUMNS = {
     "prompt-completion": "prompt, completion",
     "question-answer": "question, answer",
     "text": "text",
+    "preference": "prompt, chosen, rejected",
     "image-text": "image or images; text, caption, answer or label (and question or prompt)",
 }
 MARKER = "<image>"  # where in a plain text an image stands, as LLaVA's data have it
@@ -34,9 +35,11 @@ _ROLES = {
 @dataclass(frozen=True, slots=True)
 class Example:
     """Messages (`role`, `content`) whose assistant turns are what is learned, or plain `text`. A content with images is
-    a list of parts, of `type` image or text; `images` are what a row has for them, in their order."""
+    a list of parts, of `type` image or text; `images` are what a row has for them, in their order. Of a pair the
+    messages end with the chosen answer, and `rejected` are the same with the rejected one."""
 
     messages: tuple[dict[str, Any], ...] = ()
+    rejected: tuple[dict[str, Any], ...] = ()
     text: str | None = None
     images: tuple[Any, ...] = ()
 
@@ -45,9 +48,13 @@ class BadRow(ValueError):
     """A row that cannot be used; the message says what is wrong with it."""
 
 
-def detect(columns: Iterable[str], where: str) -> str:
-    """Return the format that these columns belong to. Raises DataError for columns of none."""
+def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
+    """Return the format that these columns belong to, of `pairs` where a training wants them. Raises DataError for
+    columns of none, and for the one kind where the other is wanted."""
     names = set(columns)
+    preferred = {"chosen", "rejected"} <= names
+    if pairs:
+        return "preference" if preferred else _no_pairs(names, where)
     if {"messages", "conversations"} & names:
         return "messages"
     if {"prompt", "completion"} <= names:
@@ -60,10 +67,23 @@ def detect(columns: Iterable[str], where: str) -> str:
         return "question-answer"
     if "text" in names:
         return "text"
+    if preferred:
+        raise DataError(
+            f"{where}: the rows are pairs, chosen and rejected: set objective to dpo, or learn the chosen answers "
+            "alone with dataset.columns={completion: chosen}"
+        )
     wanted = "; ".join(f"{name}: {columns}" for name, columns in COLUMNS.items())
     raise DataError(
         f"{where}: columns {', '.join(sorted(map(str, names))) or 'none'} fit no format ({wanted}); name them with "
         "dataset.columns={prompt: COLUMN, completion: COLUMN}"
+    )
+
+
+def _no_pairs(names: set[str], where: str) -> NoReturn:
+    raise DataError(
+        f"{where}: objective dpo learns from pairs, and of {', '.join(sorted(map(str, names))) or 'no columns'} no "
+        "two are chosen and rejected: name them with dataset.columns={prompt: COLUMN, chosen: COLUMN, rejected: "
+        "COLUMN}, or set objective to sft"
     )
 
 
@@ -87,6 +107,32 @@ def _prompt_completion(row: dict[str, Any]) -> Example:
     if isinstance(prompt, list) and isinstance(completion, list):
         return _dialogue([*prompt, *completion], _images(row))
     return _pair(_text(row, "prompt"), _text(row, "completion"), _images(row))
+
+
+def _preference(row: dict[str, Any]) -> Example:
+    chosen, rejected = (_answered(row, column) for column in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise BadRow("`chosen` and `rejected` are the same, so that nothing is preferred")
+    if chosen[:-1] != rejected[:-1]:
+        raise BadRow("`chosen` and `rejected` answer different prompts")
+    return Example(chosen, rejected)
+
+
+def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
+    """Return the prompt with the answer in a column: a text, the messages that follow the prompt, or all messages."""
+    prompt, answer = row.get("prompt"), row.get(column)
+    if not isinstance(answer, list):
+        answer = [{"role": "assistant", "content": _text(row, column)}]
+    first = answer[0] if answer and isinstance(answer[0], dict) else {}
+    if _ROLES.get(str(first.get("role", first.get("from")))) == "assistant":
+        prompt = prompt if isinstance(prompt, list) else [{"role": "user", "content": _text(row, "prompt")}]
+        answer = [*prompt, *answer]
+    messages = _dialogue(answer).messages
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise BadRow(f"`{column}` does not end with an answer of the assistant to a prompt")
+    if any(not isinstance(message["content"], str) for message in messages):
+        raise BadRow(f"`{column}` shows images, and pairs are of text alone")
+    return messages
 
 
 def _messages(row: dict[str, Any]) -> Example:
@@ -209,5 +255,6 @@ _FORMATS: dict[str, Callable[[dict[str, Any]], Example]] = {
     "prompt-completion": _prompt_completion,
     "question-answer": lambda row: _pair(_text(row, "question"), _text(row, "answer")),
     "text": _plain,
+    "preference": _preference,
     "wikipedia-title": wikipedia_title,
 }

@@ -101,6 +101,12 @@ def _mean_context(length: float, window: int | None) -> float:
     return window - window * window / (2 * length)
 
 
+def forward_flops(shape: MatmulShape, tokens: float, heads: float, length: float) -> float:
+    """Return the FLOPs of one forward pass without adapters, as of a reference that nothing is learned of: `tokens`
+    tokens in sequences of `length`, and logits of `heads` of them."""
+    return tokens * (2 * shape.base + attention_per_token(shape, length, passes=1)) + 2 * heads * shape.head
+
+
 def model_flops(shape: MatmulShape, tokens: float, labels: float, length: float) -> float:
     """Return the FLOPs the model's mathematics needs for `tokens` tokens, of which `labels` carry loss, in sequences of
     `length` tokens (the token-weighted mean)."""

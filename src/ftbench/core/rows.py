@@ -42,7 +42,7 @@ class StepRow:
     label_tokens: int | None = _column("tokens", "positions that carry loss", "shares")
     samples: int | None = _column("", "samples of the step", "shares")
     longest_sequence: int | None = _column("tokens", "longest sequence of the step")
-    loss: float | None = _column("nats/token", "training loss of the step, or evaluation loss", "loss")
+    loss: float | None = _column("nats/token", "training loss of the step, or evaluation loss; of dpo a pair's", "loss")
     grad_norm: float | None = _column("", "gradient norm before clipping")
     learning_rate: float | None = _column("", "learning rate used by the step", "first")
     peak_reserved_gb: float | None = _column("GiB", "largest allocator pool within the step")
@@ -80,11 +80,15 @@ class StepRow:
     vision_s: float | None = _column("s", "device time of encoder and projector in the forward pass")
     language_s: float | None = _column("s", "device time of the decoder in the forward pass")
     loss_s: float | None = _column("s", "device time of head and loss in the forward pass")
+    reward_accuracy: float | None = _column(
+        "", "dpo: share of the step's pairs whose chosen answer gained more on the reference than the rejected", "mean"
+    )
+    reward_margin: float | None = _column("nats", "dpo: beta times how much more it gained, mean of the pairs", "mean")
 
 
 SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # of the seconds, tokens, GiB, joules and learning rates of a run
 FLOAT32 = 3.5e38  # what is larger was infinite where it was computed
-MAY_DIVERGE = ("loss", "grad_norm")  # NaN and infinity are figures here, of a training that went wrong
+MAY_DIVERGE = ("loss", "grad_norm", "reward_margin")  # NaN and infinity are figures here, of a training that went wrong
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(StepRow))
 _TYPES = {f.name: str(f.type) for f in fields(StepRow)}
 

@@ -40,14 +40,14 @@ def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
     spec = load(spec_path, sets)
     dataset, images = spec.dataset, _with_images(spec)
     if dataset.is_made:
-        known = lengths_of(dataset)
+        known = lengths_of(dataset, pairs=spec.objective.pairs)
         values, source = (images.lengths, images.basis) if images else (known.values, known.source)
         return _document(spec, values, source, dataset.samples or len(values), "made tokens", [], images=images)
     if dataset.path or dataset.name == "sample":
         return _of_file(spec, dataset, images)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / f"{dataset.name.replace('/', '-')}.jsonl"
-        counted = _exported(dataset, out)
+        counted = _exported(dataset, spec.objective.pairs, out)
         local = Dataset(name="file", path=str(out), max_length=dataset.max_length, samples=dataset.samples)
         return _of_file(spec, local, images) | counted
 
@@ -61,9 +61,9 @@ def _with_images(spec: Experiment) -> KnownSamples | None:
     return known_samples(spec, vision, fitting=False) if vision else None
 
 
-def _exported(dataset: Dataset, out: Path) -> dict[str, Any]:
+def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
     """Write rows of a hub data set to a file, by a child that may import what reads them."""
-    arguments = [dataset.model_dump_json(), str(out), str(MOST_SAMPLES)]
+    arguments = [dataset.model_dump_json(), str(out), str(MOST_SAMPLES), *(["pairs"] if pairs else [])]
     ended = subprocess.run(
         [sys.executable, "-m", "ftbench.worker.data.export", *arguments], capture_output=True, text=True, check=False
     )
@@ -76,10 +76,11 @@ def _exported(dataset: Dataset, out: Path) -> dict[str, Any]:
 
 def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) -> dict[str, Any]:
     path = Path(dataset.path) if dataset.path else Path(str(files("ftbench.facts") / "sample.jsonl"))
-    check_file(dataset)
+    pairs = spec.objective.pairs
+    check_file(dataset, pairs)
     rows = read_file(path)
-    format_name = row_format(dataset, rows[0], rows.where(0))
-    counted = file_lengths(dataset, spec.model)
+    format_name = row_format(dataset, rows[0], rows.where(0), pairs)
+    counted = file_lengths(dataset, spec.model, pairs)
     if isinstance(counted, str):
         raise DataError(counted)
     template = _chat_template(spec.model)
@@ -96,7 +97,7 @@ def _document(
     template: str | None = None, images: KnownSamples | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return what is shown; `values` are the lengths of samples in tokens before they are cut."""
-    longest, batch = spec.dataset.max_length, spec.train.batch_size
+    longest, batch = spec.dataset.max_length, spec.train.batch_size * spec.objective.sequences
     kept = [min(value, longest) for value in values]
     padded = lengths.padding_efficiency(kept, batch)
     return {
@@ -104,8 +105,8 @@ def _document(
         "tokens": lengths.describe(values), "max_length": longest,
         "truncated_samples": sum(value > longest for value in values) / len(values),
         "truncated_tokens": 1 - sum(kept) / sum(values),
-        "batch_size": batch, "padding": 1 - padded,
-        "packing_gain": lengths.packing_efficiency(kept, max(longest, max(kept))) / padded,
+        "batch_size": spec.train.batch_size, "padding": 1 - padded,
+        "packing_gain": 1.0 if spec.objective.pairs else lengths.packing_efficiency(kept, max(longest, *kept)) / padded,
         "rendered_by": "the model's chat template" if template else _PLAIN, "samples": samples,
         "images": _of_images(images, longest) if images else None,
     }  # fmt: skip
@@ -134,6 +135,9 @@ def _chat_template(model: Model) -> str | None:
 def _rendered(example: Example, template: str | None) -> str:
     if example.text is not None:
         return example.text
+    if example.rejected:
+        sides = (Example(example.messages), Example(example.rejected[-1:]))
+        return "\n-- rejected:\n".join(_rendered(side, template) for side in sides)
     if template is not None:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -189,7 +189,7 @@ def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
     MissingError for what is not installed."""
     if wrong := _path_problems(spec):
         raise SpecError(*wrong, *others)
-    check_file(spec.dataset)
+    check_file(spec.dataset, spec.objective.pairs)
     launcher_of(spec).check_installed(spec)
 
 

@@ -15,6 +15,7 @@ from ftbench.spec.base import known
 from ftbench.spec.datasets import DATASETS
 from ftbench.spec.load import spec_keys
 from ftbench.spec.methods import METHODS
+from ftbench.spec.objectives import OBJECTIVES
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.recipes import recipes
 
@@ -52,6 +53,7 @@ def _rate_from(gpu: Gpu) -> str:
 
 LISTS: dict[str, Callable[[], Rows]] = {
     "methods": lambda: ((name, method.__doc__ or "") for name, method in METHODS.items()),
+    "objectives": lambda: ((name, objective.__doc__ or "") for name, objective in OBJECTIVES.items()),
     "optimizations": lambda: ((name, each.description or "") for name, each in Optimizations.model_fields.items()),
     "recipes": lambda: recipes().items(),
     "models": _models,

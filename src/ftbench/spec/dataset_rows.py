@@ -15,9 +15,9 @@ from ftbench.spec.datasets import Dataset
 MOST_CHECKED = 1000  # rows of a file that are looked at before anything is started
 
 
-def row_format(dataset: Dataset, row: Mapping[str, Any], where: str) -> str:
-    """Return the format of the rows, by their first. Raise DataError for columns of none, and for a column that the
-    spec names and the row has not."""
+def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool = False) -> str:
+    """Return the format of the rows, by their first, which are to be `pairs` or not. Raise DataError for columns of
+    none, and for a column that the spec names and the row has not."""
     for role, column in dataset.columns.items():
         if column not in row:
             raise DataError(
@@ -26,7 +26,7 @@ def row_format(dataset: Dataset, row: Mapping[str, Any], where: str) -> str:
             )
     if dataset.name == "wikipedia-ja":
         return "wikipedia-title"
-    return dataset.format or dataset.source.format or detect(named_row(row, dataset), where)
+    return dataset.format or dataset.source.format or detect(named_row(row, dataset), where, pairs)
 
 
 def named_row(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
@@ -42,14 +42,15 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
         raise DataError(f"{where}: {error} (format {format_name})") from None
 
 
-def check_file(dataset: Dataset) -> None:
-    """Raise DataError for the first of a file's rows that cannot be used, of as many as are looked at."""
+def check_file(dataset: Dataset, pairs: bool = False) -> None:
+    """Raise DataError for the first of a file's rows that cannot be used, of as many as are looked at; they are to be
+    `pairs` or not."""
     if not dataset.path or not Path(dataset.path).is_file():
         return
     try:
         rows = read_file(Path(dataset.path), MOST_CHECKED)
     except MissingError:  # what reads Parquet is installed where training is
         return
-    format_name = row_format(dataset, rows[0], rows.where(0))
+    format_name = row_format(dataset, rows[0], rows.where(0), pairs)
     for index in range(len(rows)):
         row_example(dataset, rows[index], format_name, rows.where(index))

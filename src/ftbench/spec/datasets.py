@@ -10,11 +10,15 @@ from pydantic import Field, field_validator, model_validator
 
 from ftbench.spec.base import Float, Int, Part, Switch, known
 
-FORMATS = ("alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text")
-Format = Literal["alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text"]
+FORMATS = ("alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text", "preference")
+Format = Literal[
+    "alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text", "preference"
+]  # fmt: skip
 Role = Literal[
     "prompt",
     "completion",
+    "chosen",
+    "rejected",
     "question",
     "answer",
     "instruction",
@@ -62,7 +66,10 @@ DATASETS: dict[str, Source] = {
         "your own JSON, JSONL, CSV or Parquet file (`path`), or a folder of images with one such file that names them"
     ),
     "images": Source("made pictures and tokens of chosen sizes (`image_size`) and lengths; needs no download"),
-    "synthetic": Source("made tokens of chosen lengths, random or learnable; needs no tokenizer and no download"),
+    "synthetic": Source(
+        "made tokens of chosen lengths, random or learnable, with objective dpo in pairs; needs no tokenizer and no "
+        "download"
+    ),
 }  # fmt: skip
 Side = Annotated[Int, Field(ge=8, le=16_384)]
 LIKE = tuple(name for name, source in DATASETS.items() if source.mean_tokens)

@@ -14,6 +14,7 @@ from ftbench.spec.base import Float, Int, Part, Switch, Word
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.generate import Generate, switched
 from ftbench.spec.methods import Lora, Method, Qlora
+from ftbench.spec.objectives import Objective, Sft
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals
 
@@ -231,6 +232,7 @@ class Experiment(Part):
     name: Annotated[str, AfterValidator(experiment_name)] = Field(description="the file's stem if left out")
     model: Model
     method: Method = Field(default_factory=Lora)
+    objective: Objective = Field(default_factory=Sft)
     dataset: Dataset = Field(default_factory=Dataset)
     train: Train = Field(default_factory=Train)
     optimizations: Optimizations = Field(default_factory=Optimizations)
@@ -242,10 +244,20 @@ class Experiment(Part):
         """Samples (rows, where they are packed) of an optimizer step, over all ranks."""
         return self.train.batch_size * self.train.gradient_accumulation_steps * self.launch.shares
 
+    @property
+    def second_model(self) -> bool:
+        """Whether the reference is a model of its own: where weights are trained there are none under adapters."""
+        return self.objective.in_step and not self.method.adapters
+
     @field_validator("method", mode="before")
     @classmethod
     def _default_method(cls, value: object) -> object:
         return {"name": "lora", **value} if isinstance(value, dict) else value
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _default_objective(cls, value: object) -> object:
+        return {"name": "sft", **value} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _combinations(self) -> Experiment:

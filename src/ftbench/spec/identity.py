@@ -34,6 +34,7 @@ def _relevant(spec: Experiment, known: dict[int, Any]) -> dict[str, Any]:
             known[id(section)] = section.model_dump(mode="json", exclude=_NO_MATTER.get(name), exclude_defaults=True)
     values: dict[str, Any] = {name: {**known[id(section)]} for name, section in sections.items()}
     values["method"]["name"] = spec.method.name
+    values["objective"] |= {} if spec.objective.name == "sft" else {"name": spec.objective.name}
     for part in ("model", "dataset"):
         if path := values[part].get("path"):
             values[part]["path"] = _content(Path(path))
@@ -87,15 +88,17 @@ def _digest(values: Any) -> str:
 
 
 def slug(spec: Experiment, gpu: str | None = None) -> str:
-    """Return `qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch, fingerprint, and on several GPUs before the batch
-    `fsdp-2gpus`: the strategy and their number; safe as a file name."""
+    """Return `qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch, fingerprint; before the batch the objective if it
+    is not sft, and on several GPUs `fsdp-2gpus`: the strategy and their number; safe as a file name."""
     return named(spec, fingerprint(spec, gpu))
 
 
 def named(spec: Experiment, fingerprint: str) -> str:
     """Return the slug with a fingerprint that is known already."""
     several = f"-{spec.launch.strategy}-{spec.launch.ranks}gpus" if spec.launch.ranks > 1 else ""
-    return f"{model_slug(spec.model.id)}-{spec.method.name}{several}-b{spec.train.batch_size}-{fingerprint}"
+    objective = "" if spec.objective.name == "sft" else f"-{spec.objective.name}"
+    trained = f"{model_slug(spec.model.id)}-{spec.method.name}{objective}"
+    return f"{trained}{several}-b{spec.train.batch_size}-{fingerprint}"
 
 
 def model_slug(model: str) -> str:

@@ -18,9 +18,12 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.generate import with_prompts
 from ftbench.spec.methods import METHODS
 from ftbench.spec.mistakes import sentence
+from ftbench.spec.objectives import OBJECTIVES
 from ftbench.spec.reading import line_of, parse_value, read_yaml
 
-SHORT_FORMS = {"model": "id", "method": "name", "dataset": "name"}
+SHORT_FORMS = {"model": "id", "method": "name", "objective": "name", "dataset": "name"}
+# Sections whose keys are those of the class that they name, the plain one first.
+KINDS: dict[str, dict[str, Any]] = {"method": {"lora": METHODS["lora"], **METHODS}, "objective": {**OBJECTIVES}}
 PATHS = (("model", "path"), ("dataset", "path"))
 # A data set's own keys do not outlive another name further down the chain; these describe the training and do.
 _DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on")
@@ -189,8 +192,8 @@ def _surviving(section: str, old: dict[str, Any], new: dict[str, Any]) -> dict[s
     naming = SHORT_FORMS.get(section)
     if naming is None or naming not in new or new[naming] == old.get(naming):
         return old
-    if section == "method":
-        known = METHODS.get(str(new[naming]))
+    if section in KINDS:
+        known = KINDS[section].get(str(new[naming]))
         keep: Iterable[str] = known.model_fields if known else old
     else:
         keep = _DATASET_KEEPS if section == "dataset" else [key for key in old if key not in ("revision", "path")]
@@ -213,7 +216,7 @@ def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     """Return pydantic's location without the tags of its unions: ('method', 'qlora', 'rank', 'int') → ('method',
     'rank')."""
     parts = [str(part) for part in loc if not isinstance(part, int)]
-    if len(parts) > 1 and parts[0] == "method" and parts[1] in METHODS:
+    if len(parts) > 1 and parts[1] in KINDS.get(parts[0], ()):
         del parts[1]
     return tuple(parts[: 3 if parts[:2] == ["measure", "generate"] else 2])
 
@@ -236,17 +239,19 @@ _MISSING = object()
 
 
 def spec_keys() -> list[tuple[str, str, str]]:
-    """Return every dotted key a spec may hold, with its default and meaning; what only some methods have says which."""
+    """Return every dotted key a spec may hold, with its default and meaning; what only some methods or objectives have
+    says which."""
     rows: dict[str, tuple[str, str, str]] = {}
     for section, info in Experiment.model_fields.items():
         model = info.annotation
-        models = METHODS if section == "method" else {"": model}
-        for method, part in models.items():
+        kinds = KINDS.get(section, {"": model})
+        plain = next(iter(kinds.values()))
+        for kind, part in kinds.items():
             if not (isinstance(part, type) and issubclass(part, BaseModel)):
                 rows[section] = (section, "", info.description or "")
                 continue
             for key, field in part.model_fields.items():
                 default = "" if field.is_required() or field.default is None else str(field.default)
-                only = f" ({method})" if method and key not in METHODS["lora"].model_fields else ""
+                only = f" ({kind})" if kind and key not in plain.model_fields else ""
                 rows.setdefault(f"{section}.{key}", (f"{section}.{key}", default, (field.description or "") + only))
     return list(rows.values())

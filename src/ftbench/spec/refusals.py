@@ -22,7 +22,7 @@ OTHERWISE = f"estimate without --simulate, which knows {', '.join(FAMILIES)}"
 def refusals(spec: Experiment) -> list[str]:
     """Return why the parts of a spec cannot work together on any machine."""
     switched = switched_on(spec.optimizations)
-    sentences = list(spec.method.refusals(spec))
+    sentences = [*spec.method.refusals(spec), *spec.objective.refusals(spec)]
     if spec.method.name == "unsloth":
         pairs = ((name, OPTIMIZATIONS[name].unsloth) for name in switched)
         sentences += [f"optimizations.{name} with method unsloth: {why}" for name, why in pairs if why]

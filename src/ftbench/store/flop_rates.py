@@ -23,7 +23,15 @@ def of_steps(steady: Sequence[StepRow], applied: dict[str, Any], dataset: dict[s
     model = flops.model_flops(shape, real, labels, length)
     computed = sum(_computed(shape, row, applied) for row in steady)
     seeing = _of_images(steady, applied, dataset)
+    if (applied.get("reference") or {}).get("in_step"):
+        model += flops.forward_flops(shape, real, labels, length)
+        computed += sum(_of_reference(shape, row) for row in steady)
     return (model + seeing[0]) / window / 1e12, (computed + seeing[1]) / window / 1e12
+
+
+def _of_reference(shape: flops.MatmulShape, row: StepRow) -> float:
+    positions = row.padded_tokens or 0
+    return flops.forward_flops(shape, positions, positions, row.longest_sequence or 0)
 
 
 def _of_images(steady: Sequence[StepRow], applied: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float]:

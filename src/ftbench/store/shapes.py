@@ -78,7 +78,7 @@ SHAPES: dict[str, Any] = {
         "launch_us": _NUMBER,
     },
     "applied.json": {
-        "warnings": [_NAME], "reported": {"samples_per_s": _NUMBER},
+        "warnings": [_NAME], "reported": {"samples_per_s": _NUMBER}, "reference": ({"kind": _TEXT, "in_step": _FLAG},),
         "loss": _TEXT, "product_precision": _TEXT, "gpu_busy_method": _TEXT,
         "trained_dtype": _TEXT, "loss_normalisation": _TEXT, "padding": _TEXT, "patched_by": _TEXT,
         "compile_cache": _TEXT, "gradient_checkpointing": _NUMBER | _FLAG, "dataset": _DATASET,
@@ -91,7 +91,8 @@ SHAPES: dict[str, Any] = {
         },
     },
     "spec.json": {
-        "name": _NAME, "model": {"id": _NAME, "weights": _TEXT}, "method": {"name": _NAME}, "dataset": {"name": _TEXT},
+        "name": _NAME, "model": {"id": _NAME, "weights": _TEXT}, "method": {"name": _NAME},
+        "objective": {"name": _NAME}, "dataset": {"name": _TEXT},
         "train": {"batch_size": _COUNT, "gradient_accumulation_steps": _COUNT, "precision": _TEXT},
         "measure": {"warmup": _COUNT | _NAME, "share_gpu": _FLAG, "profile": _NAME}, "optimizations": {},
         "launch": {"gpus": RANKS, "strategy": _NAME, "offload": _NAME, "framework": _NAME},

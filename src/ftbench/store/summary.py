@@ -227,8 +227,14 @@ def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
     trained, evaluated = ([loss for phase, loss in finite if phase == name] for name in ("train", "evaluate"))
     return {
         "first": next(iter(trained), None), "last": next(reversed(trained), None),
-        "eval": next(reversed(evaluated), None),
+        "eval": next(reversed(evaluated), None), **_rewards(everything),
     }  # fmt: skip
+
+
+def _rewards(everything: Sequence[StepRow]) -> dict[str, float | None]:
+    """Return what the last step says of its pairs; nothing of a training without pairs."""
+    rows = [row for row in everything if row.phase == "train" and row.reward_accuracy is not None]
+    return {name: getattr(rows[-1], name) for name in ("reward_accuracy", "reward_margin")} if rows else {}
 
 
 def _memory(

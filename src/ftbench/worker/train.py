@@ -7,6 +7,8 @@ end. What is done in a stage is done by the module of its name.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from transformers import TrainerCallback, set_seed
@@ -48,10 +50,11 @@ def train(run: TrainingRun) -> None:
     watch_memory(phases)
     with require_complete(spec.model) as weights_left_out:
         model = method.load(spec, source)
+        reference = method.load(spec, source) if spec.second_model else None
 
     phases.enter("setup")
     recorder = run.recorder = recorder_of(spec, run.directory)
-    loop = assembled(spec, run.directory, model, tokenizer, data)
+    loop = assembled(spec, run.directory, model, tokenizer, data, reference, phases.within)
     _attach(run, loop, recorder)
     facts = applied.of_model(loop.model, spec)
     warnings = [*weights_left_out, *data.warnings, *applied.warnings(loop.model, spec, facts)]
@@ -105,26 +108,38 @@ def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
     return tokenizer, prepare(spec, tokenizer, vocabulary, pixels)
 
 
-def assembled(spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared) -> trainer.Trainer:
-    """Return the trainer, around the loaded model with what its method trains and with its optimizations."""
+def assembled(
+    spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared, reference: Any = None,
+    within: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+) -> Any:  # fmt: skip
+    """Return the trainer, around the loaded model with what its method trains and with its optimizations; a second
+    model as `reference` has these too. `within` enters a phase of the run."""
     set_seed(spec.train.seed)
     model.config.use_cache = False
     model = methods.load(spec.method.name).adapt(model, spec)
     optimizations.apply(model, spec)
-    loop = trainer.build(spec, directory, model, tokenizer, data)
+    if reference is not None:
+        optimizations.apply(reference.requires_grad_(False), spec)
+    if spec.objective.pairs:
+        from ftbench.worker import preference
+
+        loop = preference.build(spec, directory, model, tokenizer, data, reference, within)
+    else:
+        loop = trainer.build(spec, directory, model, tokenizer, data)
     for callback in optimizations.callbacks(spec):
         loop.add_callback(callback)
     return loop
 
 
-def _attach(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> None:
+def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
     """Attach to the trainer what reports, spoils, records, compares, verifies and profiles its steps: each hears of a
     step before the next does."""
     spec, directory, run.trainer = run.spec, run.directory, loop
     run.reporter = Reporter.of(loop, directory, recorder)  # before the recorder: what starts up is not timed
     if spec.measure.control != "off":
         loop.add_callback(Control(spec))
-    recording = HfRecording(recorder, run.phases).attach(loop)
+    weighed_by = "samples" if spec.objective.pairs else "labels"
+    recording = HfRecording(recorder, run.phases, weighed_by).attach(loop)
     forward_parts.watch(loop.model, recorder)
     if spec.measure.gradients:
         loop.add_callback(Gradients(spec.measure.gradients, directory, recording))
@@ -139,7 +154,7 @@ def _attach(run: TrainingRun, loop: trainer.Trainer, recorder: Recorder) -> None
 class _AfterFirstStep(TrainerCallback):
     """Verifies what was asked for once the first step is done: graphs are compiled, the optimizer has a state."""
 
-    def __init__(self, run: TrainingRun, loop: trainer.Trainer) -> None:
+    def __init__(self, run: TrainingRun, loop: Any) -> None:
         self._run, self._loop = run, loop
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

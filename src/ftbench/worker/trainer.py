@@ -28,10 +28,39 @@ DEFAULT_PROCESSES = 4  # that make batches, where the spec says `on`
 PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
 
 
-class Trainer(SFTTrainer):
-    """Trains as trl does. `batches` are the shapes of those seen so far, and whether they held padding."""
+class Loop:
+    """What is ours in any of trl's trainers. `batches` are the shapes of those seen so far, and whether they held
+    padding."""
 
+    accelerator: Any
     batches: set[tuple[tuple[int, ...], bool]]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return 0: the default walks over all parameters at each micro-batch."""
+        return 0
+
+    def loaders(self) -> list[Any]:
+        """Return the iterators whose processes make batches, of training first."""
+        kept = [getattr(loader, "base_dataloader", loader) for loader in self.accelerator._dataloaders]
+        return [iterator for loader in kept if (iterator := loader._iterator) is not None]
+
+    def end_loaders(self) -> None:
+        """End the processes that make batches."""
+        for iterator in self.loaders():
+            iterator._shutdown_workers()
+
+    def verify(self, spec: Experiment) -> list[str]:
+        """Return what of the objective is not as the spec says."""
+        return []
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the objective tells applied.json."""
+        return {}
+
+
+class Trainer(Loop, SFTTrainer):
+    """Trains as trl does."""
+
     without_trls_metrics = False
     shares: int | None = None  # of the batch, where the ranks of one have parts of its sequences
     features: feature_cache.Features | None = None
@@ -58,20 +87,6 @@ class Trainer(SFTTrainer):
         inputs.pop("_prediction_loss_only", None)
         return transformers.Trainer.compute_loss(self, model, inputs, *args, **kwargs)
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Return 0: the default walks over all parameters at each micro-batch."""
-        return 0
-
-    def loaders(self) -> list[Any]:
-        """Return the iterators whose processes make batches, of training first."""
-        kept = [getattr(loader, "base_dataloader", loader) for loader in self.accelerator._dataloaders]
-        return [iterator for loader in kept if (iterator := loader._iterator) is not None]
-
-    def end_loaders(self) -> None:
-        """End the processes that make batches."""
-        for iterator in self.loaders():
-            iterator._shutdown_workers()
-
 
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> Trainer:
     """Return the trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every
@@ -79,12 +94,12 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
     pictures: list[Picture] = []
     size = spec.train.batch_size * spec.launch.shares if spec.launch.shares > 1 else 1
-    train, evaluation = (_dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
+    train, evaluation = (dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
     labels = data.most_labels(spec.train.batch_size) if spec.optimizations.cuda_graph else 0
     collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures, labels)
     loop = Trainer(
         model=model,
-        args=arguments(spec, run, on_gpu="cuda" in (next(model.parameters()).device.type, device().type)),
+        args=arguments(spec, run, model),
         processing_class=tokenizer,
         train_dataset=train,
         eval_dataset=evaluation if data.evaluation else None,
@@ -97,10 +112,25 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     return loop
 
 
-def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
+def arguments(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:
+    """Return the spec's recipe as SFTTrainer takes it."""
+    said = recipe(spec, run, model) | {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    if spec.optimizations.chunked_loss or spec.optimizations.liger:
+        said["loss_type"] = "nll"
+    if spec.launch.ranks == 1:
+        return SFTConfig(**said)
+    strategy = parallel.load(spec.launch.strategy)
+    made = SFTConfig(**said | strategy.arguments(spec))
+    if hasattr(strategy, "prepare"):
+        strategy.prepare(made)
+    return made
+
+
+def recipe(spec: Experiment, run: RunDir, model: Any) -> dict[str, Any]:
     """Return the spec's recipe in trl's words; what ftbench does itself (logging, saving, tokenising) is off."""
     train, processes = spec.train, _loader_processes(spec)
-    recipe: dict[str, Any] = dict(
+    on_gpu = "cuda" in (next(model.parameters()).device.type, device().type)
+    return dict(
         output_dir=str(run.path / "trainer"),
         per_device_train_batch_size=train.batch_size,
         per_device_eval_batch_size=train.batch_size,
@@ -117,7 +147,6 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         data_seed=train.seed,
         gradient_checkpointing=bool(gradient_checkpointing.asked_for(spec)),
         activation_offloading=spec.optimizations.activation_offload,
-        **({"loss_type": "nll"} if spec.optimizations.chunked_loss or spec.optimizations.liger else {}),
         eval_strategy="epoch" if spec.measure.eval == "epoch" else "no",
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
@@ -125,7 +154,6 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         dataloader_persistent_workers=processes > 0,
         accelerator_config={"non_blocking": on_gpu},  # else each copy waits for all that the device has still to do
         train_sampling_strategy="sequential",
-        dataset_kwargs={"skip_prepare_dataset": True},
         max_length=None,
         remove_unused_columns=False,
         logging_strategy="no",
@@ -138,13 +166,6 @@ def arguments(spec: Experiment, run: RunDir, on_gpu: bool) -> SFTConfig:
         disable_tqdm=True,
         **PRECISION[train.precision],
     )
-    if spec.launch.ranks == 1:
-        return SFTConfig(**recipe)
-    strategy = parallel.load(spec.launch.strategy)
-    made = SFTConfig(**recipe | strategy.arguments(spec))
-    if hasattr(strategy, "prepare"):
-        strategy.prepare(made)
-    return made
 
 
 def _loader_processes(spec: Experiment) -> int:
@@ -152,7 +173,7 @@ def _loader_processes(spec: Experiment) -> int:
     return DEFAULT_PROCESSES if number is True else int(number)
 
 
-def _dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
+def dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
     """Return a row's samples end to end, how long each is, and the places of its images in `pictures`, where they are
     added."""
     shown = [[picture for sample in row for picture in sample.pictures] for row in rows]
@@ -167,9 +188,9 @@ def _dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
     return Dataset.from_dict(columns).with_format("numpy")
 
 
-def verify(trainer: Trainer, spec: Experiment) -> list[str]:
+def verify(trainer: Any, spec: Experiment) -> list[str]:
     """Return what of optimizer, precision and batches is not as the spec says, read from the live objects."""
-    problems = optimizer.verify(trainer.optimizer, spec)
+    problems = [*trainer.verify(spec), *optimizer.verify(trainer.optimizer, spec)]
     if spec.optimizations.activation_offload and isinstance(trainer.maybe_activation_offload_context, nullcontext):
         problems.append("optimizations.activation_offload is on and the trainer offloads nothing")
     problems += collate.verify(spec, trainer.batches)

@@ -191,6 +191,7 @@ def _spread(plan: MemoryPlan, known: Constants) -> float:
     family = plan.model.vision.family if plan.model.vision else plan.model.family
     unseen = recipe.attention == "flash" or recipe.mxfp4 or recipe.streamed or unsloths or family not in MEASURED
     unseen |= (recipe.compiled and (recipe.full or recipe.quantised)) or "torchao" in recipe.optimizer or recipe.graphed
+    unseen |= recipe.loss == "pairs"  # no committed run trains them: held against simulations
     if plan.division.gpus > 1 and plan.division.name not in known.strategies:
         return SHARDED_SPREAD
     return UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD

@@ -44,8 +44,12 @@ def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     product, 16 V bytes a token, and 4 V more where a tanh is saved (softcap). Ours: logits and their gradient, and in
     eager mode log-probabilities and probabilities in float32; of one chunk at a time
     (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded up to a power of two, logits twice,
-    16-bit and float32.
+    16-bit and float32. Of pairs the logits of all positions: as the head makes them and, under autocast, in float32
+    (accelerate), then their gradient, of which autograd makes a second copy without the last position; the reference's
+    stand beside the model's while trl computes its metrics of what is chosen.
     """
+    if recipe.loss == "pairs":
+        return _pair_logits(model, recipe, batch)
     if recipe.loss == "unsloth":
         return float(min(UNSLOTH_ROWS, batch.tokens) * model.vocab * recipe.compute)
     if recipe.loss == "liger":
@@ -56,6 +60,13 @@ def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
         each = 2 * recipe.compute + (0 if recipe.compiled else 2 * FLOAT)
         return float(min(recipe.chunk, batch.labels) * model.vocab * each)
     return float(min(TRL_CHUNK, batch.tokens) * model.vocab * (5 if model.softcap else 4) * FLOAT)
+
+
+def _pair_logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+    kept = FLOAT if recipe.autocast else recipe.compute
+    made = kept + (recipe.compute if recipe.autocast else 0)
+    beside = kept + max(made, kept + kept * batch.labels / batch.tokens / 2) if recipe.reference != "none" else 0
+    return float(batch.tokens * model.vocab * max(beside, made, 2 * kept))
 
 
 def head_gradient(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:

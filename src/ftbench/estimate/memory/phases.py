@@ -46,6 +46,7 @@ def resident(plan: MemoryPlan) -> Parts:
     return {
         "weights": weights.weights(model, recipe) * part.weights,
         GATHERED: share.gathered(model, recipe, part),
+        "reference model": weights.weights(model, recipe) if recipe.reference == "second model" else 0.0,
         "adapters": weights.adapters(model, recipe) * part.weights,
         "optimizer state": share.optimizer_state(model, recipe, part),
         "gradients": trained * part.gradients if plan.keeps_gradients else 0.0,
@@ -153,7 +154,7 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     head = {"head": weights.fetched_head(model, kept)}
     held, first = held | {"images": encoded}, first | {"images": encoded}
     return {
-        "load": {"weights": weights.loading(model, kept) * part.weights},
+        "load": {"weights": weights.loading(model, kept) * part.weights, "reference model": base["reference model"]},
         "forward, images": base | {"images": encoded, "one layer": read},
         "forward, frozen layers": base | {"images": shown, "one layer": acts.ungraded},
         "forward": base | held | head | {"images": encoded + shown, "one layer": acts.forward_peak + stream},

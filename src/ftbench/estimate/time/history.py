@@ -60,7 +60,8 @@ class Settings:
 
 def settings_of(spec: Experiment) -> Settings:
     again = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
-    return Settings((spec.method.name, spec.method.quantised, again), _switches(spec.optimizations))
+    objective = {("objective", spec.objective)} if spec.objective.pairs else set()
+    return Settings((spec.method.name, spec.method.quantised, again), _switches(spec.optimizations) | objective)
 
 
 def step_key(spec: Experiment) -> StepKey:
@@ -68,7 +69,7 @@ def step_key(spec: Experiment) -> StepKey:
     model, data, train = spec.model, spec.dataset, spec.train
     return (
         (model.id, model.path, model.dtype),
-        spec.method,
+        (spec.method, spec.objective),
         (data.name, data.path, data.revision, data.max_length, data.length, data.mean_length, data.like),
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,

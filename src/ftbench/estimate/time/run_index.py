@@ -83,10 +83,12 @@ class Store:
 
     def lengths(self, spec: Experiment, config: dict[str, Any] | None = None) -> Lengths:
         """Return the lengths of a spec's samples, as the runs know them; with images by the rule of the model."""
-        key = (spec.dataset, spec.model, spec.optimizations.image_size, id(config))
+        pairs = spec.objective.pairs
+        key = (spec.dataset, spec.model, spec.optimizations.image_size, pairs, id(config))
         if key not in self._lengths:
-            recorded = ((run.spec.dataset, run.described) for run in self.runs)
-            lengths = _with_images(spec, config) or lengths_of(spec.dataset, recorded, spec.model)
+            alike = (run for run in self.runs if run.spec.objective.pairs == pairs)
+            recorded = ((run.spec.dataset, run.described) for run in alike)
+            lengths = _with_images(spec, config) or lengths_of(spec.dataset, recorded, spec.model, pairs)
             self._lengths[key] = lengths
         return self._lengths[key]
 

@@ -39,6 +39,9 @@ _FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "beside": 33
 # Bytes a logit: written in 16 bits, read and written in float32, and their gradient. Of our own loss by its passes, in
 # eager mode and compiled (worker/optimizations/chunked_loss.py).
 _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
+# Of pairs: written in 16 bits, cast, read by trl's kernel and its metrics, the gradient written, copied and cast; of
+# the reference written, cast and read.
+_PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
 # Bytes of an element on its way to 8 bits: read for the maximum, read, written; in eager mode by way of float32.
 _CAST, _CAST_EAGER = 5, 33
 _SCORE = 40  # bytes a score of eager attention, forward and backward
@@ -82,11 +85,12 @@ def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch])
 def _micro_step(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch) -> dict[str, float]:
     """Return one forward and backward pass."""
     again = {"off": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)  # share of the layers
+    beside = _references(recipe)
     work = _products(spec, recipe, shape, batch, again)
     if recipe.attention == "eager":  # products like those with weights, of all pairs
-        work["products"] += _whole_square(shape, batch, again)
+        work["products"] += _whole_square(shape, batch, again + beside)
     else:
-        work[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again)
+        work[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again + beside)
     work = {name: value for name, value in work.items() if value}
     work |= _moved(spec, recipe, shape, batch, again)
     if recipe.offload:
@@ -100,9 +104,14 @@ def _micro_step(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: 
         work["offload.head"] = fetched_head(model, recipe)
     if batch.patches and shape.model.vision:
         _add_images(work, spec, recipe, shape.model.vision, batch)
-    started = _operations(recipe, shape, batch, again)
+    started = _operations(recipe, shape, batch, again + beside)
     work["host"] = work.get("host", 0.0) + (_REPLAYED * started + _OUTSIDE if recipe.graphed else started)
     return work
+
+
+def _references(recipe: Recipe) -> int:
+    """Return how many forward passes of a reference, which learns nothing, a step has beside the model's."""
+    return int(recipe.reference != "none")
 
 
 def _add_images(work: dict[str, float], spec: Experiment, recipe: Recipe, vision: VisionShape, batch: Batch) -> None:
@@ -129,10 +138,14 @@ def _products(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Ba
     """Return FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and
     Liger's take the gradient in the forward pass; the others make the logits again."""
     matmul, n = shape.matmul, batch.positions
-    layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
-    once = spec.optimizations.liger or spec.optimizations.chunked_loss
-    head = batch.labels * (flops.head_per_token(matmul) + (0 if once else 2 * matmul.head))
-    experts = n * (4 + 2 * again + 2 * recipe.full) * shape.expert_matmul
+    beside = _references(recipe)
+    layers = (
+        flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul) + beside * 2 * matmul.base
+    )
+    once = spec.optimizations.liger or spec.optimizations.chunked_loss or recipe.loss == "pairs"
+    heads = n if recipe.loss == "pairs" else batch.labels
+    head = heads * (flops.head_per_token(matmul) + (beside if once else 1) * 2 * matmul.head)
+    experts = n * (4 + 2 * again + 2 * beside + 2 * recipe.full) * shape.expert_matmul
     fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if recipe.fp8 else 0.0
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
@@ -141,30 +154,40 @@ def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch
     """Return bytes read and written, by term."""
     n, kind, compiled = batch.positions, recipe.kernels, recipe.compiled
     moved: dict[str, float] = defaultdict(float)
-    base, adapters = _elementwise(shape, again)
+    beside = _references(recipe)
+    base, adapters = _elementwise(shape, again, beside)
     adapters *= _FUSED_PASSES[recipe.fused]
     moved[f"elementwise.{kind}"] += base * n
     moved["elementwise.eager" if kind == "liger" else f"elementwise.{kind}"] += adapters * n
     if is_upcast(spec.method, shape.model):  # and so is the stream between the layers
         moved["elementwise.float32"] += (base + adapters) * n
     if recipe.mxfp4:
-        moved["dequantise.mxfp4"] += (2 + again) * shape.model.expert_matrices * _MXFP4_OUT
+        moved["dequantise.mxfp4"] += (2 + again + beside) * shape.model.expert_matrices * _MXFP4_OUT
     elif recipe.quantised:  # 4 bits are read and 16 written for each product
-        moved["dequantise"] += (2 + again) * shape.model.linear_parameters * 2.5
+        moved["dequantise"] += (2 + again + beside) * shape.model.linear_parameters * 2.5
     if recipe.fp8:
         each = shape.linears.inputs * (1 + again) + shape.linears.outputs
         moved["casts"] += each * n * (_CAST if compiled else _CAST_EAGER)
-    ours = spec.optimizations.chunked_loss
-    bytes_ = (_OUR_LOGIT_COMPILED if compiled else _OUR_LOGIT) if ours else _LOGIT
-    # trl's own loss computes entropy and accuracy too
-    moved[f"logits.{'trl' if recipe.loss == 'trl' else 'chunked'}"] += batch.labels * shape.model.vocab * bytes_
+    name, logits = _logits(spec, recipe, batch)
+    moved[name] += logits * shape.model.vocab
     if recipe.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
         scores = batch.square * shape.heads
         moved["elementwise.eager"] += _SCORE * scores * (1 + _RECOMPUTED * again)
     if shape.expert_matmul:  # the weights of all experts that some token visits are read
         visited = min(1.0, n * shape.expert_matmul / shape.model.parameters["experts"])
-        moved["experts"] += visited * shape.model.parameters["experts"] * DTYPE_BYTES[spec.model.dtype] * (2 + again)
+        moved["experts"] += (
+            visited * shape.model.parameters["experts"] * DTYPE_BYTES[spec.model.dtype] * (2 + again + beside)
+        )
     return dict(moved)
+
+
+def _logits(spec: Experiment, recipe: Recipe, batch: Batch) -> tuple[str, float]:
+    """Return the term of the loss, and its bytes for each word of the vocabulary."""
+    if recipe.loss == "pairs":
+        return "logits.chunked", batch.positions * (_PAIR_LOGIT + _references(recipe) * _REFERENCE_LOGIT)
+    bytes_ = (_OUR_LOGIT_COMPILED if recipe.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT
+    # trl's own loss computes entropy and accuracy too
+    return f"logits.{'trl' if recipe.loss == 'trl' else 'chunked'}", batch.labels * bytes_
 
 
 def _attention(shape: TrainableShape, batch: Batch, again: float) -> float:
@@ -179,12 +202,13 @@ def _whole_square(shape: TrainableShape, batch: Batch, again: float) -> float:
     return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
 
 
-def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
-    """Return bytes a position in all layers: the base model's and the adapters', backward included."""
+def _elementwise(shape: TrainableShape, again: float, beside: int) -> tuple[float, float]:
+    """Return bytes a position in all layers: the base model's and the adapters', backward included, and the base
+    model's of the passes `beside` it."""
     hidden = shape.model.hidden * len(shape.model.layers)
     base = _HIDDEN * hidden + _HEADS * shape.query_key + _INNER * shape.inner
     adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
-    return base * (1 + _BACKWARD + again), adapters * (1 + _ADAPTER_BACKWARD + again)
+    return base * (1 + _BACKWARD + again + beside), adapters * (1 + _ADAPTER_BACKWARD + again)
 
 
 def _kept(shape: TrainableShape) -> float:

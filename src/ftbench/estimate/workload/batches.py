@@ -4,18 +4,16 @@ data, a bound for real data), and the mean micro-batches, which take the time.""
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
-from statistics import NormalDist
 from typing import TypeAlias
 
 from ftbench.estimate.workload.images import KnownSamples, known_samples
-from ftbench.estimate.workload.lengths import Lengths, sample_lengths
+from ftbench.estimate.workload.lengths import Lengths, expected_longest, sample_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
-from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, bucketed, length_windows, packed
+from ftbench.spec.batches import DEFAULT_SIGMA, bucketed, length_windows, packed
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -31,7 +29,8 @@ class _Layout:
     """What a spec says of how samples become batches of `size` rows: laid end to end (`flat`), also so that they fill
     the rows (`packing`), all of one shape (`fixed`), of samples of like length (`grouping`), in order of length
     (`ordered`: the longest come first). `seen` are the samples that a limit on steps leaves. `boundaries` are told to
-    the attention kernel; `unmasked` kernels are given no mask of the padding."""
+    the attention kernel; `unmasked` kernels are given no mask of the padding. A sample is so many `sequences`, each a
+    row."""
 
     size: int
     max_length: int
@@ -43,16 +42,18 @@ class _Layout:
     seen: int | None
     boundaries: bool
     unmasked: bool
+    sequences: int
 
 
 def _layout(spec: Experiment) -> _Layout:
     on, train, data = spec.optimizations, spec.train, spec.dataset
-    seen = None if train.max_steps is None else train.max_steps * train.batch_size * train.gradient_accumulation_steps
+    size = train.batch_size * spec.objective.sequences
+    seen = None if train.max_steps is None else train.max_steps * size * train.gradient_accumulation_steps
     # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
     return _Layout(
-        train.batch_size, data.max_length, on.packing, on.packing or on.padding_free, on.fixed_shape,
+        size, data.max_length, on.packing, on.packing or on.padding_free, on.fixed_shape,
         on.length_grouping, data.longest_first or on.length_grouping, seen, on.attention in BOUNDARIES,
-        spec.method.name == "unsloth",
+        spec.method.name == "unsloth", spec.objective.sequences,
     )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def _whole(layout: _Layout, lengths: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _largest(dataset: Dataset, layout: _Layout) -> Largest:
-    lengths, basis = sample_lengths(dataset)
+    lengths, basis = sample_lengths(dataset, layout.sequences)
     flat = layout.flat
     if layout.packing:
         expected = _packed(dataset, layout, lengths)
@@ -141,7 +142,7 @@ def _largest(dataset: Dataset, layout: _Layout) -> Largest:
         expected = _unknown(dataset, layout)
     else:
         longest = max(lengths)
-        in_order = _longest_first(dataset) if layout.ordered else lengths
+        in_order = _longest_first(dataset, layout.sequences) if layout.ordered else lengths
         tried = (_shape(layout, batch, longest) for batch in _trained(layout, in_order))
         expected = max(tried, key=lambda batch: batch.tokens)
     most = expected
@@ -155,8 +156,8 @@ def _largest(dataset: Dataset, layout: _Layout) -> Largest:
 
 
 @lru_cache(maxsize=32)
-def _longest_first(dataset: Dataset) -> list[int]:
-    return sorted(sample_lengths(dataset)[0] or (), reverse=True)
+def _longest_first(dataset: Dataset, sequences: int) -> list[int]:
+    return sorted(sample_lengths(dataset, sequences)[0] or (), reverse=True)
 
 
 def _trained(layout: _Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
@@ -196,12 +197,6 @@ def _unknown(dataset: Dataset, layout: _Layout) -> BatchShape:
         tokens = round(longest + (size - 1) * mean)
         return BatchShape(1, tokens, tokens - size)
     return BatchShape(size, longest, round(size * mean) - size)
-
-
-def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int:
-    """Return the median of the longest of `count` log-normal lengths with this mean (before the cut at `longest`)."""
-    quantile = NormalDist().inv_cdf(0.5 ** (1 / max(count, 1)))
-    return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
 
 
 # --- the mean ---------------------------------------------------------------------------------------------------------
@@ -250,7 +245,7 @@ def mean_batch(
     if on.packing or on.padding_free:
         return Batch(1.0, samples, positions, real, labels, positions**2, padded or samples > 1)
     masked = padded and spec.method.name != "unsloth"
-    return Batch(1.0, samples, positions, real, labels, positions**2 / samples, masked)
+    return Batch(1.0, samples, positions, real, labels, positions**2 / (samples * spec.objective.sequences), masked)
 
 
 @lru_cache(maxsize=4096)
@@ -300,4 +295,5 @@ def _laid_out(layout: _Layout, totals: Column, squares: Column, counts: Column, 
         return positions, samples, real, sum(squares), False
     if layout.flat:
         return positions, samples, real, positions * positions, samples > 1 or positions > real
-    return positions, samples, real, layout.size * wide * wide, positions > real and not layout.unmasked
+    masked = positions > real and not layout.unmasked
+    return positions, samples // layout.sequences, real, layout.size * wide * wide, masked

@@ -3,6 +3,7 @@ text (by the model's own tokenizer where it is on this machine), else from what 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from ftbench.core.data_files import read_file
 from ftbench.errors import FtbenchError
-from ftbench.spec.batches import synthetic_lengths
+from ftbench.spec.batches import SHORTEST, synthetic_lengths
 from ftbench.spec.dataset_rows import named_row
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Model
@@ -50,13 +52,15 @@ class Lengths:
 
 
 def lengths_of(
-    dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = (), model: Model | None = None
-) -> Lengths:
-    """Return the lengths of a data set for a model; `recorded` are data sets of earlier runs with the `dataset` section
-    of their summaries."""
+    dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = (), model: Model | None = None,
+    pairs: bool = False,
+) -> Lengths:  # fmt: skip
+    """Return the lengths of a data set for a model; `recorded` are data sets of earlier runs of the same objective with
+    the `dataset` section of their summaries. Of `pairs` they are those of both sequences, one after the other."""
+    sequences = 2 if pairs else 1
     if dataset.name == "synthetic":
-        count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES)
-        return Lengths(_drawn(dataset, count), 1.0, "exact: synthetic lengths")
+        count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES) * sequences
+        return Lengths(_drawn(dataset, count), 1.0 / sequences, "exact: synthetic lengths")
     same = [described for other, described in recorded if _same_data(dataset, other)]
     if same and (known := _from_histogram(same[-1], dataset)) is not None:
         return known
@@ -66,17 +70,17 @@ def lengths_of(
         return Lengths(drawn, 1.0, f"drawn to the mean length known of {dataset.name}")
     why = f"the lengths of {dataset.name} are not known"
     if dataset.name in ("file", "sample") and model is not None:
-        counted = file_lengths(dataset, model)
+        counted = file_lengths(dataset, model, pairs)
         if not isinstance(counted, str):
-            return _of_file(dataset, *counted)
+            return _of_file(dataset, sequences, *counted)
         why += f" ({counted})"
     why += f": every sample counts as max_length {dataset.max_length:,}"
     return Lengths((dataset.max_length,) * 64, 1.0, why, upper_bound=True)
 
 
-def _of_file(dataset: Dataset, lengths: Sequence[int], rows: int, source: str) -> Lengths:
+def _of_file(dataset: Dataset, sequences: int, lengths: Sequence[int], rows: int, source: str) -> Lengths:
     """Return the lengths in an order like that of training, as many as are trained on."""
-    trained = max(1, min(dataset.samples or rows, len(lengths)))
+    trained = max(1, min((dataset.samples or rows) * sequences, len(lengths)))
     shuffled = random.Random(dataset.seed).sample(lengths, trained)
     return Lengths(tuple(min(length, dataset.max_length) for length in shuffled), 1.0, source, rows=rows)
 
@@ -86,17 +90,24 @@ def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
     return tuple(synthetic_lengths(dataset, min(count, 1024) if dataset.length is not None else count))
 
 
-def sample_lengths(dataset: Dataset) -> tuple[tuple[int, ...] | None, str]:
-    """Return the lengths of all samples in tokens where they are known, and in words what is known."""
+def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[tuple[int, ...] | None, str]:
+    """Return the lengths of all samples in tokens where they are known, and in words what is known; of pairs those of
+    both `sequences` of each."""
     if dataset.name != "synthetic":
         return None, f"no sample is longer than max_length {dataset.max_length:,}"
-    count = (dataset.samples or 0) + dataset.eval_samples
+    count = ((dataset.samples or 0) + dataset.eval_samples) * sequences
     if dataset.length is not None:
         return (dataset.length,) * min(count, DRAWN), f"every sample has {dataset.length:,} tokens"
     if count > DRAWN:
         return None, f"lengths drawn, at most max_length {dataset.max_length:,}"
     lengths = _drawn(dataset, count)
-    return lengths[: dataset.samples], f"synthetic lengths, the longest {max(lengths):,}"
+    return lengths[: (dataset.samples or 0) * sequences], f"synthetic lengths, the longest {max(lengths):,}"
+
+
+def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int:
+    """Return the median of the longest of `count` log-normal lengths with this mean (before the cut at `longest`)."""
+    quantile = NormalDist().inv_cdf(0.5 ** (1 / max(count, 1)))
+    return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
 
 
 def _same_data(wanted: Dataset, other: Dataset) -> bool:
@@ -125,15 +136,16 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 
 
 @lru_cache(maxsize=8)
-def file_lengths(dataset: Dataset, model: Model) -> tuple[tuple[int, ...], int, str] | str:
-    """Return the lengths of at most MOST_SAMPLES rows of a file before they are cut, how many rows it has, and in words
-    how they were counted; only a reason where the file cannot be read here."""
+def file_lengths(dataset: Dataset, model: Model, pairs: bool = False) -> tuple[tuple[int, ...], int, str] | str:
+    """Return the lengths of at most MOST_SAMPLES rows of a file before they are cut (of `pairs` of both sequences), how
+    many rows it has, and in words how they were counted; only a reason where the file cannot be read here."""
     path = Path(dataset.path) if dataset.path else Path(str(files("ftbench.facts") / "sample.jsonl"))
     try:
         rows = read_file(path)
     except FtbenchError as error:
         return str(error)
-    texts = [list(_texts(named_row(rows[at], dataset))) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))]
+    read = (named_row(rows[at], dataset) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES)))
+    texts = [list(_texts(shown)) for row in read for shown in (_sides(row) if pairs else (row,))]
     tokenizer = _local_tokenizer(model)
     if tokenizer is not None:
         counts: Sequence[float] = [
@@ -147,6 +159,13 @@ def file_lengths(dataset: Dataset, model: Model) -> tuple[tuple[int, ...], int, 
         how = f"{path.name} at {ratio:g} bytes a token, as the model's tokenizer is not on this machine"
     lengths = (round(count) + _TURN * len(turns) for count, turns in zip(counts, texts, strict=True))
     return tuple(max(2, length) for length in lengths), len(rows), how
+
+
+def _sides(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield both sequences of a pair as rows of one: the prompt with an answer, or an answer that holds it."""
+    for answer in (row.get("chosen"), row.get("rejected")):
+        whole = isinstance(answer, list) and len(answer) > 1
+        yield {"messages": answer} if whole else {"prompt": row.get("prompt"), "completion": answer}
 
 
 def _texts(row: dict[str, Any]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -15,7 +15,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth
 from ftbench.spec.optimizations.fp8 import in_8_bits
 
-Loss = Literal["trl", "chunked", "liger", "unsloth"]
+Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
 Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
 Fused = Literal["off", "augmented", "beside"]
@@ -33,9 +33,9 @@ class Recipe:
     adapter: of the adapters, 0 without. targets: the last parts of the names of the linear layers that have adapters,
     and `experts` where the fused experts have. mxfp4: the experts stay in 4 bits as gpt-oss is published.
     checkpointing: `offload` and `unsloth` keep layer inputs in host memory. chunk: label tokens of a chunk of our loss.
-    graphed: forward and backward pass are replayed, and gradients stay where they were recorded.
-    fused: how fused_lora multiplies adapters (worker/kernels/adapter_products.py). streamed: frozen weights wait on the
-    host. attention: `masked` is sdpa with a mask, made where rows hold padding or several samples."""
+    graphed: forward and backward pass are replayed, and gradients stay where they were recorded. fused: how fused_lora
+    multiplies adapters. streamed: frozen weights wait on the host. attention: `masked` is sdpa with a mask, made where
+    rows hold padding or several samples. reference: what a step of dpo compares with."""
 
     full: bool = False
     quantised: bool = False
@@ -47,7 +47,7 @@ class Recipe:
     autocast: bool = True
     adapter: int = 0
     rank: int = 0
-    targets: frozenset[str] = field(default_factory=frozenset)
+    targets: frozenset[str] = frozenset()
     double_quant: bool = True
     optimizer: str = "adamw_torch"
     checkpointing: Checkpointing = "off"
@@ -63,6 +63,7 @@ class Recipe:
     streamed: bool = False
     vision: Trained = "frozen"
     projector: Trained = "frozen"
+    reference: Literal["none", "base", "second model"] = "none"
 
     @property
     def stream(self) -> int:
@@ -123,6 +124,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         streamed=on.weight_offload,
         vision=getattr(method, "vision", "full") if model.vision else "frozen",
         projector=getattr(method, "projector", "full") if model.vision else "frozen",
+        reference="second model" if spec.second_model else "base" if spec.objective.in_step else "none",
     )
 
 
@@ -139,9 +141,8 @@ def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
 def fused(spec: Experiment) -> Fused:
     """Return how fused_lora multiplies: it takes adapters into the base product where that is a plain one of the type
     products are made in, of weights that stay on the device."""
-    if not spec.optimizations.fused_lora:
+    if not (on := spec.optimizations).fused_lora:
         return "off"
-    on = spec.optimizations
     other = on.fp8 != "off" or on.weight_offload or (spec.method.quantised and not spec.method.mxfp4)
     products = "bfloat16" if spec.train.precision == "bf16" else "float32"
     return "beside" if other or spec.model.dtype != products else "augmented"
@@ -186,8 +187,8 @@ def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -
 
 
 def _loss(spec: Experiment) -> Loss:
-    if spec.method.name == "unsloth":
-        return "unsloth"
+    if spec.objective.pairs or spec.method.name == "unsloth":
+        return "pairs" if spec.objective.pairs else "unsloth"
     if spec.optimizations.chunked_loss:
         return "chunked"
     return "liger" if spec.optimizations.liger else "trl"

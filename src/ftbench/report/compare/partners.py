@@ -12,8 +12,8 @@ from ftbench.spec.base import nearest
 
 # Nothing is paired across these, unless they are what is compared.
 _HARD = (
-    "gpu", "model.id", "method.name", "dataset.name", "dataset.path", "dataset.length", "dataset.mean_length",
-    "dataset.like",
+    "gpu", "model.id", "method.name", "objective.name", "dataset.name", "dataset.path", "dataset.length",
+    "dataset.mean_length", "dataset.like",
 )  # fmt: skip
 _NOUNS = {"gpu": "GPU", "model": "model", "method": "method", "dataset": "data"}
 _UNOPTIMIZED = {
@@ -23,6 +23,7 @@ _UNOPTIMIZED = {
     STRATEGY: ("none",),
     SHORT["framework"]: ("trl",),
     SHORT["settings"]: ("plain",),
+    SHORT["objective"]: ("sft",),
 }
 
 Find = Callable[[Cell], tuple[Cell | None, str]]

@@ -39,7 +39,8 @@ from ftbench.report.render.runs_table import named
 
 _HEADING = {
     "gpu": "GPU", "model.id": "model", "method.name": "method", "train.batch_size": "batch", OPTIMIZATIONS: "with",
-    "launch.framework": "framework", "data": "data", "model.weights": "weights", RECIPE: "trained by",
+    "launch.framework": "framework", "objective.name": "objective", "data": "data", "model.weights": "weights",
+    RECIPE: "trained by",
 }  # fmt: skip
 _TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005

@@ -13,10 +13,11 @@ from ftbench.spec.methods import METHODS
 from ftbench.spec.recipes import FOLDER, recipes
 
 SHORT = {
-    "gpus": "launch.gpus", "strategy": "launch.strategy", "settings": "launch.settings",
-    "gpu": "gpu", "model": "model.id", "method": "method.name", "batch": "train.batch_size",
-    "batch_size": "train.batch_size", "framework": "launch.framework", "dataset": "dataset.name",
-    "weights": "model.weights", "optimization": "optimizations", "optimizations": "optimizations", "recipe": "recipe",
+    "gpus": "launch.gpus", "strategy": "launch.strategy", "settings": "launch.settings", "gpu": "gpu",
+    "model": "model.id", "method": "method.name",
+    "objective": "objective.name", "batch": "train.batch_size", "batch_size": "train.batch_size",
+    "framework": "launch.framework", "dataset": "dataset.name", "weights": "model.weights",
+    "optimization": "optimizations", "optimizations": "optimizations", "recipe": "recipe",
 }  # fmt: skip
 OPTIMIZATIONS, RECIPE = "optimizations", "recipe"
 GPUS, STRATEGY = "launch.gpus", "launch.strategy"
@@ -71,7 +72,7 @@ def on_axis(axis: str, key: str) -> bool:
     return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
 
 
-_RAN_BY = ("method.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer")
+_RAN_BY = ("method.", "objective.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer")
 _BY_FRAMEWORK = ("applied.loss", "applied.patched_by")  # each has a loss of its own; the rest is to be the same work
 
 
@@ -82,8 +83,9 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
         return True
     if axis in (SHORT["framework"], SHORT["settings"]) and key in _BY_FRAMEWORK:
         return True
-    if axis in ("method.name", RECIPE) and key.startswith("method."):
-        return key not in baseline or key not in candidate
+    for name in ("method", "objective"):
+        if axis in (f"{name}.name", RECIPE) and key.startswith(f"{name}."):
+            return key not in baseline or key not in candidate
     if axis in (GPUS, STRATEGY) and key in (GPUS, STRATEGY):  # one GPU has no strategy
         return "1" in (baseline.get(GPUS), candidate.get(GPUS))
     if axis == "gpu" and key == "power limit":

@@ -62,7 +62,8 @@ def _on_one_basis(record: Record) -> Record:
     length = record.get("dataset.tokens.mean")
     if not (counted and tokens and length):
         return record
-    rate = tokens / length
+    sequences, samples = record.get("dataset.tokens.count"), record.get("dataset.samples")
+    rate = tokens / (length * (sequences / samples if sequences and samples else 1))  # a pair is two sequences
     record |= {"samples_per_s": rate, "samples_per_hour": rate * 3600}
     if joules := record.get(_PER_SAMPLE):
         record[_PER_SAMPLE] = joules * counted / rate

@@ -69,7 +69,8 @@ def _facts_of(data: bytes) -> Mapping[str, str]:
         facts.pop("launch.mock_fits", None)
     if not facts or "imported" in written:  # of a run that ftbench did not make nothing but what was told is known
         return facts
-    return {key: text for key, text in _defaults(facts.get("method.name", "")).items() if _within(key, written)} | facts
+    known = {key: text for key, text in _defaults(facts.get("method.name", "")).items() if _within(key, written)}
+    return known | {"objective.name": "sft"} | facts  # which every training was before there was another
 
 
 def machine_facts(run: RunDir) -> Mapping[str, str]:
@@ -147,7 +148,9 @@ def as_fact(key: str, value: Any) -> str:
 @cache
 def _defaults(method: str) -> dict[str, str]:
     """Return today's defaults of every key, as text."""
-    sections = {name: field.annotation for name, field in Experiment.model_fields.items() if name != "method"}
+    sections = {
+        name: field.annotation for name, field in Experiment.model_fields.items() if name not in ("method", "objective")
+    }
     parts = sections | {"method": METHODS.get(method)}
     return {
         f"{name}.{key}": as_fact(key, list(field.default) if isinstance(field.default, tuple) else field.default)

@@ -222,9 +222,10 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
 
 
 def _way(facts: Mapping[str, str]) -> str:
-    """Return what is trained how, and on how many GPUs, where they are several."""
-    gpus = facts.get(GPUS, "1")
-    return recipe_name(facts) + ("" if gpus == "1" else f" on {gpus} GPUs ({facts.get(STRATEGY)})")
+    """Return what is trained how, by which objective if not sft, and on how many GPUs, where they are several."""
+    gpus, objective = facts.get(GPUS, "1"), facts.get("objective.name", "sft")
+    by = "" if objective == "sft" else f" by {objective}"
+    return recipe_name(facts) + by + ("" if gpus == "1" else f" on {gpus} GPUs ({facts.get(STRATEGY)})")
 
 
 def recipe_name(facts: Mapping[str, str]) -> str:

@@ -24,6 +24,8 @@ def _refusals(spec: Experiment) -> Iterator[str]:
         )
     if kernel == "varlen" and precision == "fp32":
         yield "optimizations.attention varlen computes in 16 bits: set train.precision to bf16"
+    if spec.objective.pairs and kernel not in ("auto", "eager", "sdpa"):
+        yield f"optimizations.attention {kernel} with objective dpo: only eager and sdpa were held against it so far"
     if kernel == "cudnn" and precision == "fp32":
         yield "optimizations.attention cudnn computes in 16 bits: set train.precision to bf16, or attention sdpa"
 
@@ -55,6 +57,7 @@ OPTIMIZATION = Optimization(
     "kernels; varlen is torch's own for rows without padding",
     verified="the model's own setting is read",
     tolerance=Tolerance(ROUNDING),
+    pairs=None,
     unsloth="it chooses the attention itself: leave it auto",
     refusals=_refusals,
     refusals_on=_refusals_on,

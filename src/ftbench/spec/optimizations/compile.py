@@ -12,6 +12,7 @@ OPTIMIZATION = Optimization(
     "for each new shape; dynamic compiles for all lengths at once",
     verified="every layer is compiled and graphs were counted",
     tolerance=Tolerance(ROUNDING),
+    pairs=None,
     unsloth="it compiles what it rewrites itself: leave it off",
     unsimulated="the compiler chooses what is kept for the backward pass",
     after=("liger",),  # a layer as Liger rewrote it

@@ -36,7 +36,8 @@ class Optimization:
     """One key of `optimizations:`. The functions are asked only where it is on, and answer in sentences with a way out.
 
     `description` says what it does and what it costs; `verified`, how a run shows that it was applied; `tolerance`, how
-    closely the loss must follow; `unsloth`, why not beside method unsloth and what to do instead (None: it does).
+    closely the loss must follow; `unsloth`, why not beside method unsloth and what to do instead (None: it does);
+    `pairs`, the same beside objective dpo, where a test shows that it trains what plain dpo does.
     `excludes` holds, for each key of the spec that may not be on beside it, the reason; `refusals` are what else it
     excludes or needs on any machine, `refusals_on` on a machine of this compute capability.
     `unsimulated` is why `--simulate` does not follow it, or a function that says so of a spec and names the `--set`
@@ -49,6 +50,7 @@ class Optimization:
     verified: str
     tolerance: Tolerance
     unsloth: str | None = None
+    pairs: str | None = "nothing shows so far that it trains the same pairs: leave it off"
     excludes: Mapping[str, str] = field(default_factory=dict)
     refusals: Callable[[Experiment], Iterable[str]] = lambda spec: ()
     refusals_on: Callable[[Experiment, Capability], Iterable[str]] = lambda spec, capability: ()

@@ -28,6 +28,11 @@ def _refusals(spec: Experiment) -> Iterator[str]:
     if spec.launch.sharded:
         strategy = spec.launch.strategy
         yield f"{name} keeps whole matrices on each GPU, which {strategy} would spread: set it to off, or use ddp"
+    if spec.objective.name == "dpo" and spec.objective.in_step:
+        yield (
+            f"{name} writes the adapters anew for each forward pass, and the reference's stands between a step's "
+            "forward and backward: set objective.precompute_ref_log_probs to on"
+        )
     if spec.train.precision == "fp16":
         yield f"{name} goes with train.precision bf16 or fp32"
 
@@ -37,6 +42,7 @@ OPTIMIZATION = Optimization(
     "over the activations",
     verified="every adapted layer multiplies so",
     tolerance=Tolerance(ROUNDING),
+    pairs=None,
     unsloth="it fuses adapters itself: leave it off",
     refusals=_refusals,
     after=("fp8",),  # what a base layer is decides how its adapters are multiplied

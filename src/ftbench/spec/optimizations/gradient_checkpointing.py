@@ -15,6 +15,11 @@ def _refusals(spec: Experiment) -> Iterator[str]:
     setting = spec.optimizations.gradient_checkpointing
     if (name := spec.launch.strategy) in ("fsdp", "cp") and setting not in (True, False):
         yield f"optimizations.gradient_checkpointing {setting}: {name} checkpoints all layers or none: use on or off"
+    if spec.objective.pairs and setting not in (True, False):
+        yield (
+            f"optimizations.gradient_checkpointing {setting} with objective dpo: trl switches checkpoints off and on "
+            "again around the reference, in all layers: use on or off"
+        )
 
 
 def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
@@ -36,6 +41,7 @@ OPTIMIZATION = Optimization(
     verified="every layer's switch is read after the first step (selective: half of them; offload: as many inputs went "
     "out and came back as there are layers)",
     tolerance=Tolerance(EXACT),
+    pairs=None,
     unsloth="set method.use_gradient_checkpointing instead",
     refusals=_refusals,
     refusals_on=_refusals_on,

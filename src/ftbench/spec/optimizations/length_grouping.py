@@ -8,6 +8,7 @@ OPTIMIZATION = Optimization(
     description="batch samples of like length: less padding, and another order of the samples",
     verified="the counts of the batches",
     tolerance=Tolerance(COARSE, another_order=True),
+    pairs=None,
     excludes={
         **dict.fromkeys(
             ("optimizations.packing", "optimizations.fixed_shape"),

@@ -8,6 +8,7 @@ OPTIMIZATION = Optimization(
     description="Liger's Triton kernels: norms, rotary embedding, SwiGLU, fused loss",
     verified="modules that run a function of Liger's are counted",
     tolerance=Tolerance(ROUNDING),
+    pairs="its loss is of answers, token by token: leave it off",
     unsloth="it has kernels of its own: leave it off",
     needs_gpu=True,
     unsimulated="its kernels are Triton's",

@@ -21,5 +21,6 @@ OPTIMIZATION = Optimization(
     "number is how many (on is 4)",
     verified="the trainer's loader has as many processes",
     tolerance=Tolerance(EXACT),
+    pairs=None,
     unsimulated="batches are made in other processes",
 )

@@ -45,7 +45,7 @@ class Collator:
         self._pad = pad_token_id
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        samples = [sample for row in rows for sample in _samples(row)]
+        samples = [sample for row in rows for sample in samples_of(row)]
         batch = self._laid_out(samples) if self._flat else self._padded(samples)
         pictures = [self._pictures[index] for row in rows for index in row.get("shown", ())]
         if pictures and self._pixels:
@@ -149,7 +149,7 @@ def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) ->
     return problems
 
 
-def _samples(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+def samples_of(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the ids and labels of each sample of a row."""
     ids = np.asarray(row["input_ids"], dtype=np.int64)
     labels = np.asarray(row["labels"], dtype=np.int64)

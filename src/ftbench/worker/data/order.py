@@ -19,8 +19,8 @@ Row = list[Tokens]
 
 
 def rows(samples: Sequence[Tokens]) -> list[Row]:
-    """Return a row a sample."""
-    return [[sample] for sample in samples]
+    """Return a row a sample: its sequences, which are two of a pair."""
+    return [sample.sequences for sample in samples]
 
 
 def packed(samples: Sequence[Tokens], max_length: int) -> list[Row]:
@@ -41,7 +41,7 @@ def bucketed(samples: Sequence[Tokens], pixels: Pixels, batch_size: int, seed: i
 
 
 def _lengths(samples: Sequence[Tokens]) -> list[int]:
-    return [len(sample.ids) for sample in samples]
+    return [sample.longest for sample in samples]
 
 
 def longest_first(samples: Sequence[Tokens], batch_size: int) -> list[Tokens]:
@@ -52,7 +52,7 @@ def longest_first(samples: Sequence[Tokens], batch_size: int) -> list[Tokens]:
             f"train.batch_size {batch_size} with dataset.longest_first needs as many samples and there are "
             f"{len(samples):,}: raise dataset.samples"
         )
-    order = sorted(range(len(samples)), key=lambda index: -len(samples[index].ids))
+    order = sorted(range(len(samples)), key=lambda index: -samples[index].longest)
     first = order[:batch_size]
     return [samples[index] for index in (*first, *sorted(order[batch_size:]))]
 

@@ -24,7 +24,7 @@ from ftbench.worker.data.order import Row
 from ftbench.worker.data.pictures import read
 from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.sources import Rows, open_rows
-from ftbench.worker.data.tokens import IGNORE, ShownImages, Tokens, tokenise
+from ftbench.worker.data.tokens import IGNORE, ShownImages, Tokens, tokenise, tokenise_pair
 
 ROW_S = 20  # of computing for one row: a long dialogue takes a tenth of a second
 
@@ -75,12 +75,13 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
     dataset, batch_size = spec.dataset, spec.train.batch_size
     count, warnings = (dataset.samples or 0) + dataset.eval_samples, list[str]()
     if dataset.name == "synthetic":
-        samples = synthetic.draw(dataset, count, vocab_size)
+        draw = synthetic.draw_pairs if spec.objective.pairs else synthetic.draw
+        samples = draw(dataset, count, vocab_size)
     elif dataset.name == "images":
         special = {*tokenizer.all_special_ids, _reading(pixels, dataset).token}
         samples = synthetic.draw_images(dataset, count, vocab_size, _reading(pixels, dataset), special)
     else:
-        samples, warnings = _from_rows(dataset, tokenizer, pixels)
+        samples, warnings = _from_rows(spec, tokenizer, pixels)
         if not tokenizer.chat_template:
             warnings.append("the tokenizer has no chat template: turns are separated by empty lines")
     cut = len(samples) - dataset.eval_samples
@@ -94,7 +95,8 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
     if spec.measure.control == "random_labels":
         train = synthetic.mislabelled(train, dataset.seed, vocab_size)
     rows = order.packed(train, dataset.max_length) if spec.optimizations.packing else order.rows(train)
-    description = _describe(dataset, [sample for row in rows for sample in row], evaluation, batch_size)
+    flat = [each for row in rows for each in row]
+    description = _describe(dataset, flat, evaluation, batch_size, spec.objective.sequences)
     if pixels and any(sample.pictures for sample in samples):
         description["images"] = _describe_images(train, pixels)
         pixels.keep([picture for sample in samples for picture in sample.pictures])
@@ -108,14 +110,15 @@ def _reading(pixels: Pixels | None, dataset: Dataset) -> Pixels:
     return pixels
 
 
-def _from_rows(dataset: Dataset, tokenizer: Any, pixels: Pixels | None) -> tuple[list[Tokens], list[str]]:
+def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple[list[Tokens], list[str]]:
     """Read as many rows as wanted, in the order of a seeded permutation (that of `datasets.Dataset.shuffle`).
 
     A row without text is an error in a file, and left out of a public data set. A sample whose answer lies beyond
     max_length would carry no loss: it is left out and counted, and the next row takes its place.
     """
+    dataset = spec.dataset
     rows = open_rows(dataset)
-    format_name = row_format(dataset, rows[0], rows.where(0))
+    format_name = row_format(dataset, rows[0], rows.where(0), spec.objective.pairs)
     if dataset.name == "file":
         for index in range(len(rows)):
             row_example(dataset, rows[index], format_name, rows.where(index))
@@ -135,7 +138,7 @@ def _from_rows(dataset: Dataset, tokenizer: Any, pixels: Pixels | None) -> tuple
             continue
         tokens = _tokens(rows, index, parsed, dataset, tokenizer, images)
         shown_whole = images is None or tokens.ids.count(images.token) == sum(images.counts)
-        if not shown_whole or all(label == IGNORE for label in tokens.labels[1:]):
+        if not shown_whole or not tokens.learns:
             silent += 1
             continue
         samples.append(tokens)
@@ -178,6 +181,8 @@ def _tokens(
 ) -> Tokens:
     try:
         with time_limit(ROW_S):
+            if parsed.rejected:
+                return tokenise_pair(tokenizer, parsed, dataset.max_length)
             return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
     except BadRow as error:
         raise DataError(f"{rows.where(index)}: {error}") from None
@@ -192,14 +197,15 @@ def _tokens(
 
 
 def _describe(
-    dataset: Dataset, train: Sequence[Tokens], evaluation: Sequence[Tokens], batch_size: int
+    dataset: Dataset, train: Sequence[Tokens], evaluation: Sequence[Tokens], batch_size: int, sequences: int
 ) -> dict[str, Any]:
+    """Return the `dataset` section; `train` are the sequences in their order, so many of each sample."""
     real = [len(sample.ids) for sample in train]
-    padding = lengths.padding_efficiency(real, batch_size)
+    padding = lengths.padding_efficiency(real, batch_size * sequences)
     packing = lengths.packing_efficiency(real, max(dataset.max_length, max(real)))
     return {
         "name": dataset.name,
-        "samples": len(train),
+        "samples": len(train) // sequences,
         "eval_samples": len(evaluation),
         "max_length": dataset.max_length,
         "truncated": sum(len(sample.ids) < sample.full_length for sample in train),

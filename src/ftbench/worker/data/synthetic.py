@@ -30,6 +30,23 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
     return [Tokens(ids, list(ids), len(ids)) for ids in chain(generator, lengths, vocab_size)]
 
 
+def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
+    """Return `count` pairs of sequences that begin alike: half of the shorter is the prompt. What is chosen goes on as
+    the structure says, what is rejected at random, so that of a chain it can be learned which is which."""
+    drawn = draw(dataset, 2 * count, vocab_size)
+    noise = _random(np.random.default_rng(dataset.seed + 1), [len(each.ids) for each in drawn[1::2]], vocab_size)
+    return [_pair(chosen.ids, rejected, vocab_size) for chosen, rejected in zip(drawn[::2], noise, strict=True)]
+
+
+def _pair(chosen: list[int], rejected: list[int], vocab_size: int) -> Tokens:
+    prompt = min(len(chosen), len(rejected)) // 2
+    rejected = chosen[:prompt] + rejected[prompt:]
+    if rejected[prompt] == chosen[prompt]:  # they are never the same
+        rejected[prompt] = (chosen[prompt] + 1) % vocab_size
+    pair = [Tokens(ids, [IGNORE] * prompt + ids[prompt:], len(ids)) for ids in (chosen, rejected)]
+    return replace(pair[0], rejected=pair[1])
+
+
 def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, special: set[int]) -> list[Tokens]:
     """Return `count` samples of pictures, each followed by a token, and of text without `special` ids, whose every
     token is a label. Raises SpecError where one does not fit `max_length`: images are not cut."""
@@ -59,10 +76,15 @@ def entropy_nats(dataset: Dataset) -> float | None:
 
 
 def mislabelled(samples: Sequence[Tokens], seed: int, vocab_size: int) -> list[Tokens]:
-    """Return the samples with a random token wherever they have a label (C. Zhang et al., ICLR 2017)."""
+    """Return the samples with a random token wherever they have a label (C. Zhang et al., ICLR 2017); the label of a
+    pair is which of the two is preferred."""
     generator = np.random.default_rng(seed)
     result = []
     for sample in samples:
+        if sample.rejected is not None:
+            swapped = replace(sample.rejected, rejected=replace(sample, rejected=None))
+            result.append(swapped if generator.integers(2) else sample)
+            continue
         drawn = generator.integers(0, vocab_size, len(sample.labels)).tolist()
         labels = [new if old != IGNORE else IGNORE for old, new in zip(sample.labels, drawn, strict=True)]
         result.append(replace(sample, labels=labels))

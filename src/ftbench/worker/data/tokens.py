@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
@@ -21,12 +21,29 @@ FEW = 8  # answers whose ends are looked for one by one
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Ids of one sample and which of them carry loss (`labels` is the id, or -100). `full_length` is the number of
-    tokens before the sample was cut to `max_length`, `pictures` what its tokens for images stand for."""
+    tokens before the sample was cut to `max_length`, `pictures` what its tokens for images stand for. Of a pair it is
+    the chosen sequence, with the `rejected` one."""
 
     ids: list[int]
     labels: list[int]
     full_length: int
     pictures: tuple[Picture, ...] = ()
+    rejected: Tokens | None = None
+
+    @property
+    def sequences(self) -> list[Tokens]:
+        """What the model is given of the sample: itself, or both of a pair."""
+        return [self] if self.rejected is None else [self, self.rejected]
+
+    @property
+    def longest(self) -> int:
+        return max(len(each.ids) for each in self.sequences)
+
+    @property
+    def learns(self) -> bool:
+        """Whether some token carries loss in each of its sequences, and these differ."""
+        alike = self.rejected is not None and self.ids == self.rejected.ids
+        return not alike and all(any(label != IGNORE for label in each.labels[1:]) for each in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +73,24 @@ def tokenise(
     if images:
         ids, labels = _repeated(ids, labels, images)
     return Tokens(ids[:max_length], labels[:max_length], len(ids), images.pictures if images else ())
+
+
+def tokenise_pair(tokenizer: Any, example: Example, max_length: int) -> Tokens:
+    """Return the chosen sequence with the rejected one. Loss begins where either stops being the prompt, opened for an
+    answer, as in trl's DPOTrainer."""
+    write = _template if tokenizer.chat_template else _plain_ids
+    prompt, sides = write(tokenizer, example.messages[:-1], True), (example.messages, example.rejected)
+    written = [write(tokenizer, messages, False) for messages in sides]
+    begin = min(_common(prompt, ids) for ids in written)
+    labels = [[IGNORE] * begin + ids[begin:] for ids in written]
+    chosen, rejected = (
+        Tokens(ids[:max_length], own[:max_length], len(ids)) for ids, own in zip(written, labels, strict=True)
+    )
+    return replace(chosen, rejected=rejected)
+
+
+def _plain_ids(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
+    return _plain_turns(tokenizer, messages)[0]
 
 
 def _repeated(ids: list[int], labels: list[int], images: ShownImages) -> tuple[list[int], list[int]]:

@@ -75,6 +75,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
         "optimizer": optimizer_facts(innermost(trainer.optimizer)),
         **optimizations.applied(trainer.model, spec),
         **parallel.applied(trainer, spec),
+        **trainer.facts(),
     }
 
 
@@ -109,7 +110,9 @@ def _loss(trainer: Any, spec: Experiment) -> str:
     """Return who computes the loss: trl's word for its own, ours, or Liger's."""
     if spec.optimizations.chunked_loss:
         return "fused over chunks (ftbench)"
-    return "fused (liger)" if spec.optimizations.liger else str(trainer.args.loss_type)
+    if spec.optimizations.liger:
+        return "fused (liger)"
+    return " + ".join(trainer.args.loss_type) if spec.objective.pairs else str(trainer.args.loss_type)
 
 
 def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ftbench.families.vision import NOTHING, ImageSize
 
-Shape = tuple[int | None, int | None, int]  # of a batch: its samples, the longest of them, its tokens with padding
+FLOATS = ("loss", "grad_norm", "reward_accuracy", "reward_margin")  # columns that are no whole numbers
+Shape = tuple[int | None, int | None, int]  # of a batch: its sequences, the longest of them, its tokens with padding
 COUNT = "count"  # the key of a batch under which its counts travel, also from another process
 
 
@@ -16,7 +17,8 @@ COUNT = "count"  # the key of a batch under which its counts travel, also from a
 class BatchCount:
     """Counts of tokens and samples, and the bytes of the real tokens and of what tells images apart, in order, where
     the host has them. `real` and `labels` may be tensors on the device; `samples` and `longest` are None where rows
-    hold an unknown number; of `images` there are none in text, and `pictures` tells them apart, in order."""
+    hold an unknown number; of `images` there are none in text, and `pictures` tells them apart, in order. A sample is
+    so many `sequences`; `rewards` of pairs are the sums of their accuracy and margin."""
 
     real: Any = 0
     padded: int = 0
@@ -26,6 +28,8 @@ class BatchCount:
     images: int = 0
     of_images: ImageSize = NOTHING
     pictures: tuple[str, ...] = ()
+    sequences: int = 1
+    rewards: tuple[float, float] | None = None
     tokens: list[bytes] = field(default_factory=list)
 
     def add(self, other: BatchCount) -> None:
@@ -35,6 +39,9 @@ class BatchCount:
         self.labels = self.labels + other.labels
         self.images += other.images
         self.of_images += other.of_images
+        if other.rewards:
+            before = self.rewards or (0.0, 0.0)
+            self.rewards = before[0] + other.rewards[0], before[1] + other.rewards[1]
         known = self.samples is not None and other.samples is not None
         self.samples = (self.samples or 0) + (other.samples or 0) if known else None
         self.longest = max(self.longest or 0, other.longest or 0) if known else None
@@ -45,6 +52,9 @@ class BatchCount:
             return {}
         columns = {"real_tokens": self.real, "padded_tokens": self.padded, "label_tokens": self.labels,
                    "samples": self.samples, "longest_sequence": self.longest}  # fmt: skip
+        if self.rewards and self.samples:
+            columns |= {"reward_accuracy": self.rewards[0] / self.samples,
+                        "reward_margin": self.rewards[1] / self.samples}  # fmt: skip
         if self.images:
             seen = self.of_images
             columns |= {"images": self.images, "tiles": seen.tiles, "image_patches": seen.patches,

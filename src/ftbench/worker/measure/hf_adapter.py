@@ -18,10 +18,11 @@ from ftbench.worker.measure.phases import Phases
 
 class HfRecording(TrainerCallback):
     """Tells `recorder` of one trainer's steps, `phases` of its evaluations. Batches that hold no counts are counted
-    on the device. `grad_norm` is that of the current step, before it is clipped, or None."""
+    on the device. `grad_norm` is that of the current step, before it is clipped, or None. `weighed_by` is what a
+    batch's loss is the mean over: its `labels`, or of pairs its `samples`."""
 
-    def __init__(self, recorder: Any, phases: Phases | None = None) -> None:
-        self._recorder, self._phases = recorder, phases
+    def __init__(self, recorder: Any, phases: Phases | None = None, weighed_by: str = "labels") -> None:
+        self._recorder, self._phases, self._weighed_by = recorder, phases, weighed_by
         self.grad_norm: Any = None
         self._learning_rate: float | None = None
         self._evaluated: list[tuple[BatchCount, Any]] = []
@@ -92,7 +93,8 @@ class HfRecording(TrainerCallback):
                 total = BatchCount()
                 for count, _ in self._evaluated:
                     total.add(count)
-                self._recorder.end_evaluation(total, loss_per_token(self._evaluated), trainer.state.epoch)
+                loss = mean_loss(self._evaluated, self._weighed_by)
+                self._recorder.end_evaluation(total, loss, trainer.state.epoch)
             return metrics
 
         return evaluate
@@ -121,8 +123,9 @@ def count_of(inputs: dict[str, Any]) -> BatchCount:
     )
 
 
-def loss_per_token(evaluated: list[tuple[BatchCount, Any]]) -> float | None:
-    """Return the mean loss per label token. The trainer's own `eval_loss` weights batches by samples, so that it
-    depends on the batch size."""
-    pairs = [(float(count.labels), float(loss)) for count, loss in evaluated if loss is not None and count.labels]
+def mean_loss(evaluated: list[tuple[BatchCount, Any]], weighed_by: str) -> float | None:
+    """Return the mean loss of a label token, or of a pair. The trainer's own `eval_loss` weights batches by samples, so
+    that of tokens it depends on the batch size."""
+    weights = [(float(getattr(count, weighed_by)), loss) for count, loss in evaluated if loss is not None]
+    pairs = [(weight, float(loss)) for weight, loss in weights if weight]
     return sum(n * loss for n, loss in pairs) / sum(n for n, _ in pairs) if pairs else None

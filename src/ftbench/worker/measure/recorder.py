@@ -25,7 +25,7 @@ import torch
 
 from ftbench.core.rows import StepRow
 from ftbench.store.steps import StepsWriter
-from ftbench.worker.measure.batch_count import BatchCount, Shape
+from ftbench.worker.measure.batch_count import FLOATS, BatchCount, Shape
 from ftbench.worker.measure.meters import meters, resident_gb
 from ftbench.worker.measure.sampler import Sampler
 
@@ -100,7 +100,7 @@ class Recorder:
         if count is not None:
             self._count.add(count)
             self.batches += 1
-            self.shapes.add((count.samples, count.longest, count.padded))
+            self.shapes.add((count.samples and count.samples * count.sequences, count.longest, count.padded))
             for tokens in count.tokens:
                 self._order.update(tokens)
         if loss is not None:
@@ -293,4 +293,4 @@ def _number(name: str, value: Any) -> Any:
     """Return a column's value as steps.csv holds it: tokens are whole numbers; None stays unknown."""
     if value is None:
         return None
-    return float(value) if name in ("loss", "grad_norm") else int(value)
+    return float(value) if name in FLOATS else int(value)

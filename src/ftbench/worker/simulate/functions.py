@@ -92,3 +92,23 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None
     if length % 16:
         mask = F.pad(mask, (0, -length % 16))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], length)
+
+
+class LogProbs(torch.autograd.Function):
+    """What trl's kernel for the log-probabilities of pairs leaves and takes (trl.kernels.logprob_entropy): figures of
+    each position, and in the backward pass a gradient of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        figures = [torch.empty(logits.shape[:-1], device=logits.device, dtype=torch.float32) for _ in range(4)]
+        ctx.save_for_backward(logits, *figures[2:])
+        return figures[0], figures[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        return torch.empty_like(ctx.saved_tensors[0], memory_format=torch.contiguous_format)
+
+
+def log_probs(logits: torch.Tensor, index: torch.Tensor, **how: Any) -> Any:
+    """Stand for trl's function of that kernel."""
+    return LogProbs.apply(logits)

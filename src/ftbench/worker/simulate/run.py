@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import TrainerCallback
@@ -20,6 +22,7 @@ from ftbench.worker.measure.batch_count import BatchCount
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.model.parts import kept_tensors
 from ftbench.worker.simulate.account import account
+from ftbench.worker.simulate.functions import log_probs
 from ftbench.worker.simulate.gpu import simulated
 from ftbench.worker.simulate.tracker import Tracker, follow_modules
 from ftbench.worker.simulate.weights import Shape
@@ -37,17 +40,45 @@ def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], m
     short, data = shortened(spec, data, batch)
     with simulated(capability, memory_bytes) as mode:
         tracker = mode.tracker
-        model = methods.load(spec.method.name).load(short, shape)
+        method = methods.load(spec.method.name)
+        model = method.load(short, shape)
+        reference = method.load(short, shape) if spec.second_model else None
         tracker.enter("setup")
         watch = Watch(tracker)
-        loop = assembled(short, directory, model, tokenizer, data)
+        with _pairs(spec):
+            loop = assembled(short, directory, model, tokenizer, data, reference)
         HfRecording(watch).attach(loop)
         loop.add_callback(watch)
         watch.model = loop.model
-        with follow_modules(loop.model, tracker) as backbone:
+        watch.second = reference
+        with follow_modules(loop.model, tracker) as backbone, _pairs(spec):
             loop.train()
     result = account(tracker, backbone, int(shape.config.get_text_config().vocab_size))
     return {"batch": _describe(spec, batch)} | result
+
+
+@contextmanager
+def _pairs(spec: Experiment) -> Iterator[None]:
+    """Let trl's DPOTrainer take within the block what a GPU takes: its own kernel, and a reference that was computed
+    before, which needs less than a step does."""
+    if not spec.objective.pairs:
+        yield
+        return
+    from trl.trainer import dpo_trainer, utils
+
+    from ftbench.worker.preference import REFERENCE, PairTrainer
+
+    def known(loop: Any, dataset: Any, *_: Any) -> Any:
+        for name in REFERENCE:
+            dataset = dataset.add_column(name, [0.0] * len(dataset))
+        return dataset
+
+    with (
+        mock.patch.object(utils, "_fused_logprob_entropy", log_probs),
+        mock.patch.object(dpo_trainer, "hash_module", return_value=""),
+        mock.patch.object(PairTrainer, "_precompute_ref_logps", known),
+    ):
+        yield
 
 
 def heaviest(spec: Experiment, data: Prepared) -> list[Row]:
@@ -60,7 +91,7 @@ def heaviest(spec: Experiment, data: Prepared) -> list[Row]:
 
 
 def _positions(rows: Sequence[Row], flat: bool) -> int:
-    lengths = [sum(len(sample.ids) for sample in row) for row in rows]
+    lengths = [len(sequence.ids) for row in rows for sequence in row]
     return sum(lengths) if flat else max(lengths) * len(lengths)
 
 
@@ -96,6 +127,7 @@ class Watch(TrainerCallback):
     the trainer is, and what the tensors that outlive a step are."""
 
     model: Any = None
+    second: Any = None
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -135,3 +167,5 @@ class Watch(TrainerCallback):
     def _tell_kept(self, optimizer: Any = None) -> None:
         for tensor, kind in kept_tensors(self.model, optimizer):
             self._tracker.is_a(tensor, kind)
+        for parameter in self.second.parameters() if self.second is not None else ():
+            self._tracker.is_a(parameter, "weights")

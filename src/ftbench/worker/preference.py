@@ -1,0 +1,121 @@
+"""trl's DPOTrainer on the pairs of a spec, and its reference: computed once before training, the weights under the
+adapters, or a second model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from trl import DPOConfig, DPOTrainer
+
+from ftbench.spec.experiment import Experiment
+from ftbench.store.rundir import RunDir
+from ftbench.worker.data.collate import Collator, samples_of
+from ftbench.worker.data.prepare import Prepared
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure.batch_count import COUNT
+from ftbench.worker.trainer import Loop, dataset, recipe
+
+COPY = "ref"  # trl's name for the copy that it makes of an adapter
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # columns of a data set whose reference was computed
+
+
+class PairTrainer(Loop, DPOTrainer):
+    """Trains as trl does, on pairs that are tokenised already. `within` enters a phase of the run."""
+
+    def __init__(self, within: Callable[[str], AbstractContextManager[None]], **options: Any) -> None:
+        self._within = within
+        super().__init__(**options)
+        self._forget_copy()
+
+    def _forget_copy(self) -> None:
+        """Leave the weights under the adapters as the reference: trl copies adapters that it is given, for those that
+        were trained before, and these begin at zero."""
+        if COPY in getattr(self.model, "peft_config", {}):
+            self.model.delete_adapter(COPY)
+
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+        return dataset
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        self._forget_copy()
+        self.model.train()  # as in a step: bitsandbytes rewrites weights for a CPU that only infers
+        with self._within("reference"):
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Compute the reference in the precision that is trained in: the model is not wrapped for it before
+        training."""
+        with self.accelerator.autocast():
+            return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute trl's loss with its metrics, and add what they say of the batch to its counts."""
+        count = inputs.pop(COUNT)
+        self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        count.rewards = tuple(count.samples * metrics[f"rewards/{name}"][-1] for name in ("accuracies", "margins"))
+        return result
+
+    def verify(self, spec: Experiment) -> list[str]:
+        """Return what of the reference is not as the spec says, read from the live objects."""
+        wanted: Any = spec.objective
+        problems = []
+        if self.beta != wanted.beta:
+            problems.append(f"objective.beta is {wanted.beta} and the trainer's is {self.beta}")
+        computed = set(REFERENCE) <= set(self.train_dataset.column_names)
+        if computed != wanted.precompute_ref_log_probs:
+            said = "on" if wanted.precompute_ref_log_probs else "off"
+            problems.append(f"objective.precompute_ref_log_probs is {said} and the data say otherwise")
+        if (self.ref_model is not None) != spec.second_model:
+            problems.append(f"objective dpo: the reference is {'no' if spec.second_model else 'a'} second model")
+        if COPY in getattr(self.model, "peft_config", {}):
+            problems.append("objective dpo: the reference is a copy of the adapters, and not the weights under them")
+        return problems
+
+    def facts(self) -> dict[str, Any]:
+        if set(REFERENCE) <= set(self.train_dataset.column_names):
+            return {"reference": {"kind": "computed before training", "in_step": False}}
+        kind = "weights under the adapters" if self.ref_model is None else "second model"
+        return {"reference": {"kind": kind, "in_step": True}}
+
+
+class PairCollator(Collator):
+    """Pads pairs as trl's collator does: first what is chosen, then what is rejected."""
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        pairs = [samples_of(row) for row in rows]
+        sequences = [pair[side] for side in (0, 1) for pair in pairs]
+        batch = super().__call__(
+            [{"input_ids": ids, "labels": labels, "lengths": [len(ids)]} for ids, labels in sequences]
+        )
+        batch["completion_mask"] = (batch.pop("labels") != IGNORE).long()
+        count = batch[COUNT]
+        count.samples, count.sequences = len(rows), 2
+        count.tokens = [ids.tobytes() for pair in pairs for ids, _ in pair]
+        return batch | {name: torch.tensor([float(row[name]) for row in rows]) for name in REFERENCE if name in rows[0]}
+
+
+def build(
+    spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, reference: Any,
+    within: Callable[[str], AbstractContextManager[None]],
+) -> PairTrainer:  # fmt: skip
+    """Return the trainer with the spec's recipe; pairs come in the order in which they were prepared. `reference` is
+    the second model, where there is one."""
+    objective: Any = spec.objective
+    said = recipe(spec, run, model) | {"disable_dropout": True, "beta": objective.beta}
+    loop = PairTrainer(
+        within,
+        model=model,
+        ref_model=reference,
+        args=DPOConfig(**said, precompute_ref_log_probs=objective.precompute_ref_log_probs),
+        processing_class=tokenizer,
+        train_dataset=dataset(data.train, []),
+        eval_dataset=dataset(data.evaluation, []) if data.evaluation else None,
+        data_collator=PairCollator(spec, tokenizer.pad_token_id or 0, data.longest, None),
+    )
+    loop.batches = set()
+    return loop

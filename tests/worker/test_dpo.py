@@ -1,0 +1,254 @@
+"""Pairs under objective dpo: what trl's own script trains, recorded as any other run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import set_seed
+from trl import DPOConfig, DPOTrainer
+
+from conftest import spec_of
+from ftbench.errors import DataError, NotAppliedError
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
+from ftbench.store.summary import summarise
+from ftbench.worker import methods, preference
+from ftbench.worker.data.prepare import prepare
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.model import loading
+from ftbench.worker.model.tokenizer import build_tokenizer
+from ftbench.worker.train import prepared
+
+DPO = {"name": "dpo", "beta": 0.3}
+COMPUTED = DPO | {"precompute_ref_log_probs": True}
+SGD = {"optimizer": "sgd", "max_grad_norm": 0, "learning_rate": 0.05, "lr_scheduler": "constant"}
+PAIRS = [
+    {"prompt": f"Name a number after {n}.", "chosen": f"{n + 1} is after {n}.", "rejected": f"{n - 1}, perhaps?"}
+    for n in range(12)
+]
+
+
+def trained(run):
+    return [row for row in read_steps(run.steps)[0] if row.phase == "train"]
+
+
+def losses(run):
+    return [row.loss for row in trained(run)]
+
+
+def pairs_file(folder, rows=PAIRS):
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"name": "file", "path": str(path), "samples": None, "mean_length": None, "max_length": 64}
+
+
+def of_plain_trl(spec, folder):
+    """The losses and gradient norms of a script that knows nothing of ftbench: the same pairs as dialogues, trl's own
+    tokens, collator, reference and loop."""
+    source = loading.source_of(spec.model, spec.method)
+    tokenizer, data = prepared(spec, source)
+    by_ids = {tuple(_written(tokenizer, row, "chosen")): row for row in PAIRS}
+    in_order = [by_ids[tuple(pair[0].ids)] for pair in data.train]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "chosen": [{"role": "assistant", "content": row["chosen"]}],
+            "rejected": [{"role": "assistant", "content": row["rejected"]}],
+        }
+        for row in in_order
+    ]
+    method, train = spec.method, spec.train
+    full = method.name == "full"
+    model = str(source) if full else methods.load(method.name).load(spec, source)
+    set_seed(train.seed)
+    trainer = DPOTrainer(
+        model=model,
+        args=DPOConfig(
+            output_dir=str(folder), per_device_train_batch_size=train.batch_size, learning_rate=train.learning_rate,
+            lr_scheduler_type="constant", optim="sgd", max_grad_norm=0, num_train_epochs=1, seed=train.seed,
+            use_cpu=True, bf16=False, gradient_checkpointing=False, train_sampling_strategy="sequential",
+            logging_steps=1, logging_strategy="steps", save_strategy="no", report_to="none",
+            beta=spec.objective.beta, max_length=64,
+            precompute_ref_log_probs=spec.objective.precompute_ref_log_probs, disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=None if full else LoraConfig(
+            r=method.rank, lora_alpha=method.alpha, target_modules=list(method.targets), task_type="CAUSAL_LM"
+        ),
+    )  # fmt: skip
+    trainer.train()
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _written(tokenizer, row, side):
+    messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "objective"), [("full", DPO), ("lora", COMPUTED)], ids=["full held", "lora computed"]
+)
+def test_losses_are_those_of_a_plain_script_of_trl(train_here, tmp_path, method, objective):
+    changes = {"method": {"name": method}, "objective": objective, "train": SGD, "dataset": pairs_file(tmp_path)}
+    ours = [(row.loss, row.grad_norm) for row in trained(train_here(**changes))]
+    assert ours[0][0] == pytest.approx(math.log(2), rel=1e-5)  # model and reference are one
+    assert ours[0][0] - ours[-1][0] > 1e-3
+    for mine, theirs in zip(ours, of_plain_trl(spec_of(**changes), tmp_path / "trl"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "objective"), [("full", DPO), ("full", COMPUTED), ("lora", DPO), ("qlora", COMPUTED)], ids=str
+)
+def test_what_the_reference_is_and_where_it_is_computed(train_here, method, objective):
+    run = train_here(method={"name": method}, objective=objective, dataset={"eval_samples": 2})
+    kinds = {"full": "second model", "lora": "weights under the adapters", "qlora": "weights under the adapters"}
+    held = objective is DPO
+    applied, phases = read_json(run.applied), [phase["name"] for phase in read_json(run.phases)["phases"]]
+    assert applied["reference"] == {"kind": kinds[method] if held else "computed before training", "in_step": held}
+    assert ("reference" in phases) != held
+    assert applied["loss"] == "sigmoid"
+    assert applied["parameters"]["trainable"] == (applied["parameters"]["total"] if method == "full" else 19_456)
+    assert trained(run)[0].loss == pytest.approx(math.log(2), rel=1e-3)
+    assert summarise(run).loss["eval"] is not None
+
+
+def test_both_sequences_of_a_pair_are_counted_and_a_sample_is_a_pair(train_here, monkeypatch):
+    seen, inner = [], preference.PairTrainer.compute_loss
+
+    def spy(self, model, inputs, *args, **kwargs):
+        mask, answers = inputs["attention_mask"], inputs["completion_mask"]
+        seen.append((int(mask.sum()), mask.numel(), int(answers[:, 1:].sum()), mask.shape[0] // 2, mask.shape[1]))
+        return inner(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(preference.PairTrainer, "compute_loss", spy)
+    run = train_here(objective=DPO, dataset={"samples": 11})
+    rows = trained(run)
+    counted = [(r.real_tokens, r.padded_tokens, r.label_tokens, r.samples, r.longest_sequence) for r in rows]
+    assert counted == seen
+    assert [row.samples for row in rows] == [2, 2, 2, 2, 2, 1]
+    described = read_json(run.applied)["dataset"]
+    assert (described["samples"], described["tokens"]["count"]) == (11, 22)
+    assert described["tokens"]["total"] == sum(row.real_tokens for row in rows)
+    assert described["label_tokens"] == sum(row.label_tokens for row in rows)
+
+
+def test_rewards_tell_whether_a_preference_is_learned(train_here):
+    made = {
+        "objective": DPO, "dataset": {"samples": 48, "structure": "markov"}, "method": {"name": "full"},
+        "train": {"batch_size": 8, "learning_rate": 3e-3},
+    }  # fmt: skip
+    run = train_here(**made)
+    rows = trained(run)
+    assert (rows[0].reward_accuracy, rows[0].reward_margin) == (0, 0)
+    assert rows[-1].reward_accuracy > 0.8
+    assert rows[-1].reward_margin > 0.1
+    last = summarise(run).loss
+    assert (last["reward_accuracy"], last["reward_margin"]) == (rows[-1].reward_accuracy, rows[-1].reward_margin)
+    spoiled = trained(train_here(**made, measure={"control": "random_labels"}))
+    assert spoiled[-1].reward_margin < rows[-1].reward_margin / 2
+
+
+SWITCHES = [
+    ({}, COMPUTED),
+    ({"gradient_checkpointing": True}, DPO),
+    ({"attention": "eager"}, DPO),
+    ({"compile": True}, DPO),
+    ({"fused_lora": True}, COMPUTED),
+    ({"loader_processes": 1}, DPO),
+    ({"length_grouping": True}, DPO),
+]
+
+
+@pytest.mark.parametrize(("switches", "objective"), SWITCHES, ids=[str(on) for on, _ in SWITCHES])
+def test_what_is_taken_beside_dpo_trains_what_plain_dpo_trains(train_here, compiler, switches, objective):
+    fixed = {"length": 16, "mean_length": None, "samples": 4} if "compile" in switches else {}  # one graph of a layer
+    changes = {"train": SGD, "dataset": {"samples": 6, "max_length": 32} | fixed}
+    plain = trained(train_here(**changes, objective=DPO))
+    switched = trained(train_here(**changes, objective=objective, optimizations=switches))
+    if "length_grouping" in switches:  # in another order
+        assert sum(row.real_tokens for row in plain) == sum(row.real_tokens for row in switched)
+        assert sum(row.padded_tokens for row in plain) > sum(row.padded_tokens for row in switched)
+        return
+    for mine, theirs in zip(switched, plain, strict=True):
+        assert (mine.loss, mine.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=1e-4)
+    assert plain[0].loss != pytest.approx(plain[-1].loss, rel=1e-3)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """The compiler up to its graphs, which are run as they are."""
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **how: compile_layer(self, **how | {"backend": "eager"})
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "objective", "told"),
+    [
+        (
+            [{"prompt": "a", "completion": "b"}],
+            DPO,
+            "objective dpo learns from pairs.*dataset.columns=.*objective",
+        ),
+        (PAIRS, {"name": "sft"}, "the rows are pairs.*set objective to dpo.*completion: chosen"),
+        ([*PAIRS, PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}], DPO, "line 13.*are the same.*nothing is preferred"),
+        ([*PAIRS, {"prompt": "a", "chosen": "b", "rejected": None}], DPO, "line 13.*`rejected` is missing"),
+        ([PAIRS[0] | {"chosen": [{"role": "user", "content": "q"}]}], DPO, "no message of the assistant"),
+    ],
+    ids=["no pairs", "pairs for sft", "the same answers", "a missing answer", "no answer"],
+)
+def test_rows_that_are_no_pairs_are_told_with_a_way_out(tmp_path, cache, rows, objective, told):
+    spec = spec_of(objective=objective, dataset=pairs_file(tmp_path, rows))
+    with pytest.raises(DataError, match=told):
+        prepare(spec, build_tokenizer(2048), 2048)
+
+
+def test_pairs_are_read_in_every_form_that_they_are_published_in(tmp_path, cache):
+    plain = {"prompt": "two?", "chosen": "2", "rejected": "3"}
+    asked, chosen, rejected = (
+        [{"role": role, "content": plain[key]}]
+        for role, key in (("user", "prompt"), ("assistant", "chosen"), ("assistant", "rejected"))
+    )
+    rows = [
+        plain,
+        {"prompt": asked, "chosen": chosen, "rejected": rejected},
+        {"prompt": "two?", "chosen": chosen, "rejected": rejected},
+        {"prompt": "two?", "chosen": asked + chosen, "rejected": asked + rejected},
+        {"prompt": None, "chosen": asked + chosen, "rejected": asked + rejected},
+    ]
+    tokenizer = build_tokenizer(2048)
+    made = prepare(spec_of(objective=DPO, dataset=pairs_file(tmp_path, rows)), tokenizer, 2048).train
+    assert len({tuple(tuple(side.ids + side.labels) for side in pair) for pair in made}) == 1
+    chosen_side, rejected_side = made[0]
+    answer = [token for token in chosen_side.labels if token != IGNORE]
+    assert tokenizer.decode(answer).startswith("2")
+    assert "two?" not in tokenizer.decode(answer)
+    assert chosen_side.labels.count(IGNORE) == rejected_side.labels.count(IGNORE)
+    renamed = [{"q": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in rows[:1]]
+    named = pairs_file(tmp_path, renamed) | {"columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}
+    assert prepare(spec_of(objective=DPO, dataset=named), tokenizer, 2048).train[0][0].ids == chosen_side.ids
+
+
+def test_made_pairs_begin_alike_never_agree_and_are_the_same_for_a_seed(cache):
+    spec = spec_of(objective=DPO, dataset={"samples": 50, "mean_length": 4})
+    first, again = (prepare(spec, build_tokenizer(2048), 2048).train for _ in range(2))
+    assert first == again
+    for chosen, rejected in first:
+        prompt = min(len(chosen.ids), len(rejected.ids)) // 2
+        assert chosen.ids[:prompt] == rejected.ids[:prompt]
+        assert chosen.ids != rejected.ids
+        assert chosen.labels == [IGNORE] * prompt + chosen.ids[prompt:]
+
+
+def test_a_reference_that_is_not_what_was_asked_for_fails_the_run(train_here, monkeypatch):
+    monkeypatch.setattr(preference.PairTrainer, "_forget_copy", lambda self: None)
+    with pytest.raises(NotAppliedError, match="the reference is a copy of the adapters"):
+        train_here(objective=DPO)
