@@ -73,9 +73,8 @@ def train(run: TrainingRun) -> None:
     if data.evaluation and spec.measure.eval == "end" and run.profiler is None:
         loop.evaluate()
     run.finish()
-    order_hash = _order_hash(run, data, recorder)
     run.write_facts(
-        dataset=data.description | {"order_hash": order_hash}, padding=padding_of(recorder.shapes),
+        dataset=data.description | {"order_hash": _order_hash(run, data, recorder)}, padding=padding_of(recorder.shapes),
         gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
     )  # fmt: skip
     if spec.measure.generate is not None and first:
