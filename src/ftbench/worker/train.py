@@ -74,8 +74,8 @@ def train(run: TrainingRun) -> None:
         loop.evaluate()
     run.finish()
     run.write_facts(
-        dataset=data.description | {"order_hash": _order_hash(run, data, recorder)}, padding=padding_of(recorder.shapes),
-        gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
+        dataset=data.description | {"order_hash": _order_hash(run, data, recorder)},
+        padding=padding_of(recorder.shapes), gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
     )  # fmt: skip
     if spec.measure.generate is not None and first:
         phases.enter("generate")
