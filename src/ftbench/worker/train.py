@@ -74,8 +74,8 @@ def train(run: TrainingRun) -> None:
         loop.evaluate()
     run.finish()
     run.write_facts(
-        dataset=data.description | {"order_hash": _order_hash(run, data, recorder)},
-        padding=padding_of(recorder.shapes), gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
+        dataset=data.description | {"order_hash": _hash_of(run, data, recorder)}, padding=padding_of(recorder.shapes),
+        gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
     )  # fmt: skip
     if spec.measure.generate is not None and first:
         phases.enter("generate")
@@ -87,7 +87,7 @@ def train(run: TrainingRun) -> None:
     shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
 
 
-def _order_hash(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:
+def _hash_of(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:
     """Return the hash of the tokens in the order of all ranks' batches. Raise NotAppliedError where this rank was not
     trained on its share of them."""
     spec, rank = run.spec, parallel.rank()
