@@ -392,6 +392,13 @@ def test_a_full_stdout_is_told_by_the_exit_code():
     assert "Traceback" not in done.stderr
 
 
+def test_standard_output_can_be_named_as_a_file(study):
+    for name in ("/dev/stdout", "/dev/fd/1"):
+        done = ftbench_process("report", study, "--format", "csv", "-o", name, stdout=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("name,run_id,")
+
+
 def test_an_ascii_terminal_gets_what_it_can_show(study):
     plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = ftbench_process("run", study / "日本語.yaml", stdout=subprocess.PIPE, env=plain)
@@ -560,6 +567,13 @@ def test_a_base_that_is_not_there_is_told_with_the_file_that_names_it(ftbench, t
         (["--axis", "method=!!set {lora}"], "write it as key=value,value"),
         (["--axis", "dataset.path=2024-01-02"], "2024-01-02 is a date in YAML: quote it"),
         (["--batch-size", "1", "--time-budget", ""], "write it as 8h"),
+        (["--batch-size", "1", "--trial-steps", "9"], "--trial-steps goes with --until-oom"),
+        (["--batch-size", "1", "--effective-batch", "9"], "--effective-batch goes with --until-oom"),
+        (["--batch-size", "1", "--gpus", "0", "--on", "slurm"], "give one of them"),
+        (["--batch-size", "1", "--prices", "x"], "give it with --dry-run"),
+        (["--batch-size", "1", "--prices", "x", "--dry-run", "--json"], "without --json"),
+        (["--batch-size", "1", "--prices", "x", "--dry-run"], "x: no such file"),
+        (["--status", "."], "runs nothing: leave"),
     ],
 )  # fmt: skip
 def test_nothing_of_a_sweep_s_command_line_is_dropped_in_silence(ftbench, tmp_path, arguments, said):
@@ -567,6 +581,27 @@ def test_nothing_of_a_sweep_s_command_line_is_dropped_in_silence(ftbench, tmp_pa
     assert (code, out) == (2, "")
     assert said in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "train.batch_size=8"], "--set train.batch_size=8: does nothing, since the axis train.batch_size"),
+        (["--method", "lora,lora"], "2 of 4 cells stand there twice: they run once"),
+        (["--batch-size", "1,1,2"], "1 of 3 cells stand there twice: they run once"),
+    ],
+)
+def test_what_of_a_plan_does_nothing_is_told(ftbench, tmp_path, arguments, said):
+    path = write_spec(tmp_path, launch={"mock": "ok"}, sweep={"axes": {"train.batch_size": [1, 2]}})
+    code, out, err = ftbench("sweep", path, "--dry-run", "--out", tmp_path / "out", *arguments)
+    assert (code, said in err) == (0, True), err
+    assert "2 runs" in out
+
+
+@pytest.mark.parametrize("option", ["--answers", "--references", "--estimates", "--hours=8", "--repeats=merge"])
+def test_a_gate_takes_no_option_of_which_it_would_say_nothing(ftbench, study, option):
+    code, out, err = ftbench("report", study, "--against", study, option)
+    assert (code, out, "leave it out" in err) == (2, "", True), err
 
 
 # --- how it goes -----------------------------------------------------------------------------------------------------

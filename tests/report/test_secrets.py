@@ -12,6 +12,7 @@ from page_runs import made
 
 from ftbench import cli
 from ftbench.core.redact import REDACTED
+from ftbench.launch import runner
 from ftbench.store import digests, rundir, summary
 from ftbench.store.bundle import unpack
 from ftbench.store.rundir import RunDir
@@ -64,6 +65,29 @@ def test_no_log_of_a_run_holds_one(tmp_path, capsys, monkeypatch):
     assert "ok" in left(capsys, monkeypatch, "run", tmp_path / "spec.yaml", "--out", tmp_path / "out")
     (log,) = tmp_path.glob("out/*/*/log.txt")
     assert log.read_text().startswith(f"{REDACTED} ")
+
+
+def test_no_log_is_too_long_to_be_looked_through(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_PIECE", 10)
+    monkeypatch.setenv("APP_DSN", PASSWORD)
+    text = "line \r\n" * 40 + f"{PASSWORD}\n" * 3 + "end \udcff"
+    (tmp_path / "log.txt").write_bytes(text.encode("utf-8", "surrogateescape"))
+    runner._redact_logs(RunDir(tmp_path))
+    left = (tmp_path / "log.txt").read_bytes()
+    assert left == text.replace(PASSWORD, REDACTED).encode("utf-8", "surrogateescape")
+    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
+
+
+def test_no_table_of_a_sweep_holds_one(tmp_path, capsys, monkeypatch):
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(
+        f"name: study-{TOKEN}\nmodel: {{id: tiny/qwen3, weights: random}}\nlaunch: {{mock: ok}}\n"
+        "sweep: {axes: {train.batch_size: [1]}}\n"
+    )
+    left(capsys, monkeypatch, "sweep", spec, "--out", tmp_path / "out")
+    (table,) = tmp_path.glob("out/*/summary.md")
+    assert table.read_text().startswith(f"# study-{REDACTED}-mock")
+    assert TOKEN not in table.read_text() + table.with_suffix(".csv").read_text()
 
 
 @pytest.mark.parametrize("format", FORMATS)

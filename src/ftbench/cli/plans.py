@@ -20,7 +20,9 @@ def sweep(
     method: Annotated[str | None, typer.Option(help="the axis method", metavar="lora,qlora")] = None,
     repeats: Annotated[int | None, typer.Option(help="runs of each cell, interleaved: measure.repeats")] = None,
     until_oom: Annotated[bool, typer.Option("--until-oom", help="find the largest batch that fits")] = False,
-    trial_steps: Annotated[int, typer.Option(min=3, max=1000, help="--until-oom: optimizer steps of each trial")] = 7,
+    trial_steps: Annotated[
+        int | None, typer.Option(min=3, max=1000, help="--until-oom: optimizer steps of each trial (7)")
+    ] = None,
     effective_batch: Annotated[
         int | None, typer.Option(min=1, max=65_536, help="--until-oom: samples a step, held by accumulation")
     ] = None,
@@ -36,6 +38,8 @@ def sweep(
 ) -> None:
     """Run every cell of a grid, each in a process of its own; goes on where it stopped."""
     if status is not None:
+        if spec is not None:
+            raise SpecError(f"sweep: --status shows a sweep and runs nothing: leave {spec} out")
         from ftbench.sweep.output import status as view
 
         board = view.status(status)

@@ -48,7 +48,7 @@ def report(
     answer = command.report(command.Request(
         paths, format or formats.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
         fail_above, prices, references, estimates, where or [], sort,
-        [name.strip() for name in (columns or "").split(",") if name.strip()],
+        [name.strip() for name in columns.split(",")] if columns is not None else [],
     ))  # fmt: skip
     deliver(answer.text, output)
     raise typer.Exit(1 if answer.regressed else 0)

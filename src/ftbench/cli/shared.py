@@ -91,7 +91,9 @@ class PlanOptions:
     wide: Wide = False
 
     def request(self) -> dict[str, Any]:
-        """Return what is part of each request for a plan."""
+        """Return what is part of each request for a plan. Raise SpecError for prices of which nothing would be said."""
+        if self.prices is not None and (self.as_json or not self.dry_run):
+            raise SpecError("--prices: says what a plan costs: give it with --dry-run, and without --json")
         return {"sets": [*(self.sets or [])], "out": self.out, "time_budget": self.time_budget,
                 "retry_failed": self.retry_failed, "force": self.force}  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ftbench.store import ceilings, digests, machine, ranks, rundir, summary
 from ftbench.store.rundir import RunDir
 
 MINIMUM_FREE_BYTES = 32 * 2**20
+_PIECE = 2**22  # characters of a log that are looked at together
 SUMMARY_S = 60.0  # how long node 0 may take to make a summary once all ranks have ended
 
 
@@ -244,9 +245,23 @@ def _close(run: RunDir, ended: process.Exit) -> FinishedRun:
 def _redact_logs(run: RunDir) -> None:
     """Take secrets out of what the child and its libraries have printed, as out of everything else that is shown."""
     for log in run.path.glob("log*.txt"):
-        text = log.read_text(encoding="utf-8", errors="surrogateescape")
-        if (redacted := secretless(text)) != text:
-            rundir.write_text(log, redacted)
+        if all(secretless(piece) == piece for piece in _pieces(log)):
+            continue
+        temporary = log.with_name(f".{log.name}.{os.getpid()}")
+        try:
+            with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+                file.writelines(map(secretless, _pieces(log)))
+            os.replace(temporary, log)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise rundir.disk_error(log, error) from None
+
+
+def _pieces(log: Path) -> Iterator[str]:
+    """Yield a log of any length in pieces of whole lines, as far as they end."""
+    with log.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+        while piece := file.read(_PIECE) + file.readline(_PIECE):
+            yield piece
 
 
 def _profile(run: RunDir) -> dict[str, Any]:

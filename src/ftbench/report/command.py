@@ -150,6 +150,12 @@ def _check(request: Request) -> None:
         problems.append("--fail-above belongs to --against: name the folder with the earlier runs")
     if request.against is not None and request.compare is not None:
         problems.append("--against and --compare are two questions: ask them one after the other")
+    beside = {"--answers": request.answers, "--prices": request.prices, "--references": request.references,
+              "--estimates": request.estimates, "--hours": request.hours,
+              "--repeats": request.repeats != "each"}  # fmt: skip
+    if request.against is not None and any(beside.values()):
+        given = " and ".join(name for name, value in beside.items() if value)
+        problems.append(f"--against asks one question, of which {given} says nothing: leave it out")
     if request.hours is not None and not 0 < request.hours < 24 * 366:
         problems.append(f"--hours {request.hours:g}: give a number of hours above 0, for example 8")
     if problems:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from ftbench.errors import SpecError
+from ftbench.spec import dropped
 from ftbench.spec.base import Part, nearest, shortened, shown
 from ftbench.spec.exclude import agrees, at, defaults
 from ftbench.spec.experiment import Experiment
@@ -90,7 +91,9 @@ def cells(
         key: _axis(key, values, _origin(layers, key), _folder(layers, key)) for key, values in section.axes.items()
     }
     by_key |= {axis.key: axis for axis in map(_of_command_line, axes)}
-    _check_apart(by_key.values())
+    # What a recipe says is there to be changed.
+    dropped.check_apart(axis for axis in by_key.values() if axis.key != RECIPE)
+    dropped.say(layers, by_key.values(), on_note)
     for group in section.zip:
         _check_group(group, by_key, section.zip, f"{_origin(layers, 'zip')}: sweep.zip")
     _check_excluded(section.exclude, layers)
@@ -199,30 +202,6 @@ def _of_command_line(text: str) -> Axis:
     if not isinstance(values, list) or not values or None in values:
         raise SpecError(f"--axis {shortened(text)}: write it as key=value,value, for example train.batch_size=1,2,4")
     return _axis(key.strip(), values, f"--axis {shortened(key.strip())}", Path())
-
-
-def _check_apart(axes: Iterable[Axis]) -> None:
-    """Raise SpecError for two axes that say the same key: the values of the first would be dropped. What a recipe says
-    is there to be changed."""
-    says = dict[str, str]()
-    for axis in axes:
-        if axis.key == RECIPE:
-            continue
-        for key in {key for layer in axis.layers for key in _leaves(layer.data)}:
-            if key in says:
-                raise SpecError(
-                    f"{axis.layers[0].origin}: {says[key]} and {axis.key} both say {key}, and one would be dropped: "
-                    "leave it to one of them"
-                )
-            says[key] = axis.key
-
-
-def _leaves(data: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    for name, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}"
 
 
 def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequence[Sequence[str]], where: str) -> None:

@@ -15,8 +15,9 @@ def output_file(path: Path, stream: bool = True) -> Path:
     """Return the file that a path names, with symbolic links followed, so that a link stays one. Raise SpecError for a
     directory, and for a device or a pipe unless a `stream` can go there; MissingError where its folder is not there."""
     try:
-        target = path.resolve() if path.is_symlink() else path
-        is_folder, is_special = target.is_dir(), target.exists() and not target.is_file()
+        is_folder, is_special = path.is_dir(), path.exists() and not path.is_file()
+        # The link /dev/stdout names a pipe by what is no path.
+        target = path.resolve() if path.is_symlink() and not is_special else path
     except (OSError, ValueError) as error:
         raise SpecError(f"-o {str(path)!r}: cannot be written ({error})") from None
     if is_folder:

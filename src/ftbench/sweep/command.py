@@ -26,6 +26,7 @@ from ftbench.sweep.plan.base import Plan, PlanRequest
 from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
 from ftbench.sweep.plan.search import Family, Search
 
+TRIAL_STEPS = 7
 _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
 
 
@@ -36,7 +37,7 @@ class SweepRequest(PlanRequest):
 
     axes: Sequence[str] = ()
     until_oom: bool = False
-    trial_steps: int = 7
+    trial_steps: int | None = None
     effective_batch: int | None = None
     gpus: Sequence[str] = ()
     on: str | None = None
@@ -62,6 +63,10 @@ def prepare(request: SweepRequest, stack: ExitStack) -> Ready:
     MissingError for what is wrong or not there."""
     if request.effective_batch and not request.until_oom:
         raise SpecError("--effective-batch goes with --until-oom; elsewhere set train.gradient_accumulation_steps")
+    if request.trial_steps and not request.until_oom:
+        raise SpecError("--trial-steps goes with --until-oom; elsewhere set train.max_steps")
+    if request.gpus and request.on:
+        raise SpecError(f"--gpus names those of this machine, and --on {request.on} runs elsewhere: give one of them")
     notes: list[str] = []
     grid = cells(request.spec, request.sets, request.axes, notes.append)
     name = _experiment(grid)
@@ -129,15 +134,18 @@ class _Planner:
     def duplicates(self) -> Iterator[str]:
         """Yield a sentence on cells that make no run of their own: what they differ in changes no result."""
         first: dict[str, dict[str, Any]] = {}
-        keys, count = dict[str, None](), 0
+        keys, count, same = dict[str, None](), 0, 0
         for job in self.firsts:
             values = _without_batch(job.values) if self.request.until_oom else job.values
             others = first.setdefault(job.family if self.request.until_oom else job.cell, values)
             differing = [key for key, value in values.items() if value != others[key]]
             count += differing not in ([], ["measure.repeats"])
+            same += not (differing or values is others or self.request.until_oom)
             keys |= dict.fromkeys(differing)
         if count:
             yield f"{count} of {self.cells} cells are the run of another but for {', '.join(keys)}: they run once"
+        if same:
+            yield f"{same} of {self.cells} cells stand there twice: they run once"
 
     def _grid(self) -> Grid:
         jobs = with_repeats(self.firsts)
@@ -163,7 +171,8 @@ class _Planner:
                 "tries the search without one)"
             )
         request = self.request
-        return Search(families.values(), self.options, request.trial_steps, request.effective_batch, self.device)
+        steps = request.trial_steps or TRIAL_STEPS
+        return Search(families.values(), self.options, steps, request.effective_batch, self.device)
 
 
 def _without_batch(values: dict[str, Any]) -> dict[str, Any]:

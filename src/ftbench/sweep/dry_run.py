@@ -16,7 +16,7 @@ from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.text import JOULES_PER_KWH
 from ftbench.spec.cost import amount
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.prices import load_prices
+from ftbench.spec.prices import Prices, load_prices
 from ftbench.sweep.command import Ready
 from ftbench.sweep.jobs import Job, Standing, command
 from ftbench.sweep.plan import frontier
@@ -116,6 +116,8 @@ def as_text(lines: Sequence[Planned], ready: Ready | None = None, prices: Path |
 
 def _totals(pending: Sequence[Planned], ready: Ready | None, prices: Path | None) -> list[str]:
     """Return a line with runs, time, energy of the GPU, and money, and of how many of them these are known."""
+    gpu = ready.device["name"] if ready and ready.device else ""
+    known_prices = load_prices(prices, {gpu}) if prices else None
     lasting = [time for line in pending if (time := line.seconds or line.estimated_s)]
     drawn = [line.joules for line in pending if line.joules is not None]
     count = f"{len(pending)} run{'s' * (len(pending) != 1)}"
@@ -126,15 +128,12 @@ def _totals(pending: Sequence[Planned], ready: Ready | None, prices: Path | None
     total, joules = sum(lasting), sum(drawn)
     parts = [count, f"about {seconds(total / slots)}" + (f" on {slots} GPUs" if slots > 1 else "")]
     parts += [f"{joules / JOULES_PER_KWH:.3g} kWh of the GPU"] if drawn else []
-    parts += _money(total, joules, ready, prices) if drawn else []
+    parts += _money(total, joules, gpu, known_prices) if drawn and known_prices else []
     parts += [f"known of {len(lasting)} of them"] if len(lasting) < len(pending) else []
     return ["\ntotal: " + ", ".join(parts)]
 
 
-def _money(total: float, joules: float, ready: Ready | None, prices: Path | None) -> list[str]:
-    gpu = ready.device["name"] if ready and ready.device else ""
-    if prices is None:
-        return []
-    price = load_prices(prices, {gpu}).of(gpu)
+def _money(total: float, joules: float, gpu: str, prices: Prices) -> list[str]:
+    price = prices.of(gpu)
     cost = amount(price, total, joules / total) if price else None
-    return [f"{cost} ({cost.way})" if cost else f"{prices} has no price for {gpu}"]
+    return [f"{cost} ({cost.way})" if cost else f"{prices.path} has no price for {gpu}"]

@@ -25,7 +25,6 @@ from ftbench.report.render.document import Table
 from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN
 from ftbench.spec.reading import as_text
-from ftbench.store import rundir
 from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan.ablation import AblationPlan
 
@@ -50,7 +49,7 @@ class AblationTables(Tables):
 
     def write(self) -> None:
         super().write()
-        rundir.write_text(self.folder / ABLATION, self.markdown())
+        self._put(ABLATION, self.markdown())
 
     def markdown(self) -> str:
         """Return the text of ablation.md."""

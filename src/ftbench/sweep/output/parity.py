@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ftbench.core.redact import clean
 from ftbench.core.table import folded
 from ftbench.report.render import formats
 from ftbench.report.render.document import Table
@@ -38,8 +39,8 @@ class ParityTables(Tables):
 
     def write(self) -> None:
         super().write()
-        rundir.write_text(self.folder / "parity.md", self.markdown())
-        rundir.write_json(self.folder / "parity.json", self.document())
+        self._put("parity.md", self.markdown())
+        rundir.write_json(self.folder / "parity.json", clean(self.document()))
 
     def markdown(self) -> str:
         title = f"# {self.folder.name}: what each recipe learns, against {self.plan.reference.name}\n"

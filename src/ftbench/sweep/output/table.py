@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.redact import secretless
 from ftbench.core.rows import RunSummary
 from ftbench.report import select
 from ftbench.report.data import repeats
@@ -35,9 +36,13 @@ class Tables:
     def write(self) -> None:
         """Replace both files. Raise MissingError if the disk does not take them."""
         report = Report(records(self._rows()), self._axes())
-        rundir.write_text(self.folder / "summary.md", self._markdown(report))
+        self._put("summary.md", self._markdown(report))
         if report.records:
-            rundir.write_text(self.folder / "summary.csv", formats.render(report, "csv"))
+            self._put("summary.csv", formats.render(report, "csv"))
+
+    def _put(self, name: str, text: str) -> None:
+        """Replace a file for people, which holds no secrets."""
+        rundir.write_text(self.folder / name, secretless(text))
 
     @property
     def written(self) -> bool:
