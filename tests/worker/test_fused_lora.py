@@ -166,7 +166,7 @@ def test_what_would_train_something_else_is_refused(sections, said):
         spec_of(optimizations={"fused_lora": True}, **sections)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise-fast", "rowwise"])
 def test_a_weight_cast_once_multiplies_as_the_values_that_8_bits_hold(recipe):
     torch.manual_seed(0)
     base = torch.nn.Linear(64, 96, dtype=torch.bfloat16).requires_grad_(False)
@@ -205,6 +205,48 @@ def test_a_weight_cast_once_gives_torchaos_result(recipe):
         layer(given).backward(dy)
         found.append((layer(x), given.grad))
     torch.testing.assert_close(*found, atol=0, rtol=0)
+
+
+def test_sums_of_fewer_bits_are_asked_for_by_name(monkeypatch):
+    plain, flags = torch._scaled_mm, []
+
+    def scaled(*args, use_fast_accum, **options):
+        flags.append(use_fast_accum)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    for recipe in ("tensorwise", "tensorwise-fast"):
+        layer = fp8.Fp8Linear(torch.nn.Linear(32, 32, bias=False).requires_grad_(False), recipe)
+        layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert flags == [True, False, True, True]
+
+
+def test_layers_of_one_input_are_one_8_bit_product(monkeypatch):
+    """And one compiled graph serves all layers but the first: three products forward of what were seven."""
+    ours = model_of(kind="qwen2 (biases)", dtype=torch.bfloat16)
+    fp8.apply(ours, FP8)
+    mlp = decoder_layers(ours)[1].mlp
+    separate = [layer.get_base_layer() for layer in (mlp.gate_proj, mlp.up_proj)]
+    x = torch.randn(48, 64, dtype=torch.bfloat16)
+    expected = torch.cat([layer(x) for layer in separate], -1)
+    fused_lora.apply(ours, FP8.model_copy(update={"train": FP8.train.model_copy(update={"precision": "bf16"})}))
+    (joined,) = mlp.up_proj.group.joined
+    torch.testing.assert_close(joined(x), expected, atol=0, rtol=0)
+    assert all(layer.weight.data_ptr() >= joined.weight.data_ptr() for layer in separate)
+    assert separate[1].turned.untyped_storage().data_ptr() == joined.turned.untyped_storage().data_ptr()
+    products, plain = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: products.append(1) or plain(*args, **options))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        learned(ours)
+    assert len(products) == 3 * 4 + 3 * 4 - 1  # q, k, v; o; gate, up; down; nobody asks for the first input's gradient
+    monkeypatch.undo()
+    torch._dynamo.reset()
+    for layer in decoder_layers(ours):
+        layer.compile(backend="aot_eager")
+    before = compiled.graphs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        learned(ours)
+    assert compiled.graphs() - before == 2
 
 
 def test_adapters_beside_8_bit_products_are_pefts():

@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
 
 from conftest import TINY, spec_of, train_in
 from ftbench.errors import SpecError
@@ -196,11 +195,19 @@ def by_boundaries(model):
         return segments(query, key, value, cu_seq_q)
 
     AttentionInterface.register("varlen_on_cpu", attention.attention(kernel))
-    AttentionMaskInterface.register("varlen_on_cpu", lambda *args, **kwargs: None)
     before = model.config._attn_implementation
     model.set_attn_implementation("varlen_on_cpu")
     yield model
     model.set_attn_implementation(before)
+
+
+def test_nobody_looks_for_samples_in_the_positions_where_attention_knows_the_boundaries(by_boundaries, monkeypatch):
+    """transformers would wait for the device to read what it finds."""
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: pytest.fail("looked for"))
+    batch = varlen_collator()([row(sample(9, 2), sample(17, 1))])
+    del batch["labels"], batch["count"]
+    with torch.no_grad():
+        by_boundaries(**batch, use_cache=False)
 
 
 def test_attention_by_boundaries_keeps_neighbours_apart(by_boundaries):

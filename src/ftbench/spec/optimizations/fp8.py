@@ -53,10 +53,13 @@ def in_8_bits(setting: str) -> bool:
 
 
 OPTIMIZATION = Optimization(
-    type=Annotated[Literal["off", "tensorwise", "rowwise", "te-current", "te-delayed", "te-mxfp8"], Word],
+    type=Annotated[
+        Literal["off", "tensorwise", "tensorwise-fast", "rowwise", "te-current", "te-delayed", "te-mxfp8"], Word
+    ],
     default="off",
-    description="products with the frozen base layers in 8-bit floats cast once: faster where compiled; te-current, "
-    "te-delayed and te-mxfp8 are Transformer Engine's scalings, not tried on a GPU so far",
+    description="products with the frozen base layers in 8-bit floats cast once: faster where compiled; "
+    "tensorwise-fast adds up in fewer bits in the backward pass, too; te-current, te-delayed and te-mxfp8 are "
+    "Transformer Engine's scalings; these four were not tried on a GPU so far",
     verified="no frozen layer that fits still multiplies in 16 bits",
     tolerance=Tolerance(COARSE),
     unsloth="its fused functions multiply in 16 bits: leave it off, or use method lora",
@@ -64,6 +67,6 @@ OPTIMIZATION = Optimization(
     refusals_on=_refusals_on,
     unsimulated="it is made for compiled layers",
     after=("liger",),  # which knows layers by their class
-    beside={name: {"optimizations.compile": True} for name in ("tensorwise", "rowwise")},
+    beside={name: {"optimizations.compile": True} for name in ("tensorwise", "tensorwise-fast", "rowwise")},
     not_ablated=TRANSFORMER_ENGINE,
 )

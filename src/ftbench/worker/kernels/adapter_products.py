@@ -33,6 +33,7 @@ import torch
 # Columns that a buffer is wider by: 128 bytes of a 16-bit type. Where rows are no multiple of them, torch.compile pads
 # a GPU's buffers (torch._inductor.config.padding_alignment_bytes), and copies them for an operation of another's.
 ALIGNED = 64
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one input, by their names
 
 
 @torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))

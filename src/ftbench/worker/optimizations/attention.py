@@ -21,8 +21,9 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+    # The boundaries come as cu_seq_lens: without a function for its mask transformers makes none, and does not wait for
+    # the device to find out whether a row holds several samples.
     AttentionInterface.register(VARLEN, attention(varlen_attn))
-    AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)  # the boundaries come as cu_seq_lens
     AttentionInterface.register(CUDNN, cudnn)
     AttentionMaskInterface.register(CUDNN, sdpa_mask)
 

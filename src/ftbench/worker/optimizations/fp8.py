@@ -9,33 +9,42 @@ the two together are as large as the 16-bit weight was.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.kernels.adapter_products import SIBLINGS
 from ftbench.worker.kernels.te_linear import RECIPES, TeLinear
 
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sides are multiples of 16
 WEIGHT = torch.float8_e4m3fn
-GRADIENT = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}  # torchao's recipes
+ROWWISE, FAST = "rowwise", "tensorwise-fast"
+# Of torchao's recipes. `tensorwise-fast` is tensorwise with sums of fewer bits in the gradient's product, too.
+GRADIENT = {"tensorwise": torch.float8_e5m2, FAST: torch.float8_e5m2, ROWWISE: torch.float8_e4m3fn}
 SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 
 
-def cast(values: torch.Tensor, dtype: torch.dtype, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+def cast(
+    values: torch.Tensor, dtype: torch.dtype, recipe: str, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows x columns in 8 bits, and the factor by which a product with it is multiplied: one, or one a row
-    (rows x 1). As torchao's hp_tensor_to_float8_dynamic; rowwise factors are powers of two there too."""
-    largest = values.abs().amax() if recipe == "tensorwise" else values.abs().amax(1, keepdim=True)
+    (rows x 1). As torchao's hp_tensor_to_float8_dynamic; rowwise factors are powers of two there too. `largest` is
+    that of the values, or of others that share their factor."""
+    if largest is None:
+        largest = values.abs().amax(1, keepdim=True) if recipe == ROWWISE else values.abs().amax()
     limit = torch.finfo(dtype).max
     scale = (limit / largest.double().clamp(min=SMALLEST)).float()
-    if recipe == "rowwise":
+    if recipe == ROWWISE:
         scale = scale.log2().floor().exp2()
     return (values.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
 
 
 class Product(torch.autograd.Function):
     """tokens x in → tokens x out with a frozen weight in 8 bits, out x in, and its transpose, in x out, for the
-    gradient. The gradient's product adds up in 32 bits (torchao: use_fast_accum only in the forward pass)."""
+    gradient. The gradient's product adds up in 32 bits (torchao: use_fast_accum only in the forward pass), but for
+    `tensorwise-fast`."""
 
     @staticmethod
     def forward(
@@ -54,27 +63,33 @@ class Product(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None, None
         small, scale = cast(dy, GRADIENT[ctx.recipe], ctx.recipe)
-        factors = (scale, factor) if ctx.recipe == "tensorwise" else (torch.ones_like(factor[0, 0]),) * 2
-        dx = torch._scaled_mm(small, turned.t(), *factors, out_dtype=_out(dy, ctx.recipe), use_fast_accum=False)
-        if ctx.recipe == "rowwise":  # torchao: the product by rows is slow with 32-bit sums, so it is scaled after
+        factors = (torch.ones_like(factor[0, 0]),) * 2 if ctx.recipe == ROWWISE else (scale, factor)
+        options = {"out_dtype": _out(dy, ctx.recipe), "use_fast_accum": ctx.recipe == FAST}
+        dx = torch._scaled_mm(small, turned.t(), *factors, **options)
+        if ctx.recipe == ROWWISE:  # torchao: the product by rows is slow with 32-bit sums, so it is scaled after
             dx = dx * (scale * factor.t())
         return dx.to(dy.dtype), None, None, None, None, None
 
 
 def _out(like: torch.Tensor, recipe: str) -> torch.dtype:
     """Return the dtype of a product: by rows there is bfloat16 only (torch._scaled_mm)."""
-    return torch.bfloat16 if recipe == "rowwise" else like.dtype
+    return torch.bfloat16 if recipe == ROWWISE else like.dtype
 
 
 class Fp8Linear(torch.nn.Module):
     """A frozen linear layer whose weight is in 8 bits."""
 
-    def __init__(self, base: torch.nn.Linear, recipe: str) -> None:
+    factor: torch.Tensor
+    turned: torch.Tensor
+    turned_factor: torch.Tensor
+
+    def __init__(self, base: torch.nn.Linear, recipe: str, largest: torch.Tensor | None = None) -> None:
+        """Cast a layer's weight; `largest` is the largest value of those that share its factor."""
         super().__init__()
         self.in_features, self.out_features, self.recipe = base.in_features, base.out_features, recipe
         weight = base.weight.data
-        small, factor = cast(weight, WEIGHT, recipe)
-        turned, turned_factor = cast(weight.t(), WEIGHT, recipe)
+        small, factor = cast(weight, WEIGHT, recipe, largest)
+        turned, turned_factor = cast(weight.t(), WEIGHT, recipe, largest)
         self.weight = torch.nn.Parameter(small, requires_grad=False)
         self.bias = base.bias
         for name, value in (("factor", factor), ("turned", turned.contiguous()), ("turned_factor", turned_factor)):
@@ -100,13 +115,58 @@ def _wanted(module: Any, name: str) -> bool:
     return fits and frozen and "lm_head" not in name and "lora_" not in name
 
 
+def join(layers: list[Any]) -> Any:
+    """Return one layer whose product is that of layers which share a factor, side by side; their weights become views
+    of its. None where they share none, or are no layers in 8 bits."""
+    first = layers[0]
+    alike = all(type(layer) is Fp8Linear and (layer.bias is None) == (first.bias is None) for layer in layers)
+    if len(layers) < 2 or not alike or first.recipe == ROWWISE:
+        return None
+    if any(not torch.equal(layer.factor, first.factor) for layer in layers):
+        return None
+    joined = copy.copy(first)
+    joined._parameters, joined._buffers = dict(first._parameters), dict(first._buffers)
+    sizes = [layer.out_features for layer in layers]
+    joined.out_features = sum(sizes)
+    joined.weight = torch.nn.Parameter(torch.cat([layer.weight.data for layer in layers]), requires_grad=False)
+    joined.turned = torch.cat([layer.turned for layer in layers], 1)
+    if first.bias is not None:
+        joined.bias = torch.nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)
+    parts = zip(layers, joined.weight.data.split(sizes), joined.turned.split(sizes, 1), strict=True)
+    for layer, weight, turned in parts:
+        layer.weight.data, layer.turned = weight, turned
+    return joined
+
+
 def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
-    kind = TeLinear if recipe in RECIPES else Fp8Linear
-    names = [name for name, module in model.named_modules() if _wanted(module, name)]
-    for name in names:  # by name: a list of modules would keep every 16-bit weight until the last one is cast
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, kind(model.get_submodule(name), recipe))
+    if recipe in RECIPES:
+        for name in _wanted_names(model):
+            _replace(model, name, TeLinear(model.get_submodule(name), recipe))
+        return
+    largest: dict[tuple[str, Any], torch.Tensor] = {}
+    if recipe != ROWWISE:
+        for name in _wanted_names(model):
+            value = model.get_submodule(name).weight.abs().amax()
+            largest[_group(name)] = torch.maximum(largest.get(_group(name), value), value)
+    for name in _wanted_names(model):  # by name: modules would keep every 16-bit weight until the last one is cast
+        _replace(model, name, Fp8Linear(model.get_submodule(name), recipe, largest.get(_group(name))))
+
+
+def _wanted_names(model: Any) -> list[str]:
+    return [name for name, module in model.named_modules() if _wanted(module, name)]
+
+
+def _group(name: str) -> tuple[str, Any]:
+    """Return what layers have in common that read one input: they share a factor, so that one product may have all of
+    them."""
+    parent, _, own = name.removesuffix(".base_layer").rpartition(".")
+    return parent, next((names for names in SIBLINGS if own in names), own)
+
+
+def _replace(model: Any, name: str, module: torch.nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import torch
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, Beside
+from ftbench.worker.kernels.adapter_products import ALIGNED, SIBLINGS, Augmented, Beside
 from ftbench.worker.model.parts import base_model
+from ftbench.worker.optimizations import fp8
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one input, by their names
 ADAPTER = "default"  # peft's name for the only one
 
 
@@ -87,7 +87,7 @@ class AugmentedGroup(AdapterGroup):
 
 
 class BesideGroup(AdapterGroup):
-    """The base layers multiply as they do; the adapters' products are added."""
+    """The base layers multiply as they do, those in 8 bits as one; the adapters' products are added."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -97,6 +97,7 @@ class BesideGroup(AdapterGroup):
         options = {"dtype": dtype, "device": layers[0].lora_A[ADAPTER].weight.device}
         self.register_buffer("a", torch.zeros(len(layers) * self.rank, self.width, **options), persistent=False)
         self.register_buffer("b", torch.zeros(sum(self.sizes), self.rank, **options), persistent=False)
+        self.joined = (fp8.join([layer.get_base_layer() for layer in layers]),)  # a tuple: no parameters of its own
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -108,10 +109,10 @@ class BesideGroup(AdapterGroup):
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         flat = x.reshape(-1, self.width).to(self.a.dtype)
         added = Beside.apply(flat, self.a, self.b, self.sizes, self.scales, *self.adapters())
-        return [
-            layer.get_base_layer()(x) + part.view(*x.shape[:-1], -1)
-            for layer, part in zip(self.layers, added, strict=True)
-        ]
+        (joined,) = self.joined
+        alone = [] if joined else [layer.get_base_layer()(x) for layer in self.layers]
+        made = joined(x).split(self.sizes, -1) if joined else alone
+        return [base + part.view(*x.shape[:-1], -1) for base, part in zip(made, added, strict=True)]
 
 
 class _Fused:
