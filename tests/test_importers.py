@@ -441,3 +441,114 @@ def test_a_broken_log_of_another_tool_is_told(tmp_path, name, content):
     with pytest.raises(SpecError, match=name):
         rows_of(tmp_path, name, content)
     assert not (tmp_path / "out").exists()
+
+
+# --- Megatron --------------------------------------------------------------------------------------------------------
+
+# Lines as Megatron-LM prints them: a run of 8 RTX 4090 with four pipeline stages, whose ranks write into one another.
+MEGATRON_LM = """\
+------------------------ arguments ------------------------
+  seq_length ...................................... 4096
+-------------------- end of arguments ---------------------
+Theoretical memory footprints: weight and optimizer=10764.77 MB
+[Rank 2] (after 1 iterations) memory (MB) | allocated: 9334.3779296875 | max allocated: 12680.6357421875 | \
+reserved: 13236.0 | max reserved: 13236.0[Rank 6] (after 1 iterations) memory (MB) | allocated: 10850.67578125 | \
+max allocated: 10850.70751953125 | reserved: 11000.0 | max reserved: 11000.0
+
+[Rank 0] (after 1 iterations) memory (MB) | allocated: 10770.3779296875 | max allocated: 15754.88818359375 | \
+reserved: 16334.0 | max reserved: 16334.0
+ [2025-08-01 07:19:37] iteration        1/    5000 | consumed samples:          128 | elapsed time per iteration (ms): \
+19138.8 | throughput per GPU (TFLOP/s/GPU): 80.2 | learning rate: 6.976744E-08 | global batch size:   128 | \
+lm loss: 1.043863E+01 | loss scale: 1.0 | grad norm: 26.203 | number of skipped iterations:   0 | \
+number of nan iterations:   0 |
+ [2025-08-01 07:19:50] iteration        2/    5000 | consumed samples:          256 | elapsed time per iteration (ms): \
+12936.1 | throughput per GPU (TFLOP/s/GPU): 118.7 | learning rate: 1.395349E-07 | global batch size:   128 | \
+lm loss: 1.044022E+01 | loss scale: 1.0 | grad norm: 26.305 | number of skipped iterations:   0 | \
+number of nan iterations:   0 |
+ validation loss at iteration 2 | lm loss value: 2.724416E+00 | lm loss PPL: 1.524780E+01 |
+ [2025-08-01 07:20:03] iteration        3/    5000 | consumed samples:          384 | elapsed time per iteration (ms): \
+12978.1 | throughput per GPU (TFLOP/s/GPU): 118.3 | learning rate: 2.093023E-07 | global batch size:   128 | \
+lm loss: 1.044375E+01 | loss scale: 1.0 | grad norm: 25.930 | number of skipped iterations:   0 | \
+number of nan iterations:   0 |
+"""
+# And Megatron-Bridge: decimal gigabytes, and the next rank's words in the same line.
+BRIDGE = """\
+[2025-12-19 10:49:15] iteration        1/       1 | consumed samples:          128 | elapsed time per iteration (ms): \
+20289.1 | learning rate: 3.000000E-05 | global batch size:   128 | lm loss: 1.258695E+01 | loss scale: 1.0 | \
+grad norm: 10.275 | number of skipped iterations:   0 | number of nan iterations:   0 |Number of parameters in \
+transformer layers in billions:  6.98
+[Rank 0] (after 1 iterations) memory (GB) | mem-allocated-gigabytes: 51.072 | mem-active-gigabytes: 51.072 | \
+mem-inactive-gigabytes: 10.971 | mem-reserved-gigabytes: 216.89 | mem-max-allocated-gigabytes: 194.41 | \
+mem-max-active-gigabytes: 195.46 | mem-max-inactive-gigabytes: 14.369 | mem-max-reserved-gigabytes: 216.89 | \
+mem-alloc-retires: 0 | mem-allocated-count: 571
+"""
+
+
+def megatron(tmp_path, text, **changes):
+    (tmp_path / "log-0.out").write_text(text)
+    return imported(tmp_path / "log-0.out", tmp_path / "out", batch_size=None, **changes)
+
+
+def test_a_log_of_megatron_tells_times_tokens_memory_and_losses(tmp_path):
+    run, summary = megatron(tmp_path, MEGATRON_LM)
+    rows = [row for row in read_steps(run.steps)[0] if row.phase == "train"]
+    assert [row.step for row in rows] == [1, 2, 3]
+    assert [row.step_time_s for row in rows] == pytest.approx([19.1388, 12.9361, 12.9781])
+    assert rows[2].elapsed_time_sec == pytest.approx(19.1388 + 12.9361 + 12.9781)
+    assert [row.loss for row in rows] == pytest.approx([10.43863, 10.44022, 10.44375])
+    assert (rows[1].grad_norm, rows[1].learning_rate) == (26.305, 1.395349e-07)
+    assert {row.samples for row in rows} == {128}
+    assert {row.padded_tokens for row in rows} == {128 * 4096}
+    assert {row.real_tokens for row in rows} == {None}
+    assert rows[0].peak_memory_gb == pytest.approx(15754.88818359375 / 1024)  # the rank with most
+    assert rows[0].peak_reserved_gb == pytest.approx(16334 / 1024)
+    assert rows[1].peak_memory_gb is None
+    assert summary["loss"]["eval"] == 2.724416
+    notes = " ".join(summary["warnings"])
+    assert "(Megatron's log), not recorded by ftbench: energy and most of the recipe are not known" in notes
+    assert "global one, of all GPUs" in notes
+    assert "118.3 TFLOP/s a GPU in the median" in notes
+    assert "memory is that of the rank with most, up to step 1" in notes
+
+
+def test_a_log_of_megatron_bridge_counts_memory_in_decimal_gigabytes(tmp_path):
+    run, summary = megatron(tmp_path, BRIDGE)
+    (row,) = read_steps(run.steps)[0]
+    assert row.peak_memory_gb == pytest.approx(194.41e9 / 2**30)
+    assert row.peak_reserved_gb == pytest.approx(216.89e9 / 2**30)
+    assert (row.step_time_s, row.loss, row.padded_tokens) == (20.2891, 12.58695, None)
+    assert "tokens, energy and most of the recipe are not known" in summary["warnings"][0]
+
+
+def test_an_interval_of_megatron_is_the_mean_of_its_iterations(tmp_path):
+    line = BRIDGE.splitlines()[0]
+    text = "".join(
+        line.replace("iteration        1/       1", f"iteration {step:8}/{100:8}").replace("20289.1", ms) + "\n"
+        for step, ms in ((10, "2000.0"), (20, "1000.0"), (30, "1000.0"))
+    )
+    run, summary = megatron(tmp_path, text)
+    assert [row.elapsed_time_sec for row in read_steps(run.steps)[0]] == [20.0, 30.0, 40.0]
+    assert any("up to 10 steps and holds their mean" in warning for warning in summary["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text + text, "goes back from step 3 to 1: one run a file"),
+        (lambda text: text.replace("global batch size", "batch"), "iteration 1 has no global batch size"),
+        (lambda text: text.replace("(ms): 12936.1", "(ms): -1"), "iteration 2 has no"),
+        (lambda text: text.replace("/    5000", "/" + "9" * 40), "nor a CSV"),
+    ],
+)
+def test_a_broken_log_of_megatron_is_told(tmp_path, change, said):
+    with pytest.raises(SpecError, match=said):
+        megatron(tmp_path, change(MEGATRON_LM))
+
+
+def test_a_loss_that_megatron_does_not_print_because_it_is_no_number_is_one(tmp_path):
+    text = MEGATRON_LM.replace("lm loss: 1.044375E+01 | ", "").replace(
+        "of nan iterations:   0 |\n", "of nan iterations:   1 |\n"
+    )
+    run, summary = megatron(tmp_path, text)
+    assert math.isnan([row for row in read_steps(run.steps)[0] if row.phase == "train"][2].loss)
+    assert any("had a loss that is no number" in warning for warning in summary["warnings"])

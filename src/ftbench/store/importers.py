@@ -1,7 +1,7 @@
 """Runs that ftbench did not make → run directories that a report can show, with what is unknown left empty.
 
-The founding study's CSV (seven columns, a line every few steps), and what other tools leave (`foreign_logs.py`). None
-says which GPU, model or method it was about: that comes from the command.
+The founding study's CSV (seven columns, a line every few steps), and what other tools leave (`foreign_logs.py`,
+`megatron_log.py`). None says which GPU, model or method it was about: that comes from the command.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ftbench.spec.identity import model_slug
 from ftbench.spec.methods import METHODS
 from ftbench.store import digests, rundir, summary
 from ftbench.store.foreign_logs import ForeignLog, reader_of
+from ftbench.store.megatron_log import is_megatron, megatron
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -53,7 +54,7 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     _check(about)
     data = _read(file)
     digest = hashlib.sha256(data).hexdigest()
-    reader = reader_of(file, data)
+    reader = reader_of(file, data) or (megatron if is_megatron(data) else None)
     log = reader(file, data) if reader else _seven_columns(file, data, about)
     if log.timed_from_zero is not None:
         timed = [row for row in log.rows if row.elapsed_time_sec is not None]
@@ -128,8 +129,8 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     header = data.partition(b"\n")[0].decode("utf-8", "replace").strip().split(",")
     if missing := [name for name in _NEEDED if name not in header]:
         raise SpecError(
-            f"{file}: is neither a trainer_state.json (also axolotl's), a log of LLaMA-Factory, torchtune, TensorBoard "
-            f"or W&B, nor a CSV with the columns {', '.join(COLUMNS)} "
+            f"{file}: is neither a trainer_state.json (also axolotl's), a log of LLaMA-Factory, torchtune, Megatron, "
+            f"TensorBoard or W&B, nor a CSV with the columns {', '.join(COLUMNS)} "
             f"({', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in its first line)"
         )
     rows, notes = read_steps(file)
