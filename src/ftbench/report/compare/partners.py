@@ -15,7 +15,7 @@ _HARD = (
     "gpu", "model.id", "method.name", "objective.name", "dataset.name", "dataset.path", "dataset.length",
     "dataset.mean_length", "dataset.like",
 )  # fmt: skip
-_NOUNS = {"gpu": "GPU", "model": "model", "method": "method", "dataset": "data"}
+_NOUNS = {"gpu": "GPU", "model": "model", "method": "method", "objective": "objective", "dataset": "data"}
 _UNOPTIMIZED = {
     OPTIMIZATIONS: PLAIN[1:],
     RECIPE: PLAIN,
