@@ -122,7 +122,9 @@ def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:
     finally:
         pillow.MAX_IMAGE_PIXELS = most
     (tmp_path / "b.png").write_text("no image")
-    with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be looked at .*cannot identify"):
+    with pytest.raises(
+        SpecError, match=r"rows\.jsonl, line 2: its image cannot be looked at .*cannot identify image file\)$"
+    ):
         estimate_memory(spec_of(QWEN, data | {"seed": 7}), gpu())
     (tmp_path / "b.png").unlink()
     os.mkfifo(tmp_path / "b.png")

@@ -19,6 +19,12 @@ _HALF = re.compile(r"\\ud[89a-f]", re.IGNORECASE)  # what JSON writes characters
 _IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
+def image_problem(error: Exception) -> str:
+    """Return why an image's file cannot be used, in a line and without the object that a decoder had it in."""
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r" <_io\..*>", "", said)[:120]
+
+
 class FileRows:
     """Rows of files that belong together, each with the line (or record) it stands on."""
 

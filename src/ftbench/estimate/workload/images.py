@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.data_files import FileRows, read_file
+from ftbench.core.data_files import FileRows, image_problem, read_file
 from ftbench.errors import SpecError
 from ftbench.estimate.workload.lengths import DRAWN, MOST_SAMPLES, Lengths, file_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
@@ -151,8 +151,8 @@ def _shown(
     try:
         return _sample(vision, [_size_of(image, rows.folder) for image in images], text, longest)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SpecError(f"dataset: {rows.where(at)}: its image cannot be looked at ({reason})") from None
+        why = image_problem(error)
+        raise SpecError(f"dataset: {rows.where(at)}: its image cannot be looked at ({why})") from None
 
 
 def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:

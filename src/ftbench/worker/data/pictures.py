@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ftbench.core.data_files import image_problem
 from ftbench.core.data_formats import BadRow
 from ftbench.spec.batches import picture_sizes
 from ftbench.spec.datasets import Dataset
@@ -43,7 +44,7 @@ class Picture:
         try:
             return _decoded(self.source.read_bytes() if isinstance(self.source, Path) else self.source)
         except Exception as error:  # noqa: BLE001 - as below
-            raise BadRow(f"image {self.source!s:.200} cannot be read any more ({_reason(error)})") from None
+            raise BadRow(f"image {self.source!s:.200} cannot be read any more ({image_problem(error)})") from None
 
 
 def read(reference: Any, folder: Path | None) -> Picture:
@@ -72,12 +73,8 @@ def read(reference: Any, folder: Path | None) -> Picture:
     try:
         image = _decoded(data)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
-        raise BadRow(f"{name} cannot be decoded ({_reason(error)})") from None
+        raise BadRow(f"{name} cannot be decoded ({image_problem(error)})") from None
     return Picture(*image.size, source, hashlib.sha256(data).hexdigest())
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def _decoded(data: bytes) -> Image:
