@@ -53,7 +53,7 @@ def megatron(file: Path, data: bytes) -> ForeignLog:
         rows.append(StepRow(step=min(int(match[1]), MOST_STEPS - 1), phase="evaluate", loss=loss))
     rows.sort(key=lambda row: (row.step or 0, row.phase == "evaluate"))
     known = {"tokens": length, "memory": any(row.peak_memory_gb for row in rows)}
-    lacks = "".join(f"{name}, " for name, told in known.items() if not told) + "energy and most of the recipe"
+    lacks = "".join(f"{name}, " for name, value in known.items() if not value) + "energy and most of the recipe"
     batch, train_s = int(lines[-1][2][_BATCH]), max(row.elapsed_time_sec or 0.0 for row in rows)
     return ForeignLog("Megatron's log", rows, lacks, [*_notes(lines, rows, bool(length))], batch, train_s)
 
