@@ -20,10 +20,19 @@ def test_a_table_is_named_exactly_and_a_run_that_is_there_is_not_made_again(tmp_
     assert {line.split()[4] for line in lines[1:]} == {"short-equal", "sustained"}
     wrong = recipes(tmp_path, "--only", "short", "--estimate")
     assert wrong.returncode == 2
-    assert "'short' is none of full, short-defaults, short-equal, sustained" in wrong.stderr
+    assert "'short' is none of frameworks, full, short-defaults, short-equal, sustained" in wrong.stderr
     lacking = recipes(ROOT / "results/h200/headline", "--only", "full", "--estimate").stdout.splitlines()
     assert len(lacking) <= 3  # of 21: unsloth's 8-bit weights did not start in time
     assert all("load_in_fp8: on" in line for line in lacking[1:])
+
+
+def test_frameworks_take_turns_plain_and_at_their_best(tmp_path: Path) -> None:
+    told = recipes(tmp_path, "--only", "frameworks", "--estimate").stdout.splitlines()
+    assert told[0].startswith("42 of 42 runs to do")
+    first = [line for line in told if line.startswith("round 1")]
+    assert len(first) == 14
+    for words in ("framework: axolotl", "framework: llamafactory", "framework: ms-swift", "settings: best"):
+        assert sum(words in line for line in first) == (6 if "best" in words else 4)
 
 
 def test_what_would_end_after_the_call_is_not_begun(tmp_path: Path) -> None:

@@ -364,6 +364,9 @@ def test_a_framework_trains_the_same_tokens_from_the_same_weights(name, method, 
     assert theirs["dataset"]["order_hash"] == ours["dataset"]["order_hash"]
     assert theirs["parameters"]["trainable"] == ours["parameters"]["trainable"]
     assert their_steps[0].loss == pytest.approx(our_steps[0].loss, abs=TOLERANCE)
-    assert their_steps[0].grad_norm == pytest.approx(our_steps[0].grad_norm, rel=1e-4)
+    # trl holds the adapters of a quantised model in bfloat16, the others in float32; no comparison passes over that
+    assert theirs["trained_dtype"] == "float32"
+    rounding = 1e-4 if ours["trained_dtype"] == "float32" else torch.finfo(torch.bfloat16).eps
+    assert their_steps[0].grad_norm == pytest.approx(our_steps[0].grad_norm, rel=rounding)
     assert [step.real_tokens for step in their_steps] == [step.real_tokens for step in our_steps]
     assert not any("not the same work" in warning for warning in theirs["warnings"])
