@@ -48,8 +48,9 @@ def learned(command: Command) -> list[tuple[Any, ...]]:
     return [(row.phase, row.step, row.samples, row.real_tokens, row.label_tokens) for row in command.steps()]
 
 
-def figures(command: Command) -> list[float]:
-    return [value for row in command.steps() for value in (row.loss, row.grad_norm) if value is not None]
+def figures(command: Command, *names: str) -> list[float]:
+    values = (getattr(row, name) for row in command.steps() for name in names or ("loss", "grad_norm"))
+    return [value for value in values if value is not None]
 
 
 def dataset_of(command: Command) -> dict[str, Any]:
@@ -79,11 +80,13 @@ EXPERTS = {"model": {"id": "tiny/qwen3-moe", "weights": "random"}}
 # A head of its own weights, which its forward pass alone would gather: the loss over chunks takes them without it.
 HEAD = {"model": {"id": "tiny/llama", "weights": "random"}, "optimizations": {"chunked_loss": True}}
 NO_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
+STAGES = [(1, FULL), (2, LORA), (3, LORA), (2, QLORA), (3, QLORA)]
 PROVEN = [
     *[("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL)],
-    *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in ((1, FULL), (2, LORA), (3, LORA))],
+    *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in STAGES],
     ("ep", EXPERTS),
     ("tp", EXPERTS),
+    ("tp", FULL),
     ("cp", LORA),
     ("cp", FULL),
     ("fsdp", HEAD),
@@ -96,7 +99,10 @@ def test_two_ranks_learn_what_one_process_learns(pair, strategy, parts):
     """With accumulation, uneven lengths, a last step that not all ranks have samples for, and evaluation."""
     one, two = pair(strategy, **parts)
     assert learned(two) == learned(one)
-    assert figures(two) == pytest.approx(figures(one), rel=1e-4)
+    for name in ("loss", "grad_norm"):
+        # Of adapters in 16 bits, beside 4-bit weights, one process takes the norm in 16 bits too.
+        rel = 2**-8 if name == "grad_norm" and parts is QLORA else 1e-4
+        assert figures(two, name) == pytest.approx(figures(one, name), rel=rel)
     assert len({row.loss for row in one.steps()}) > 3
     assert dataset_of(two)["order_hash"] == dataset_of(one)["order_hash"]
 

@@ -25,7 +25,7 @@ class Strategy:
 
 def _refused_where_sharded(spec: Experiment) -> Iterator[str]:
     name = spec.launch.strategy
-    if spec.method.quantised:
+    if spec.method.quantised and name != "zero3":
         yield (
             f"launch.strategy: {name} cannot spread 4-bit weights: bitsandbytes keeps them as bytes that are left "
             "whole on each GPU, or computes wrong results where they are stored as bfloat16: use ddp, or method lora"
@@ -38,16 +38,12 @@ def _refused_where_sharded(spec: Experiment) -> Iterator[str]:
 
 def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:
     name = spec.launch.strategy
-    if spec.method.quantised and name != "zero3":
-        yield f"launch.strategy: {name} casts what is trained and 4-bit weights do not go with it: use ddp"
     if spec.measure.gradients:
         yield f"measure.gradients: {name} clears the gradients before they can be read: set it to 0, or use ddp"
 
 
 def _refused_by_tp(spec: Experiment) -> Iterator[str]:
     yield from _refused_where_sharded(spec)
-    if not spec.method.adapters:
-        yield "launch.strategy: tp sums no gradients of norms within heads, and ranks train apart: use lora, or fsdp"
     if spec.measure.save_adapter:
         yield (
             "measure.save_adapter: under tp rank 0 waits for shares that no other one sends: set it to off, or use fsdp"

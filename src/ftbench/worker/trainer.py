@@ -106,6 +106,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         data_collator=collator,
         **optimizer.arguments(spec),
     )
+    if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "attach"):
+        strategy.attach(loop, spec)
     loop.batches, loop.features, loop.graph = set(), feature_cache.of(model), cuda_graph.of(model)
     loop.shares = spec.launch.shares if spec.launch.parts_of_sequence > 1 else None
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, ProcessorMixin
 
 from ftbench.errors import MissingError, SpecError
-from ftbench.spec.experiment import Experiment, Model
+from ftbench.spec.experiment import Experiment, Launch, Model
 from ftbench.store.machine import cache_dir
 from ftbench.worker import parallel
 from ftbench.worker.data.pixels import Pixels
@@ -33,13 +33,15 @@ class UnreadModel(Protocol):
 Source = str | UnreadModel
 
 
-def source_of(model: Model, method: Any = None) -> str:
+def source_of(model: Model, method: Any = None, launch: Launch | None = None) -> str:
     """Return what from_pretrained is given: a directory, or an id on the hub. A method that keeps experts in MXFP4
-    makes random weights in memory: of gpt-oss-120b they would be 61 GiB of files. unsloth finds files as published."""
+    makes random weights in memory: of gpt-oss-120b they would be 61 GiB of files; so does a launch that shards them as
+    they are drawn. unsloth finds files as published."""
     if model.weights == "random":
         kept = method is not None and method.mxfp4
         layout = "mxfp4" if is_gpt_oss(model) and (kept or getattr(method, "name", "") == "unsloth") else None
-        return str(materialise(model, layout, weights=not kept))
+        drawn = launch is not None and launch.ranks > 1 and hasattr(parallel.load(launch.strategy), "reads")
+        return str(materialise(model, layout, weights=not kept and not drawn))
     return model.path or model.id
 
 
@@ -93,7 +95,8 @@ def read(spec: Experiment, source: Source, **more: Any) -> Any:
     waits = spec.optimizations.weight_offload
     if device().type == "cuda" and not spec.launch.sharded:
         arguments["device_map"] = {"": torch.device("cpu") if waits else device()}
-    if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "loading"):
+    strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.ranks > 1 else None
+    if hasattr(strategy, "loading"):
         arguments |= strategy.loading(spec, load_config(spec.model, source))
     config = more.get("config") or load_config(spec.model, source)
     if vision.reads_images(config) and "attn_implementation" in arguments:  # the encoder's attention is not causal
@@ -101,9 +104,27 @@ def read(spec: Experiment, source: Source, **more: Any) -> Any:
     if not isinstance(source, str):
         return reach(spec.model, lambda: source.load(arguments))
     kind = vision.auto_class(config)
+    if hasattr(strategy, "reads") and not strategy.reads(spec):
+        return reach(spec.model, lambda: skeleton(kind, config, spec))
     with weight_offload.quantised_on(device()) if waits and spec.method.quantised else nullcontext():
         model = reach(spec.model, lambda: kind.from_pretrained(source, **arguments))
     return weight_offload.keep_on_host(model, spec, device()) if waits else model
+
+
+def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
+    """Return a model whose weights nobody has read, and which get their values as it is sharded: no more than its
+    buffers is in memory, the host gives a page once somebody writes to it. What is trained beside 16-bit products is
+    in 32 bits, as accelerate would make it."""
+    full = spec.method.name == "full" and spec.train.precision != "fp32"
+    dtype = torch.float32 if full else getattr(torch, spec.model.dtype)
+    with torch.device("meta"):
+        model = kind.from_config(config, dtype=dtype, **attention_of(spec))
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for part in (*model.parameters(), *model.modules()):
+        part._is_hf_initialized = isinstance(part, torch.nn.Parameter)
+    model.initialize_weights()  # of what is in no file
+    return model.eval()
 
 
 def attention_of(spec: Experiment) -> dict[str, str]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -129,11 +129,45 @@ def deviation(config: Any) -> float:
     return float(getattr(config.get_text_config(), "initializer_range", 0.02))
 
 
-def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
+class Drawn(Mapping[str, torch.Tensor]):
+    """The state of a model whose random weights are not there: each is drawn when it is asked for, some layers ahead,
+    and is what `materialise` would have written; adapters are as they are."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor], model: Model) -> None:
+        config = configuration(model)
+        self._state, self._seed, self._std = state, model.seed, deviation(config)
+        self._tensors, self._tied = _tensors(config, model, None)
+        self._shards = list(_shards({name: each.nbytes for name, each in self._tensors.items()}))
+        self._drawn: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        name = key.removeprefix("base_model.model.").replace(".base_layer", "")  # peft's
+        name = self._tied.get(name, name)
+        if ".lora_" in name:
+            return self._state[key]
+        if name not in self._drawn:
+            names = next(shard for shard in self._shards if name in shard)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                self._drawn = _draw(pool, {each: self._tensors[each] for each in names}, self._std, self._seed)
+        return self._drawn[name].to(self._state[key].dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def _tensors(config: Any, model: Model, layout: str | None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of a model, without memory, and the names of those that are others."""
     with torch.device("meta"), mxfp4.as_experts() if layout else nullcontext():
         skeleton = vision.auto_class(config).from_config(config, dtype=getattr(torch, model.dtype))
-    tied = set(getattr(skeleton, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    tensors = {name: t for name, t in skeleton.state_dict().items() if name not in tied}
+    tied = dict(getattr(skeleton, "_tied_weights_keys", None) or {}) if config.tie_word_embeddings else {}
+    return {name: each for name, each in skeleton.state_dict().items() if name not in tied}, tied
+
+
+def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
+    tensors, _ = _tensors(config, model, layout)
     sizes = {name: each.nbytes for name, each in tensors.items()}
     _check_space(folder, sum(sizes.values()))
     std = deviation(config)

@@ -3,6 +3,8 @@
 loading(spec, config) → what from_pretrained is told of it, where it shards the weights as they are read
 arguments(spec) → what the trainer's arguments say of it
 prepare(made) → None: what is to be changed once the trainer's arguments are `made`, where there is something
+attach(trainer, spec) → None: what is to be changed of the trainer once it has its model, where there is something
+reads(spec) → whether this rank reads the weights, where not all do: others get them as the model is sharded
 verify(trainer, spec) → sentences on what was asked for and is not there, asked after the first step
 applied(trainer) → what applied.json tells of it, read after the first step
 """

@@ -15,7 +15,9 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.parallel import fsdp
+from ftbench.worker.parallel.fsdp import attach, reads
 
+__all__ = ["applied", "arguments", "attach", "loading", "prepare", "reads", "verify"]
 _SEQUENCE = 2  # the dimension of queries, keys and values that is divided
 _ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACK_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -1,16 +1,36 @@
 """FSDP2: each GPU keeps a share of every weight, gradient and optimizer state, and gathers a layer's weights while it
-computes with them. Weights are loaded into the host's memory: a GPU never holds all of them."""
+computes with them.
+
+No GPU ever holds all of them, and one rank's host memory at the most: published weights are read by rank 0, which gives
+the others their shares; random ones are drawn there a few layers at a time."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from accelerate import DistributedType, PartialState
+from accelerate.utils import fsdp_utils
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker import parallel
 from ftbench.worker.model.parts import decoder_layers
+from ftbench.worker.model.random_weights import Drawn
+
+
+def reads(spec: Experiment) -> bool:
+    """Return whether this rank reads the weights."""
+    return spec.model.weights == "pretrained" and parallel.is_first()
+
+
+def attach(trainer: Any, spec: Experiment) -> None:
+    """Have random weights drawn where accelerate takes rank 0's state to share it out, tensor by tensor."""
+    if spec.model.weights == "random":
+        share_out = fsdp_utils.fsdp2_load_full_state_dict
+        fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: share_out(
+            accelerator, model, Drawn(state, spec.model), **more
+        )
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
@@ -21,6 +41,7 @@ def arguments(spec: Experiment) -> dict[str, Any]:
         "reshard_after_forward": True,
         "activation_checkpointing": bool(spec.optimizations.gradient_checkpointing),
         "cpu_offload": spec.launch.offload == "params",
+        "cpu_ram_efficient_loading": True,
     }
     return {"fsdp": True, "fsdp_config": config, "gradient_checkpointing": False}
 

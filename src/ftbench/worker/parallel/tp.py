@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.parallel.ep import applied, arguments
 
-__all__ = ["applied", "arguments", "loading", "verify"]
+__all__ = ["applied", "arguments", "attach", "loading", "verify"]
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
@@ -26,6 +27,23 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
             f"{ranks}: set it to one of {fitting or 1}, or use fsdp"
         )
     return {"distributed_config": DistributedConfig(tp_size=ranks)}
+
+
+def attach(trainer: Any, spec: Experiment) -> None:
+    """Sum the gradients of norms within heads as they are made: every rank has all of their weights and computes its
+    heads' part. transformers sums what has accumulated, with each batch again what was summed before."""
+    for module in trainer.model.modules():
+        for key, hook in [*module._backward_hooks.items()]:
+            if getattr(hook, "__name__", "") == "_all_reduce_grads":
+                del module._backward_hooks[key]
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad:
+                        parameter.register_hook(_summed)
+
+
+def _summed(gradient: Any) -> Any:
+    dist.all_reduce(whole := gradient.clone())
+    return whole
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
