@@ -242,7 +242,10 @@ def test_another_model_drops_the_revision_and_path_of_the_old(files):
         ("train: {max_steps: 1.5}", ["train.max_steps: 1.5: must be a valid integer"]),
         ("train: {seed: 4294967296}", ["train.seed: 4294967296: must be less than 4294967296"]),
         ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on, off or dynamic"]),
-        ("optimizations: {fp8: on}", ["optimizations.fp8: 'on' is not allowed", "off, tensorwise, rowwise"]),
+        (
+            "optimizations: {fp8: on}",
+            ["optimizations.fp8: 'on' is not allowed", "off, tensorwise, tensorwise-fast, rowwise"],
+        ),
         ("measure: {warmup: some}", ["measure.warmup: 'some' must be auto or a whole number"]),
         ("measure: {warmup: -1}", ["measure.warmup: -1 must be auto or a whole number, 0 or more"]),
         ("method: {name: lora, targets: q_proj}", ["method.targets: 'q_proj' must be all-linear or a list of names"]),
