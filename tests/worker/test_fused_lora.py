@@ -13,7 +13,9 @@ from conftest import spec_of
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
+from ftbench.worker import methods
 from ftbench.worker.kernels.adapter_products import Augmented, Beside
+from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, fused_lora
@@ -117,6 +119,22 @@ def test_one_compiled_graph_serves_all_layers_but_the_first():
     before = compiled.graphs()
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-5, rtol=1e-5)
     assert compiled.graphs() - before == 2  # the first layer's input has no gradient
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", ["tiny/qwen3-moe", "tiny/gpt-oss"])
+def test_a_layer_with_experts_is_one_graph_and_the_same(cache, name):
+    spec = spec_of(model={"id": name}, optimizations={"fused_lora": True})
+    method = methods.load("lora")
+    ours = method.adapt(method.load(spec, loading.source_of(spec.model)), spec).train()
+    expected = learned(ours)
+    fused_lora.apply(ours, spec)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in decoder_layers(ours):
+        layer.compile(backend="aot_eager")
+    torch.testing.assert_close(learned(ours), expected, atol=1e-5, rtol=1e-5)
+    assert compiled.graphs() == 2  # the first layer's input has no gradient
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

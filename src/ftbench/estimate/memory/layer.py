@@ -116,7 +116,8 @@ def kernel(layer: Layer, recipe: Recipe, batch: BatchShape) -> Attention:
 
 def repeats(layer: Layer, recipe: Recipe, batch: BatchShape) -> bool:
     """Return whether attention is given keys and values repeated for each query head."""
-    return kernel(layer, recipe, batch) in ("masked", "varlen") and layer.kv_heads != layer.heads
+    repeating = kernel(layer, recipe, batch) in ("masked", "varlen") and layer.kv_heads != layer.heads
+    return repeating and not layer.sinks  # worker/kernels/sink_attention.py
 
 
 def attention(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:

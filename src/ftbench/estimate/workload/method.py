@@ -180,7 +180,8 @@ def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -
     if is_eager(spec, model):
         return "eager"
     if attention == "varlen":
-        return "sdpa" if whole else attention  # worker/optimizations/attention.py, `_by_rows`
+        sinks = any(layer.sinks for layer, _ in model.kinds)
+        return "sdpa" if whole and not sinks else attention  # worker/optimizations/attention.py, `_by_rows`
     if attention in ("auto", "sdpa", "cudnn"):
         return "masked" if padded and spec.method.name != "unsloth" else "sdpa"
     return "flash"

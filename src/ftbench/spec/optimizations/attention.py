@@ -16,8 +16,11 @@ _FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")
 
 def _refusals(spec: Experiment) -> Iterator[str]:
     kernel, precision = spec.optimizations.attention, spec.train.precision
-    if family(spec.model) == GPT_OSS and kernel in ("sdpa", "varlen"):
-        yield f"optimizations.attention {kernel} does not compute the attention sinks of gpt-oss: leave it auto"
+    if family(spec.model) == GPT_OSS and kernel in ("sdpa", "cudnn"):
+        yield (
+            f"optimizations.attention {kernel} does not compute the attention sinks of gpt-oss: leave it auto, or take "
+            "varlen with packing"
+        )
     if kernel == "varlen" and not _flat(spec):
         yield (
             "optimizations.attention varlen is for rows without padding: set packing or padding_free, or attention sdpa"

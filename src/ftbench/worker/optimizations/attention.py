@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.kernels.sink_attention import SinkAttention
 
 VARLEN, CUDNN = "varlen", "cudnn"
 
@@ -53,8 +54,11 @@ def attention(kernel: Any) -> Any:
         kernels. Raises SpecError for what torch's kernel does not compute."""
         if cu_seq_lens_q is None or query.shape[0] != 1:
             raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
-        if kwargs.get("s_aux") is not None or kwargs.get("softcap"):
-            raise SpecError("optimizations.attention varlen knows no attention sinks or caps: use sdpa or eager")
+        if kwargs.get("softcap"):
+            raise SpecError("optimizations.attention varlen knows no caps of attention: use sdpa or eager")
+        if kwargs.get("s_aux") is not None:
+            window = sliding_window - 1 if sliding_window else -1
+            return _with_sinks(query, key, value, kwargs["s_aux"], cu_seq_lens_q, max_length_q, scaling, window), None
         samples = cu_seq_lens_q.shape[0] - 1
         whole = samples * max_length_q == query.shape[2]  # none is longer, so none can be shorter
         if whole and not (sliding_window and sliding_window < max_length_q):
@@ -75,12 +79,24 @@ def attention(kernel: Any) -> Any:
             options["scale"] = scaling
         elif scaling is not None:  # then it is 1 / sqrt(width)
             query = query * (scaling * query.shape[-1] ** 0.5)
-        half = [part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in (query, key, value)]
-        rows = [part[0].transpose(0, 1) for part in half]
+        rows = _rows(query, key, value)
         out = kernel(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)
         return out[None].to(query.dtype), None
 
     return varlen
+
+
+def _rows(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Return tokens x heads x width in 16 bits."""
+    half = (part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in parts)
+    return [part[0].transpose(0, 1) for part in half]
+
+
+def _with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, *samples: Any
+) -> torch.Tensor:
+    out: torch.Tensor = SinkAttention.apply(*_rows(query, key, value), sinks, *samples)
+    return out[None].to(query.dtype)
 
 
 def _by_rows(

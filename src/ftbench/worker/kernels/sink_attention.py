@@ -1,0 +1,48 @@
+"""Causal attention within each sample of a row, with sinks: of each head one more logit, which takes part in the
+softmax and has no value (gpt-oss).
+
+Flash attention knows no sinks, and needs to know none. With L the logarithm of the sum of a query's exponentials and
+L' = log(exp L + exp sink), each probability, and so the output, is exp(L - L') times what it is without. The backward
+kernel makes probabilities again from L, and what the softmax takes off from the output and its gradient: given L' and
+the output with sinks, its gradients are those with sinks. A sink's own is -exp(sink - L') (output · its gradient),
+summed over the queries. Two passes over the output more than without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FORWARD = torch.ops.aten._flash_attention_forward
+BACKWARD = torch.ops.aten._flash_attention_backward
+
+
+class SinkAttention(torch.autograd.Function):
+    """Queries, tokens x heads x width, keys and values, tokens x (fewer) heads x width, in 16 bits, and a sink a head →
+    tokens x heads x width. Samples end at `bounds` (int32, from 0) and none is longer than `longest`; a token sees
+    itself and `window` before it, with -1 all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor,
+        bounds: torch.Tensor, longest: int, scale: float, window: int,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.samples = (bounds, bounds, longest, longest, 0.0, True)
+        ctx.options = {"scale": scale, "window_size_left": window, "window_size_right": 0}
+        out, alone, seed, unused, _ = FORWARD(query, key, value, *ctx.samples, False, **ctx.options)
+        whole = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])  # heads x tokens
+        out = (out * (alone - whole).exp().t()[..., None]).to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, whole, sinks, seed, unused)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, out, whole, sinks, seed, unused = ctx.saved_tensors
+        dout = gradients[0].contiguous()
+        grads = BACKWARD(dout, query, key, value, out, whole, *ctx.samples, seed, unused, **ctx.options)
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            taken = (dout * out).sum(-1, dtype=whole.dtype).t()
+            of_sinks = -((sinks[:, None] - whole).exp() * taken).sum(1).to(sinks.dtype)
+        return *grads, of_sinks, None, None, None, None

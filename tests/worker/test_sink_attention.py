@@ -1,0 +1,120 @@
+"""Attention with sinks by a kernel that knows none: values and gradients are those of transformers' gpt-oss, in
+float64, around a plain stand-in for what flash attention promises."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.models.gpt_oss import modeling_gpt_oss
+
+from ftbench.errors import SpecError
+from ftbench.worker.kernels import sink_attention
+from ftbench.worker.kernels.sink_attention import SinkAttention
+from ftbench.worker.optimizations import attention
+
+LENGTHS = (5, 1, 11)
+BOUNDS = torch.tensor([0, 5, 6, 17, 17], dtype=torch.int32)  # the last sample is empty, as with a fixed shape
+TOKENS, HEADS, GROUPS, WIDTH = 17, 6, 3, 8
+
+
+def seen(window: int) -> torch.Tensor:
+    """Which token (row) sees which: itself, `window` before it, of its own sample."""
+    sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    near = distance >= 0 if window < 0 else (distance >= 0) & (distance <= window)
+    return near & (sample[:, None] == sample)
+
+
+def spread(part: torch.Tensor) -> torch.Tensor:
+    return part.repeat_interleave(HEADS // part.shape[1], 1)
+
+
+def scores(query, key, scale, window):
+    logits = torch.einsum("qhw,khw->hqk", query, spread(key)) * scale
+    return logits.masked_fill(~seen(window), -torch.inf)
+
+
+def forward(
+    query, key, value, b, _b, longest, _l, dropout, causal, debug, *, scale, window_size_left, window_size_right
+):
+    assert causal
+    assert window_size_right == 0
+    logits = scores(query, key, scale, window_size_left)
+    out = torch.einsum("hqk,khw->qhw", logits.softmax(-1), spread(value))
+    return out, logits.logsumexp(-1), torch.empty(2), torch.empty(0), torch.empty(0)
+
+
+def backward(dout, query, key, value, out, logsum, b, _b, longest, _l, dropout, causal, seed, unused, *, scale,
+             window_size_left, window_size_right):  # fmt: skip
+    probabilities = (scores(query, key, scale, window_size_left) - logsum[..., None]).exp()
+    taken = (dout * out).sum(-1).t()[..., None]
+    inner = probabilities * (torch.einsum("qhw,khw->hqk", dout, spread(value)) - taken) * scale
+
+    def together(part):
+        return part.unflatten(1, (GROUPS, -1)).sum(2)
+
+    return (
+        torch.einsum("hqk,khw->qhw", inner, spread(key)),
+        together(torch.einsum("hqk,qhw->khw", inner, query)),
+        together(torch.einsum("hqk,qhw->khw", probabilities, dout)),
+    )
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    monkeypatch.setattr(sink_attention, "FORWARD", forward)
+    monkeypatch.setattr(sink_attention, "BACKWARD", backward)
+
+
+def drawn() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = ((TOKENS, HEADS, WIDTH), (TOKENS, GROUPS, WIDTH), (TOKENS, GROUPS, WIDTH), (HEADS,))
+    return [torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [-1, 3, 0])
+def test_values_and_gradients_are_those_of_gpt_oss(flash, window):
+    ours, theirs = drawn(), drawn()
+    dout = torch.randn(TOKENS, HEADS, WIDTH, dtype=torch.float64)
+    out = SinkAttention.apply(*ours, BOUNDS, 11, 0.3, window)
+    out.backward(dout)
+    layer = SimpleNamespace(num_key_value_groups=HEADS // GROUPS, sinks=theirs[3], training=True)
+    rows = [part.transpose(0, 1)[None] for part in theirs[:3]]
+    mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(~seen(window), -torch.inf)
+    expected = modeling_gpt_oss.eager_attention_forward(layer, *rows, mask, 0.3)[0][0]
+    expected.backward(dout)
+    torch.testing.assert_close(out, expected)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_frozen_sinks_are_asked_for_no_gradient(flash):
+    *parts, sinks = drawn()
+    SinkAttention.apply(*parts, sinks.detach(), BOUNDS, 11, 0.3, -1).sum().backward()
+    assert parts[0].grad is not None
+
+
+def test_attention_by_boundaries_hands_sinks_and_window_on(flash):
+    query, key, value, sinks = (part.detach() for part in drawn())
+    varlen = attention.attention(lambda *args, is_causal: pytest.fail("a kernel without sinks was called"))
+    rows = [part.transpose(0, 1)[None] for part in (query, key, value)]
+    samples = {"cu_seq_lens_q": BOUNDS, "max_length_q": 11, "scaling": 0.3}
+    for given, window in ((None, -1), (4, 3)):
+        out, _ = varlen(None, *rows, None, s_aux=sinks, sliding_window=given, **samples)
+        expected = SinkAttention.apply(query, key, value, sinks, BOUNDS, 11, 0.3, window)
+        torch.testing.assert_close(out[0], expected, atol=0, rtol=0)
+    with pytest.raises(SpecError, match="knows no caps"):
+        varlen(None, *rows, None, softcap=30.0, **samples)
+
+
+def test_torchs_kernels_take_what_they_are_given():
+    """Their shapes, worked out without a GPU: a logarithm for each head and token."""
+    query, key = (torch.empty(TOKENS, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (HEADS, GROUPS))
+    bounds = torch.empty(4, dtype=torch.int32, device="meta")
+    sinks = torch.empty(HEADS, dtype=torch.bfloat16, device="meta")
+    out = SinkAttention.apply(query.requires_grad_(), key, key, sinks, bounds, 11, 0.3, 127)
+    out.sum().backward()
+    assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
+    assert query.grad.shape == query.shape
