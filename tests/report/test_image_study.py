@@ -56,6 +56,32 @@ def test_published_changes_stand_beside_those_of_the_runs(study):
     assert row_of(study, "bf16")["step time, here"] == row_of(study, "fp8")["step time, here"] == ""
 
 
+def test_other_ways_stand_behind_the_study_s_and_what_has_no_run_is_said(study):
+    ran(study, "own", 0.8, 3.0, 50.0, **{"optimizations.packing": True, "optimizations.image_cache": True})
+    ran(study, "photos", 0.1, 1.0, 10.0, **{"dataset.image_sizes": "photographs", "optimizations.compile": True})
+    section = image_study.study(cells(study))
+    assert [record["combination"] for record in section.records][-1].startswith("lora with")
+    assert section.records[-1]["step time, here"] == "-20 %"
+    assert len(section.records) == len(read_facts("image_study.yaml")["combinations"]) + 1, "no photographs ran plain"
+    assert "Not run here: fp8, compile, compile and fp8, " in section.paragraphs[-1]
+    assert "configs/llava-next.yaml" in section.paragraphs[-1]
+
+
+def test_how_images_come_to_a_step_makes_no_other_combination(tmp_path):
+    ran(tmp_path, "plain", 1.0, 2.0, 60.0, **{"optimizations.loader_processes": 8})
+    assert row_of(tmp_path, "bf16")["batches here"] == "4"
+
+
+def test_pictures_of_other_sizes_are_another_workload(study):
+    def steps_of_fixed() -> list[tuple[str, str, str]]:
+        names = ("GiB of memory", "from steps on", "peak GiB")
+        return [tuple(record[name] for name in names) for record in image_study.guide(cells(study)).records]
+
+    before = steps_of_fixed()
+    ran(study, "photos", 0.1, 1.0, 10.0, **{"dataset.image_sizes": "photographs"})
+    assert steps_of_fixed()[: len(before)] == before, "photographs are ahead of none of these"
+
+
 def test_a_slow_start_pays_after_what_it_costs_over_what_a_step_gains(study):
     """It begins 51 s of steps late against 1 s, and gains half a second a step."""
     fixed = row_of(study, "fixed shape and compile")

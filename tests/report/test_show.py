@@ -103,6 +103,11 @@ def test_a_run_is_known_by_its_folder_its_id_and_its_number(ftbench):
     assert ftbench("show", rows[0]["path"])[1].startswith(f"{rows[0]['run_id']}: ok\n")
 
 
+def test_what_is_on_already_is_not_advised(ftbench):
+    advised = re.findall(r"--set (\S+)", ftbench("show", "2", RESULTS / "images")[1])
+    assert advised == ["optimizations.fp8=tensorwise"], "compile, which goes with it, is on"
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("99", "holds 3 runs, with numbers from 1"), ("nothing", "is called so"), ("b1", "say which")]
 )

@@ -143,7 +143,12 @@ class _Advisor:
         if self.spec.optimizations.gradient_checkpointing:
             yield "without gradient checkpointing", {"optimizations.gradient_checkpointing": False}
         for variant in variants(train.optimizer, full=self.spec.method.name == "full"):
-            yield label(variant.changes), variant.changes
+            new = {key: value for key, value in variant.changes.items() if self._is_new({key: value})}
+            if new:
+                yield label(new), new
+
+    def _is_new(self, changes: Changes) -> bool:
+        return with_changes(self.spec, changes) != self.spec
 
     def _of_batch(self, batch: int, passes: int) -> dict[str, Any]:
         own = self.spec.train.gradient_accumulation_steps

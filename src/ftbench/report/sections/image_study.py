@@ -20,6 +20,7 @@ LOSS = "loss.eval"
 MEMORIES = (16, 24, 32, 48, 80, 96, 141)  # GiB of cards that are bought or rented
 _ROOM = 0.95  # of a card's memory, for tensors: the rest is the allocator's and the driver's
 _OFF = ("off", "false", "auto", "none", "")
+_BESIDE = ("image_cache", "loader_processes")  # how images come to a step, which the study does not tell
 _FIGURES = ("step time", "memory", "first step", "pays after steps", "loss")
 
 
@@ -30,14 +31,16 @@ def sections(cells: Sequence[Cell]) -> list[Section]:
 
 
 def combination(cell: Cell) -> tuple[str, tuple[str, ...]]:
-    """Return method and optimizations of a cell, by their names."""
-    on = sorted(name for name in OPTIMIZATIONS if cell.facts.get(f"optimizations.{name}", "off").lower() not in _OFF)
+    """Return method and optimizations of a cell that are told apart, by their names."""
+    names = (name for name in OPTIMIZATIONS if name not in _BESIDE)
+    on = sorted(name for name in names if cell.facts.get(f"optimizations.{name}", "off").lower() not in _OFF)
     return cell.facts.get("method.name", ""), tuple(on)
 
 
 def _workload(cell: Cell) -> tuple[str, ...]:
     """Return what runs share that are compared: all but the tokens that a smaller image becomes."""
-    keys = ("model.id", "model.weights", "gpu", "dataset.name", "dataset.image_size", "method.vision")
+    keys = ("model.id", "model.weights", "gpu", "dataset.name", "dataset.image_size", "dataset.image_sizes",
+            "dataset.images_per_sample", "method.vision")  # fmt: skip
     return (*(cell.facts.get(key, "") for key in keys), str(cell.gpus))
 
 
@@ -45,30 +48,41 @@ def _workload(cell: Cell) -> tuple[str, ...]:
 
 
 def study(cells: Sequence[Cell]) -> Section | None:
-    """Return a row for each combination and workload: what was published against the study's runs in 16 bits, and what
-    was measured here against plain LoRA at the same batch, over all batches."""
+    """Return a row for each combination and workload that has a plain run: what was published against the study's runs
+    in 16 bits, and what was measured here against plain LoRA at the same batch, over all batches. What runs here and is
+    none of the study's stands behind."""
     table = read_facts("image_study.yaml")
     plain = {(_workload(cell), cell.batch): cell for cell in cells if combination(cell) == ("lora", ())}
     records = []
-    for workload in dict.fromkeys(map(_workload, cells)):
+    for workload in dict.fromkeys(workload for workload, _ in plain):
+        groups: dict[Any, list[tuple[Cell, Cell]]] = {}
+        for cell in cells:
+            if base := plain.get((_workload(cell), cell.batch)) if _workload(cell) == workload else None:
+                groups.setdefault(combination(cell), []).append((base, cell))
         for published in table["combinations"]:
             named = (published["method"], tuple(sorted(published["with"])))
-            own = [cell for cell in cells if _workload(cell) == workload and combination(cell) == named]
-            pairs = [(plain.get((workload, cell.batch)), cell) for cell in own]
-            records.append(_record(published, workload, [(base, cell) for base, cell in pairs if base]))
-    if not any(record["batches"] for record in records):
+            records.append(_record(published, workload, groups.pop(named, [])))
+        records += [_record({"name": pairs[0][1].way}, workload, pairs) for pairs in groups.values()]
+    if not records:
         return None
     headings = ["combination", "model", "GPU", "batches here"]
     headings += [f"{name}, {side}" for name in _FIGURES for side in ("published", "here")]
     words = (
         f"Published: {table['source']}: {table['setting']}; changes are against its own runs in 16 bits. Here: against "
         "plain LoRA at the same batch, over all batches; compare them as directions, since GPU, data and fp8 differ.",
+        *_missing(records),
     )
     rows = [[record[heading] for heading in headings] for record in records]
     return Section(
         "image_study", "The study of images, published and measured here",
         Table({}, headings, rows, [], tuple(headings[:4])), words, records,
     )  # fmt: skip
+
+
+def _missing(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what of the study has no run here, and how to get it."""
+    if names := dict.fromkeys(record["combination"] for record in records if not record["batches"]):
+        yield f"Not run here: {', '.join(names)}. `ftbench sweep configs/llava-next.yaml` runs them all."
 
 
 def _record(
@@ -83,7 +97,7 @@ def _record(
     }  # fmt: skip
     said = {
         "step time": _range(published.get("step", ())), "memory": _range(published.get("memory", ())),
-        "first step": units.seconds(published["first_step_s"]),
+        "first step": units.seconds(published["first_step_s"]) if "first_step_s" in published else "",
         "pays after steps": f"{published['break_even']:,}" if "break_even" in published else "",
         "loss": f"{published['eval_loss']:.2f}" if "eval_loss" in published else "",
     }  # fmt: skip
@@ -146,7 +160,17 @@ def guide(cells: Sequence[Cell]) -> Section | None:
             before = choices
     if not records:
         return None
-    headings = ["model", "GPU", "GiB of memory", "from images on", "from steps on", "take", "images/s", "peak GiB"]
+    headings = [
+        "model",
+        "GPU",
+        "data",
+        "GiB of memory",
+        "from images on",
+        "from steps on",
+        "take",
+        "images/s",
+        "peak GiB",
+    ]
     rows = [[str(record[heading]) for heading in headings] for record in records]
     published = read_facts("image_study.yaml")
     rules = "; ".join(f"{rule['take']} where {rule['where']}" for rule in published["guide"])
@@ -155,14 +179,15 @@ def guide(cells: Sequence[Cell]) -> Section | None:
         f"{_ROOM:.0%} of the memory; it holds for more memory until the next line.",
         f"The study's own guide ({published['source']}): {rules}.",
     )
-    table = Table({}, headings, rows, [], ("model", "GPU", "take"))
+    table = Table({}, headings, rows, [], ("model", "GPU", "data", "take"))
     return Section("image_guide", "Images: which combination, from how many steps on", table, words, records)
 
 
 def _chosen(workload: Sequence[str], memory: int, choice: Choice) -> dict[str, Any]:
     rate, peak = choice.cell.figure(IMAGES), choice.cell.figure(PEAK)
     return {
-        "model": workload[0].rsplit("/", 1)[-1], "GPU": workload[2], "GiB of memory": f"{memory} or more",
+        "model": workload[0].rsplit("/", 1)[-1], "GPU": workload[2], "data": choice.cell.workload[2],
+        "GiB of memory": f"{memory} or more",
         "from images on": units.count(choice.images), "from steps on": units.count(choice.steps),
         "take": choice.cell.name, "images/s": units.rate(rate), "peak GiB": units.gibibytes(peak),
     }  # fmt: skip
