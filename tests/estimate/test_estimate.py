@@ -21,7 +21,7 @@ from ftbench.estimate.memory.capacity import capacity
 from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.time.speeds import WEIGHTS, step
+from ftbench.estimate.time.speeds import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.division import on_gpus
@@ -61,15 +61,19 @@ SIMULATED = [
     ("16-bit qlora", {"chunked_loss": 256, "gradient_checkpointing": True}, 9.97),
     ("full", {"chunked_loss": True}, 22.59),
     ("full", {"chunked_loss": 256, "gradient_checkpointing": True}, 5.61),
+    ("full, 8-bit states", {"chunked_loss": 256, "gradient_checkpointing": True}, 4.93),
+    ("full, 8-bit states", {"chunked_loss": 256, "gradient_checkpointing": True, "optimizer_in_backward": True}, 4.55),
 ]
 
 
 @pytest.mark.parametrize(("method", "on", "gib"), SIMULATED)
 def test_the_terms_add_up_to_what_a_simulation_of_the_worker_allocates(method: str, on: object, gib: float) -> None:
     upcast = {"upcast": False} if method == "16-bit qlora" else {}
-    name = "Qwen/Qwen3-0.6B" if method == "full" else "Qwen/Qwen3-8B"
-    one = spec(model={"id": name, "weights": "random"}, method={"name": method.split()[-1], **upcast}, optimizations=on,
-               train={"batch_size": 4, "precision": "bf16"})  # fmt: skip
+    name = "Qwen/Qwen3-0.6B" if method.startswith("full") else "Qwen/Qwen3-8B"
+    kind = "full" if method.startswith("full") else method.split()[-1]
+    states = {"optimizer": "adamw_bnb_8bit", "max_grad_norm": 0} if "states" in method else {}
+    one = spec(model={"id": name, "weights": "random"}, method={"name": kind, **upcast}, optimizations=on,
+               train={"batch_size": 4, "precision": "bf16", **states})  # fmt: skip
     assert estimate_memory(one, H200).allocated.expected == pytest.approx(gib, rel=0.015)
 
 
@@ -104,17 +108,28 @@ def test_weights_in_host_memory_leave_two_layers_and_for_the_loss_the_head(name,
     assert found.allocated.high < {"smallest": 3.5, "smallest-exact": 4.5}[name]
 
 
+def test_every_weight_of_8b_is_trained_in_less_than_20_gib_with_states_in_host_memory() -> None:
+    found = estimate_memory(at_batch_4("smallest-full"), H200)
+    assert found.allocated.high < 20
+    total = 36 * (MATRICES + 2 * 4096 + 2 * 128) + 2 * WORDS + 4096
+    assert found.parts["weights"] == pytest.approx(total * 2 / 2**30, rel=0.001)
+    assert "optimizer state" not in found.parts
+    kept = 36 * 4 * 2048 * 4096 * 2  # checkpoints
+    assert found.host == pytest.approx(1.9 + (kept + 2 * total * (1 + 4 / 256)) / 2**30, rel=0.001)
+
+
 def test_qwen3_32b_in_the_smallest_recipe_needs_less_than_8_gib() -> None:
     assert estimate_memory(at_batch_4("smallest", model={"id": "Qwen/Qwen3-32B"}), H200).allocated.high < 8
 
 
 def test_a_link_that_is_slower_than_the_layers_is_waited_for_and_a_faster_one_is_not() -> None:
-    """By hand: of 0.3 s forward and 0.7 s back, copies of 0.2, 0.5 and 0.9 s a pass leave 0, 0.2 and 0.6 + 0.2 s."""
-    for copied, late in ((0.2, 0.0), (0.5, 0.2), (0.9, 0.8)):
-        work = StepWork(((1.0, {"products": 1.0, WEIGHTS: copied, "host": 0.0}),), 1, {})
-        found = step(work, dict.fromkeys(("products", WEIGHTS, "host"), 1.0))
+    """By hand: of 0.3 s forward and 0.7 s back, copies of 0.2, 0.5 and 0.9 s a pass leave 0, 0.2 and 0.6 + 0.2 s;
+    of states 0.9 s back alone leaves 0.2 s."""
+    for name, copied, late in ((WEIGHTS, 0.2, 0.0), (WEIGHTS, 0.5, 0.2), (WEIGHTS, 0.9, 0.8), (STATES, 0.9, 0.2)):
+        work = StepWork(((1.0, {"products": 1.0, name: copied, "host": 0.0}),), 1, {})
+        found = step(work, dict.fromkeys(("products", name, "host"), 1.0))
         assert found.seconds == pytest.approx(1 + late)
-        assert found.parts[WEIGHTS] == pytest.approx(late)
+        assert found.parts[name] == pytest.approx(late)
 
 
 def test_too_little_host_memory_is_a_sentence_before_the_run(tmp_path: Path) -> None:
@@ -328,6 +343,7 @@ def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
 
 @pytest.mark.parametrize("sets", [["measure.profile=on"], ["measure.generate=configs/prompts/ja.yaml"],
                                   ["recipe=small"], ["recipe=smallest"], ["recipe=smallest-exact"],
+                                  ["recipe=smallest-full"],
                                   ["recipe=fastest-fp8", "optimizations.fused_lora=on"],
                                   ["optimizations.attention=cudnn"], ["launch.mock=ok"], ["model.dtype=float32"],
                                   ["method.name=qlora", "optimizations.liger=on"]])  # fmt: skip

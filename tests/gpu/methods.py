@@ -58,6 +58,20 @@ METHODS = {
     "recipe-small": ("recipe=small",),
     "recipe-smallest": ("recipe=smallest",),
     "recipe-smallest-exact": ("recipe=smallest-exact",),
+    "recipe-smallest-full": ("recipe=smallest-full",),
+    "full-unclipped": ("method=full", "train.max_grad_norm=0", "train.optimizer=adamw_bnb_8bit"),
+    "full-in-backward": (
+        "method=full",
+        "train.max_grad_norm=0",
+        "train.optimizer=adamw_bnb_8bit",
+        "optimizations.optimizer_in_backward=on",
+    ),
+    "full-states-away": (
+        "method=full",
+        "train.max_grad_norm=0",
+        "train.optimizer=adamw_bnb_8bit",
+        "optimizations.optimizer_in_backward=offload",
+    ),
     "weight-offload": ("optimizations.gradient_checkpointing=on", "optimizations.weight_offload=on"),
     "weight-offload-chunked": (
         "optimizations.gradient_checkpointing=on",
@@ -78,6 +92,7 @@ LARGE = {
     "small-8b": ("model=Qwen/Qwen3-8B", "recipe=small", *LONG),
     "smallest-8b": ("model=Qwen/Qwen3-8B", "recipe=smallest", *LONG),
     "smallest-exact-8b": ("model=Qwen/Qwen3-8B", "recipe=smallest-exact", *LONG),
+    "smallest-full-8b": ("model=Qwen/Qwen3-8B", "recipe=smallest-full", *LONG),
     "smallest-32b": ("model=Qwen/Qwen3-32B", "recipe=smallest", *LONG),
     "gpt-oss-20b": (
         "model=openai/gpt-oss-20b", "method={name: qlora, quant_type: mxfp4}", "dataset.samples=32",

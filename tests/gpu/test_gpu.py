@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from methods import METHODS, ON_GPU
 
+from ftbench.store.steps import read_steps
+
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
 LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02}
@@ -32,7 +34,8 @@ def test_it_trains_and_every_figure_is_there(run, name):
 SAME = (
     "checkpointing", "compile", "fp8", "fp8-rowwise", "eager", "fused", "chunked-loss", "liger", "compile-dynamic",
     "selective", "offload", "padding-free", "varlen", "flex", "checkpoint-offload", "small-chunks", "fused-lora",
-    "fused-lora-compile", "fused-lora-dynamic", "fused-lora-fp8", "cudnn", "cudnn-compile",
+    "weight-offload", "weight-offload-chunked", "fused-lora-compile", "fused-lora-dynamic",
+    "fused-lora-fp8", "cudnn", "cudnn-compile",
 )  # fmt: skip
 
 
@@ -76,6 +79,37 @@ def test_checkpoints_in_host_memory_leave_the_gpu_and_change_nothing(run):
     assert moved == pytest.approx(28 * one, rel=0.01)  # in the first step, after which it is read
     saved = on["summary"]["memory_gb"]["allocated_peak"] - away["summary"]["memory_gb"]["allocated_peak"]
     assert saved > 0.5 * 28 * one
+
+
+@pytest.mark.parametrize(
+    ("there", "away"),
+    [
+        ("checkpointing", "weight-offload"),
+        ("full-unclipped", "full-in-backward"),
+        ("full-in-backward", "full-states-away"),
+    ],
+)
+def test_what_waits_in_host_memory_or_steps_earlier_changes_nothing_and_needs_less(run, there, away):
+    """To the bit of bfloat16: the same kernels of the same numbers, at another time and place."""
+    one, other = (run(*METHODS[name])[1] for name in (there, away))
+    rows = [
+        [(row.loss, row.grad_norm) for row in read_steps(Path(each["run_dir"], "steps.csv"))[0]]
+        for each in (one, other)
+    ]
+    for (loss, norm), (other_loss, other_norm) in zip(*rows, strict=True):
+        assert other_loss == pytest.approx(loss, rel=1e-4)
+        assert other_norm == pytest.approx(norm, rel=0.02)
+    peaks = [each["summary"]["memory_gb"]["allocated_peak"] for each in (one, other)]
+    assert peaks[1] < peaks[0]
+
+
+def test_weights_in_host_memory_are_pinned_and_copied_beside_the_layers(alone):
+    """Two layers' buffers are on the GPU, and steps hardly last longer than with the weights there."""
+    there, away = (alone(*METHODS[name]) for name in ("checkpointing", "weight-offload"))
+    applied = json.loads(Path(away[1]["run_dir"], "applied.json").read_text())
+    assert applied["weight_buffers_gb"] == pytest.approx(2 * 15.7e6 * 2 / 2**30, rel=0.02)  # of Qwen3-0.6B
+    times = [each[1]["summary"]["step_time_s"]["median"] for each in (there, away)]
+    assert times[1] < 1.3 * times[0]
 
 
 def test_what_is_not_quantised_may_stay_in_16_bits_and_needs_less(run):

@@ -15,7 +15,13 @@ torch = pytest.importorskip("torch", reason="training libraries are not installe
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
 
 
-MOST_GIB = {"small-8b": 7.6, "smallest-8b": 3.5, "smallest-exact-8b": 4.5, "smallest-32b": 8.0}
+MOST_GIB = {
+    "small-8b": 7.6,
+    "smallest-8b": 3.5,
+    "smallest-exact-8b": 4.5,
+    "smallest-full-8b": 20.0,
+    "smallest-32b": 8.0,
+}
 
 
 @pytest.mark.parametrize("name", MOST_GIB)

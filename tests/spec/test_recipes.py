@@ -26,6 +26,7 @@ IS_FOR = {
     "small": ("qlora", "lora"),
     "smallest": ("qlora", "lora"),
     "smallest-exact": ("lora",),
+    "smallest-full": ("full",),
 }
 
 

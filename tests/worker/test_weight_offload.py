@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from conftest import spec_of, train_in
 from ftbench.core.architectures import architectures
@@ -22,6 +24,7 @@ from ftbench.spec.refusals import refusals
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
+from ftbench.worker.methods import unsloth
 from ftbench.worker.optimizations import fused_lora, weight_offload
 
 LAYERS = 5
@@ -205,3 +208,26 @@ def test_what_it_cannot_go_with_is_told_with_a_way_out(changes, said):
         parts["method"] = spec_of(model={"id": "tiny/gpt-oss"}, method=changes["method"]).method
     assert refusals(spec) == []
     assert any("weight_offload" in told and said in told for told in refusals(spec.model_copy(update=parts)))
+
+
+def test_unsloth_is_told_what_it_is_to_save_and_what_is_not_there_is_told():
+    values = {"name": "a", "model": {"id": "Qwen/Qwen3-8B"}}
+    plain, saving = (
+        Experiment.model_validate(values | {"method": {"name": "unsloth", **keys}}).method
+        for keys in ({}, {"offload_layers": 35, "offload_embedding": True, "tiled_mlp": True})
+    )
+    asked = {"offload_layers": 35, "offload_embedding": True, "unsloth_tiled_mlp": True}
+    assert (unsloth._memory_savers(plain), unsloth._memory_savers(saving)) == ({}, asked)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=1, hidden_size=64, vocab_size=64))
+    assert unsloth._memory_not_saved(model, plain) == []
+    assert [told.split()[2] for told in unsloth._memory_not_saved(model, saving)] == [
+        "offload_layers",
+        "offload_embedding",
+        "tiled_mlp",
+    ]
+    model.model.layers._unsloth_block_swap = object()
+    model.model.layers[0].mlp.forward = MethodType(lambda self, x: x, model)
+    model.model.layers[0].mlp.forward.__func__.__name__ = "tiled_forward"
+    model.model.embed_tokens.to_empty(device="cpu")
+    assert unsloth._memory_not_saved(model, saving) == []

@@ -207,6 +207,9 @@ class Unsloth(_Adapters):
         "unsloth", description="unsloth's own, which moves layer inputs to host memory; on is torch's"
     )
     load_in_fp8: Switch = Field(False, description="quantise the frozen weights to 8-bit floats, a scale a row")
+    offload_layers: Int = Field(0, ge=0, le=1024, description="decoder layers that wait in host memory for their turn")
+    offload_embedding: Switch = Field(False, description="keep the embedding in host memory")
+    tiled_mlp: Switch = Field(False, description="compute the MLP in tiles of the sequence: less memory, slower")
     random_state: Int = Field(3407, ge=0, description="unsloth's seed for the adapters")
 
     @property
@@ -219,6 +222,8 @@ class Unsloth(_Adapters):
             yield f"method unsloth: {NO_UNSLOTH}"
         if self.load_in_fp8 and self.load_in_4bit:
             yield "method.load_in_fp8 and load_in_4bit exclude each other: set one to off"
+        if self.offload_layers and self.use_gradient_checkpointing == "off":
+            yield "method.offload_layers needs use_gradient_checkpointing: set it to unsloth or on"
 
     def refusals_on(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
         yield from super().refusals_on(spec, capability)

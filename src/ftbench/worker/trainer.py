@@ -22,7 +22,7 @@ from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.device import device
 from ftbench.worker.measure import applied
 from ftbench.worker.measure.batch_count import COUNT
-from ftbench.worker.optimizations import cuda_graph, feature_cache, gradient_checkpointing
+from ftbench.worker.optimizations import cuda_graph, feature_cache, gradient_checkpointing, optimizer_in_backward
 
 DEFAULT_PROCESSES = 4  # that make batches, where the spec says `on`
 PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
@@ -108,6 +108,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     )
     if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "attach"):
         strategy.attach(loop, spec)
+    optimizer_in_backward.attach(loop, spec)
     loop.batches, loop.features, loop.graph = set(), feature_cache.of(model), cuda_graph.of(model)
     loop.shares = spec.launch.shares if spec.launch.parts_of_sequence > 1 else None
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)

@@ -13,7 +13,7 @@ from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
 from ftbench.estimate.memory.constants import Constants, constants
 from ftbench.estimate.memory.phases import MemoryPlan, checkpoints_on_host, peak, phases
-from ftbench.estimate.memory.weights import kept_by, on_host, paged_state
+from ftbench.estimate.memory.weights import kept_by, on_host, optimizer_state, paged_state
 from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.division import division_of, rank_model, rank_shape
 from ftbench.estimate.workload.method import recipe_of
@@ -155,12 +155,16 @@ def _estimate(
         usable=has.usable,
         margin=has.margin,
         verdict=verdict_of(device, has),
-        host=HOST + (on_host(plan.model, plan.recipe) + checkpoints_on_host(plan)) / GIB,
+        host=HOST + (on_host(plan.model, plan.recipe) + checkpoints_on_host(plan) + _states_on_host(plan)) / GIB,
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
         batch=(largest.expected.rows, largest.expected.length),
         basis=largest.basis,
     )
+
+
+def _states_on_host(plan: MemoryPlan) -> float:
+    return optimizer_state(*kept_by(plan.model, plan.recipe)) if plan.recipe.in_backward == "offload" else 0.0
 
 
 def _not_reused(named: dict[str, dict[str, float]], phase: str, basis: SlackBasis, varies: bool) -> float:
@@ -189,7 +193,8 @@ def _spread(plan: MemoryPlan, known: Constants) -> float:
     recipe = plan.recipe
     unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
     family = plan.model.vision.family if plan.model.vision else plan.model.family
-    unseen = recipe.attention == "flash" or recipe.mxfp4 or recipe.streamed or unsloths or family not in MEASURED
+    unseen = recipe.attention == "flash" or recipe.mxfp4 or unsloths or family not in MEASURED
+    unseen |= recipe.streamed or bool(recipe.in_backward)
     unseen |= (recipe.compiled and (recipe.full or recipe.quantised)) or "torchao" in recipe.optimizer or recipe.graphed
     unseen |= recipe.loss == "pairs"  # no committed run trains them: held against simulations
     if plan.division.gpus > 1 and plan.division.name not in known.strategies:

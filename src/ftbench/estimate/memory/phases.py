@@ -153,7 +153,7 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     shown, encoded, read, remade = _of_images(plan)
     head = {"head": weights.fetched_head(model, kept)}
     held, first = held | {"images": encoded}, first | {"images": encoded}
-    return {
+    named = {
         "load": {"weights": weights.loading(model, kept) * part.weights, "reference model": base["reference model"]},
         "forward, images": base | {"images": encoded, "one layer": read},
         "forward, frozen layers": base | {"images": shown, "one layer": acts.ungraded},
@@ -167,6 +167,31 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
         "backward, embedding": base | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
         "optimizer step": base | {GATHERED: 0.0, "gradients": left, "one step": step},
     }  # fmt: skip
+    return _stepped_in_backward(plan, named, held | {"hidden states": tail}) if recipe.in_backward else named
+
+
+def _stepped_in_backward(plan: MemoryPlan, named: dict[str, Parts], held: Parts) -> dict[str, Parts]:
+    """Return the phases where each parameter is stepped as its gradient comes: one matrix has a gradient, and a head
+    that is the embedding until the end. Of states in host memory those of four parameters are on the device or on their
+    way (worker/kernels/host_states.py)."""
+    model, recipe = plan.model, plan.recipe
+    matrix, words = (max((each.inputs * each.outputs for layer, _ in model.kinds for each in layer.linears), default=0),
+                     model.vocab * model.hidden) if recipe.full else (0, 0)  # fmt: skip
+    name, count, width, _ = weights.kept_by(model, recipe)
+    away = {"optimizer state": 0.0} if recipe.in_backward == "offload" else {}
+
+    def stepped(parameters: float, gradients: float, embedding: float = 0) -> Parts:
+        moved = weights.optimizer_state(name, min(parameters, count), width, embedding) if away else 0.0
+        return {"gradients": gradients * recipe.weight, "states on their way": moved}
+
+    waiting = words if model.tied else 0
+    base = resident(plan)
+    named["backward, head"] = base | held | stepped(0 if model.tied else words, words)
+    for phase in ("backward, last layer", "backward, first layer", "backward, images"):
+        named[phase] = named[phase] | stepped(4 * matrix, waiting + matrix)
+    named["backward, embedding"] = named["backward, embedding"] | stepped(words, words, words)
+    named["optimizer step"] = base | {"one step": 0.0}
+    return {phase: parts | away for phase, parts in named.items()}
 
 
 def _of_images(plan: MemoryPlan) -> tuple[float, float, float, float]:

@@ -15,10 +15,13 @@ from ftbench.facts import read_facts
 # Numbers that an image processor makes of images in a second: with Pillow the plain script of an H200 took 0.25 s for
 # 20 tiles of 336 x 336 (batch 4 of 500 x 500 pixels, 1.65 s a step without and 1.40 s with processes beside it).
 PIXEL_VALUES_S = 2.7e7
-WEIGHTS = "offload.weights"  # of one pass over the layers; there are two
 # Share of a step's work on the device that is forward: checkpointed layers compute again what they computed, and about
 # as much for the gradients of their inputs.
-FORWARD = 0.3
+_FORWARD = 0.3
+# What is copied while layers compute, and the shares of their work beside which it is: weights in each of the two
+# passes, states in the backward pass. What comes later than that is waited for.
+WEIGHTS, STATES = "offload.weights", "offload.states"
+_BESIDE = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
 HOST_OPERATIONS_S = (
     1e5  # operations of Python and their launches in a second; the coefficient says what they really are
 )
@@ -83,15 +86,10 @@ def _rates(limits: Ceilings) -> dict[str, float]:
         if name.startswith(("products", "attention")):  # FLOPs
             rates[name] = limits.products_fp8 if name == "products.fp8" else limits.products
         elif name.startswith("offload"):
-            rates[name] = limits.from_host if name in (WEIGHTS, "offload.head") else limits.link
+            rates[name] = limits.from_host if name in (WEIGHTS, STATES, "offload.head") else limits.link
     return {name: rate for name, rate in rates.items() if rate is not None} | {
         "host": HOST_OPERATIONS_S, "images": PIXEL_VALUES_S,
     }  # fmt: skip
-
-
-def _late(copied: float, computed: float) -> float:
-    """Return the seconds for which weights are waited for, that come while layers compute: forward and back."""
-    return sum(max(0.0, copied - share * computed) for share in (FORWARD, 1 - FORWARD))
 
 
 def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
@@ -102,8 +100,9 @@ def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
         spent = {name: coefficients[name] * value * weight * ideal_step.passes for name, value in terms.items()}
         read = spent.pop("images", 0.0)
         started = spent.pop("host") + read
-        if copied := spent.pop(WEIGHTS, 0.0):
-            spent[WEIGHTS] = _late(copied, sum(spent.values()))
+        computed = sum(value for name, value in spent.items() if name not in _BESIDE)
+        for name in _BESIDE.keys() & spent.keys():
+            spent[name] = sum(max(0.0, spent[name] - share * computed) for share in _BESIDE[name])
         alone = sum(spent.values())
         for name, value in spent.items():
             parts[name] += value

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ftbench.core import flops
 from ftbench.core.flops import vision_per_patch
-from ftbench.estimate.memory.weights import fetched_head, matrices
+from ftbench.estimate.memory.weights import fetched_head, kept_by, matrices, optimizer_state
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.method import (
     DTYPE_BYTES,
@@ -98,6 +98,8 @@ def _micro_step(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: 
     elif recipe.checkpointing == "offload":
         stream = 4 if is_upcast(spec.method, shape.model) else 2
         work["offload.checkpoints"] = 2 * stream * shape.model.hidden * len(shape.model.layers) * batch.positions
+    if recipe.in_backward == "offload":
+        work["offload.states"] = optimizer_state(*kept_by(shape.model, recipe))
     if recipe.streamed:
         model = shape.model
         work["offload.weights"] = sum(count * matrices(layer, recipe) for layer, count in model.kinds)

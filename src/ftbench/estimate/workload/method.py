@@ -61,6 +61,7 @@ class Recipe:
     fp8: bool = False
     fused: Fused = "off"
     streamed: bool = False
+    in_backward: Literal[False, True, "offload"] = False
     vision: Trained = "frozen"
     projector: Trained = "frozen"
     reference: Literal["none", "base", "second model"] = "none"
@@ -122,6 +123,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
         fused=fused(spec),
         streamed=on.weight_offload,
+        in_backward=on.optimizer_in_backward,
         vision=getattr(method, "vision", "full") if model.vision else "frozen",
         projector=getattr(method, "projector", "full") if model.vision else "frozen",
         reference="second model" if spec.second_model else "base" if spec.objective.in_step else "none",
@@ -139,8 +141,7 @@ def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
 
 
 def fused(spec: Experiment) -> Fused:
-    """Return how fused_lora multiplies: it takes adapters into the base product where that is a plain one of the type
-    products are made in, of weights that stay on the device."""
+    """Return how fused_lora multiplies: within a base product that is a plain one of its type and stays on the GPU."""
     if not (on := spec.optimizations).fused_lora:
         return "off"
     other = on.fp8 != "off" or on.weight_offload or (spec.method.quantised and not spec.method.mxfp4)
@@ -169,8 +170,7 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
 
 
 def is_eager(spec: Experiment, model: ModelShape) -> bool:
-    """Return whether attention writes a weight for each pair of positions: transformers has no sdpa for gpt_oss's
-    sinks."""
+    """Return whether attention writes a weight a pair of positions: transformers has no sdpa for gpt_oss's sinks."""
     attention = spec.optimizations.attention
     return attention == "eager" or (attention == "auto" and any(layer.sinks for layer, _ in model.kinds))
 

@@ -28,6 +28,9 @@ def check_modelled(spec: Experiment) -> None:
         return
     unmeasured = {
         "8-bit weights": (method.load_in_fp8, "method.load_in_fp8=off"),
+        "layers in host memory": (method.offload_layers, "method.offload_layers=0"),
+        "its embedding in host memory": (method.offload_embedding, "method.offload_embedding=off"),
+        "a tiled MLP": (method.tiled_mlp, "method.tiled_mlp=off"),
         "padding_free": (on.padding_free, "optimizations.padding_free=off"),
         "packed rows on 4-bit weights": (on.packing and method.load_in_4bit, "optimizations.packing=off"),
     }

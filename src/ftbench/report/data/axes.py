@@ -52,11 +52,13 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
-    """Return unsloth with the bits of its weights, and whether with its own checkpointing."""
+    """Return unsloth with the bits of its weights, whether with its own checkpointing, and what saves memory."""
     held_in = {"4-bit": "method.load_in_4bit", "8-bit": "method.load_in_fp8"}
     bits = next((name for name, key in held_in.items() if facts.get(key) == "on"), "16-bit")
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")
-    return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"])]
+    savers = ("offload_layers", "offload_embedding", "tiled_mlp")
+    saved = [name.replace("_", " ") for name in savers if facts.get(f"method.{name}", "off") not in ("off", "0")]
+    return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"]), *saved]
 
 
 @cache

@@ -25,6 +25,8 @@ def _refusals(spec: Experiment) -> Iterator[str]:
             f"{name} has a layer's weights there while its activations are made again: set "
             "optimizations.gradient_checkpointing to on or offload"
         )
+    if spec.objective.name != "sft":
+        yield f"{name} was not tried with objective {spec.objective.name}: set it to off"
     if spec.launch.gpus > 1:
         yield f"{name} is for one GPU: set it to off, or launch.strategy to zero3 with launch.offload params"
 

@@ -42,10 +42,21 @@ def load(spec: Experiment, source: str) -> Any:
             random_state=method.random_state,
             fix_tokenizer=False,
             use_exact_model_name=True,  # what is measured is what was asked for, not a 4-bit copy of it on the hub
+            **_memory_savers(method),
             **loading.hub_arguments(spec.model),
         ),
     )
     return model
+
+
+def _memory_savers(method: Any) -> dict[str, Any]:
+    """Return what is asked for of what only later versions of unsloth take."""
+    names = {
+        "offload_layers": "offload_layers",
+        "offload_embedding": "offload_embedding",
+        "tiled_mlp": "unsloth_tiled_mlp",
+    }
+    return {argument: getattr(method, name) for name, argument in names.items() if getattr(method, name)}
 
 
 def _checkpointing(method: Any) -> bool | str:
@@ -97,9 +108,21 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         sentences.append("method unsloth: load_in_4bit is off and layers hold 4-bit weights")
     if method.load_in_fp8 and not any(map(_in_fp8, model.parameters())):
         sentences.append("method unsloth: load_in_fp8 is on and no layer holds 8-bit weights")
+    sentences += _memory_not_saved(model, method)
     facts = applied(model)
     if not facts["fused_attention"] and not facts["fused_mlp"] and not facts["compiled_modules"]:
         sentences.append("method unsloth: no layer uses unsloth's functions")
+    return sentences
+
+
+def _memory_not_saved(model: Any, method: Any) -> list[str]:
+    sentences = []
+    if method.offload_layers and not any(hasattr(module, "_unsloth_block_swap") for module in model.modules()):
+        sentences.append("method unsloth: offload_layers is on and no layer waits in host memory")
+    if method.offload_embedding and model.get_input_embeddings().weight.device.type != "cpu":
+        sentences.append("method unsloth: offload_embedding is on and the embedding is on the GPU")
+    if method.tiled_mlp and not all("tiled" in _function(layer, "mlp", "forward") for layer in decoder_layers(model)):
+        sentences.append("method unsloth: tiled_mlp is on and an MLP computes its sequence as a whole")
     return sentences
 
 

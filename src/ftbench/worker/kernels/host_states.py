@@ -1,0 +1,91 @@
+"""An optimizer's states that wait in pinned host memory between the steps of their parameters.
+
+They come back while the parameter before theirs is still at work: which one that is, the last step has shown. What
+leaves is copied beside the steps that follow, and its memory on the device is free after two of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ftbench.worker.kernels.weight_stream import Copies, Weight
+
+_SMALL = 1 << 16  # bytes; smaller states stay
+_LEAVING = 2  # parameters whose states may be on their way out
+_Copied = list[tuple[torch.Tensor, Any]]  # tensors on the device, each with what says that its copy is whole
+
+
+class HostStates:
+    """The states of `state`, an optimizer's: parameter → name → value."""
+
+    def __init__(self, state: Any, device: torch.device) -> None:
+        self._state, self._in, self._out = state, Copies(device), Copies(device)
+        self._hosts: dict[Any, list[torch.Tensor]] = {}
+        self._coming: dict[Any, _Copied] = {}
+        self._leaving: deque[tuple[Any, _Copied]] = deque()
+        self._next: dict[Any, Any] = {}
+        self._last: Any = None
+
+    @property
+    def bytes(self) -> int:
+        """What waits in host memory."""
+        return sum(host.nbytes for hosts in self._hosts.values() for host in hosts)
+
+    def around(self, parameter: Any, step: Callable[[], Any]) -> None:
+        """Step one parameter, with its states on the device."""
+        self._begin(parameter)
+        if parameter in self._coming:
+            for part, (there, ready) in zip(self._parts(parameter), self._coming.pop(parameter), strict=True):
+                self._in.wait_for(ready)
+                part.put(there)
+        self._next[self._last], self._last = parameter, parameter
+        if (following := self._next.get(parameter)) is not parameter:
+            self._begin(following)
+        step()
+        self._leave(parameter)
+
+    def _begin(self, parameter: Any) -> None:
+        """Begin to copy a parameter's states to the device, once they are whole on the host."""
+        if parameter not in self._hosts or parameter in self._coming:
+            return
+        while any(left is parameter for left, _ in self._leaving):
+            self._free()
+        there = [torch.empty_like(host, device=self._in.device) for host in self._hosts[parameter]]
+        hosts = self._hosts[parameter]
+        self._coming[parameter] = [(each, self._in.start(each, host)) for each, host in zip(there, hosts, strict=True)]
+
+    def _leave(self, parameter: Any) -> None:
+        """Begin to copy a parameter's states to the host, where the optimizer holds them from now on."""
+        parts = list(self._parts(parameter))
+        if parameter not in self._hosts:
+            self._hosts[parameter] = [torch.empty_like(part.tensor, device="cpu") for part in parts]
+            for host in self._hosts[parameter]:
+                self._out.pin(host)
+        copied: _Copied = []
+        for part, host in zip(parts, self._hosts[parameter], strict=True):
+            copied.append((part.tensor, self._out.start(host, part.tensor)))
+            part.put(host)
+        self._leaving.append((parameter, copied))
+        if len(self._leaving) > _LEAVING:
+            self._free()
+
+    def _free(self) -> None:
+        """Give the device's memory of what left first to whatever comes after its copies."""
+        _, copied = self._leaving.popleft()
+        for _, ready in copied:
+            self._out.wait_for(ready)
+
+    def _parts(self, parameter: Any) -> Iterator[Weight]:
+        """Yield the tensors of a parameter's states; those of torchao's 8 bits are held by another."""
+        values = self._state[parameter]
+        for name, value in values.items():
+            if hasattr(value, "tensor_attrs"):
+                parts = [Weight(getattr(value, attr), partial(setattr, value, attr)) for attr in value.tensor_attrs]
+            else:
+                parts = [Weight(value, partial(values.__setitem__, name))] if torch.is_tensor(value) else []
+            yield from (part for part in parts if part.tensor.nbytes >= _SMALL)

@@ -1,0 +1,90 @@
+"""The optimizer's step within the backward pass: each parameter as soon as its gradient is whole, which is freed at
+once. `offload` keeps the states in host memory (`kernels/host_states.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ftbench.core.units import GIB
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.kernels.host_states import HostStates
+from ftbench.worker.measure.applied import innermost
+from ftbench.worker.model.parts import base_model
+
+_STEPS = "steps_in_backward"  # where a model has what steps its parameters
+
+
+class StepsInBackward(TrainerCallback):
+    """Steps each parameter as its gradient comes. The trainer's own step finds no gradient, and does nothing; the norm
+    that it asks for is that of the gradients there were. `counts` says how often each parameter was stepped, `most` how
+    many had a gradient at once."""
+
+    def __init__(self, offload: bool) -> None:
+        self.counts: dict[Any, int] = {}
+        self.most = 0
+        self.states: HostStates | None = None
+        self._offload, self._norms = offload, dict[Any, torch.Tensor]()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer, model = innermost(kwargs["optimizer"]), kwargs["model"]
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.states = HostStates(optimizer.state, trained[0].device) if self._offload else None
+        self.counts = dict.fromkeys(trained, 0)
+        setattr(base_model(model), _STEPS, self)
+
+        def step(parameter: Any) -> None:
+            if not self.counts[parameter]:
+                self.most = max(self.most, sum(each.grad is not None for each in trained))
+            self.counts[parameter] += 1
+            self._norms[parameter] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+            if self.states is None:
+                optimizer.step()  # which passes over what has no gradient
+            else:
+                self.states.around(parameter, optimizer.step)
+            parameter.grad = None
+
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(step)
+
+    def norm(self, parameters: Iterable[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the norm of the last step's gradients, in the place of a function that would clip them."""
+        norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
+        self._norms.clear()
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def attach(loop: Any, spec: Experiment) -> None:
+    """Let a trainer step so, where the spec asks."""
+    if setting := spec.optimizations.optimizer_in_backward:
+        steps = StepsInBackward(setting == "offload")
+        loop.add_callback(steps)
+        loop.accelerator.clip_grad_norm_ = steps.norm
+
+
+def applied(model: Any, spec: Experiment) -> dict[str, Any]:
+    steps = getattr(base_model(model), _STEPS, None)
+    if steps is None:
+        return {}
+    away = {} if steps.states is None else {"optimizer_states_on_host_gb": steps.states.bytes / GIB}
+    return {"most_gradients_at_once": steps.most, **away}
+
+
+def verify(model: Any, spec: Experiment) -> list[str]:
+    setting = spec.optimizations.optimizer_in_backward
+    if not setting:
+        return []
+    steps = getattr(base_model(model), _STEPS, None)
+    left = [
+        name for name, each in model.named_parameters() if each.requires_grad and not (steps and steps.counts[each])
+    ]
+    if left or steps is None:
+        return [f"optimizations.optimizer_in_backward is {setting} and {left[0]} was not stepped in the backward pass"]
+    if steps.most > max(2, len(steps.counts) // 2):
+        return [f"optimizations.optimizer_in_backward is {setting} and {steps.most} gradients were there at once"]
+    if steps.states is not None and not steps.states.bytes:
+        return ["optimizations.optimizer_in_backward is offload and no state waits in host memory"]
+    return []
