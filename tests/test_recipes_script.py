@@ -20,7 +20,8 @@ def test_a_table_is_named_exactly_and_a_run_that_is_there_is_not_made_again(tmp_
     assert {line.split()[4] for line in lines[1:]} == {"short-equal", "sustained"}
     wrong = recipes(tmp_path, "--only", "short", "--estimate")
     assert wrong.returncode == 2
-    assert "'short' is none of frameworks, full, short-defaults, short-equal, sustained" in wrong.stderr
+    known = "frameworks, full, short-defaults, short-equal, smallest, smallest-32b, sustained"
+    assert f"'short' is none of {known}" in wrong.stderr
     lacking = recipes(ROOT / "results/h200/headline", "--only", "full", "--estimate").stdout.splitlines()
     assert len(lacking) <= 3  # of 21: unsloth's 8-bit weights did not start in time
     assert all("load_in_fp8: on" in line for line in lacking[1:])

@@ -37,7 +37,7 @@ class HostStates:
         return sum(host.nbytes for hosts in self._hosts.values() for host in hosts)
 
     def around(self, parameter: Any, step: Callable[[], Any]) -> None:
-        """Step one parameter, with its states on the device."""
+        """Put a parameter's states on the device, step it, and let them leave."""
         self._begin(parameter)
         if parameter in self._coming:
             for part, (there, ready) in zip(self._parts(parameter), self._coming.pop(parameter), strict=True):
