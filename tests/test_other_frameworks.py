@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from ftbench.doctor import environment
 from ftbench.errors import MissingError
 from ftbench.launch import frameworks
 from ftbench.spec.experiment import resolve
@@ -143,6 +144,27 @@ def test_an_interpreter_that_hangs_or_prints_what_is_no_version_is_not_waited_fo
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     assert frameworks._version(str(python), "axolotl") == said
+
+
+@pytest.mark.parametrize("said", ["5", "[5]", '{"versions": [5], "torch": "x", "problem": 5}', "[" * 90_000,
+                                  '{"versions": {"x": 5}, "torch": null, "problem": null}',
+                                  '{"versions": {}, "torch": {}, "problem": null}'])  # fmt: skip
+def test_an_interpreter_that_says_what_no_python_does_is_told(tmp_path, said):
+    (tmp_path / "said").write_text(said)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nif [ "$4" ]; then cat {tmp_path}/said; else echo 0.0.1; fi\n')
+    python.chmod(0o755)
+    (finding,) = [each for each in environment.check(str(python), True) if each.name == "trainer"]
+    assert (finding.verdict, "does not answer as Python does" in finding.text) == ("fail", True)
+
+
+def test_an_interpreter_that_hangs_is_asked_once_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(frameworks, "_LIMIT_S", 0.2)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\nsleep 60\n")
+    python.chmod(0o755)
+    assert frameworks.framework_of(str(python)) is None
+    assert len((tmp_path / "asked").read_text().split()) <= 1
 
 
 def test_an_interpreter_that_prints_without_end_is_read_no_further(tmp_path):

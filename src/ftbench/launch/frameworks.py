@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ftbench.errors import MissingError
@@ -22,6 +23,7 @@ from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import FRAMEWORKS, Framework, interpreter, needs
 from ftbench.spec.optimizations import Optimizations
+from ftbench.store import shapes
 
 devices, command = trl.devices, trl.command
 UNFINISHED = "ftbench-unfinished"  # in an environment as long as it is being made
@@ -33,6 +35,10 @@ _SWITCHES = {
     "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1",
 }  # fmt: skip
 _LOOK_LIMIT_S, _LOOK_LONGEST = 300, 1 << 20  # a cold disk takes minutes to import all of a framework
+_SAID = {
+    "!": ("versions", "torch", "problem"), "versions": {"*": {str}}, "problem": {str, NoneType},
+    "torch": ({"!": ("version", "works"), "version": {str}, "works": {bool}},),
+}  # fmt: skip
 _LOOK = """
 import importlib, importlib.metadata as m, json, sys
 said = {"versions": {}, "torch": None, "problem": None}
@@ -103,8 +109,12 @@ def interpreter_problem(python: str) -> str | None:
 
 def framework_of(python: str) -> str | None:
     """Return which framework an environment has, in whatever version."""
-    names = (name for name, each in FRAMEWORKS.items() if _VERSION.fullmatch(_version(python, each.package)))
-    return next(names, None)
+    for name, each in FRAMEWORKS.items():
+        if (version := _version(python, each.package)) == _SILENT:
+            return None  # what says nothing to one question says nothing to the next
+        if _VERSION.fullmatch(version):
+            return name
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +131,10 @@ def contents(python: str, framework: Framework) -> Contents:
     """Return what an environment has of what was tried with a framework, whose trainer is imported."""
     answer = _answer([python, "-c", _LOOK, framework.entry, *framework.versions], _LOOK_LIMIT_S, _LOOK_LONGEST)
     try:
-        return Contents(**json.loads(answer.splitlines()[-1]))
-    except (ValueError, TypeError, IndexError):
+        said = json.loads(answer.splitlines()[-1])
+        shapes.check(said, _SAID)
+        return Contents(**said)
+    except (ValueError, TypeError, IndexError, RecursionError):
         return Contents({}, None, f"{python} does not answer as Python does within {_LOOK_LIMIT_S} s")
 
 
