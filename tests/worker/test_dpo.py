@@ -12,9 +12,19 @@ from peft import LoraConfig
 from transformers import set_seed
 from trl import DPOConfig, DPOTrainer
 
+import warm
 from conftest import spec_of
+from ftbench.core.hardware import find_gpu
 from ftbench.errors import DataError, NotAppliedError
-from ftbench.store.rundir import read_json
+from ftbench.estimate.memory.constants import constants
+from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.work import step_work
+from ftbench.estimate.workload.batches import batches_of
+from ftbench.estimate.workload.method import trainable_shape
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.store.flop_rates import of_steps
+from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
 from ftbench.worker import methods, preference
@@ -22,6 +32,7 @@ from ftbench.worker.data.prepare import prepare
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.model import loading
 from ftbench.worker.model.tokenizer import build_tokenizer
+from ftbench.worker.simulate.run import simulate
 from ftbench.worker.train import prepared
 
 DPO = {"name": "dpo", "beta": 0.3}
@@ -252,3 +263,49 @@ def test_a_reference_that_is_not_what_was_asked_for_fails_the_run(train_here, mo
     monkeypatch.setattr(preference.PairTrainer, "_forget_copy", lambda self: None)
     with pytest.raises(NotAppliedError, match="the reference is a copy of the adapters"):
         train_here(objective=DPO)
+
+
+@pytest.mark.parametrize(
+    ("method", "objective"), [("full", DPO), ("lora", COMPUTED)], ids=["full held", "lora computed"]
+)
+def test_the_estimate_of_memory_is_that_of_a_simulated_step(tmp_path, cache, method, objective):
+    """The real trainer on a GPU without memory, with trl's kernel for the log-probabilities."""
+    gpu = find_gpu("H200")
+    spec = Experiment.model_validate({
+        "name": "pairs", "model": {"id": "tiny/qwen3", "weights": "random"}, "method": {"name": method},
+        "objective": objective, "train": {"batch_size": 8},
+        "dataset": {"name": "synthetic", "samples": 16, "length": 256, "max_length": 256},
+    })  # fmt: skip
+    simulated = warm.returned(simulate, resolve(spec, (9, 0)), RunDir(tmp_path), (9, 0), int(140e9))
+    assert simulated["batch"] == {
+        "rows": 8, "positions": 4096, "real_tokens": 4096, "label_tokens": 16 * 128, "longest": 256
+    }  # fmt: skip
+    parts = estimate_memory(spec, gpu).parts
+    assert sum(parts.values()) / constants().allocated_factor == pytest.approx(simulated["peak"]["gb"], rel=0.01)
+    assert ("reference model" in parts) == (method == "full")
+
+
+def test_time_counts_both_sequences_and_the_reference_of_a_step():
+    def work(**changes):
+        spec = spec_of(**changes)
+        return step_work(spec, trainable_shape(spec), batches_of(spec, Store().lengths(spec))).groups[0][1]["products"]
+
+    even = {"dataset": {"length": 64, "mean_length": None}, "method": {"name": "full"}}
+    computed, held = (work(**even, objective=each) for each in (COMPUTED, DPO))
+    layer, head, positions = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 192, 2048 * 64, 2 * 2 * 64
+    assert computed == pytest.approx(6 * (2 * layer + head) * positions)  # of all positions, and two sequences a pair
+    assert held == pytest.approx(computed * 4 / 3)  # a forward pass beside forward and backward
+
+
+def test_a_references_forward_pass_counts_where_it_runs_in_the_step(train_here):
+    """By hand for tiny/qwen3: 2 FLOPs a parameter and position, and scores and values of half the square."""
+    run = train_here(objective=DPO, dataset={"length": 32, "mean_length": None}, method={"name": "full"})
+    rows, applied = trained(run), read_json(run.applied)
+    described, window = applied["dataset"], sum(row.step_time_s for row in rows)
+    without = applied | {"reference": applied["reference"] | {"in_step": False}}
+    more = [(a - b) * window * 1e12 for a, b in
+            zip(of_steps(rows, applied, described), of_steps(rows, without, described), strict=True)]  # fmt: skip
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 192
+    positions, labels, attention = 24 * 32, 24 * 16, 2 * 4 * 64 * 16
+    assert more[0] == pytest.approx(positions * (2 * 2 * layer + attention) + labels * 2 * 2048 * 64)
+    assert more[1] == pytest.approx(positions * (2 * 2 * layer + attention + 2 * 2048 * 64))

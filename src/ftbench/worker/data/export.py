@@ -14,7 +14,7 @@ from ftbench.spec.datasets import Dataset
 from ftbench.worker.data.sources import open_rows
 
 
-def export(dataset: Dataset, out: Path, most: int, pairs: bool) -> None:
+def export(dataset: Dataset, out: Path, most: int, pairs: bool = False) -> None:
     """Write every n-th of the rows, at most so many, and in the last line how many there are. What cannot be used is
     left out."""
     rows = open_rows(dataset)

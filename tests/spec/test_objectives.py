@@ -1,0 +1,88 @@
+"""What a spec may say of its objective, and what it is told where that cannot work."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from ftbench.report.data.facts import spec_facts
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.identity import fingerprint, slug
+from ftbench.spec.load import load, spec_keys
+from ftbench.spec.objectives import OBJECTIVES
+from ftbench.spec.optimizations import OPTIMIZATIONS, choices
+from ftbench.store.rundir import RunDir
+
+PAIRS = {"name": "synthetic", "samples": 8, "length": 16}
+
+
+def spec_of(**changes):
+    values = {"name": "a", "model": {"id": "a/b"}, "dataset": PAIRS, "objective": {"name": "dpo"}}
+    return Experiment.model_validate(values | changes)
+
+
+@pytest.mark.parametrize(("name", "objective"), OBJECTIVES.items())
+def test_an_objective_is_listed_under_its_own_name(name, objective):
+    assert objective.model_fields["name"].default == name
+    assert objective.__doc__
+
+
+def test_an_objective_is_named_in_a_word_and_its_keys_go_with_another(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"model: a/b\nobjective: dpo\ndataset: {json.dumps(PAIRS)}\n")
+    assert load(path).objective.beta == 0.1
+    assert load(path, ["objective.beta=0.5"]).objective.beta == 0.5
+    assert load(path, ["objective.beta=0.5", "objective=sft"]).objective.name == "sft"
+    assert ("objective.beta", "0.1", "how much it costs to leave the reference model (dpo)") in spec_keys()
+
+
+def test_dpo_is_another_experiment_and_sft_what_every_spec_was(tmp_path):
+    plain, said = spec_of(objective={"name": "sft"}), Experiment.model_validate(
+        {"name": "a", "model": {"id": "a/b"}, "dataset": PAIRS}
+    )  # fmt: skip
+    assert fingerprint(plain) == fingerprint(said)
+    prints = {fingerprint(spec_of(objective={"name": "dpo"} | more)) for more in (
+        {}, {"beta": 0.2}, {"precompute_ref_log_probs": True})} | {fingerprint(plain)}  # fmt: skip
+    assert len(prints) == 4
+    assert slug(spec_of()).startswith("b-lora-dpo-b4-")
+    written = said.model_dump(mode="json")
+    del written["objective"]  # as a run of an earlier version
+    (tmp_path / "spec.json").write_text(json.dumps(written))
+    assert spec_facts(RunDir(tmp_path))["objective.name"] == "sft"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"objective": {"name": "dpo", "beta": 0}}, "greater than 0"),
+        ({"objective": {"name": "dpo", "beta": -1}}, "greater than 0"),
+        ({"objective": {"name": "ppo"}}, "sft.*dpo"),
+        ({"objective": {"beta": 0.2}}, "beta"),
+        ({"method": {"name": "unsloth"}}, "method unsloth is not measured here: use lora"),
+        ({"method": {"dropout": 0.1}}, "set method.dropout to 0"),
+        ({"method": {"bias": "all"}}, "set method.bias to none"),
+        ({"launch": {"gpus": 2}}, "launch.gpus is 2: set it to 1"),
+        ({"launch": {"framework": "axolotl", "python": "p"}}, "use trl, or objective sft"),
+        ({"dataset": {"name": "sample"}}, "the rows of sample are alpaca.*or dataset=synthetic"),
+        ({"dataset": {"name": "wikipedia-ja"}}, "wikipedia-ja has articles"),
+        ({"dataset": {"name": "file", "path": "x", "format": "messages"}}, "are messages"),
+        ({"dataset": {"name": "images", "samples": 4, "image_size": [64, 64]}}, "holds images"),
+        ({"dataset": PAIRS | {"loss_on": "all"}}, "leave dataset.loss_on at completion"),
+        ({"optimizations": {"fused_lora": True}}, "set objective.precompute_ref_log_probs to on"),
+        ({"optimizations": {"gradient_checkpointing": "selective"}}, "use on or off"),
+        ({"optimizations": {"attention": "flash_attention_2"}}, "only eager and sdpa"),
+        ({"train": {"optimizer": "adamw_torchao_8bit"}}, "use adamw_torch or adamw_bnb_8bit"),
+        ({"objective": {"name": "sft"}, "dataset": {"name": "file", "path": "x", "format": "preference"}},
+         "set objective to dpo"),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_cannot_work_is_told_with_a_way_out(changes, told):
+    with pytest.raises(ValidationError, match=told):
+        spec_of(**changes)
+
+
+@pytest.mark.parametrize("name", [name for name, kept in OPTIMIZATIONS.items() if kept.pairs])
+def test_an_optimization_that_no_test_holds_against_plain_dpo_is_refused(name):
+    with pytest.raises(ValidationError, match=f"optimizations.{name} with objective dpo: "):
+        spec_of(optimizations={name: 512 if name == "image_size" else choices(name)[0]})
