@@ -19,6 +19,8 @@ import torch
 
 from commands import ENDLESS, Command, write_spec
 from ftbench.errors import MissingError
+from ftbench.launch import trl
+from ftbench.spec import strategies
 from ftbench.store import rundir
 from ftbench.store.ranks import read_ranks
 from ftbench.store.steps import read_steps
@@ -163,6 +165,53 @@ def test_a_rank_keeps_its_share_of_the_stage_under_zero(pair):
         assert parallel["elements_of_rank"] * kept == parallel["elements"] == two.summary()["parameters"]["total"]
     assert parallel["sharded"] == 52
     assert parallel["released"] > 14  # of each layer seven matrices, which are larger than what stays whole
+
+
+@NO_DEEPSPEED
+@pytest.mark.parametrize(("strategy", "offload"), [("zero2", "optimizer"), ("zero3", "params")])
+def test_what_waits_in_host_memory_is_learned_as_well(tmp_path, pair, strategy, offload):
+    one, _ = pair("ddp", **LORA)
+    launch = {"gpus": 2, "strategy": strategy, "offload": offload}
+    train = rundir.read_json(one.run.spec_json)["train"] | {"gradient_accumulation_steps": 2}
+    with Command(write_spec(tmp_path, dataset=DATA, **LORA, train=train, launch=launch), tmp_path / "out") as command:
+        assert command.finish().code == 0, command.stderr
+    assert learned(command) == learned(one)
+    assert figures(command) == pytest.approx(figures(one), rel=1e-4)
+
+
+def test_four_ranks_learn_what_one_process_learns(pair):
+    """The last step has samples for three of them."""
+    one, four = pair("ddp", 4, **LORA)
+    assert learned(four) == learned(one)
+    assert figures(four) == pytest.approx(figures(one), rel=1e-4)
+    assert four.summary()["ranks"]["count"] == 4
+
+
+# --- what is refused while libraries do not do it --------------------------------------------------------------------
+
+
+def lifted() -> None:
+    """Let a run begin whatever its strategy refuses."""
+    strategies.refusals = lambda spec: []
+    trl.refusals_on = lambda spec, capability: []
+
+
+@pytest.mark.parametrize(
+    ("launch", "parts", "reason"),
+    [
+        ({"strategy": "fsdp"}, QLORA, "q_proj.base_layer.weight and 13 more parameters are whole on each rank"),
+        ({"strategy": "tp"}, QLORA, "'DTensor' object has no attribute 'compress_statistics'"),
+        ({"strategy": "fsdp", "offload": "params"}, LORA, "Cannot access accelerator device when none is available"),
+        ({"strategy": "cp"}, LORA | {"optimizations": {"chunked_loss": True}}, "out of bounds"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_goes_wrong_where_it_is_tried(tmp_path, launch, parts, reason):
+    """Once a library mends it this fails, and the refusal can go."""
+    parts = {"dataset": DATA, "train": {"batch_size": 2, "max_steps": 1}, **parts, "launch": {"gpus": 2} | launch}
+    with Command(write_spec(tmp_path, **parts), tmp_path / "out", before=lifted) as command:
+        command.finish()
+    assert reason in command.state()["reason"], command.state()
 
 
 # --- bad ends --------------------------------------------------------------------------------------------------------

@@ -1,12 +1,22 @@
 """What a strategy says of a model that it cannot divide, before its weights are read."""
 
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.integrations import tensor_parallel
 
 from ftbench.errors import SpecError
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker import parallel
+from ftbench.worker.model.random_weights import materialise
+from warm import returned
 
 
 def loading(strategy, gpus, **shape):
@@ -32,3 +42,37 @@ def test_a_model_that_cannot_be_divided_so_is_refused_with_a_way_out(strategy, s
 
 def test_a_model_whose_layers_all_see_the_whole_sequence_can_be_cut():
     assert loading("cp", 2, layer_types=["full_attention"], sliding_window=8) == {}
+
+
+# --- what is refused while libraries do not do it: once one of these fails, a refusal can go -------------------------
+
+
+def trained_in_a_pipeline(rank: int, port: int, directory: str) -> tuple[bool, bool]:
+    """Whether this one of two ranks has a loss, and a gradient."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    stages = DistributedConfig(pp_size=2)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, distributed_config=stages).train()
+    ids = torch.arange(8)[None]
+    loss = model(input_ids=ids, labels=ids).loss
+    if loss is not None:
+        loss.backward()
+    return loss is not None, any(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_pipeline_of_transformers_has_no_loss_to_train_on():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    directory = str(materialise(Model(id="tiny/llama", weights="random", dtype="float32")))
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(returned, trained_in_a_pipeline, rank, port, directory) for rank in (0, 1)]
+    assert [rank.result() for rank in ranks] == [(False, False)] * 2
+
+
+def test_a_mesh_of_two_strategies_asks_for_a_class_that_is_gone():
+    assert "ReplicateParallel" in Accelerator._prepare_tp.__code__.co_varnames
+    assert not hasattr(tensor_parallel, "ReplicateParallel")

@@ -1,7 +1,6 @@
 """Weights of models that are sharded: no rank reads random ones, one reads published ones, none touches the others."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -58,7 +57,7 @@ def test_what_is_drawn_while_a_model_is_sharded_is_what_files_would_hold(model_i
 
 def test_random_weights_of_a_sharded_model_are_in_no_file():
     spec = spec_of(model={"id": "tiny/llama", "weights": "random", "seed": 5, "dtype": "bfloat16"})
-    folder = loading.source_of(spec.model, spec.method, spec.launch)
+    folder = loading.source_of(spec.model, spec.method, loading.are_drawn(spec))
     assert not [*Path(folder).glob("*.safetensors*")]
 
 
@@ -69,4 +68,9 @@ def test_random_weights_of_a_sharded_model_are_in_no_file():
 def test_rank_0_reads_published_weights_and_no_other(monkeypatch, strategy, weights, rank, reads):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert parallel.load(strategy).reads(SimpleNamespace(model=SimpleNamespace(weights=weights))) is reads
+    assert (
+        parallel.load(strategy).reads(
+            spec_of(model={"id": "tiny/llama", "weights": weights}, launch={"gpus": 2, "strategy": strategy})
+        )
+        is reads
+    )

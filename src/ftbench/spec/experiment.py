@@ -195,7 +195,19 @@ class Launch(Part):
     @model_validator(mode="before")
     @classmethod
     def _ddp_on_several(cls, values: object) -> object:
-        if isinstance(values, dict) and type(gpus := values.get("gpus")) is int and gpus > 1:
+        if not isinstance(values, dict):
+            return values
+        if named := sorted(values.keys() & {"ddp", "fsdp", "tp", "ep", "cp", "pp"}):
+            raise ValueError(
+                f"`{named[0]}` is no key: a mesh of two strategies trains nowhere in transformers, whose half of it "
+                "asks for a class that is gone. Set gpus, and strategy to one of them: fsdp"
+            )
+        if values.get("strategy") in ("pp", "pipeline"):
+            raise ValueError(
+                "`strategy` pp: transformers' pipeline computes answers and no loss, so that nothing is trained. Take "
+                "fsdp or tp, or train with torchtitan, NeMo AutoModel or Megatron"
+            )
+        if type(gpus := values.get("gpus")) is int and gpus > 1:
             return {"strategy": "ddp", **values}
         return values
 

@@ -72,7 +72,7 @@ def _of_profile(spec: Experiment) -> list[str]:
 
 def refusals_on(spec: Experiment, capability: Capability) -> list[str]:
     """Return why a spec cannot work on a machine whose GPU has this compute capability; None is one without a GPU."""
-    sentences = list(spec.method.refusals_on(spec, capability))
+    sentences = [*spec.method.refusals_on(spec, capability), *strategies.refusals_on(spec, capability)]
     for name in switched_on(spec.optimizations):
         if OPTIMIZATIONS[name].needs_gpu and capability is None:
             sentences.append(f"optimizations.{name} needs a GPU: set it to off")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftbench.spec.methods import GPT_OSS, family
+from ftbench.spec.optimizations.declaration import Capability
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
@@ -160,3 +161,14 @@ def refusals(spec: Experiment) -> list[str]:
     if spec.method.name == "unsloth":
         sentences.append("method unsloth trains on one GPU: set launch.gpus to 1, or use method lora or qlora")
     return sentences
+
+
+def refusals_on(spec: Experiment, capability: Capability) -> list[str]:
+    """Return what of `launch` cannot work on a machine whose GPU has this compute capability; None is one without."""
+    launch = spec.launch
+    if capability is None and launch.offload == "params" and launch.strategy == "fsdp":
+        return [
+            "launch.offload: under fsdp params go from host memory to a GPU and back, and this machine has none: set "
+            "it to none, or try zero3"
+        ]
+    return []

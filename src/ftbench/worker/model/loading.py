@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, ProcessorMixin
 
 from ftbench.errors import MissingError, SpecError
-from ftbench.spec.experiment import Experiment, Launch, Model
+from ftbench.spec.experiment import Experiment, Model
 from ftbench.store.machine import cache_dir
 from ftbench.worker import parallel
 from ftbench.worker.data.pixels import Pixels
@@ -33,16 +33,21 @@ class UnreadModel(Protocol):
 Source = str | UnreadModel
 
 
-def source_of(model: Model, method: Any = None, launch: Launch | None = None) -> str:
+def source_of(model: Model, method: Any = None, drawn: bool = False) -> str:
     """Return what from_pretrained is given: a directory, or an id on the hub. A method that keeps experts in MXFP4
-    makes random weights in memory: of gpt-oss-120b they would be 61 GiB of files; so does a launch that shards them as
-    they are drawn. unsloth finds files as published."""
+    makes random weights in memory: of gpt-oss-120b they would be 61 GiB of files; so do ranks that shard them as they
+    are `drawn`. unsloth finds files as published."""
     if model.weights == "random":
         kept = method is not None and method.mxfp4
         layout = "mxfp4" if is_gpt_oss(model) and (kept or getattr(method, "name", "") == "unsloth") else None
-        drawn = launch is not None and launch.ranks > 1 and hasattr(parallel.load(launch.strategy), "reads")
         return str(materialise(model, layout, weights=not kept and not drawn))
     return model.path or model.id
+
+
+def are_drawn(spec: Experiment) -> bool:
+    """Return whether the ranks of a run draw random weights while they shard them, and nobody reads them."""
+    strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.ranks > 1 else None
+    return spec.model.weights == "random" and hasattr(strategy, "reads") and not strategy.reads(spec)
 
 
 def load_config(model: Model, source: Source) -> Any:

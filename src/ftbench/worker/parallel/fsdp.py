@@ -20,13 +20,13 @@ from ftbench.worker.model.random_weights import Drawn
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads the weights."""
-    return spec.model.weights == "pretrained" and parallel.is_first()
+    """Return whether this rank reads the weights: all do what is quantised as it is read."""
+    return spec.method.quantised or (spec.model.weights == "pretrained" and parallel.is_first())
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
     """Have random weights drawn where accelerate takes rank 0's state to share it out, tensor by tensor."""
-    if spec.model.weights == "random":
+    if spec.model.weights == "random" and not reads(spec):
         share_out = fsdp_utils.fsdp2_load_full_state_dict
         fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: share_out(
             accelerator, model, Drawn(state, spec.model), **more
