@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ftbench.core.hardware import find_gpu
+from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.spec.load import load
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -20,7 +24,7 @@ def test_a_table_is_named_exactly_and_a_run_that_is_there_is_not_made_again(tmp_
     assert {line.split()[4] for line in lines[1:]} == {"short-equal", "sustained"}
     wrong = recipes(tmp_path, "--only", "short", "--estimate")
     assert wrong.returncode == 2
-    known = "frameworks, full, short-defaults, short-equal, smallest, smallest-32b, sustained"
+    known = "frameworks, full, images, short-defaults, short-equal, smallest, smallest-32b, sustained"
     assert f"'short' is none of {known}" in wrong.stderr
     lacking = recipes(ROOT / "results/h200/headline", "--only", "full", "--estimate").stdout.splitlines()
     assert len(lacking) <= 3  # of 21: unsloth's 8-bit weights did not start in time
@@ -34,6 +38,19 @@ def test_frameworks_take_turns_plain_and_at_their_best(tmp_path: Path) -> None:
     assert len(first) == 14
     for words in ("framework: axolotl", "framework: llamafactory", "framework: ms-swift", "settings: best"):
         assert sum(words in line for line in first) == (6 if "best" in words else 4)
+
+
+def test_rows_of_pictures_are_estimated_to_fit(tmp_path: Path) -> None:
+    told = recipes(tmp_path, "--only", "images", "--estimate").stdout.splitlines()
+    assert told[0].startswith("17 of 17 runs to do")
+    smaller = [line for line in told[1:] if "image_size=336" in line]
+    assert len(smaller) == 6
+    for line in told[1:]:
+        sets = [f"train.batch_size={line.split()[5].removeprefix('b')}", *line.split()[6:]]
+        estimate = estimate_memory(load(ROOT / "configs/llava-next-bf16.yaml", sets), find_gpu("NVIDIA H200") or 141.0)
+        assert estimate.allocated.high < 140, line
+        assert estimate.batch[0] == (4 if "recipe=plain" in line else 1)
+        assert "image_size=" not in line or estimate.batch[1] == 8 * 1217
 
 
 def test_what_would_end_after_the_call_is_not_begun(tmp_path: Path) -> None:
