@@ -7,7 +7,10 @@ import importlib.util
 import json
 import signal
 import socket
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,6 +24,7 @@ from commands import ENDLESS, Command, write_spec
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec import strategies
+from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.store.ranks import read_ranks
 from ftbench.store.steps import read_steps
@@ -212,6 +216,49 @@ def test_what_is_refused_goes_wrong_where_it_is_tried(tmp_path, launch, parts, r
     with Command(write_spec(tmp_path, **parts), tmp_path / "out", before=lifted) as command:
         command.finish()
     assert reason in command.state()["reason"], command.state()
+
+
+def ulysses(stage: int) -> None:
+    """Let DeepSpeed's Ulysses train beside a stage of ZeRO, as accelerate has it."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    from ftbench.worker.parallel import zero
+
+    def arguments(spec: Experiment) -> dict[str, Any]:
+        launch = spec.launch.model_copy(update={"strategy": f"zero{stage}"})
+        attention = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        sequence = ParallelismConfig(sp_size=2, sp_handler=attention)
+        return zero.arguments(spec.model_copy(update={"launch": launch})) | {"parallelism_config": sequence}
+
+    def prepare(made: Any) -> None:
+        zero.prepare(made)
+        importlib.import_module("deepspeed").init_distributed("gloo")
+
+    lifted()
+    sys.modules["ftbench.worker.parallel.ulysses"] = SimpleNamespace(
+        arguments=arguments, prepare=prepare, verify=lambda trainer, spec: [], applied=lambda trainer: {}
+    )
+
+
+@NO_DEEPSPEED
+@pytest.mark.parametrize(("stage", "times"), [(2, 2.0), (3, 1.0)])
+def test_ulysses_doubles_gradients_or_weighs_batches_alike(tmp_path, stage, times):
+    """Rows of as many tokens each hide that batches are weighed alike, which the run says of itself."""
+    rows = {"name": "synthetic", "samples": 8, "length": 32, "max_length": 32}
+    train = {"batch_size": 1, "gradient_accumulation_steps": 4, **SGD}
+    parts = {"dataset": rows, "optimizations": {"padding_free": True}, "measure": {"allow_fallback": True}}
+    runs = []
+    for name, launch in {"one": {}, "two": {"gpus": 2, "strategy": "ulysses"}}.items():
+        (folder := tmp_path / name).mkdir()
+        spec = write_spec(folder, **parts, train=train, launch=launch)
+        with Command(spec, folder / "out", before=partial(ulysses, stage)) as command:
+            assert command.finish().code == 0, command.stderr
+        runs.append(command)
+    one, two = (command.steps()[0] for command in runs)
+    assert two.loss == pytest.approx(one.loss)
+    assert two.grad_norm == pytest.approx(times * one.grad_norm, rel=1e-4)
+    assert "divides its loss by the tokens of each rank" in json.dumps(rundir.read_json(runs[1].run.applied))
 
 
 # --- bad ends --------------------------------------------------------------------------------------------------------

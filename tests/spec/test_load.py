@@ -541,7 +541,7 @@ def test_a_model_without_either_is_missing_its_id(problems, text):
         ("gpus: 2, nodes: 2, mock: ok", "(launch.mock): set launch.gpus to a multiple of it, or launch.nodes to 1"),
         ("gpus: 4, tp: 2, fsdp: 2", "a mesh of two strategies trains nowhere in transformers"),
         ("gpus: 2, strategy: pp", "transformers' pipeline computes answers and no loss"),
-        ("gpus: 2, strategy: ulysses", "launch.strategy: ulysses cannot be launched yet"),
+        ("gpus: 2, strategy: ulysses", "launch.strategy: ulysses doubles gradients beside ZeRO-1 and 2"),
         ("framework: axolotl", "launch.framework axolotl needs launch.python, the interpreter of an environment"),
         ("python: /opt/axolotl/bin/python", "launch.python is the interpreter of another framework: leave it out"),
     ],

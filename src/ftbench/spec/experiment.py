@@ -229,7 +229,7 @@ class Launch(Part):
     @property
     def shares(self) -> int:
         """Into how many shares a step's batch is dealt: ranks that hold parts of one layer see the same."""
-        return 1 if self.strategy in ("tp", "ep", "cp") else self.ranks
+        return 1 if self.strategy in ("tp", "ep", "cp", "ulysses") else self.ranks
 
     @property
     def parts_of_sequence(self) -> int:

@@ -147,7 +147,10 @@ def refusals(spec: Experiment) -> list[str]:
         known = "; ".join(f"{key}: {strategy.description}" for key, strategy in STRATEGIES.items())
         return [f"launch.strategy: none is for one GPU and launch.gpus is {launch.gpus}: take one of {known}"]
     if name not in STRATEGIES:
-        return [f"launch.strategy: {name} cannot be launched yet: use {' or '.join(STRATEGIES)}"]
+        return [
+            "launch.strategy: ulysses doubles gradients beside ZeRO-1 and 2, and beside ZeRO-3 weighs all batches of a "
+            "step alike, however many tokens they hold (DeepSpeed 0.19, transformers 5.17): use cp"
+        ]
     sentences = list(STRATEGIES[name].refusals(spec))
     if launch.offload not in ("none", *STRATEGIES[name].offloads):
         having = [f"{key} has {' and '.join(each.offloads)}" for key, each in STRATEGIES.items() if each.offloads]
