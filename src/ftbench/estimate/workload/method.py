@@ -197,8 +197,7 @@ def _loss(spec: Experiment) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Linear layers of a whole model as one token uses them: how many, and the sums of their input and output
-    widths."""
+    """Linear layers of a whole model as one token uses them: how many, and the sums of their widths."""
 
     count: int
     inputs: int
