@@ -16,7 +16,8 @@ from hypothesis import settings
 
 from ftbench import cli
 
-collect_ignore = [] if importlib.util.find_spec("torch") else ["worker", "gpu"]
+WITH_TORCH = {"worker", "gpu"}  # the folders of tests that all need it
+collect_ignore = [] if importlib.util.find_spec("torch") else [*WITH_TORCH]
 # Before anything imports torch: threads that wait for each other cost test processes side by side most of their time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("ftbench", derandomize=True, deadline=None, max_examples=100)
@@ -27,12 +28,19 @@ def pytest_report_header() -> str | None:
     return "without the training libraries: tests/worker and tests/gpu are left out" if collect_ignore else None
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files without a test that needs torch where only such are run: reading them takes each process seconds."""
+    if config.option.markexpr != "torch" or not collection_path.name.startswith("test_"):
+        return None
+    return None if WITH_TORCH & {*collection_path.parts} or "mark.torch" in collection_path.read_text("utf-8") else True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what lies in the folders that need torch (elsewhere a test says so itself), keep in one process what shares
     a module's fixture, and begin with what takes long."""
     for item in items:
-        if {"worker", "gpu"} & set(item.path.relative_to(Path(__file__).parent).parts):
+        if WITH_TORCH & {*item.path.relative_to(Path(__file__).parent).parts}:
             item.add_marker("torch")
         if any(each[-1].scope == "module" for each in item._fixtureinfo.name2fixturedefs.values()):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))

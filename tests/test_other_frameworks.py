@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 
 import pytest
 
+import warm
 from ftbench.doctor import environment
 from ftbench.errors import MissingError
 from ftbench.launch import frameworks
@@ -23,17 +24,7 @@ train: {max_steps: 2}
 def run(tmp_path, *changes):
     (tmp_path / "spec.yaml").write_text(SPEC)
     sets = [part for change in changes for part in ("--set", change)]
-    command = [
-        sys.executable,
-        "-m",
-        "ftbench",
-        "run",
-        str(tmp_path / "spec.yaml"),
-        "--out",
-        str(tmp_path / "out"),
-        *sets,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return warm.run(["run", tmp_path / "spec.yaml", "--out", tmp_path / "out", *sets], {**os.environ})
 
 
 PYTHON = "launch.python=/nowhere/bin/python"

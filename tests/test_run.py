@@ -32,7 +32,7 @@ SHORT_LAST_STEP = {
 }
 MANY_STEPS = {
     "dataset": {"name": "sample", "samples": 60, "max_length": 128},
-    "train": {"batch_size": 2, "max_steps": 60, "learning_rate": 1e-3},
+    "train": {"batch_size": 2, "max_steps": 40, "learning_rate": 1e-3},
 }
 
 

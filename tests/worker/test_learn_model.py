@@ -17,7 +17,7 @@ from ftbench.worker.model import loading
 
 @pytest.mark.slow
 def test_a_learned_model_loads_its_rows_are_equally_long_and_it_has_learned_something(tmp_path):
-    size = ("--size", "tiny", "--steps", "60", "--megabytes", "0.4", "--rows", "30")
+    size = ("--size", "tiny", "--steps", "40", "--megabytes", "0.3", "--rows", "30")
     warm.script("learn-model", tmp_path / "learned", *size)
     facts = json.loads((tmp_path / "learned" / "learned.json").read_text())
     assert facts["held_out_loss"] < 0.98 * facts["first_loss"]
