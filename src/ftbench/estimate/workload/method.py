@@ -150,9 +150,8 @@ def fused(spec: Experiment) -> Fused:
 
 
 def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozenset[str]:
-    """Return what gets adapters: the linear layers of a name that is asked for, as far as the model has them (gpt_oss
-    has no gate_proj), and the fused experts where `method.experts` says so: beside those no linear layer of an MLP has
-    a name for peft (worker/methods/lora.py). all-linear is every `nn.Linear`, which experts are not."""
+    """Return what gets adapters: the model's linear layers of the names asked for (all-linear: of any), and fused experts
+    where `method.experts` says so: beside those no layer of an MLP has a name for peft (worker/methods/lora.py)."""
     if isinstance(method, Full):
         return frozenset()
     names = model.linear_names
