@@ -150,7 +150,7 @@ def fused(spec: Experiment) -> Fused:
 
 
 def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozenset[str]:
-    """Return what gets adapters: the model's linear layers of the names asked for (all-linear: of any), and fused experts
+    """Return what gets adapters: the model's linear layers of the names asked for (all-linear: any), and fused experts
     where `method.experts` says so: beside those no layer of an MLP has a name for peft (worker/methods/lora.py)."""
     if isinstance(method, Full):
         return frozenset()

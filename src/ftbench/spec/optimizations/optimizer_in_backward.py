@@ -58,4 +58,5 @@ OPTIMIZATION = Optimization(
     refusals=_refusals,
     refusals_on=_refusals_on,
     unsimulated=_unsimulated,
+    not_ablated=(True, "offload"),  # it needs a recipe that does not clip: `recipe: smallest-full` has one
 )
