@@ -22,6 +22,7 @@ LEFT_OUT = {
     "image_size": {True},  # a size is a number
     "fp8": {"te-current", "te-delayed", "te-mxfp8"},  # not proven
     "cuda_graph": {True},  # beside three others: a recipe of its own
+    "optimizer_in_backward": {True, "offload"},  # for recipes that clip nothing
 }
 # The data that an optimization is for.
 OF_IMAGES = {key: {"name": "file", "path": "/images"} for key in ("image_cache", "feature_cache", "tile_buckets")}
