@@ -213,7 +213,9 @@ def expert_copies(layer: Layer, recipe: Recipe) -> float:
     if moe is None or "experts" not in recipe.targets:
         return 0.0
     adapters = recipe.compute * recipe.rank * expert_adapter(layer) * moe.count
-    if recipe.mxfp4:  # two thin products beside the frozen one (worker/model/mxfp4.py)
+    if (
+        recipe.mxfp4 or recipe.fused != "off"
+    ):  # two thin products beside the frozen one (worker/kernels/expert_products.py)
         return adapters
     return recipe.weight * layer.expert_matrices + adapters
 

@@ -138,6 +138,6 @@ def peak(layer: Layer, recipe: Recipe, batch: BatchShape, backward: bool, again:
         second = max(second, alone) if backward else second - norms(layer, recipe, behind)
     each = max(second, attention_peak(layer, recipe, batch) - inside(layer, recipe)) * batch.tokens
     # the gradient of gate and up together, when the copy of down is gone
-    copies = 0 if recipe.mxfp4 else expert_copies(layer, recipe) / 3
+    copies = 0 if recipe.mxfp4 or recipe.fused != "off" else expert_copies(layer, recipe) / 3
     bits = 0.0 if recipe.unsloth else dequantised(layer, recipe)
     return max(each, copies, each / 2 + max(bits, fp8_casts(layer, recipe, batch)))  # in 16 bits, before sums

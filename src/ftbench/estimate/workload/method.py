@@ -169,9 +169,9 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
 
 
 def is_eager(spec: Experiment, model: ModelShape) -> bool:
-    """Return whether attention writes a weight a pair of positions: transformers has no sdpa for gpt_oss's sinks."""
+    """Return whether attention writes a weight for each pair of positions: transformers has no sdpa for sinks."""
     attention = spec.optimizations.attention
-    return attention == "eager" or (attention == "auto" and any(layer.sinks for layer, _ in model.kinds))
+    return attention == "eager" or (attention == "auto" and model.has_sinks)
 
 
 def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Attention:
@@ -179,8 +179,7 @@ def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -
     if is_eager(spec, model):
         return "eager"
     if attention == "varlen":
-        sinks = any(layer.sinks for layer, _ in model.kinds)
-        return "sdpa" if whole and not sinks else attention  # worker/optimizations/attention.py, `_by_rows`
+        return "sdpa" if whole and not model.has_sinks else attention  # worker/optimizations/attention.py, `_by_rows`
     if attention in ("auto", "sdpa", "cudnn"):
         return "masked" if padded and spec.method.name != "unsloth" else "sdpa"
     return "flash"

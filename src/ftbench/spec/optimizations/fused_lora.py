@@ -23,8 +23,6 @@ def _refusals(spec: Experiment) -> Iterator[str]:
         yield f"{name} reads an input once for all adapters, and dropout gives each its own: set method.dropout to 0"
     if method.bias != "none":
         yield f"{name} leaves biases frozen: set method.bias to none"
-    if method.experts:
-        yield f"{name} knows linear layers, not fused expert matrices: set it or method.experts to off"
     if spec.launch.sharded:
         strategy = spec.launch.strategy
         yield f"{name} keeps whole matrices on each GPU, which {strategy} would spread: set it to off, or use ddp"

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from torch.nn import functional as F
 from transformers import initialization
 from transformers.models.gpt_oss import modeling_gpt_oss
+
+from ftbench.worker.kernels.expert_products import ExpertAdapter, GroupedExperts, grouped
 
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, each with either sign
 BLOCK = 32  # values that share a scale
@@ -66,12 +67,6 @@ def fused() -> Any:
     return torch.compile(decoded)
 
 
-def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply each group of rows by its matrix: rows x in, groups x in x out → rows x out. `ends` (int32) are the
-    groups' ends in the rows."""
-    return F.grouped_mm(rows, matrices, offs=ends)
-
-
 class _FrozenProduct(torch.autograd.Function):
     """`grouped` with matrices in MXFP4. Keeps for the backward pass what is there anyway."""
 
@@ -87,9 +82,10 @@ class _FrozenProduct(torch.autograd.Function):
         return grouped(gradient.contiguous(), written_out(blocks, scales, gradient.dtype), ends), None, None, None
 
 
-class Mxfp4Experts(nn.Module):
+class Mxfp4Experts(GroupedExperts, nn.Module):
     """Takes the place of transformers' GptOssExperts, with weights under the names of the published checkpoint."""
 
+    has_bias = True
     is_transposed = True  # for peft: the matrix that `declared` tells of is experts x in x out
 
     def __init__(self, config: Any) -> None:
@@ -107,48 +103,13 @@ class Mxfp4Experts(nn.Module):
 
     _apply_gate = modeling_gpt_oss.GptOssExperts._apply_gate
 
-    def forward(
-        self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute tokens x width of tokens x width, tokens x k (which experts) and tokens x k (their weights)."""
-        tokens, k = router_indices.shape
-        experts, order = router_indices.reshape(-1).sort(stable=True)
-        numbers = torch.arange(self.num_experts, device=experts.device)
-        ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
-        rows = hidden_states[order // k].to(self.gate_up_proj_bias.dtype)
-        gated = self._apply_gate(self._product("gate_up_proj", rows, experts, ends))
-        weighted = self._product("down_proj", gated, experts, ends) * routing_weights.reshape(-1)[order, None]
-        in_place = torch.empty_like(order)
-        in_place[order] = torch.arange(len(order), device=order.device)
-        return weighted[in_place].view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)
-
-    def _product(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
-        groups = ends
         if 2 * len(rows) <= self.num_experts:  # an answer grows by a token: only the experts it visits are written out
             blocks, scales = blocks[experts], scales[experts]
-            groups = torch.arange(1, len(rows) + 1, dtype=torch.int32, device=rows.device)
-        result = _FrozenProduct.apply(rows, blocks, scales, groups) + getattr(self, f"{name}_bias")[experts]
-        if name in self.adapters:
-            down, up, scaling = self.adapters[name]
-            result = result + scaling * grouped(grouped(rows, down.to(rows.dtype), ends), up.to(rows.dtype), ends)
-        return result
-
-
-class ExpertAdapter(ParamWrapper):
-    """peft's adapter of a fused matrix, with peft's names and shapes, handed to the experts as its two factors."""
-
-    @contextmanager
-    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        held = self.get_base_layer().adapters
-        for name in active_adapters:
-            down = self.lora_A[name].weight.unflatten(0, (self.num_experts, -1)).transpose(-2, -1)
-            up = self.lora_B[name].weight.unflatten(1, (-1, self.num_experts)).permute(2, 1, 0).contiguous()
-            held[self.parameter_name] = (down, up, self.scaling[name])
-        try:
-            yield
-        finally:
-            held.pop(self.parameter_name, None)
+            ends = torch.arange(1, len(rows) + 1, dtype=torch.int32, device=rows.device)
+        made: torch.Tensor = _FrozenProduct.apply(rows, blocks, scales, ends)
+        return made
 
 
 @contextmanager

@@ -8,10 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.kernels.adapter_products import ALIGNED, SIBLINGS, Augmented, Beside
+from ftbench.worker.kernels.expert_products import group_adapters
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import fp8
 
@@ -135,6 +137,7 @@ def _fused(kind: Any) -> Any:
 
 def apply(model: Any, spec: Experiment) -> None:
     """Group the adapted layers. Raises SpecError for adapters that are more than two products."""
+    group_adapters(model)
     groups = []
     for layers in grouped(adapted(model)):
         groups.append(_group(layers, spec))
@@ -158,10 +161,14 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
 
 
 def adapted(model: Any) -> dict[str, Any]:
-    """Return the layers with adapters by their names. Raises SpecError for one that is no linear layer."""
+    """Return the linear layers with adapters by their names; fused experts are none. Raises SpecError for others."""
     from peft.tuners.lora import LoraLayer
 
-    adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    adapters = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
+    }
     for name, module in adapters.items():
         if not hasattr(module, "lora_A") or ADAPTER not in module.lora_A or module.lora_variant:
             raise SpecError(f"optimizations.fused_lora does not know the adapter of {name}: set it to off")
@@ -188,4 +195,5 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.fused_lora:
         return []
     left = [name for name, module in adapted(model).items() if not isinstance(module, _Fused)]
+    left += [name for name, module in model.named_modules() if type(module) is ParamWrapper]
     return [f"optimizations.fused_lora is on and {left[0]} multiplies as peft does"] if left else []
