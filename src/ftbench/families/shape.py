@@ -217,6 +217,10 @@ class ModelShape:
         return frozenset(linear.name for layer, _ in self.kinds for linear in layer.linears)
 
     @cached_property
+    def has_sinks(self) -> bool:
+        return any(layer.sinks for layer, _ in self.kinds)
+
+    @cached_property
     def has_experts(self) -> bool:
         return any(layer.experts for layer, _ in self.kinds)
 

@@ -89,6 +89,6 @@ def group_adapters(model: Any) -> int:
     for wrapper in wrappers:
         experts = wrapper.get_base_layer()
         if not isinstance(experts, GroupedExperts):
-            experts.__class__, experts.adapters = _grouped_class(type(experts)), {}
+            experts.__class__, experts.adapters = _grouped_class(type(experts)), {}  # type: ignore[arg-type]
         wrapper.__class__ = ExpertAdapter
     return len(wrappers)
