@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils.data import SequentialSampler
 from transformers import (
+    AutoModelForCausalLM,
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -32,7 +33,7 @@ from transformers import (
 from transformers.models.qwen3 import modeling_qwen3
 
 from conftest import spec_of
-from ftbench.errors import FtbenchError, NotAppliedError
+from ftbench.errors import FtbenchError, MissingError, NotAppliedError
 from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
@@ -335,6 +336,19 @@ def test_a_framework_that_breaks_down_ends_the_run_with_what_it_said(framework_r
     told = of_exception(ended.value, "load", None)
     assert told["state"] == "error"
     assert "invalid choice" in told["reason"]
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "lacks weights of"),
+    ({"intermediate_size": 48}, "in other shapes than"),
+])  # fmt: skip
+def test_a_checkpoint_that_is_not_whole_is_trained_by_no_framework(framework_run, tmp_path, values, said):
+    folder = tmp_path / "model"
+    small_model().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(MissingError, match=said):
+        framework_run(behave=lambda read: AutoModelForCausalLM.from_pretrained(folder))
 
 
 # --- real ones -------------------------------------------------------------------------------------------------------

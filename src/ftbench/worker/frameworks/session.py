@@ -29,6 +29,7 @@ from ftbench.worker.measure import applied
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.recording import recorder_of, watch_memory
+from ftbench.worker.model.loading_report import require_complete
 from ftbench.worker.training_run import TrainingRun
 
 
@@ -47,12 +48,14 @@ def train(run: TrainingRun) -> None:
     watch_memory(run.phases)
     plain, seen = transformers.Trainer.train, Counter[int]()
     transformers.Trainer.train = _recorded(run, plain, seen)
-    try:
-        frameworks.load(spec.launch.framework).train(read_json(directory.framework))
-    except Trained:
-        pass
-    finally:
-        transformers.Trainer.train = plain
+    with require_complete(spec.model) as weights_left_out:
+        try:
+            frameworks.load(spec.launch.framework).train(read_json(directory.framework))
+        except Trained:
+            pass
+        finally:
+            transformers.Trainer.train = plain
+    run.warn(*weights_left_out)
     _tell_order(run, seen)
     for made in (frameworks.OUTPUT, "data"):
         shutil.rmtree(made, ignore_errors=True)
