@@ -8,6 +8,7 @@ import re
 import pandas as pd
 import pytest
 
+from ftbench.report.command import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.sections.answers import answers, frontier, memory, night, trained
@@ -336,3 +337,12 @@ def test_a_mock_can_be_reported(tmp_path, ftbench):
 def test_every_answer_of_the_committed_runs():
     keys = [part.key for part in answers(cells(RESULTS))]
     assert keys == ["night", "frontier", "memory", "trained"]
+
+
+def test_a_way_of_training_is_not_compared_with_itself_over_more_samples(tmp_path):
+    for samples in (40, 264):
+        make_run(tmp_path, f"n{samples}", steps(seed=samples), spec={"dataset.samples": samples})
+    first = report(Request([tmp_path], "html")).text
+    assert "(samples 264) at batch" in first, "rows are told apart"
+    assert "Many steps" not in first
+    assert "(samples" not in first.partition("<title>")[2].partition("</title>")[0]

@@ -63,7 +63,7 @@ def test_other_ways_stand_behind_the_study_s_and_what_has_no_run_is_said(study):
     assert [record["combination"] for record in section.records][-1].startswith("lora with")
     assert section.records[-1]["step time, here"] == "-20 %"
     assert len(section.records) == len(read_facts("image_study.yaml")["combinations"]) + 1, "no photographs ran plain"
-    assert "Not run here: fp8, compile, compile and fp8, " in section.paragraphs[-1]
+    assert "Not run here: fp8; compile; compile and fp8; " in section.paragraphs[-1]
     assert "configs/llava-next.yaml" in section.paragraphs[-1]
 
 

@@ -3,6 +3,7 @@ machine, and only those. Each group has one short name, unlike those of its neig
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules
 _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
 _SHORT_REASON = 48
 _OF_LISTS = str.maketrans("", "", '[]"')
+_LASTING = re.compile(r" \((?:(?:samples|max steps|epochs|longest first) [^,()]*(?:, )?)+\)$")  # how long it trained
 _MOST_LETTERS = 24  # of a fact that tells two groups of one name apart
 
 
@@ -86,6 +88,11 @@ class Cell:
         """`4`, or `4x2` with accumulation."""
         steps = self.facts.get(_ACCUMULATION, "1")
         return self.facts.get(_BATCH, "?") + (f"x{steps}" if steps != "1" else "")
+
+    @property
+    def recipe(self) -> str:
+        """`way` whatever the number of samples or steps, which makes another run and no other way of training."""
+        return _LASTING.sub("", self.way)
 
     @property
     def gpus(self) -> int:

@@ -51,8 +51,8 @@ def title(view: View, workload: int) -> str:
 
 
 def _alone(cell: Cell) -> str:
-    """Return the cell's name without its number of GPUs, which the sentence tells."""
-    return cell.name.replace(f" on {cell.gpus} GPUs", "")
+    """Return the cell's name as a sentence tells it that has the number of GPUs, and is about no single run."""
+    return f"{cell.recipe} at batch {cell.batch}".replace(f" on {cell.gpus} GPUs", "")
 
 
 def _per_hour(cell: Cell) -> str:

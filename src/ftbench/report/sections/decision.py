@@ -71,7 +71,7 @@ def _best_of_each_way(measured: Sequence[Cell]) -> list[Cell]:
     """Return the fastest cell of each way of training, fastest first."""
     best: dict[str, Cell] = {}
     for cell in sorted(measured, key=_rate, reverse=True):
-        best.setdefault(cell.way, cell)
+        best.setdefault(cell.recipe, cell)
     return list(best.values())
 
 

@@ -82,7 +82,7 @@ def study(cells: Sequence[Cell]) -> Section | None:
 def _missing(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what of the study has no run here, and how to get it."""
     if names := dict.fromkeys(record["combination"] for record in records if not record["batches"]):
-        yield f"Not run here: {', '.join(names)}. `ftbench sweep configs/llava-next.yaml` runs them all."
+        yield f"Not run here: {'; '.join(names)}. `ftbench sweep configs/llava-next.yaml` runs them all."
 
 
 def _record(
