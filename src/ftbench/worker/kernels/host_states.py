@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ftbench.worker.kernels.weight_stream import Copies, Weight
+from ftbench.worker.kernels.weight_stream import Copies, Weight, view
 
 _SMALL = 1 << 16  # bytes; smaller states stay
 _LEAVING = 2  # parameters whose states may be on their way out
@@ -63,9 +63,8 @@ class HostStates:
         """Begin to copy a parameter's states to the host, where the optimizer holds them from now on."""
         parts = list(self._parts(parameter))
         if parameter not in self._hosts:
-            self._hosts[parameter] = [torch.empty_like(part.tensor, device="cpu") for part in parts]
-            for host in self._hosts[parameter]:
-                self._out.pin(host)
+            tensors = [part.tensor for part in parts]
+            self._hosts[parameter] = [view(self._out.pinned(each.nbytes), 0, each) for each in tensors]
         copied: _Copied = []
         for part, host in zip(parts, self._hosts[parameter], strict=True):
             copied.append((part.tensor, self._out.start(host, part.tensor)))

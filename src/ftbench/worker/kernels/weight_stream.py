@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 ALIGNED = 256  # bytes, as torch's allocator does; compiled layers read 16 at a time
+_PAGE = 4096  # bytes
 _MAPPED = 2  # cudaHostRegisterMapped: the device may read it where it is
 
 
@@ -34,10 +35,9 @@ class HostMatrix:
     def __init__(self, matrix: torch.Tensor, copies: Copies) -> None:
         self._copies, self.fetches = copies, 0
         self._coming: tuple[torch.Tensor, Any] | None = None
-        self._host = torch.empty(matrix.nbytes, dtype=torch.uint8)
-        _view(self._host, 0, matrix).copy_(matrix)
-        copies.pin(self._host)
-        self.view = _view(copies.as_seen(self._host), 0, matrix)
+        self._host = copies.pinned(matrix.nbytes)
+        view(self._host, 0, matrix).copy_(matrix)
+        self.view = view(copies.as_seen(self._host), 0, matrix)
 
     def begin(self) -> None:
         """Begin to copy, beside what the device does meanwhile."""
@@ -52,7 +52,7 @@ class HostMatrix:
         (there, ready), self._coming = self._coming, None
         self._copies.wait_for(ready)
         self.fetches += 1
-        return _view(there, 0, self.view)
+        return view(there, 0, self.view)
 
 
 class Copies:
@@ -78,10 +78,16 @@ class Copies:
         if ready is not None:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
-    def pin(self, host: torch.Tensor) -> None:
-        """Lock memory in place. torch's own pinned memory comes in powers of two, half of which might lie idle."""
-        if self._stream is not None:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, _MAPPED))
+    def pinned(self, size: int) -> torch.Tensor:
+        """Return so many bytes of host memory, locked in place; without a GPU as they are. They have pages of their
+        own, for pages are locked. torch's own pinned memory comes in powers of two, half of which might lie idle."""
+        if self._stream is None or not size:
+            return torch.empty(size, dtype=torch.uint8)
+        pages = -(-size // _PAGE) * _PAGE
+        room = torch.empty(pages + _PAGE, dtype=torch.uint8)
+        host = room[-room.data_ptr() % _PAGE :][:size]
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), pages, _MAPPED))
+        return host
 
     def as_seen(self, host: torch.Tensor) -> torch.Tensor:
         """Return bytes of pinned memory as a tensor of the device, which reads them over the link."""
@@ -113,7 +119,7 @@ class WeightStream:
         ]
         for index, weights in enumerate(packed):
             for offset, shape, put in weights:
-                put(_view(self.buffers[index % 2], offset, shape))
+                put(view(self.buffers[index % 2], offset, shape))
         self.turns = [0] * len(sizes)
         self._there: list[int | None] = [None, None]
         self._ready: list[Any] = [None, None]
@@ -128,12 +134,11 @@ class WeightStream:
         """Lay a layer's weights end to end in host memory; return where, of what shape, and what puts them in place."""
         sizes = [-(-weight.tensor.nbytes // ALIGNED) * ALIGNED for weight in weights]
         *offsets, size = accumulate(sizes, initial=0)
-        host = torch.empty(size, dtype=torch.uint8)
+        host = self.copies.pinned(size)
         shapes = [torch.empty_like(weight.tensor, device="meta") for weight in weights]
         for offset, (tensor, put) in zip(offsets, weights, strict=True):
-            _view(host, offset, tensor).copy_(tensor)
+            view(host, offset, tensor).copy_(tensor)
             put(tensor.new_empty(0))  # its own memory is free now
-        self.copies.pin(host)
         self._hosts.append(host)
         return [(offset, shape, weight.put) for offset, shape, weight in zip(offsets, shapes, weights, strict=True)]
 
@@ -165,6 +170,6 @@ class WeightStream:
         self._there[slot] = index
 
 
-def _view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+def view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     """Return the part of a buffer of bytes that begins at `offset` as a tensor like another."""
     return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
