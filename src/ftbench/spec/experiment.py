@@ -18,6 +18,7 @@ from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.objectives import Objective, Sft
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals
+from ftbench.spec.strategies import untrainable
 
 
 def experiment_name(value: str) -> str:
@@ -198,16 +199,8 @@ class Launch(Part):
     def _ddp_on_several(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        if named := sorted(values.keys() & {"ddp", "fsdp", "tp", "ep", "cp", "pp"}):
-            raise ValueError(
-                f"`{named[0]}` is no key: a mesh of two strategies trains nowhere in transformers, whose half of it "
-                "asks for a class that is gone. Set gpus, and strategy to one of them: fsdp"
-            )
-        if values.get("strategy") in ("pp", "pipeline"):
-            raise ValueError(
-                "`strategy` pp: transformers' pipeline computes answers and no loss, so that nothing is trained. Take "
-                "fsdp or tp, or train with torchtitan, NeMo AutoModel or Megatron"
-            )
+        if why := untrainable(values):
+            raise ValueError(why)
         if type(gpus := values.get("gpus")) is int and gpus > 1:
             return {"strategy": "ddp", **values}
         return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -126,6 +126,21 @@ STRATEGIES = {
         refusals=_refused_by_cp,
     ),
 }
+
+
+def untrainable(launch: Mapping[str, object]) -> str | None:
+    """Return why nothing trains in the way that a section `launch` words, where no value of it stands for that way."""
+    if named := sorted(launch.keys() & {*STRATEGIES, "pp"}):
+        return (
+            f"`{named[0]}` is no key: a mesh of two strategies trains nowhere in transformers, whose half of it asks "
+            "for a class that is gone. Set gpus, and strategy to one of them: fsdp"
+        )
+    if launch.get("strategy") in ("pp", "pipeline"):
+        return (
+            "`strategy` pp: transformers' pipeline computes answers and no loss, so that nothing is trained. Take fsdp "
+            "or tp, or train with torchtitan, NeMo AutoModel or Megatron"
+        )
+    return None
 
 
 def refusals(spec: Experiment) -> list[str]:

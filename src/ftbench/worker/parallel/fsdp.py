@@ -25,7 +25,7 @@ def reads(spec: Experiment) -> bool:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Have random weights drawn where accelerate takes rank 0's state to share it out, tensor by tensor."""
+    """Draw random weights where accelerate takes rank 0's state to share it out, tensor by tensor."""
     if spec.model.weights == "random" and not reads(spec):
         share_out = fsdp_utils.fsdp2_load_full_state_dict
         fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: share_out(
