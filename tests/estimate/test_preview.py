@@ -141,3 +141,17 @@ def test_images_count_as_many_tokens_as_the_model_sees(tmp_path):
     (tmp_path / "a.png").unlink()
     with pytest.raises(SpecError, match=r"rows\.jsonl, line 1: its image cannot be looked at .*No such file"):
         preview.preview(spec, ["dataset.max_length=4096", "dataset.seed=7"])
+
+
+def test_both_sequences_of_pairs_are_shown_and_no_packing(tmp_path):
+    rows = [{"prompt": f"What is after {n}?", "chosen": f"{n + 1}.", "rejected": "I do not know."} for n in range(3)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = tmp_path / "pairs.yaml"
+    spec.write_text(f"model: Qwen/Qwen3-8B\nobjective: dpo\ndataset: {{name: file, path: {path}}}\n")
+    document = preview.preview(spec, [])
+    assert (document["rows"], document["format"], document["tokens"]["count"]) == (3, "preference", 6)
+    text = preview.as_text(document)
+    assert "tokens a sequence: mean" in text
+    assert "packing" not in text
+    assert "assistant: 1.\n-- rejected:\nassistant: I do not know." in text

@@ -100,13 +100,14 @@ def _document(
     longest, batch = spec.dataset.max_length, spec.train.batch_size * spec.objective.sequences
     kept = [min(value, longest) for value in values]
     padded = lengths.padding_efficiency(kept, batch)
+    packed = lengths.packing_efficiency(kept, max(longest, *kept))
     return {
         "schema": 1, "dataset": spec.dataset.name, "rows": rows, "format": format_name, "source": source,
         "tokens": lengths.describe(values), "max_length": longest,
         "truncated_samples": sum(value > longest for value in values) / len(values),
         "truncated_tokens": 1 - sum(kept) / sum(values),
         "batch_size": spec.train.batch_size, "padding": 1 - padded,
-        "packing_gain": 1.0 if spec.objective.pairs else lengths.packing_efficiency(kept, max(longest, *kept)) / padded,
+        "packing_gain": None if spec.objective.pairs else packed / padded,
         "rendered_by": "the model's chat template" if template else _PLAIN, "samples": samples,
         "images": _of_images(images, longest) if images else None,
     }  # fmt: skip
@@ -162,14 +163,14 @@ def as_text(document: Mapping[str, Any]) -> str:
     tokens, gain = document["tokens"], document["packing_gain"]
     lines = [
         f"{document['dataset']}: {units.count(document['rows'])} rows, {document['format']}",
-        f"tokens a sample: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, 90 % up to {tokens['p90']:.0f}, "
-        f"longest {units.count(tokens['max'])} ({document['source']})",
+        f"tokens a {'sample' if gain else 'sequence'}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
+        f"90 % up to {tokens['p90']:.0f}, longest {units.count(tokens['max'])} ({document['source']})",
         *_histogram(tokens["histogram"]),
         *_lines_of_images(document["images"]),
         f"cut at max_length {units.count(document['max_length'])}: {units.percent(document['truncated_samples'])} of "
         f"the samples, {units.percent(document['truncated_tokens'])} of the tokens",
-        f"padding: {units.percent(document['padding'])} of the positions at batch {document['batch_size']}; packing "
-        + (f"computes {gain:.2f} times fewer (optimizations.packing)" if gain > 1 else "would compute more here"),
+        f"padding: {units.percent(document['padding'])} of the positions at batch {document['batch_size']}"
+        + (_packing(gain) if gain else ""),
     ]
     if document["samples"]:
         lines += ["", f"samples, by {document['rendered_by']}:"]
@@ -186,6 +187,11 @@ def _lines_of_images(images: Mapping[str, float] | None) -> list[str]:
     left = f": {units.percent(images['left_out'])} of the samples are left out" if images["left_out"] else ""
     what = f"{images['tokens']:,.0f} tokens of images in {images['tiles']:,.3g} tiles a sample, on average"
     return [f"{what}; images are never cut{left}"]
+
+
+def _packing(gain: float) -> str:
+    brings = f"computes {gain:.2f} times fewer (optimizations.packing)" if gain > 1 else "would compute more here"
+    return f"; packing {brings}"
 
 
 def _histogram(histogram: Mapping[str, Sequence[int]]) -> list[str]:

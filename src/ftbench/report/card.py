@@ -29,6 +29,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
     rates: dict[str, Any] = summary.tokens_per_s
     joules = (summary.energy or {}).get("joules_per_1k_samples")
     known = rates.get("real") is not None and rates.get("padded")
+    losses = {name: value for name, value in summary.loss.items() if not name.startswith("reward")}
     padding = units.percent(1 - rates["real"] / rates["padded"]) if known else ""
     return [
         ("what", ", ".join([what, *summary.optimizations])),
@@ -44,8 +45,16 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("model", _model(summary)),
         ("bound by", f"{', '.join([verdict, *bound['also']])}: {bound['why']}" if verdict else ""),
         ("energy", f"{units.rate(joules)} J per 1,000 samples (GPU only)" if joules else ""),
-        ("loss", " → ".join(f"{name} {value:.3f}" for name, value in summary.loss.items() if value is not None)),
+        ("loss", " → ".join(f"{name} {value:.3f}" for name, value in losses.items() if value is not None)),
+        ("preferred", _preferred(summary.loss)),
     ]
+
+
+def _preferred(figures: dict[str, float | None]) -> str:
+    accuracy, margin = figures.get("reward_accuracy"), figures.get("reward_margin")
+    if accuracy is None or margin is None:
+        return ""
+    return f"the chosen answer in {units.percent(accuracy)} of the last step's pairs, by {margin:.3f} nats"
 
 
 def _step_time(times: dict[str, Any]) -> str:
