@@ -95,6 +95,9 @@ def test_rows_are_handed_over_whole_and_in_their_order(tmp_path):
     saved = load_from_disk(str(tmp_path / "train"))["train"]
     assert [list(ids) for ids in saved["input_ids"]] == [list(row[0].ids) for row in given]
     assert [list(labels) for labels in saved["labels"]] == [list(row[0].labels) for row in given]
+    assert "lengths" not in saved.column_names
+    hand_over.write_rows(tmp_path / "swift", given, with_lengths=True)
+    assert load_from_disk(str(tmp_path / "swift"))["train"]["lengths"][:] == [[3], [5], [4]]
     whole = session.handed_order(str(tmp_path / "train"), 3)
     assert whole != session.handed_order(str(tmp_path / "train"), 2)
     hand_over.write_rows(tmp_path / "other", [given[1], given[0], given[2]])

@@ -30,7 +30,7 @@ def train(run: TrainingRun) -> None:
     source = loading.source_of(spec.model, spec.method)
     run.phases.enter("prepare_data")
     _, data = prepared(spec, source)
-    write_rows(directory.path / frameworks.DATA, data.train)
+    write_rows(directory.path / frameworks.DATA, data.train, spec.launch.framework == "ms-swift")
     model = str(source)
     if Path(model).is_dir():
         write_model(directory.path / frameworks.MODEL, Path(model))
@@ -45,14 +45,15 @@ def train(run: TrainingRun) -> None:
     os.execve(python, [python, str(Path(entry.__file__)), str(directory.path.resolve())], own)
 
 
-def write_rows(folder: Path, rows: list[Row]) -> None:
-    """Save the rows as `datasets` and frameworks on top of it read them."""
+def write_rows(folder: Path, rows: list[Row], with_lengths: bool = False) -> None:
+    """Save the rows as `datasets` and frameworks on top of it read them; `with_lengths` for ms-swift, which leaves out
+    what is too long by them and packs by them, while axolotl's packing stumbles over them."""
     samples = [sample for row in rows for sample in row]
     columns = {
         "input_ids": [list(map(int, sample.ids)) for sample in samples],
         "attention_mask": [[1] * len(sample.ids) for sample in samples],
         "labels": [list(map(int, sample.labels)) for sample in samples],
-        "lengths": [[len(sample.ids)] for sample in samples],  # ms-swift leaves out what is too long by them
+        **({"lengths": [[len(sample.ids)] for sample in samples]} if with_lengths else {}),
     }
     DatasetDict({"train": Dataset.from_dict(columns)}).save_to_disk(str(folder))
 
