@@ -144,8 +144,9 @@ def model_with_experts(name: str, experts: bool, dtype: str):
     """A small mixture of experts whose adapters already do something."""
     spec = spec_of(model={"id": name, "dtype": dtype}, method={"experts": experts})
     method = methods.load("lora")
-    model = method.adapt(method.load(spec, loading.source_of(spec.model)), spec).train()
-    torch.manual_seed(1)
+    base = method.load(spec, loading.source_of(spec.model))
+    torch.manual_seed(1)  # of the adapters' first factors, too
+    model = method.adapt(base, spec).train()
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
             parameter.data.normal_(0, 0.05)
