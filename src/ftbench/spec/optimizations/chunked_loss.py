@@ -22,6 +22,6 @@ OPTIMIZATION = Optimization(
     "number is the tokens of a chunk (on is 2048): fewer need less memory",
     verified="the model's forward is ours",
     tolerance=Tolerance(ROUNDING),
-    pairs="it is the loss of answers, token by token: leave it off",
+    pairs="it is the loss of answers alone: leave it off",
     unsloth="it has a fused loss of its own: leave it off",
 )
