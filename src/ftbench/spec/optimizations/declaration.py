@@ -70,3 +70,16 @@ def or_words(*words: str) -> Any:
         return value
 
     return BeforeValidator(check)
+
+
+def or_number(what: str, lowest: int, highest: int, also: str = "on, off") -> Any:
+    """Return a validator for a switch that also takes a number of something; for one that cannot be just on, where that
+    is not among what it `also` takes."""
+
+    def check(value: object) -> object:
+        switch, number = isinstance(value, bool), isinstance(value, int) and lowest <= value <= highest
+        if not (switch or number) or (value is True and "on" not in also.split(", ")):
+            raise ValueError(f"must be {also} or {what}, {lowest:,} to {highest:,}")
+        return value
+
+    return BeforeValidator(check)

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BeforeValidator
-
-from ftbench.spec.optimizations.declaration import COARSE, Optimization, Tolerance
+from ftbench.spec.optimizations.declaration import COARSE, Optimization, Tolerance, or_number
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
-
-
-def _or_pixels(value: object) -> object:
-    if value is not False and (isinstance(value, bool) or not isinstance(value, int) or not 28 <= value <= 8192):
-        raise ValueError("must be off or the pixels of an image's longest side, 28 to 8,192")
-    return value
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:
@@ -25,7 +17,7 @@ def _refusals(spec: Experiment) -> Iterator[str]:
 
 
 OPTIMIZATION = Optimization(
-    type=Annotated[bool | int, BeforeValidator(_or_pixels)],
+    type=Annotated[bool | int, or_number("the pixels of an image's longest side", 28, 8192, also="off")],
     description="scale images down until their longest side has this many pixels, and cut no larger ones into tiles: "
     "fewer tokens, and less to see",
     verified="the tiles that the model cuts images into; images are scaled where they are processed",

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator
-
-from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance
-
-
-def _or_processes(value: object) -> object:
-    if not isinstance(value, bool) and not (isinstance(value, int) and 1 <= value <= 64):
-        raise ValueError("must be on, off or a number of processes, 1 to 64")
-    return value
-
+from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, or_number
 
 OPTIMIZATION = Optimization(
-    type=Annotated[bool | int, BeforeValidator(_or_processes)],
+    type=Annotated[bool | int, or_number("a number of processes", 1, 64)],
     description="make batches, and process their images, in processes beside the training, two batches each ahead; a "
     "number is how many (on is 4)",
     verified="the trainer's loader has as many processes",
