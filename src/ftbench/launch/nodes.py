@@ -150,6 +150,6 @@ def hear(line: socket.socket) -> Ended:
     """Return how the ranks of a node have ended; nothing of one that has gone without a word that a node says."""
     with suppress(OSError, ValueError, TypeError, RecursionError), closing(line):
         line.settimeout(_HELLO_S)
-        told = json.loads(_read_line(line))
-        return {int(rank): (int(code), bool(ordered)) for rank, (code, ordered) in told}
+        codes = json.loads(_read_line(line))
+        return {int(rank): (int(code), bool(ordered)) for rank, (code, ordered) in codes}
     return {}
