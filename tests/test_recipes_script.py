@@ -24,7 +24,10 @@ def test_a_table_is_named_exactly_and_a_run_that_is_there_is_not_made_again(tmp_
     assert {line.split()[4] for line in lines[1:]} == {"short-equal", "sustained"}
     wrong = recipes(tmp_path, "--only", "short", "--estimate")
     assert wrong.returncode == 2
-    known = "frameworks, full, images, short-defaults, short-equal, smallest, smallest-32b, sustained"
+    known = (
+        "fp8, frameworks, full, full-finetuning, images, launches-1x512, launches-4x2048, moe-gpt-oss-20b, "
+        "moe-qwen3-30b-a3b, qlora, short-defaults, short-equal, smallest, smallest-32b, sustained"
+    )
     assert f"'short' is none of {known}" in wrong.stderr
     lacking = recipes(ROOT / "results/h200/headline", "--only", "full", "--estimate").stdout.splitlines()
     assert len(lacking) <= 3  # of 21: unsloth's 8-bit weights did not start in time
@@ -51,6 +54,15 @@ def test_rows_of_pictures_are_estimated_to_fit(tmp_path: Path) -> None:
         assert estimate.allocated.high < 140, line
         assert estimate.batch[0] == (4 if "recipe=plain" in line else 1)
         assert "image_size=" not in line or estimate.batch[1] == 8 * 1217
+
+
+def test_every_row_of_what_was_not_measured_yet_is_a_spec_that_can_work(tmp_path: Path) -> None:
+    """And peers take turns with the recipes: every row once before any row twice."""
+    for table in ("full-finetuning", "qlora", "fp8", "moe-qwen3-30b-a3b", "moe-gpt-oss-20b", "launches-1x512"):
+        lines = recipes(tmp_path, "--only", table, "--rounds", 2, "--estimate").stdout.splitlines()
+        rows = [line.split(" s ", 1)[1] for line in lines[1:]]
+        assert rows[: len(rows) // 2] == rows[len(rows) // 2 :]
+        assert any("recipe=fastest" in row for row in rows)
 
 
 def test_what_would_end_after_the_call_is_not_begun(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ftbench.store.steps import read_steps
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
-LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02}
+LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02, "fused-lora-fp8-fast": 0.02}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -35,7 +35,8 @@ SAME = (
     "checkpointing", "compile", "fp8", "fp8-rowwise", "eager", "fused", "chunked-loss", "liger", "compile-dynamic",
     "selective", "offload", "padding-free", "varlen", "flex", "checkpoint-offload", "small-chunks", "fused-lora",
     "weight-offload", "weight-offload-chunked", "fused-lora-compile", "fused-lora-dynamic",
-    "fused-lora-fp8", "cudnn", "cudnn-compile",
+    "fused-lora-fp8", "fused-lora-fp8-fast", "cudnn",
+    "cudnn-compile",
 )  # fmt: skip
 
 
@@ -44,6 +45,57 @@ def test_an_optimization_learns_what_plain_lora_learns(run, name):
     plain, other = run()[1]["summary"], run(*METHODS[name])[1]["summary"]
     assert plain["dataset"]["order_hash"] == other["dataset"]["order_hash"]
     assert other["loss"]["last"] == pytest.approx(plain["loss"]["last"], rel=LOSS_TOLERANCE.get(name, 0.005))
+
+
+PAIRS = {
+    "recipe-fastest-small": "recipe-fastest",  # replayed and not
+    "experts-fused": "experts", "gpt-oss-varlen": "gpt-oss-attention", "gpt-oss-flex": "gpt-oss-attention",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_it_learns_what_the_same_without_it_learns(run, name):
+    plain, other = run(*METHODS[PAIRS[name]])[1]["summary"], run(*METHODS[name])[1]["summary"]
+    assert plain["dataset"]["order_hash"] == other["dataset"]["order_hash"]
+    for place in ("first", "last"):
+        assert other["loss"][place] == pytest.approx(plain["loss"][place], rel=0.005)
+
+
+def test_every_step_is_a_replay_of_one_graph_and_takes_less_time(alone):
+    graphed, plain = (alone(*METHODS[name])[1] for name in ("recipe-fastest-small", "recipe-fastest"))
+    applied = json.loads(Path(graphed["run_dir"], "applied.json").read_text())
+    assert applied["cuda_graph_replays"] == graphed["summary"]["steps"]["total"]
+    times = [document["summary"]["step_time_s"]["median"] for document in (graphed, plain)]
+    assert times[0] < times[1]
+
+
+@pytest.mark.parametrize("window", [-1, 127])
+def test_attention_with_sinks_is_gpt_osss(window):
+    """Of three samples of which one is empty, with a gradient for each input, against transformers in float32."""
+    from types import SimpleNamespace
+
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    from ftbench.worker.kernels.sink_attention import SinkAttention
+
+    torch.manual_seed(0)
+    shapes = ((300, 8, 64), (300, 2, 64), (300, 2, 64), (8,))
+    ours = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    theirs = [part.detach().float().requires_grad_() for part in ours]
+    bounds = torch.tensor([0, 100, 300, 300], dtype=torch.int32, device="cuda")
+    sample = torch.arange(300, device="cuda") >= 100
+    distance = torch.arange(300, device="cuda")[:, None] - torch.arange(300, device="cuda")
+    seen = (distance >= 0) & (sample[:, None] == sample) & ((distance <= window) | (window < 0))
+    mask = torch.zeros(300, 300, device="cuda").masked_fill(~seen, -torch.inf)
+    out = SinkAttention.apply(*ours, bounds, 200, 0.125, window)
+    layer = SimpleNamespace(num_key_value_groups=4, sinks=theirs[3], training=True)
+    rows = [part.transpose(0, 1)[None] for part in theirs[:3]]
+    expected = modeling_gpt_oss.eager_attention_forward(layer, *rows, mask, 0.125)[0][0]
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    expected.backward(dout.float())
+    for mine, other in ((out, expected), *((a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))):
+        assert (mine.float() - other).norm() < 4 * torch.finfo(torch.bfloat16).eps * other.norm()
 
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text("utf-8"))
