@@ -316,6 +316,22 @@ def test_a_rank_that_runs_out_of_memory_ends_all_and_is_named(tmp_path):
     assert_over(command, "oom", "rank 1: out of memory (host)")
 
 
+def test_heads_that_cannot_be_dealt_are_told(tmp_path):
+    parts = ENDLESS | {"launch": {"gpus": 3, "strategy": "tp"}}
+    with Command(write_spec(tmp_path, **parts), tmp_path / "out") as command:
+        command.finish()
+    assert (command.code, command.children()) == (2, [])
+    assert "tp deals the 2 heads of keys of tiny/qwen3 evenly, and 2 is no multiple of 3" in command.state()["reason"]
+
+
+def test_shares_that_wait_in_host_memory_want_a_gpu(tmp_path):
+    parts = ENDLESS | {"launch": {"gpus": 2, "strategy": "fsdp", "offload": "params"}}
+    with Command(write_spec(tmp_path, **parts), tmp_path / "out") as command:
+        command.finish()
+    assert command.code == 3
+    assert "under fsdp params go from host memory to a GPU and back" in command.stderr
+
+
 def test_ctrl_c_ends_all_ranks(tmp_path):
     with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out") as command:
         wait_for_ranks(command)
