@@ -226,7 +226,7 @@ def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> N
 
 
 def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> None:
-    """Of 32 billion parameters in 16 bits 64 GB do not fit one card of 45 GiB."""
+    """Of 32 billion parameters in 16 bits 64 GB do not fit one card of 45 GiB, unless they wait in host memory."""
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\nmethod: lora\n"
                     "dataset: {name: synthetic, samples: 64, length: 512}\ntrain: {batch_size: 8}\n")  # fmt: skip
@@ -234,14 +234,8 @@ def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> N
     assert answer.options
     for option in answer.options:
         launch, train = option.spec.launch, option.spec.train
-        assert (launch.gpus, launch.strategy) in {
-            (2, "fsdp"),
-            (4, "fsdp"),
-            (2, "zero3"),
-            (4, "zero3"),
-            (2, "tp"),
-            (4, "tp"),
-        }
+        alone = (launch.gpus, launch.strategy) == (1, "none") and option.spec.optimizations.weight_offload
+        assert alone or (launch.gpus in (2, 4) and launch.strategy in {"fsdp", "zero3", "tp", "cp"})
         assert train.batch_size * train.gradient_accumulation_steps * division_of(launch).data == 8
         assert refusals(option.spec) == []
 
