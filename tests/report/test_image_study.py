@@ -120,3 +120,12 @@ def test_every_combination_of_the_study_is_one_of_its_configs():
     told = sorted((each["method"], sorted(each["with"])) for each in read_facts("image_study.yaml")["combinations"])
     assert shipped == told
     assert re.search(r"\(2026-02-20\)", read_facts("image_study.yaml")["source"])
+
+
+def test_the_table_of_runs_has_images_a_second_where_there_are_some(study, tmp_path_factory):
+    lines = report(Request([study], sort="images/s")).text.splitlines()
+    assert "images/s" in lines[1]
+    assert "fixed shape" in lines[2], "the fastest comes first"
+    other = tmp_path_factory.mktemp("text")
+    make_run(other, "text")
+    assert "images/s" not in report(Request([other])).text

@@ -22,6 +22,7 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("of which steady", "steps.steady", units.count),
     ("samples per hour", "samples_per_hour", units.rate),
     ("real tokens/s", "tokens_per_s.real", units.rate),
+    ("images/s", "images_per_s.images", units.rate),
     ("positions computed/s, padding included", "tokens_per_s.padded", units.rate),
     ("tokens with loss/s", "tokens_per_s.label", units.rate),
     ("GiB allocated at the peak", "memory_gb.allocated_peak", units.gibibytes),
