@@ -140,7 +140,7 @@ def test_what_a_framework_packs_is_counted_by_its_samples():
     packed = [[{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], [{"input_ids": [6]}]]
     count = session.counted(collate)(packed)[COUNT]
     assert (count.real, count.padded, count.samples, count.longest, len(count.tokens)) == (6, 6, 3, 3, 3)
-    assert padding_of({(count.samples, count.longest, count.padded)}) == "none: samples end to end"
+    assert padding_of({(count.samples, count.longest, count.padded)}) == "samples end to end"
 
 
 @pytest.mark.parametrize("multiple", [None, 8, 64])

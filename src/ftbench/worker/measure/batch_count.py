@@ -66,7 +66,7 @@ def padding_of(shapes: Collection[Shape]) -> str | None:
     """Return in words how batches were padded; None where none says."""
     widths = {(longest, tokens / samples) for samples, longest, tokens in shapes if samples and longest}
     if any(width < longest for longest, width in widths):
-        return "none: samples end to end"
+        return "samples end to end"
     if all(width == longest for longest, width in widths):
         return "to the longest of a batch" if widths else None
     if len({width for _, width in widths}) == 1:
