@@ -572,7 +572,7 @@ def test_a_base_that_is_not_there_is_told_with_the_file_that_names_it(ftbench, t
         (["--batch-size", "1", "--gpus", "0", "--on", "slurm"], "give one of them"),
         (["--batch-size", "1", "--prices", "x"], "give it with --dry-run"),
         (["--batch-size", "1", "--prices", "x", "--dry-run", "--json"], "without --json"),
-        (["--batch-size", "1", "--prices", "x", "--dry-run"], "x: no such file"),
+        pytest.param(["--batch-size", "1", "--prices", "x", "--dry-run"], "x: no such file", marks=pytest.mark.torch),
         (["--status", "."], "runs nothing: leave"),
     ],
 )  # fmt: skip

@@ -308,10 +308,22 @@ def test_a_rank_that_hangs_ends_all_and_is_named(tmp_path):
     assert_over(command, "timeout", "launch.no_step_s", "rank 1 is behind the others")
 
 
+def greedy() -> None:
+    """Let a rank's seventh step ask torch for more than any machine has."""
+    from transformers import Trainer
+
+    training_step = Trainer.training_step
+
+    def ask_and_train(trainer: Trainer, *arguments: Any, **others: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and trainer.state.global_step == 6:
+            torch.empty(2**60, dtype=torch.uint8)
+        return training_step(trainer, *arguments, **others)
+
+    Trainer.training_step = ask_and_train
+
+
 def test_a_rank_that_runs_out_of_memory_ends_all_and_is_named(tmp_path):
-    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out") as command:
-        wait_for_ranks(command)
-        ranks_of(command)[1].rlimit(psutil.RLIMIT_AS, (2**20, 2**20))
+    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out", before=greedy) as command:
         command.finish()
     assert_over(command, "oom", "rank 1: out of memory (host)")
 

@@ -332,7 +332,7 @@ def test_the_command_runs_resumes_tells_and_writes_the_best(tmp_path):
     path, out, best = write_sweep(tmp_path), tmp_path / "out", tmp_path / "best.yaml"
     asked = (path, "--out", out, "--only", "liger,chunked_loss,fp8", "--repeats", 1, "--steps", 8, "-o", best)
     planned = command(*asked, "--dry-run", "--json")
-    assert [line["state"] for line in json.loads(planned.stdout)] == ["pending"] * 4 + ["impossible"] * 2
+    assert [line["state"] for line in json.loads(planned.stdout)] == ["pending"] * 4 + ["impossible"] * 3
     assert not list(out.glob("*/*/state.json"))
     done = command(*asked, "--json")
     assert done.returncode == 0, done.stderr
@@ -340,7 +340,7 @@ def test_the_command_runs_resumes_tells_and_writes_the_best(tmp_path):
     assert found["best"]["changes"] == {
         "optimizations.compile": True, "optimizations.liger": True, "optimizations.chunked_loss": True,
     }  # fmt: skip
-    assert (found["plain"]["runs_ok"], found["left"], len(found["variants"])) == (1, 0, 5)
+    assert (found["plain"]["runs_ok"], found["left"], len(found["variants"])) == (1, 0, 6)
     assert load(best).optimizations.liger
     assert "Best for speed: compile + liger + chunked loss" in (folder.path / "ablation.md").read_text()
     runs = folder.content()

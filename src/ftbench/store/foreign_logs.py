@@ -191,6 +191,7 @@ def _float(text: str) -> float | None:
 def wandb(file: Path, data: bytes) -> ForeignLog:
     """Read a CSV of a W&B run's history (`_step`, `_runtime`, `train/loss` …) or of one run in a panel (`Step`, `NAME -
     train/loss`)."""
+    csv.field_size_limit(2**17)  # it is the process's: reading a data set may have raised it
     try:
         lines = list(csv.DictReader(io.StringIO(data.decode("utf-8", "replace"), newline="")))
     except csv.Error as error:

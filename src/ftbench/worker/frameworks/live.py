@@ -39,7 +39,8 @@ def patched_by(model: Any) -> set[str]:
     files = {name for m in model.modules() if (name := type(m).__module__).startswith("transformers.models.")}
     called = (value for name in files for value in vars(sys.modules[name]).values() if inspect.isfunction(value))
     functions = (*called, *(method for module in model.modules() for method in _methods(module)))
-    return {str(getattr(function, "__module__", "torch")).partition(".")[0] for function in functions} - _PLAIN
+    modules = (getattr(function, "__module__", None) or "torch" for function in functions)  # C's functions have none
+    return {module.partition(".")[0] for module in modules} - _PLAIN
 
 
 def _methods(module: Any) -> Iterator[Any]:

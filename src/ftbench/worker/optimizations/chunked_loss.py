@@ -130,8 +130,10 @@ def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, wei
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         of_hidden.view(-1, of_hidden.shape[-1])[rows] = (gradient @ weight).to(of_hidden.dtype)
-    if of_weight is not None:
-        of_weight.addmm_(gradient.t(), states)
+    if of_weight is not None and gradient.dtype == states.dtype == of_weight.dtype:
+        of_weight.addmm_(gradient.t(), states)  # in place, without a product of its own
+    elif of_weight is not None:  # under autocast the products alone are in 16 bits
+        of_weight += gradient.t() @ states
     if of_bias is not None:
         of_bias += gradient.sum(0)
 
