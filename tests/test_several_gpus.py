@@ -91,12 +91,12 @@ PROVEN = [
     *[("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL)],
     *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in STAGES],
     ("ep", EXPERTS),
-    ("tp", EXPERTS),
+    pytest.param("tp", EXPERTS, marks=pytest.mark.exhaustive),
     ("tp", FULL),
     ("cp", LORA),
-    ("cp", FULL),
+    pytest.param("cp", FULL, marks=pytest.mark.exhaustive),
     ("fsdp", HEAD),
-    ("fsdp", HEAD | FULL),
+    pytest.param("fsdp", HEAD | FULL, marks=pytest.mark.exhaustive),
 ]
 
 
