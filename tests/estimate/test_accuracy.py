@@ -112,6 +112,7 @@ def test_a_store_that_says_nothing_is_a_sentence(tmp_path: Path) -> None:
         calibrate.fit(few)
 
 
+@pytest.mark.exhaustive
 def test_each_run_is_estimated_by_constants_that_never_saw_it(runs: list[measured.Measured]) -> None:
     rows = calibrate.left_out(runs)
     for tier, (mean, _) in BOUNDS.items():

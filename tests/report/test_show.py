@@ -152,6 +152,7 @@ def test_a_summary_that_lacks_what_a_card_tells_is_shown_all_the_same(ftbench, t
     assert out.startswith("a: ")
 
 
+@pytest.mark.exhaustive
 def test_a_run_below_the_root_is_shown(ftbench, tmp_path, monkeypatch):
     run = make_run(tmp_path, "a")
     monkeypatch.setattr(rundir.Path, "resolve", lambda path, strict=False: rundir.Path("/a"))

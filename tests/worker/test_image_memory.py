@@ -92,6 +92,7 @@ def test_every_method_on_images_is_estimated_as_the_worker_allocates(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkpointed_layers_with_images_are_estimated_as_the_worker_allocates(tmp_path: Path) -> None:
     cases = [(family, "lora") for family in SHAPES]
     found = errors(cases, tmp_path, gradient_checkpointing=True)
