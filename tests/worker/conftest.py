@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="training libraries are not installed")
+
+import torch
 
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
@@ -50,3 +52,16 @@ def train_in(folder: Path, **changes: Any) -> RunDir:
 def train_here(tmp_path: Path, cache: Path) -> Callable[..., RunDir]:
     """Trains a spec in this process and returns its directory."""
     return lambda **changes: train_in(tmp_path, **changes)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The compiler up to its graphs, which are run as they are; gives its counters."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **how: compile_layer(self, **how | {"backend": "eager"})
+    )
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()

@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import set_seed
@@ -190,15 +189,6 @@ def test_what_is_taken_beside_dpo_trains_what_plain_dpo_trains(train_here, compi
     for mine, theirs in zip(switched, plain, strict=True):
         assert (mine.loss, mine.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=1e-4)
     assert plain[0].loss != pytest.approx(plain[-1].loss, rel=1e-3)
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """The compiler up to its graphs, which are run as they are."""
-    compile_layer = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **how: compile_layer(self, **how | {"backend": "eager"})
-    )
 
 
 @pytest.mark.parametrize(

@@ -171,17 +171,6 @@ def test_text_alone_that_shares_a_row_is_kept_apart_too(train_here, model):
         assert two == pytest.approx(one, rel=2e-4)
 
 
-@pytest.fixture
-def compiler(monkeypatch):
-    """The compiler up to its graphs, which are run as they are."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compile_layer = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile_layer(self, backend="eager", **how))
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(("model", "fixed"), [
     (LLAVA, False), (QWEN3, False), pytest.param(LLAVA, True, marks=pytest.mark.exhaustive),
     pytest.param(QWEN25, False, marks=pytest.mark.exhaustive),
