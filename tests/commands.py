@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ class Command(Left):
 
     def __exit__(self, *_: object) -> None:
         for process in (self.process, *self.children()):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # gone with what had started it
+                process.kill()
         self.process.communicate()
 
     def finish(self, within: float = 120.0) -> Command:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ class Night(Folder):
 
     def __exit__(self, *_: object) -> None:
         for process in (self.process, *self.children()):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # gone with what had started it
+                process.kill()
         self.process.communicate()
 
     def finish(self, within: float = 120.0) -> Night:

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,14 +345,32 @@ def test_shares_that_wait_in_host_memory_want_a_gpu(tmp_path):
     assert "under fsdp params go from host memory to a GPU and back" in command.stderr
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path):
-    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out") as command:
-        wait_for_ranks(command)
+def stuck(place: Path) -> None:
+    """Let rows wait in memory, and rank 1 be stuck in its seventh step, which it tells."""
+    from transformers import Trainer
+
+    from ftbench.worker.measure import recorder
+
+    training_step, recorder.TICK_S = Trainer.training_step, 3600.0
+
+    def wait_or_train(trainer: Trainer, *arguments: Any, **others: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and trainer.state.global_step == 6:
+            place.touch()
+            time.sleep(3600)
+        return training_step(trainer, *arguments, **others)
+
+    Trainer.training_step = wait_or_train
+
+
+def test_ctrl_c_ends_all_ranks_and_keeps_what_a_rank_had_finished_that_waits_for_another(tmp_path):
+    place = tmp_path / "stuck"
+    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out", before=partial(stuck, place)) as command:
+        command.wait_until(place.exists)
         command.send(signal.SIGINT)
         command.finish()
     assert (command.code, command.state()["state"], command.children()) == (130, "interrupted", [])
-    assert command.state()["reason"] == "interrupted by a signal"
-    assert command.summary()["steps"]["total"] >= 5
+    assert command.state()["reason"].endswith("interrupted by a signal")
+    assert command.summary()["steps"]["total"] == 6
 
 
 # --- several machines ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ftbench.errors import FtbenchError
 from ftbench.spec.experiment import Experiment
 from ftbench.store.machine import cache_dir
 from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
@@ -47,6 +48,7 @@ def main(path: str, handed_over: bool = False) -> int:
         train(run)
         outcome = {"state": "ok"}
     except BaseException as error:  # noqa: BLE001 - whatever ends a run is its outcome
+        _hold_signals()
         _log(error)
         outcome = of_exception(error, *(run.position() if run else (phases.current, None)))
         _rescue(run, error)
@@ -72,7 +74,13 @@ def _meet(run: Any) -> None:
     """Join the other ranks: the first of each node has its GPUs by then."""
     from ftbench.worker.parallel.meeting import answer_when_told_to_end, meet
 
-    answer_when_told_to_end(lambda: _end(run.directory, of_exception(Terminated(), *run.position())))
+    def answer() -> None:
+        _end(run.directory, of_exception(Terminated(), *run.position()))
+        if run.recorder:
+            with suppress(FtbenchError):  # a full disk
+                run.recorder.drain(last=True)
+
+    answer_when_told_to_end(answer)
     meet()
 
 
@@ -115,9 +123,14 @@ def _log(error: BaseException) -> None:
         traceback.print_exception(error)
 
 
-def _terminate(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _hold_signals() -> None:
+    """Let what ends this process be told once: a second word must not stop the rows of finished steps."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler still wakes the thread that answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _terminate(*_: object) -> None:
+    _hold_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what makes batches has the signal too: its end is no other error
     raise Terminated
 

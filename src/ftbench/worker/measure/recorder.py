@@ -65,6 +65,7 @@ class Recorder:
         self._pending: deque[_Pending] = deque()
         self._failure: BaseException | None = None
         self._stop = threading.Event()
+        self._draining = threading.Lock()
         self._thread: threading.Thread | None = None
         self._slots: torch.Tensor | None = None
         self._graphs = 0
@@ -187,9 +188,23 @@ class Recorder:
         if self._failure is None:
             if self._sampler:
                 self._sampler.take()
-            self._drain(last=True)
+            self.drain(last=True)
         self._writer.close()
         self._raise_failure()
+
+    def drain(self, last: bool = False) -> None:
+        """Write the steps whose events have passed and, unless it is the `last` time, that a sample of the sampler
+        follows. Any thread may: it does not wait for a device, which may hang."""
+        done = []
+        with self._draining:
+            while self._pending and (not (marks := self._pending[0].marks) or self.clock.done(marks[3])):
+                if not last and self._sampler and self._host_time(self._pending[0]) > self._sampler.latest:
+                    break
+                done.append(self._complete(self._pending.popleft()))
+            if done:
+                self._writer.append(done)
+        if done and self.on_rows:
+            self.on_rows(done)
 
     @property
     def order_hash(self) -> str:
@@ -240,19 +255,7 @@ class Recorder:
     def _tick(self) -> None:
         if self._sampler:
             self._sampler.take()
-        self._drain()
-
-    def _drain(self, last: bool = False) -> None:
-        """Write the steps whose events have passed and, where there is a sampler, that a sample follows."""
-        done = []
-        while self._pending and (not (marks := self._pending[0].marks) or self.clock.done(marks[3])):
-            if not last and self._sampler and self._host_time(self._pending[0]) > self._sampler.latest:
-                break
-            done.append(self._complete(self._pending.popleft()))
-        if done:
-            self._writer.append(done)
-            if self.on_rows:
-                self.on_rows(done)
+        self.drain()
 
     def _host_time(self, step: _Pending) -> float:
         """Return when a step ended on the host's clock: the device's own time since training began."""
