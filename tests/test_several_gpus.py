@@ -346,12 +346,19 @@ def test_shares_that_wait_in_host_memory_want_a_gpu(tmp_path):
 
 
 def stuck(place: Path) -> None:
-    """Let rows wait in memory, and rank 1 be stuck in its seventh step, which it tells."""
+    """Let rows of rank 0 wait in memory and its device be slow, and rank 1 stay in its seventh step, which it tells."""
     from transformers import Trainer
 
     from ftbench.worker.measure import recorder
 
-    training_step, recorder.TICK_S = Trainer.training_step, 3600.0
+    training_step, start = Trainer.training_step, recorder.Recorder.start
+
+    def start_slowly(made: recorder.Recorder, *arguments: Any) -> None:
+        if rank_0 := torch.distributed.get_rank() == 0:
+            recorder.TICK_S = 3600.0
+        start(made, *arguments)
+        if rank_0:
+            made.clock.wait = lambda: time.sleep(2 * meeting.ANSWER_S)
 
     def wait_or_train(trainer: Trainer, *arguments: Any, **others: Any) -> Any:
         if torch.distributed.get_rank() == 1 and trainer.state.global_step == 6:
@@ -359,7 +366,7 @@ def stuck(place: Path) -> None:
             time.sleep(3600)
         return training_step(trainer, *arguments, **others)
 
-    Trainer.training_step = wait_or_train
+    Trainer.training_step, recorder.Recorder.start = wait_or_train, start_slowly
 
 
 def test_ctrl_c_ends_all_ranks_and_keeps_what_a_rank_had_finished_that_waits_for_another(tmp_path):
