@@ -4,11 +4,12 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import ftbench
-from ftbench.spec.datasets import DATASETS, FORMATS, LIKE
+from ftbench.spec.datasets import DATASETS, LIKE, Format
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import OPTIMIZATIONS, ORDER, Optimizations
@@ -102,7 +103,7 @@ def test_a_length_profile_has_a_spread():
     assert all(DATASETS[name].sigma for name in LIKE)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", get_args(Format))
 def test_a_format_of_rows_has_its_heavy_half(name):
     assert f'"{name}"' in (ROOT / "core" / "data_formats.py").read_text()
 

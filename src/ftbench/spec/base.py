@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment as Experiment
+    from ftbench.spec.experiment import Launch as Launch
+    from ftbench.spec.experiment import Model as Model
+else:
+    Experiment = Launch = Model = Any  # for the annotations of the parts that they are made of
 
 MAX_NUMBER = 2**63 - 1  # no count and no seed is larger
 

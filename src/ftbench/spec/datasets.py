@@ -10,25 +10,13 @@ from pydantic import Field, field_validator, model_validator
 
 from ftbench.spec.base import Float, Int, Part, Switch, known
 
-FORMATS = ("alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text", "preference")
 Format = Literal[
     "alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text", "preference"
 ]  # fmt: skip
 Role = Literal[
-    "prompt",
-    "completion",
-    "chosen",
-    "rejected",
-    "question",
-    "answer",
-    "instruction",
-    "input",
-    "output",
-    "messages",
-    "text",
-    "image",
-    "images",
-]
+    "prompt", "completion", "chosen", "rejected", "question", "answer", "instruction", "input", "output", "messages",
+    "text", "image", "images",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

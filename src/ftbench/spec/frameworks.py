@@ -7,14 +7,10 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ftbench.spec.base import Experiment, Launch
 from ftbench.spec.optimizations import switched_on
 from ftbench.spec.optimizations.declaration import OFF
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment, Launch
-
 
 TORCH = "torch==2.13.0"
 _VERSIONS = Path(__file__).resolve().parents[1] / "facts" / "environments"

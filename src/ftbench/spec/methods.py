@@ -6,16 +6,13 @@ Defaults are the founding study's: rank 8, alpha 16, no dropout, no bias, the se
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ftbench.core.architectures import architectures
 from ftbench.families.vision import TRAINED
-from ftbench.spec.base import Float, Int, Part, Switch, Word
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment, Model
+from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
 
 GPT_OSS = "gpt_oss"  # the family that is published in MXFP4 (docs/gpt-oss.md)
 GRANULE = 8  # columns of a factor of an expert's adapter: grouped products take rows of 16 bytes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ftbench.spec.base import nearest, shown
+from ftbench.spec.reading import place
 
 
 def sentence(problem: Any, root: type[BaseModel], beside: Sequence[str] = ()) -> str:
@@ -33,6 +35,13 @@ def sentence(problem: Any, root: type[BaseModel], beside: Sequence[str] = ()) ->
         return text if isinstance(value, dict) or text.startswith(shown(value)) else f"{shown(value)} {text}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{shown(value)}: {message.replace('input should be', 'must be')}"
+
+
+def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: str) -> Iterator[str]:
+    """Yield `file:line: key: what` for each mistake in a file, or in its section at the keys `above`."""
+    for problem in error.errors(include_url=False):
+        key = [*above, *map(str, problem["loc"])]
+        yield f"{place(path, key)}: {'.'.join(key)}: {sentence(problem, root)}"
 
 
 def keys_at(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:

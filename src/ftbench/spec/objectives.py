@@ -4,15 +4,12 @@ other half of dpo is `worker/preference.py`."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ftbench.spec.base import Float, Part, Switch
+from ftbench.spec.base import Experiment, Float, Part, Switch
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
 
 PREFERENCE = "preference"  # the format of rows that are pairs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -14,8 +14,8 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from ftbench.core.hardware import canonical_name, gpus
 from ftbench.errors import SpecError
 from ftbench.spec.base import Float, Part, nearest
-from ftbench.spec.mistakes import sentence
-from ftbench.spec.reading import line_of, read_yaml
+from ftbench.spec.mistakes import in_file
+from ftbench.spec.reading import place, read_yaml
 
 
 def _currency(value: str) -> str:
@@ -91,25 +91,17 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
     for name, values in read_yaml(
         path, "a price file", "a GPU and what it costs (see configs/prices-example.yaml)", dates=True
     ).items():
-        gpu = canonical_name(name)
+        gpu, where = canonical_name(name), f"{place(path, [name])}: {name}: "
         if gpu in names:
-            problems.append(_at(path, [name], f"is the same GPU as {names[gpu]!r}: keep one of them"))
+            problems.append(f"{where}is the same GPU as {names[gpu]!r}: keep one of them")
         elif gpu not in allowed:
             hint = nearest(name, allowed) or "; `ftbench list gpus` shows the names"
-            problems.append(_at(path, [name], f"is no GPU of these runs and none that ftbench knows{hint}"))
+            problems.append(f"{where}is no GPU of these runs and none that ftbench knows{hint}")
         names[gpu] = name
         try:
             by_gpu[gpu] = Price.model_validate(values)
         except ValidationError as error:
-            problems += [
-                _at(path, [name, *map(str, problem["loc"])], sentence(problem, Price))
-                for problem in error.errors(include_url=False)
-            ]
+            problems += in_file(error, path, Price, name)
     if problems:
         raise SpecError(*problems)
     return Prices(path, by_gpu)
-
-
-def _at(path: Path, key: Sequence[str], what: str) -> str:
-    line = line_of(path, key)
-    return f"{path}{f':{line}' if line else ''}: {'.'.join(key)}: {what}"

@@ -131,6 +131,12 @@ def line_of(path: Path, key: Sequence[str | int]) -> int | None:
     return line
 
 
+def place(path: Path, key: Sequence[str | int]) -> str:
+    """Return `file:line` of a key; the file alone if it does not have it."""
+    line = line_of(path, key)
+    return f"{path}:{line}" if line else str(path)
+
+
 @lru_cache(maxsize=16)  # asked once for each mistake in the text
 def _tree(text: str) -> yaml.Node | None:
     return yaml.compose(text, Loader=yaml.SafeLoader)

@@ -4,17 +4,14 @@ or one optimization excludes stands in its own file."""
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
 from ftbench.families import FAMILIES
 from ftbench.spec import frameworks, strategies
+from ftbench.spec.base import Experiment
 from ftbench.spec.methods import NO_UNSLOTH, reads_images
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 from ftbench.spec.optimizations.declaration import OFF, Capability
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
 
 OTHERWISE = f"estimate without --simulate, which knows {', '.join(FAMILIES)}"
 
@@ -26,9 +23,11 @@ def refusals(spec: Experiment) -> list[str]:
     if spec.method.name == "unsloth":
         pairs = ((name, OPTIMIZATIONS[name].unsloth) for name in switched)
         sentences += [f"optimizations.{name} with method unsloth: {why}" for name, why in pairs if why]
-    for kept in (OPTIMIZATIONS[name] for name in switched):
-        reasons = {why: None for key, why in kept.excludes.items() if attrgetter(key)(spec) not in OFF}
-        sentences += [*reasons, *kept.refusals(spec)]
+    for name, kept in ((name, OPTIMIZATIONS[name]) for name in switched):
+        sentences += dict.fromkeys(why for key, why in kept.excludes.items() if attrgetter(key)(spec) not in OFF)
+        if kept.images and not spec.dataset.may_have_images:
+            sentences.append(f"optimizations.{name} {kept.images}, and {spec.dataset.name} has none: leave it off")
+        sentences += kept.refusals(spec)
     if "torchao" in spec.train.optimizer and (
         spec.launch.framework != "trl" or spec.launch.strategy.startswith("zero")
     ):

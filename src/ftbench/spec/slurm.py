@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from ftbench.errors import SpecError
 from ftbench.spec.base import Int, Part
-from ftbench.spec.mistakes import sentence
-from ftbench.spec.reading import line_of, read_yaml
+from ftbench.spec.mistakes import in_file
+from ftbench.spec.reading import read_yaml
 
 NAME = "slurm.yaml"
 # sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, and days before each.
@@ -62,10 +62,4 @@ def load_settings(path: Path) -> SlurmSettings:
     try:
         return SlurmSettings.model_validate(values)
     except ValidationError as error:
-        raise SpecError(*(_at(path, problem) for problem in error.errors(include_url=False))) from None
-
-
-def _at(path: Path, problem: Any) -> str:
-    key = [str(part) for part in problem["loc"]]
-    line = line_of(path, key)
-    return f"{path}{f':{line}' if line else ''}: {'.'.join(key)}: {sentence(problem, SlurmSettings)}"
+        raise SpecError(*in_file(error, path, SlurmSettings)) from None

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ftbench.spec.base import Experiment
 from ftbench.spec.methods import GPT_OSS, family
 from ftbench.spec.optimizations.declaration import Capability
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
 
 
 @dataclass(frozen=True)

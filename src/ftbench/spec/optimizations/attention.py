@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from ftbench.spec.base import Experiment
 from ftbench.spec.methods import GPT_OSS, family
 from ftbench.spec.optimizations.declaration import ROUNDING, Capability, Optimization, Tolerance
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from ftbench.spec.base import Experiment
 from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BeforeValidator
 
-from ftbench.spec.base import Switch
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
+from ftbench.spec.base import Experiment, Switch
 
 OFF = (False, "off", "auto")
 EXACT = 0.001  # the same products in the same order: an order of magnitude above what repeats differ by
@@ -37,7 +34,8 @@ class Optimization:
 
     `description` says what it does and what it costs; `verified`, how a run shows that it was applied; `tolerance`, how
     closely the loss must follow; `unsloth`, why not beside method unsloth and what to do instead (None: it does);
-    `pairs`, the same beside objective dpo, where a test shows that it trains what plain dpo does.
+    `pairs`, the same beside objective dpo, where a test shows that it trains what plain dpo does; `images`, what it
+    does with images, for data that have none.
     `excludes` holds, for each key of the spec that may not be on beside it, the reason; `refusals` are what else it
     excludes or needs on any machine, `refusals_on` on a machine of this compute capability.
     `unsimulated` is why `--simulate` does not follow it, or a function that says so of a spec and names the `--set`
@@ -50,6 +48,7 @@ class Optimization:
     verified: str
     tolerance: Tolerance
     unsloth: str | None = None
+    images: str | None = None
     pairs: str | None = "nothing shows so far that it trains the same pairs: leave it off"
     excludes: Mapping[str, str] = field(default_factory=dict)
     refusals: Callable[[Experiment], Iterable[str]] = lambda spec: ()
@@ -59,6 +58,22 @@ class Optimization:
     after: tuple[str, ...] = ()
     beside: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
     not_ablated: tuple[Any, ...] = ()
+
+
+def offload_on_gpu(name: str, moved: str) -> dict[str, Any]:
+    """Return what keeps the value `offload` of an optimization, for which something is `moved` to the host and back,
+    from a machine without a GPU and from a simulation."""
+    key = f"optimizations.{name}"
+
+    def refusals_on(spec: Experiment, capability: Capability) -> Iterable[str]:
+        if getattr(spec.optimizations, name) == "offload" and capability is None:
+            yield f"{key} offload needs a GPU whose memory it saves: set it to on"
+
+    def unsimulated(spec: Experiment) -> tuple[str, str] | None:
+        why = f"{key} offload: it moves {moved} by streams that only a GPU has"
+        return (why, f"{key}=on") if getattr(spec.optimizations, name) == "offload" else None
+
+    return {"refusals_on": refusals_on, "unsimulated": unsimulated}
 
 
 def or_words(*words: str) -> Any:

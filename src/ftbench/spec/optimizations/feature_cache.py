@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from ftbench.spec.base import Experiment
 from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:
-    if not spec.dataset.may_have_images:
-        yield f"optimizations.feature_cache keeps what images become, and {spec.dataset.name} has none: leave it off"
     parts = ("vision", "projector")
     trained = [part for part in parts if getattr(spec.method, part, "full") != "frozen"]
     if trained and spec.method.name == "full":
@@ -28,6 +23,7 @@ OPTIMIZATION = Optimization(
     "the first epoch alone",
     verified="what the images of the first step became is kept",
     tolerance=Tolerance(EXACT),
+    images="keeps what images become",
     unsloth="its image models are not measured here: leave it off",
     refusals=_refusals,
 )

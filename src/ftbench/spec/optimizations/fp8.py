@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from ftbench.core.hardware import supports_fp8
 from ftbench.errors import SpecError
-from ftbench.spec.base import Word
+from ftbench.spec.base import Experiment, Word
 from ftbench.spec.optimizations.declaration import COARSE, Capability, Optimization, Tolerance
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
-
 
 TRANSFORMER_ENGINE = ("te-current", "te-delayed", "te-mxfp8")
 BLACKWELL = (10, 0)

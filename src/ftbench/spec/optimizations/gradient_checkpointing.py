@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from ftbench.spec.optimizations.declaration import EXACT, Capability, Optimization, Tolerance, or_words
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
+from ftbench.spec.base import Experiment
+from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, offload_on_gpu, or_words
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:
@@ -22,18 +20,6 @@ def _refusals(spec: Experiment) -> Iterator[str]:
         )
 
 
-def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
-    if spec.optimizations.gradient_checkpointing == "offload" and capability is None:
-        yield "optimizations.gradient_checkpointing offload needs a GPU whose memory it saves: set it to on"
-
-
-def _unsimulated(spec: Experiment) -> tuple[str, str] | None:
-    if spec.optimizations.gradient_checkpointing != "offload":
-        return None
-    why = "optimizations.gradient_checkpointing offload: it moves tensors by streams that only a GPU has"
-    return why, "optimizations.gradient_checkpointing=on"
-
-
 OPTIMIZATION = Optimization(
     type=Annotated[bool | Literal["selective", "offload"], or_words("selective", "offload")],
     description="keep only each layer's input and compute the rest again in the backward pass: less memory, slower; "
@@ -44,6 +30,5 @@ OPTIMIZATION = Optimization(
     pairs=None,
     unsloth="set method.use_gradient_checkpointing instead",
     refusals=_refusals,
-    refusals_on=_refusals_on,
-    unsimulated=_unsimulated,
+    **offload_on_gpu("gradient_checkpointing", "tensors"),
 )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from ftbench.spec.optimizations.declaration import EXACT, Capability, Optimization, Tolerance, or_words
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
+from ftbench.spec.base import Experiment
+from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, offload_on_gpu, or_words
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:
@@ -32,18 +30,6 @@ def _refusals(spec: Experiment) -> Iterator[str]:
             yield f"{name} offload: sgd keeps no states: set it to on"
 
 
-def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
-    if spec.optimizations.optimizer_in_backward == "offload" and capability is None:
-        yield "optimizations.optimizer_in_backward offload needs a GPU whose memory it saves: set it to on"
-
-
-def _unsimulated(spec: Experiment) -> tuple[str, str] | None:
-    if spec.optimizations.optimizer_in_backward != "offload":
-        return None
-    why = "optimizations.optimizer_in_backward offload: it moves states by streams that only a GPU has"
-    return why, "optimizations.optimizer_in_backward=on"
-
-
 OPTIMIZATION = Optimization(
     type=Annotated[bool | Literal["offload"], or_words("offload")],
     description="step each parameter as soon as its gradient is whole, and free that at once: no two layers' gradients "
@@ -56,7 +42,6 @@ OPTIMIZATION = Optimization(
         "graph does not tell: set it or cuda_graph to off"
     },
     refusals=_refusals,
-    refusals_on=_refusals_on,
-    unsimulated=_unsimulated,
+    **offload_on_gpu("optimizer_in_backward", "states"),
     not_ablated=(True, "offload"),  # it needs a recipe that does not clip: `recipe: smallest-full` has one
 )

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 from ftbench.spec.optimizations.declaration import COARSE, Optimization, Tolerance
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
-
-
-def _refusals(spec: Experiment) -> Iterator[str]:
-    if not spec.dataset.may_have_images:
-        yield f"optimizations.tile_buckets orders images, and {spec.dataset.name} has none: leave it off"
-
 
 OPTIMIZATION = Optimization(
     description="batch samples whose images have equally many tiles (patches in Qwen's models): few shapes for the "
     "encoder, and another order of the samples",
     verified="the counts of the batches",
     tolerance=Tolerance(COARSE, another_order=True),
+    images="orders images",
     unsloth="its image models are not measured here: leave it off",
     excludes=dict.fromkeys(
         ("optimizations.length_grouping", "dataset.longest_first"),
         "optimizations.tile_buckets, length_grouping and dataset.longest_first each order the samples: choose one",
     ),
-    refusals=_refusals,
 )

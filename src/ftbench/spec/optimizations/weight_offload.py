@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from ftbench.spec.base import Experiment
 from ftbench.spec.methods import Qlora
 from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance
-
-if TYPE_CHECKING:
-    from ftbench.spec.experiment import Experiment
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:
