@@ -94,7 +94,18 @@ def test_what_a_framework_imports_and_has_no_use_for_is_an_empty_module(uv, tmp_
 @pytest.mark.parametrize(
     ("then", "said"),
     [
-        ("echo 'error: Temporary failure in name resolution' >&2; exit 2", "no package index was reached: be online"),
+        (
+            "echo 'error: Temporary failure in name resolution' >&2; exit 2",
+            "the package index was not reached: be online, or set UV_DEFAULT_INDEX or UV_FIND_LINKS",
+        ),
+        (
+            "echo 'cause: error sending request for url (https://some.org/whl/cpu/torch/)' >&2; exit 2",
+            "some.org was not reached",
+        ),
+        (
+            'case "$*" in *torch-backend*) echo "dns error";; *) echo "No space left on device";; esac; exit 2',
+            "name a folder on another disk, set UV_CACHE_DIR to one",
+        ),
         ("echo 'OSError: [Errno 28] No space left on device' >&2; exit 2", "name a folder on another disk"),
         ("echo 'error: No solution found for torch' >&2; exit 1", "error: No solution found for torch"),
         ("exit 7", "ended with exit code 7"),
@@ -217,6 +228,12 @@ def test_one_environment_at_a_time_is_looked_at(tmp_path):
 
 
 # --- what was tried --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_an_environment_has_what_records_a_run_there(name):
+    beside = {"nvidia-ml-py", "psutil", "pydantic", "pyyaml", "numpy", "datasets", "transformers", "peft"}
+    assert beside <= FRAMEWORKS[name].versions.keys()
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

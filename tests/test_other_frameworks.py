@@ -106,6 +106,20 @@ def test_a_package_that_the_environment_lacks_is_named_with_what_wants_it(tmp_pa
 
 
 @pytest.mark.torch
+def test_what_records_a_run_on_a_gpu_is_needed_beside_a_gpu_alone(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$3" = axolotl ] && exec echo 0.19.0; exit 1\n')
+    python.chmod(0o755)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    spec = resolve(load(tmp_path / "spec.yaml", ["launch.framework=axolotl", f"launch.python={python}"]), None)
+    monkeypatch.setattr(frameworks.machine, "gpu", lambda: None)
+    frameworks.check_installed(spec)
+    monkeypatch.setattr(frameworks.machine, "gpu", lambda: {"name": "NVIDIA H200"})
+    with pytest.raises(MissingError, match=r"-m pip install 'nvidia-ml-py==[\d.]+'$"):
+        frameworks.check_installed(spec)
+
+
+@pytest.mark.torch
 def test_a_framework_that_cannot_be_imported_ends_as_an_error_with_a_state(tmp_path):
     """A stand-in that answers for its version, and then is a plain Python without the framework."""
     python = tmp_path / "python"

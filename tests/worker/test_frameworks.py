@@ -37,6 +37,7 @@ from ftbench.errors import FtbenchError, MissingError, NotAppliedError
 from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
+from ftbench.worker import __main__ as worker
 from ftbench.worker import frameworks
 from ftbench.worker.data.tokens import Tokens
 from ftbench.worker.frameworks import hand_over, live, session
@@ -178,12 +179,22 @@ def test_weights_quantised_otherwise_than_asked_for_are_a_problem():
     model = get_peft_model(small_model(), LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     spec = spec_of(method={"name": "qlora", "rank": 8, "targets": ["q_proj"]}, launch=LLAMA)
     assert live.model_problems(model, spec) == ["llamafactory: method qlora, and the weights are not quantised"]
-    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
-    weight.quant_state = types.SimpleNamespace(quant_type="nf4", nested=True)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    layer.weight.quant_state = types.SimpleNamespace(quant_type="nf4", nested=True)
+    layer.compute_dtype = getattr(torch, spec.method.compute_dtype)
     assert live.model_problems(model, spec) == []
-    weight.quant_state.quant_type = "fp4"
+    layer.weight.quant_state.quant_type, layer.compute_dtype = "fp4", torch.float16
     (problem,) = live.model_problems(model, spec)
-    assert problem.endswith("the weights are fp4 with double_quant")
+    assert problem.endswith("the weights are fp4 with double_quant, computed in float16")
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_each_framework_is_told_how_weights_are_quantised(name):
+    method = {"name": "qlora", "quant_type": "fp4", "double_quant": False, "compute_dtype": "float32"}
+    values = frameworks.load(name).configuration(spec_of(method=method), "data/model")
+    told = values | values.get("bnb_config_kwargs", {})
+    assert "fp4" in (told.get("bnb_4bit_quant_type"), told.get("quantization_type"))
+    assert False in (told.get("bnb_4bit_use_double_quant"), told.get("double_quantization"))
 
 
 def test_older_versions_find_the_base_of_the_rotations_by_their_own_name():
@@ -223,6 +234,21 @@ def test_its_own_best_is_the_plain_recipe_with_what_is_switched_on(name, method)
     }[name]  # fmt: skip
     if name == "axolotl":
         assert best["lora_mlp_kernel"] is best["lora_qkv_kernel"] is best["lora_o_kernel"] is (method != "full")
+
+
+@pytest.mark.parametrize(("framework", "handed_over", "acquired"), [("trl", False, 1), ("llamafactory", False, 0),
+                                                                    ("llamafactory", True, 1)])  # fmt: skip
+def test_the_gpu_is_taken_by_the_interpreter_that_trains(tmp_path, monkeypatch, framework, handed_over, acquired):
+    directory = rundir.claim(tmp_path, "tests", "turns")
+    launch = {"launch": LLAMA} if framework != "trl" else {}
+    rundir.write_json(directory.spec_json, spec_of(**launch).model_dump(mode="json"))
+    rundir.write_json(directory.machine, {"gpus": []})
+    turns = []
+    monkeypatch.setattr(worker.signal, "signal", lambda *handler: None)
+    monkeypatch.setattr(worker.gpu_lock, "acquire", lambda *given: turns.append(given))
+    monkeypatch.setattr(worker, "_loop", lambda spec, handed_over: lambda run: None)
+    assert worker.main(str(directory.path), handed_over) == 0
+    assert len(turns) == acquired
 
 
 # --- a stand-in for a framework, trained in this process --------------------------------------------------------------

@@ -44,6 +44,7 @@ _NO_NETWORK = re.compile(
     re.IGNORECASE,
 )
 _NO_SPACE = "No space left on device"
+_HOST = re.compile(r"https?://([\w.-]+)")
 
 
 def create(name: str, path: Path | None, tell: Callable[[str], None]) -> Path:
@@ -131,7 +132,8 @@ def _steps(framework: Framework, folder: Path) -> Iterator[tuple[str, list[list[
 
 
 def _run(name: str, ways: list[list[str]], log: Path) -> None:
-    """Run the first command, and the next where it fails. Raise MissingError with the reason of the last."""
+    """Run the first command, and the next where it fails for another reason than that the disk is full. Raise
+    MissingError with the reason of the last."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_OTHERS}
     why: str | None = None
     for command in ways:
@@ -139,6 +141,8 @@ def _run(name: str, ways: list[list[str]], log: Path) -> None:
         _, why = run_to_end(command, environment, log, _LIMIT_S, f"took longer than {_LIMIT_S:.0f} s")
         if why is None:
             return
+        if _NO_SPACE in log.read_text(errors="replace"):
+            break
     raise MissingError(f"env create {name}: {_reason(log, str(why))}; nothing of it is left")
 
 
@@ -146,9 +150,12 @@ def _reason(log: Path, why: str) -> str:
     """Return why an installer failed, in words: what it says itself is long, and its last line often says the least."""
     text = log.read_text(errors="replace")
     if _NO_SPACE in text:
-        return f"{_NO_SPACE.lower()}: name a folder on another disk, set TMPDIR to one, or free some"
+        cache = "UV_CACHE_DIR" if shutil.which("uv") else "TMPDIR"
+        return f"{_NO_SPACE.lower()}: name a folder on another disk, set {cache} to one, or free some"
     if _NO_NETWORK.search(text):
-        return "no package index was reached: be online, or set PIP_INDEX_URL or PIP_FIND_LINKS to a mirror"
+        host = match[1] if (match := _HOST.search(text)) else "the package index"
+        names = ("UV_DEFAULT_INDEX", "UV_FIND_LINKS") if shutil.which("uv") else ("PIP_INDEX_URL", "PIP_FIND_LINKS")
+        return f"{host} was not reached: be online, or set {' or '.join(names)} to a mirror"
     if "ensurepip" in text:
         return "this Python cannot make environments: apt-get install python3-venv, or pip install uv"
     errors = [line.strip() for line in text.splitlines() if line.lower().startswith(("error", "  ×", "  ╰"))]

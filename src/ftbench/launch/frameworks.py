@@ -23,7 +23,7 @@ from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import FRAMEWORKS, Framework, interpreter, needs
 from ftbench.spec.optimizations import Optimizations
-from ftbench.store import shapes
+from ftbench.store import machine, shapes
 
 devices, command = trl.devices, trl.command
 UNFINISHED = "ftbench-unfinished"  # in an environment as long as it is being made
@@ -90,12 +90,12 @@ def check_installed(spec: Experiment) -> None:
             f"launch.python: {spec.launch.python} has {wanted.package} {version}, and {wanted.version} is what was "
             f"tried: {wanted.way}; measure.allow_fallback=on runs it all the same"
         )
-    for package, key in needs(spec).items():
+    for package, why in needs(spec, machine.gpu() is not None).items():
         if not _version(python, package):
             tried = f"=={wanted.versions[package]}" if package in wanted.versions else ""
             raise MissingError(
-                f"launch.python: {spec.launch.python} does not have {package}, which {key} needs: {spec.launch.python} "
-                f"-m pip install '{package}{tried}', or leave {key} out"
+                f"launch.python: {spec.launch.python} does not have {package}, which {why} needs: {spec.launch.python} "
+                f"-m pip install '{package}{tried}'" + (f", or leave {why} out" if "." in why else "")
             )
 
 

@@ -124,10 +124,12 @@ def packs(spec: Experiment) -> bool:
     return launch.settings == "best" and flash and launch.framework != "llamafactory"
 
 
-def needs(spec: Experiment) -> dict[str, str]:
-    """Return the packages that a spec needs of the framework's environment beside the framework, each with the key that
-    wants it."""
-    wanted = {"liger-kernel": "launch.settings best"} if spec.launch.settings == "best" else {}
+def needs(spec: Experiment, on_gpu: bool) -> dict[str, str]:
+    """Return the packages that a spec needs of the framework's environment beside the framework, each with what wants
+    it: a key, or the recorder."""
+    wanted = {"nvidia-ml-py": "recording on a GPU"} if on_gpu else {}
+    if spec.launch.settings == "best":
+        wanted["liger-kernel"] = "launch.settings best"
     if spec.optimizations.liger:
         wanted["liger-kernel"] = "optimizations.liger"
     if spec.optimizations.attention == "flash_attention_2":

@@ -40,7 +40,8 @@ def main(path: str, handed_over: bool = False) -> int:
 
         train = _loop(spec, handed_over)
         run = TrainingRun(spec, directory, phases)
-        if parallel.is_first_of_node():
+        trains = handed_over or spec.launch.framework == "trl"  # what prepares for another interpreter needs no GPU
+        if trains and parallel.is_first_of_node():
             _acquire_gpu(spec, directory, phases)
             _write_load(directory, load)
         if spec.launch.ranks > 1:

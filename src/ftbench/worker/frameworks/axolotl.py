@@ -7,7 +7,7 @@ from typing import Any
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import packs
 from ftbench.worker.frameworks import DATA, OUTPUT
-from ftbench.worker.frameworks.recipe import recipe
+from ftbench.worker.frameworks.recipe import quantisation, recipe
 
 ATTENTION = {"eager": "eager_attention", "sdpa": "sdp_attention", "flash_attention_2": "flash_attention"}
 
@@ -68,6 +68,7 @@ def _adapters(method: Any) -> dict[str, Any]:
         "lora_alpha": round(method.alpha),
         "lora_dropout": method.dropout,
         **({"lora_target_linear": True} if every else {"lora_target_modules": list(method.targets)}),
+        **({"bnb_config_kwargs": quantisation(method)} if method.quantised else {}),
     }
 
 

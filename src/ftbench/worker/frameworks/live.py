@@ -72,17 +72,26 @@ def model_problems(model: Any, spec: Experiment) -> list[str]:
     ranks = {rank for layer in layers if isinstance(layer, dict) for rank in layer.values()}
     if ranks != {method.rank}:
         problems.append(f"{who}method.rank is {method.rank}, and adapters have rank {sorted(ranks)}")
-    states = {  # of what dtype the packed weights pretend to be is a framework's own choice
-        (str(state.quant_type), bool(state.nested))
-        for parameter in model.parameters() if (state := getattr(parameter, "quant_state", None)) is not None
-    }  # fmt: skip
-    wanted = {(method.quant_type, bool(method.double_quant))} if method.quantised else set()
-    if states != wanted:
-        is_so = " and ".join(
-            f"{kind}{' with' if nested else ' without'} double_quant" for kind, nested in sorted(states)
-        )
-        problems.append(f"{who}method {method.name}, and the weights are {is_so or 'not quantised'}")
+    wanted = {_quantised(method.quant_type, method.double_quant, method.compute_dtype)} if method.quantised else set()
+    if (states := _states(model)) != wanted:
+        is_so = " and ".join(sorted(states)) or "not quantised"
+        problems.append(f"{who}method {method.name}, and the weights are {is_so}")
     return problems
+
+
+def _states(model: Any) -> set[str]:
+    """Return in words how 4-bit weights are held and computed with. Of what dtype the packed ones pretend to be is a
+    framework's own choice."""
+    own = ((module, weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    states = ((module.compute_dtype, weight.quant_state) for module, weight in own if hasattr(weight, "quant_state"))
+    return {
+        _quantised(state.quant_type, bool(state.nested), str(dtype).removeprefix("torch."))
+        for dtype, state in states if state is not None
+    }  # fmt: skip
+
+
+def _quantised(kind: str, double_quant: bool, dtype: str) -> str:
+    return f"{kind} {'with' if double_quant else 'without'} double_quant, computed in {dtype}"
 
 
 def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:

@@ -10,7 +10,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import packs
 from ftbench.spec.methods import family
 from ftbench.worker.frameworks import DATA, OUTPUT
-from ftbench.worker.frameworks.recipe import recipe
+from ftbench.worker.frameworks.recipe import quantisation, recipe
 
 TYPES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama"}  # where several of its types have one architecture
 
@@ -47,13 +47,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
             "target_modules": ["all-linear"] if method.targets == "all-linear" else list(method.targets),
         }
     if method.quantised:
-        values |= {
-            "quant_method": "bnb",
-            "quant_bits": 4,
-            "bnb_4bit_quant_type": method.quant_type,
-            "bnb_4bit_use_double_quant": method.double_quant,
-            "bnb_4bit_compute_dtype": method.compute_dtype,
-        }
+        values |= {"quant_method": "bnb", "quant_bits": 4} | quantisation(method)
     return values
 
 

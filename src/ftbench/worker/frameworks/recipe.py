@@ -7,6 +7,15 @@ from typing import Any
 from ftbench.spec.experiment import Experiment
 
 
+def quantisation(method: Any) -> dict[str, Any]:
+    """Return how weights become 4-bit ones, in the words of transformers' configuration of bitsandbytes."""
+    return {
+        "bnb_4bit_quant_type": method.quant_type,
+        "bnb_4bit_use_double_quant": method.double_quant,
+        "bnb_4bit_compute_dtype": method.compute_dtype,
+    }
+
+
 def recipe(spec: Experiment) -> dict[str, Any]:
     """Return the arguments of the spec's recipe; logging and saving are off, as in ftbench's own loop."""
     train = spec.train
