@@ -12,9 +12,10 @@ from ftbench.core.architectures import architectures
 from ftbench.core.hardware import cublas_workspace
 from ftbench.estimate.memory import layer, loss, transient, weights
 from ftbench.estimate.memory.phases import MemoryPlan, peak, phases, resident
-from ftbench.estimate.workload.batches import BatchShape
 from ftbench.estimate.workload.division import Division, division_of
-from ftbench.estimate.workload.method import Recipe, adapter_parameters
+from ftbench.estimate.workload.largest import BatchShape
+from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.trainable import adapter_parameters
 from ftbench.families import describe
 from ftbench.families.shape import ModelShape
 from ftbench.spec.experiment import Launch

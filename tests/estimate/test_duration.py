@@ -35,7 +35,7 @@ from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.lengths import lengths_of
-from ftbench.estimate.workload.method import trainable_shape
+from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps

@@ -19,14 +19,15 @@ from ftbench.estimate import preflight
 from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.capacity import capacity
 from ftbench.estimate.memory.constants import constants
-from ftbench.estimate.memory.estimate import Band, estimate_memory, largest_batch, verdict_of
+from ftbench.estimate.memory.estimate import Band, estimate_memory, verdict_of
+from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.speeds import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
-from ftbench.estimate.workload import batches
 from ftbench.estimate.workload.division import on_gpus
+from ftbench.estimate.workload.largest import largest
 from ftbench.estimate.workload.lengths import sample_lengths
-from ftbench.estimate.workload.method import trainable_shape
+from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, recipe
@@ -196,22 +197,22 @@ def test_the_largest_batch_of_each_way_to_lay_samples_out() -> None:
     data = {"name": "synthetic", "samples": 160, "like": "japanese-alpaca"}
 
     def shape(**on: object) -> tuple[int, int, bool]:
-        found = batches.largest(spec(dataset=data, optimizations=on))
+        found = largest(spec(dataset=data, optimizations=on))
         return found.expected.rows, found.expected.length, found.padded
 
     assert shape() == (4, 675, True)
     assert shape(fixed_shape=True) == (4, 675, True)
     assert shape(padding_free=True) == (1, 1131, True)
     assert shape(packing=True) == (1, 8192, True)
-    even = batches.largest(spec())
+    even = largest(spec())
     assert (even.expected.rows, even.expected.length, even.padded) == (4, 2048, False)
 
 
 def test_real_data_is_bounded_by_max_length() -> None:
-    known = batches.largest(spec(dataset={"name": "japanese-alpaca", "samples": 1000, "max_length": 2048}))
+    known = largest(spec(dataset={"name": "japanese-alpaca", "samples": 1000, "max_length": 2048}))
     assert 500 < known.expected.length < 1000  # 742 in the synthetic set that is drawn like it
     assert known.most.length == 2048
-    unknown = batches.largest(spec(dataset={"name": "file", "path": "x.jsonl", "max_length": 512}))
+    unknown = largest(spec(dataset={"name": "file", "path": "x.jsonl", "max_length": 512}))
     assert unknown.expected.length == unknown.most.length == 512
 
 

@@ -12,11 +12,12 @@ import pytest
 from ftbench.core.hardware import find_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import command
-from ftbench.estimate.memory.estimate import estimate_memory, largest_batch
+from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.recommend import command as recommend
 from ftbench.estimate.recommend import text as recommend_text
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.workload.batches import BatchShape, Largest, largest
+from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import shape_of
 from ftbench.families.vision import ImageSize
 from ftbench.spec.experiment import Experiment, resolve

@@ -13,8 +13,7 @@ import pytest
 from counting import calls_of
 from ftbench.core import units
 from ftbench.core.hardware import capability_of, gpus
-from ftbench.estimate.memory.estimate import largest_batch
-from ftbench.estimate.memory.memory_cache import MemoryCache
+from ftbench.estimate.memory.memory_cache import MemoryCache, largest_batch
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.ranking import Goal, Recommendation, recommend
 from ftbench.estimate.recommend.text import as_json, as_text, as_yaml

@@ -25,10 +25,12 @@ from ftbench.estimate.recommend import command as recommend
 from ftbench.estimate.time.ceilings import ceilings
 from ftbench.estimate.time.communication import traffic
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.workload.batches import BatchShape, batches_of
+from ftbench.estimate.workload.batches import batches_of
 from ftbench.estimate.workload.division import Division, division_of, on_gpus, rank_batch, rank_model
+from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.lengths import Lengths
-from ftbench.estimate.workload.method import Recipe, trainable_shape
+from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.refusals import refusals

@@ -20,7 +20,7 @@ from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of
-from ftbench.estimate.workload.method import trainable_shape
+from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store.flop_rates import of_steps
 from ftbench.store.rundir import RunDir, read_json

@@ -15,7 +15,7 @@ from conftest import spec_of
 from ftbench.core import flops
 from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError
-from ftbench.estimate.workload.method import trainable_shape
+from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.families import FAMILIES, describe
 from ftbench.worker import methods
 from ftbench.worker.measure import applied

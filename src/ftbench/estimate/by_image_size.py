@@ -9,10 +9,10 @@ from ftbench.core import units
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import text_table
 from ftbench.errors import SpecError
-from ftbench.estimate.memory.estimate import largest_batch
+from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.batches import largest
+from ftbench.estimate.workload.largest import largest
 from ftbench.estimate.workload.model import shape_of
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment

@@ -18,7 +18,8 @@ from ftbench.estimate import view
 from ftbench.estimate.by_image_size import as_text as image_sizes_text
 from ftbench.estimate.by_image_size import by_image_size
 from ftbench.estimate.memory.capacity import machine_gpu, probed
-from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory, largest_batch
+from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory
+from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.time import text as time_text
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.division import STRATEGIES, on_gpus

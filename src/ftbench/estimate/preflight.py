@@ -11,7 +11,8 @@ from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
 from ftbench.estimate.memory.capacity import machine_gpu
-from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, largest_batch
+from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
+from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step

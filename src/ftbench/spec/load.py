@@ -19,7 +19,7 @@ from ftbench.spec.generate import with_prompts
 from ftbench.spec.methods import METHODS
 from ftbench.spec.mistakes import sentence
 from ftbench.spec.objectives import OBJECTIVES
-from ftbench.spec.reading import parse_value, place, read_yaml
+from ftbench.spec.reading import location, parse_value, read_yaml
 
 SHORT_FORMS = {"model": "id", "method": "name", "objective": "name", "dataset": "name"}
 # Sections whose keys are those of the class that they name, the plain one first.
@@ -93,7 +93,7 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     data = _read(path)
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
-        raise SpecError(f"{place(path, ['extends'])}: extends: is the path of one file, not {shown(base)}")
+        raise SpecError(f"{location(path, ['extends'])}: extends: is the path of one file, not {shown(base)}")
     with _at_key(path, "extends"):
         base_file = recipes.file_of(base, path.parent) if base else None
         if base_file and not os.path.isfile(base_file):
@@ -102,7 +102,7 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     if "recipe" in data:
         with _at_key(path, "recipe"):
             keys = recipe(data.pop("recipe"), path.parent, (*seen, absolute))
-        below.append(SpecLayer(f"{place(path, ['recipe'])}: recipe", keys))
+        below.append(SpecLayer(f"{location(path, ['recipe'])}: recipe", keys))
     return [*below, SpecLayer(str(path), expand(data, path.parent), path)]
 
 
@@ -119,7 +119,7 @@ def _at_key(path: Path, key: str) -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        raise SpecError(*(f"{place(path, [key])}: {problem}" for problem in error.problems)) from None
+        raise SpecError(*(f"{location(path, [key])}: {problem}" for problem in error.problems)) from None
 
 
 def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def _origin(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
         for part in key:
             section = section.get(part) if isinstance(section, dict) and part in section else _MISSING
         if key and section is not _MISSING:
-            return place(layer.file, key) if layer.file else layer.origin
-    return place([layer.file for layer in layers if layer.file][-1], key[:1])
+            return location(layer.file, key) if layer.file else layer.origin
+    return location([layer.file for layer in layers if layer.file][-1], key[:1])
 
 
 _MISSING = object()

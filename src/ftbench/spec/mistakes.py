@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ftbench.spec.base import nearest, shown
-from ftbench.spec.reading import place
+from ftbench.spec.reading import location
 
 
 def sentence(problem: Any, root: type[BaseModel], beside: Sequence[str] = ()) -> str:
@@ -41,7 +41,7 @@ def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: s
     """Yield `file:line: key: what` for each mistake in a file, or in its section at the keys `above`."""
     for problem in error.errors(include_url=False):
         key = [*above, *map(str, problem["loc"])]
-        yield f"{place(path, key)}: {'.'.join(key)}: {sentence(problem, root)}"
+        yield f"{location(path, key)}: {'.'.join(key)}: {sentence(problem, root)}"
 
 
 def keys_at(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:

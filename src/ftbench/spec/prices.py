@@ -15,7 +15,7 @@ from ftbench.core.hardware import canonical_name, gpus
 from ftbench.errors import SpecError
 from ftbench.spec.base import Float, Part, nearest
 from ftbench.spec.mistakes import in_file
-from ftbench.spec.reading import place, read_yaml
+from ftbench.spec.reading import location, read_yaml
 
 
 def _currency(value: str) -> str:
@@ -91,7 +91,7 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
     for name, values in read_yaml(
         path, "a price file", "a GPU and what it costs (see configs/prices-example.yaml)", dates=True
     ).items():
-        gpu, where = canonical_name(name), f"{place(path, [name])}: {name}: "
+        gpu, where = canonical_name(name), f"{location(path, [name])}: {name}: "
         if gpu in names:
             problems.append(f"{where}is the same GPU as {names[gpu]!r}: keep one of them")
         elif gpu not in allowed:

@@ -131,7 +131,7 @@ def line_of(path: Path, key: Sequence[str | int]) -> int | None:
     return line
 
 
-def place(path: Path, key: Sequence[str | int]) -> str:
+def location(path: Path, key: Sequence[str | int]) -> str:
     """Return `file:line` of a key; the file alone if it does not have it."""
     line = line_of(path, key)
     return f"{path}:{line}" if line else str(path)

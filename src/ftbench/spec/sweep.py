@@ -30,7 +30,7 @@ from ftbench.spec.load import (
     validated,
 )
 from ftbench.spec.mistakes import sentence
-from ftbench.spec.reading import as_text, parse_value, place
+from ftbench.spec.reading import as_text, location, parse_value
 from ftbench.spec.recipes import FOLDER, named
 
 MAX_CELLS = 100_000
@@ -141,7 +141,7 @@ def _origin(layers: Sequence[SpecLayer], *keys: str) -> str:
     """Return `file:line` of the layer whose `sweep:` says the key, else of the last that has one."""
     path = ["sweep", *(keys if keys and keys[0] in SweepSection.model_fields else ("axes", *keys))]
     layer = _saying(layers, path)
-    return place(layer.file, path) if layer.file else layer.origin
+    return location(layer.file, path) if layer.file else layer.origin
 
 
 def _saying(layers: Sequence[SpecLayer], path: Sequence[str]) -> SpecLayer:

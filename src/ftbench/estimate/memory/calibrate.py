@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from ftbench.core.hardware import find_gpu
 from ftbench.errors import SpecError
@@ -12,6 +13,9 @@ from ftbench.estimate.memory.constants import Constants, shipped
 from ftbench.estimate.memory.estimate import UNSEEN_SPREAD, MemoryEstimate, SlackBasis, slack_basis_of
 from ftbench.estimate.memory.measured import TIERS, Measured
 
+# The constants of the slack, and what runs may not have that tell them.
+_BESIDE = {"logits_share": ("compiled_gib", "varying_share", "optimizer_share"), "compiled_gib": ("varying_share",),
+           "varying_share": ("compiled_gib",), "optimizer_share": ("varying_share",)}  # fmt: skip
 FEWEST = 3  # runs below which a constant keeps its shipped value
 
 
@@ -34,23 +38,22 @@ class RunErrors:
     errors: dict[str, float]
 
 
-def fit(runs: Sequence[Measured], base: Constants | None = None) -> Constants:
-    """Return constants for runs on one GPU that ended well; what they say nothing of keeps the value of `base` (the
-    shipped ones). Medians, so that one odd run does not move them. The slack is taken apart in turn: what the logits
-    leave, then compiled graphs, then batches of many shapes, then the optimizer's step."""
-    base = base or shipped()
+def fit(runs: Sequence[Measured]) -> Constants:
+    """Return constants for runs on one GPU that ended well; what they say nothing of keeps its shipped value.
+    Medians, so that one odd run does not move them. The slack is taken apart in turn: what the logits leave, then
+    compiled graphs, then batches of many shapes, then the optimizer's step."""
     ended = [run for run in runs if run.fits and run.allocated is not None and run.spec.launch.gpus == 1]
     if len(ended) < FEWEST:
         raise SpecError(f"runs that say how much memory they took: {len(ended)}; calibrating needs {FEWEST} or more")
-    plain = replace(base, allocated_factor=1.0)
+    plain = replace(shipped(), allocated_factor=1.0)
     factors = [run.allocated / run.estimate(plain).allocated.expected for run in ended if run.allocated]
     context = [run.device - run.reserved for run in ended if run.device is not None and run.reserved is not None]
     held = [(slack_basis_of(run.spec, find_gpu(run.gpu) or run.total, run.batch), run.reserved - run.allocated)
             for run in ended if run.reserved is not None and run.allocated is not None]  # fmt: skip
-    fitted = Constants(
-        median(factors), median(context) if len(context) >= FEWEST else base.context_gib, *_slack(held, base),
-        runs=tuple(sorted({run.name for run in ended})),
-    )  # fmt: skip
+    values: dict[str, Any] = {"allocated_factor": median(factors), **_slack(held)}
+    if len(context) >= FEWEST:
+        values["context_gib"] = median(context)
+    fitted = replace(shipped(), runs=tuple(sorted({run.name for run in ended})), **values)
     return replace(fitted, strategies=_confirmed(runs, fitted))
 
 
@@ -62,18 +65,14 @@ def _confirmed(runs: Sequence[Measured], fitted: Constants) -> tuple[str, ...]:
     return tuple(sorted(strategies - missed))
 
 
-def _slack(held: Sequence[tuple[SlackBasis, float]], base: Constants) -> tuple[float, float, float, float]:
-    logits = _share([(b.logits, s) for b, s in held if not (b.compiled or b.varying or b.optimizer)], base.logits_share)
-    rest = [(b, s - logits * b.logits) for b, s in held]
-    compiled = _share([(b.compiled, s) for b, s in rest if b.compiled and not b.varying], base.compiled_gib)
-    varying = _share([(b.varying, s) for b, s in rest if b.varying and not b.compiled], base.varying_share)
-    optimizer = _share([(b.optimizer, s) for b, s in rest if b.optimizer and not b.varying], base.optimizer_share)
-    return logits, compiled, varying, optimizer
-
-
-def _share(pairs: Sequence[tuple[float, float]], otherwise: float) -> float:
-    ratios = [max(0.0, held / basis) for basis, held in pairs if basis > 0]
-    return sum(ratios) / len(ratios) if len(ratios) >= FEWEST else otherwise
+def _slack(held: Sequence[tuple[SlackBasis, float]]) -> dict[str, float]:
+    """Return the constants of the slack, each from runs whose slack has nothing but what the ones before it tell."""
+    fitted: dict[str, float] = {}
+    for name, others in _BESIDE.items():
+        ratios = [max(0.0, slack - fitted.get("logits_share", 0.0) * basis["logits_share"]) / basis[name]
+                  for basis, slack in held if basis[name] and not any(basis[other] for other in others)]  # fmt: skip
+        fitted[name] = sum(ratios) / len(ratios) if len(ratios) >= FEWEST else getattr(shipped(), name)
+    return fitted
 
 
 def rows(runs: Sequence[Measured], known: Constants) -> list[RunErrors]:

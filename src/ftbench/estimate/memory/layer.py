@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftbench.estimate.memory.weights import groups
-from ftbench.estimate.workload.batches import BatchShape
-from ftbench.estimate.workload.method import Attention, Recipe, expert_adapter
+from ftbench.estimate.workload.largest import BatchShape
+from ftbench.estimate.workload.method import Attention, Recipe
+from ftbench.estimate.workload.trainable import expert_adapter
 from ftbench.families.shape import Layer, Linear, Norm
 
 FLOAT = 4

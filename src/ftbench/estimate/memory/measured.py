@@ -11,8 +11,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import Constants
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.recorded import recorded
-from ftbench.estimate.workload import batches
-from ftbench.estimate.workload.batches import BatchShape
+from ftbench.estimate.workload.largest import BatchShape, Largest
 from ftbench.estimate.workload.model import is_rough, shape_of
 from ftbench.families.vision import ImageSize
 from ftbench.spec.experiment import Experiment
@@ -36,7 +35,7 @@ class Measured:
     allocated: float | None
     reserved: float | None
     device: float | None
-    batch: batches.Largest | None
+    batch: Largest | None
 
     def estimate(self, known: Constants | None = None) -> MemoryEstimate:
         gpu = find_gpu(self.gpu) or self.total
@@ -84,7 +83,7 @@ def measured(run: RunDir) -> Measured | None:
     )
 
 
-def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
+def realised(run: RunDir, spec: Experiment) -> Largest | None:
     """Return the largest batch that a run really had on one GPU, from its steps: positions computed in one forward
     pass. None where the steps do not say."""
     tables = read_ranks(run)[0] or [read_steps(run.steps)[0]]
@@ -105,4 +104,4 @@ def realised(run: RunDir, spec: Experiment) -> batches.Largest | None:
     most = spec.dataset.max_length
     whole = all(row.real_tokens == row.padded_tokens == (row.samples or 0) * most for row in rows)
     filled = flat and on.fixed_shape and all((row.samples or 0) <= passes * spec.train.batch_size for row in rows)
-    return batches.Largest(batch, batch, padded, whole or filled, "as the run had it")
+    return Largest(batch, batch, padded, whole or filled, "as the run had it")

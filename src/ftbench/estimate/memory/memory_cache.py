@@ -1,21 +1,25 @@
-"""The memory of many specs on many GPUs: each is worked out once, since GPUs differ in how much they have."""
+"""The largest batch that fits, and the memory of many specs on many GPUs: each is worked out once, since GPUs differ in
+how much they have."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ftbench.core.hardware import MODERN, Gpu, capability_of, cublas_workspace
 from ftbench.estimate.memory.capacity import RESERVE, capacity
-from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, largest_within, verdict_of
+from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, verdict_of
 from ftbench.spec.experiment import Experiment, resolve
+
+MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 
 class MemoryCache:
-    """`options` are those of `estimate_memory`: the model's config.json."""
+    """Estimates for the `config` and `total` of `estimate_memory`."""
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(self, config: dict[str, Any] | None = None, total: float | None = None) -> None:
+        self._config, self._total = config, total
         self._known: dict[Any, dict[int, MemoryEstimate]] = {}
 
     def estimate(self, spec: Experiment, gpu: Gpu | float) -> MemoryEstimate:
@@ -33,16 +37,59 @@ class MemoryCache:
         )
 
     def _of(self, curve: dict[int, MemoryEstimate], spec: Experiment, gpu: Gpu | float, size: int) -> MemoryEstimate:
+        has = capacity(gpu, self._total)
         if size not in curve:
             train = spec.train.model_copy(update={"batch_size": size})
             resolved = resolve(spec.model_copy(update={"train": train}), capability_of(gpu))
-            curve[size] = estimate_memory(resolved, gpu, **self._options)
-        has, verdict = capacity(gpu), verdict_of(curve[size].device, capacity(gpu))
+            curve[size] = estimate_memory(resolved, gpu, config=self._config, total=self._total)
+        verdict = verdict_of(curve[size].device, has)
         return replace(curve[size], total=has.total, usable=has.usable, margin=has.margin, verdict=verdict)
 
-    def largest_batch(self, spec: Experiment, gpu: Gpu | float) -> int | None:
-        """Return what `largest_batch` finds."""
-        has, curve = capacity(gpu), self._curve(spec, gpu)
-        known = {size: estimate.device.high for size, estimate in curve.items()}
-        room = has.usable - has.margin + RESERVE
-        return largest_within(spec, lambda size: self._of(curve, spec, gpu, size).device.high, room, known)
+    def largest_batch(self, spec: Experiment, gpu: Gpu | float, likely: bool = False) -> int | None:
+        """Return the largest train.batch_size whose verdict is `fits`, at most the samples that there are; None where
+        not even one does. With `likely` the largest that is expected to fit, with no margin: where a search may
+        start."""
+        has, curve = capacity(gpu, self._total), self._curve(spec, gpu)
+
+        def needed(estimate: MemoryEstimate) -> float:
+            return estimate.device.expected if likely else estimate.device.high
+
+        known = {size: needed(estimate) for size, estimate in curve.items()}
+        room = has.usable - (0 if likely else has.margin) + RESERVE
+        return _largest_within(spec, lambda size: needed(self._of(curve, spec, gpu, size)), room, known)
+
+
+def largest_batch(spec: Experiment, gpu: Gpu | float, *, likely: bool = False, **options: Any) -> int | None:
+    """Return the same of one spec; `options` are those of `MemoryCache`."""
+    return MemoryCache(**options).largest_batch(spec, gpu, likely)
+
+
+def _largest_within(
+    spec: Experiment, needed: Callable[[int], float], room: float, known: Mapping[int, float]
+) -> int | None:
+    """Return the largest batch that needs no more than `room`, in few steps: memory is nearly a straight line over the
+    batch size. `known` is what some sizes need."""
+    most = min(MOST_BATCH, spec.dataset.samples or MOST_BATCH)
+    known = {1: needed(1)} | {size: need for size, need in known.items() if size <= most}
+    if known[1] > room:
+        return None
+    fits = max(size for size, need in known.items() if need <= room)
+    fails = min((size for size, need in known.items() if need > room), default=most + 1)
+    while fails - fits > 1:
+        size = _between(fits, fails, known, room)
+        known[size] = needed(size)
+        fits, fails = (size, fails) if known[size] <= room else (fits, size)
+    return fits
+
+
+def _between(fits: int, fails: int, known: Mapping[int, float], room: float) -> int:
+    """Return the next size to try: where the line through the two nearest sizes meets `room`, else twice or half
+    way."""
+    other = fails if fails in known else max((size for size in known if size < fits), default=None)
+    if other is None:
+        return min(2 * fits, fails - 1)
+    slope = (known[other] - known[fits]) / (other - fits)
+    if slope <= 0:
+        return (fits + fails) // 2
+    step = max(1, int((room - known[fits]) / slope))
+    return max(fits + 1, min(fits + step + (fails not in known), fails - 1))

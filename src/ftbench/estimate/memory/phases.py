@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftbench.estimate.memory import images, layer, loss, share, transient, weights
-from ftbench.estimate.workload.batches import BatchShape
 from ftbench.estimate.workload.division import ALONE, Division
+from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.method import Recipe
 from ftbench.estimate.workload.vision import learns
 from ftbench.families.shape import ModelShape
@@ -20,7 +20,7 @@ GATHERED = "gathered layers"  # whole for a while, of weights that GPUs divide
 class MemoryPlan:
     """One run on one GPU: `model` and `batch` are its part of them, where several GPUs divide the work (`division`).
     `accumulates` says that gradients wait for further forward passes; `workspace` is what libraries keep in torch's
-    allocator, in bytes."""
+    allocator, in bytes; batches that `vary` in shape leave blocks of many sizes in it."""
 
     model: ModelShape
     recipe: Recipe
@@ -28,6 +28,7 @@ class MemoryPlan:
     accumulates: bool = False
     division: Division = ALONE
     workspace: float = 0.0
+    varies: bool = False
 
     @property
     def keeps_gradients(self) -> bool:

@@ -4,7 +4,7 @@ are those of `layer.py`."""
 from __future__ import annotations
 
 from ftbench.estimate.memory.layer import CHUNK, FLOAT, expert_copies, inside, kernel, mlp, norms
-from ftbench.estimate.workload.batches import BatchShape
+from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.method import Recipe
 from ftbench.families.shape import Layer
 

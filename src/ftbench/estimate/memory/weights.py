@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftbench.estimate.workload import vision
-from ftbench.estimate.workload.method import Recipe, adapter_parameters
+from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.trainable import adapter_parameters
 from ftbench.families.shape import Layer, Linear, ModelShape
 
 ALIGNED = 64  # columns that fused_lora widens by (worker/kernels/adapter_products.py)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from ftbench.estimate.time.ceilings import Ceilings
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.division import Division, division_of
-from ftbench.estimate.workload.method import Recipe, TrainableShape, recipe_of
+from ftbench.estimate.workload.method import Recipe, recipe_of
+from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
 COMMUNICATION = "communication"  # the name of the term

@@ -18,8 +18,8 @@ from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.division import division_of, rank_batch
-from ftbench.estimate.workload.method import TrainableShape
 from ftbench.estimate.workload.model import check_modelled, is_rough
+from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment, resolve
 
 MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data sheet"

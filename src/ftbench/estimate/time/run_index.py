@@ -20,8 +20,8 @@ from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.images import lengths_with_images
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
-from ftbench.estimate.workload.method import TrainableShape, trainable_shape
 from ftbench.estimate.workload.model import is_rough, shape_of
+from ftbench.estimate.workload.trainable import TrainableShape, trainable_shape
 from ftbench.spec.experiment import Experiment
 
 SAME_WATTS = 0.02  # how far limits of power may differ that are taken for the same

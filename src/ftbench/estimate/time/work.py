@@ -15,14 +15,8 @@ from ftbench.core import flops
 from ftbench.core.flops import vision_per_patch
 from ftbench.estimate.memory.weights import fetched_head, kept_by, matrices, optimizer_state
 from ftbench.estimate.workload.batches import Batch
-from ftbench.estimate.workload.method import (
-    DTYPE_BYTES,
-    Fused,
-    Recipe,
-    TrainableShape,
-    is_upcast,
-    recipe_of,
-)
+from ftbench.estimate.workload.method import DTYPE_BYTES, Fused, Recipe, is_upcast, recipe_of
+from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.estimate.workload.vision import vision_matmul
 from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment

@@ -7,7 +7,8 @@ from functools import lru_cache
 from math import ceil
 from typing import get_args
 
-from ftbench.estimate.workload.batches import Batch, BatchShape
+from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.largest import BatchShape
 from ftbench.families.shape import Experts, Layer, Linear, ModelShape, Norm
 from ftbench.spec.experiment import Experiment, Launch
 

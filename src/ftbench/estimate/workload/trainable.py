@@ -1,0 +1,120 @@
+"""What a token passes through in a model with a method on it, and what is trained of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ftbench.core.flops import MatmulShape
+from ftbench.estimate.workload.division import Division, division_of, rank_model
+from ftbench.estimate.workload.method import targets
+from ftbench.estimate.workload.model import shape_of
+from ftbench.families.shape import Layer, ModelShape
+from ftbench.spec.experiment import Experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Linear layers of a whole model as one token uses them: how many, and the sums of their widths."""
+
+    count: int
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableShape:
+    """A model with a method on it. `linears` are those of all layers, `adapters` the ones among them with adapters. A
+    token uses `expert_matmul` of the experts' parameters. `inner`, `heads` and `query_key` are sums over all layers:
+    the widths of the gated products a token passes, its attention heads, and its queries and keys; `moe_layers` have
+    experts."""
+
+    model: ModelShape
+    matmul: MatmulShape
+    linears: Linears
+    adapters: Linears
+    trained: int
+    expert_matmul: int
+    inner: int
+    heads: int
+    query_key: int
+    moe_layers: int
+
+
+def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> TrainableShape:
+    """Return what a token passes through in a model that is only known by its config.json, with a method on it: the
+    worker counts the same on the live model (`worker/measure/applied.py`), and a test holds the two against each other.
+    Of several GPUs it is the part of one. Raises SpecError for a model whose shape is not known."""
+    method, division = spec.method, division_of(spec.launch)
+    model = rank_model(shape_of(spec.model, config), division)
+    return _trainable(model, targets(method, model), getattr(method, "rank", 0), division)
+
+
+@lru_cache(maxsize=256)
+def _trainable(model: ModelShape, names: frozenset[str], rank: int, division: Division) -> TrainableShape:
+    """Return what is trained; `rank` 0 trains every weight. A token finds its experts on several GPUs."""
+    full = not rank
+    reached = _summed(model, lambda layer: _adapted(layer, names))
+    experts = model.summed(
+        lambda layer: layer.expert_matrices * layer.experts.active // layer.experts.count if layer.experts else 0
+    )
+    experts //= division.experts
+    others = model.summed(lambda layer: layer.matrices + layer.parameters["router"] - layer.router_biases)
+    base, head = model.linear_parameters + experts + others, model.vocab * model.hidden // model.head_parts
+    return TrainableShape(
+        model=model,
+        matmul=MatmulShape(base, base if full else 0, head, head if full else 0,
+                           rank * (reached.inputs + reached.outputs),
+                           tuple((layer.query + layer.output) // 2 for layer in model.layers),
+                           tuple(layer.window for layer in model.layers)),
+        linears=_summed(model, _used),
+        adapters=reached,
+        trained=model.total if full else adapter_parameters(model, names, rank),
+        expert_matmul=experts,
+        inner=model.summed(lambda each: each.inner + (each.experts.active * each.experts.inner if each.experts else 0)),
+        heads=model.summed(lambda layer: layer.heads),
+        query_key=model.summed(lambda layer: layer.query + layer.key),
+        moe_layers=model.summed(lambda layer: layer.experts is not None),
+    )  # fmt: skip
+
+
+def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> int:
+    """Return the trained parameters of LoRA: r (in + out) for each targeted matrix (Hu et al. 2021), of each expert for
+    gate and up together and for down."""
+    return rank * model.summed(
+        lambda layer: (
+            sum(linear.inputs + linear.outputs for linear in layer.reached(names))
+            + (layer.experts.count * expert_adapter(layer) if layer.experts and "experts" in names else 0)
+        )
+    )
+
+
+def expert_adapter(layer: Layer) -> int:
+    """Return the inputs and outputs of one expert's two fused matrices."""
+    assert layer.experts is not None
+    return (layer.hidden + 2 * layer.experts.inner) + (layer.experts.inner + layer.hidden)
+
+
+def _used(layer: Layer) -> list[tuple[int, int]]:
+    """Return inputs and outputs of a layer's matrices as one token uses them: gate, up and down of the experts it
+    visits as one each."""
+    inner = layer.experts.inner * layer.experts.active if layer.experts else 0
+    gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
+    return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated
+
+
+def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
+    reached = [(linear.inputs, linear.outputs) for linear in layer.reached(names)]
+    if layer.experts is None or "experts" not in names:
+        return reached
+    h, i, active = layer.hidden, layer.experts.inner, layer.experts.active
+    return reached + [(h, 2 * i), (i, h)] * active
+
+
+def _summed(model: ModelShape, matrices: Callable[[Layer], list[tuple[int, int]]]) -> Linears:
+    """Return some matrices of each layer, of the whole model."""
+    counted = [(count, matrices(layer)) for layer, count in model.kinds]
+    inputs, outputs = (sum(count * sum(pair[side] for pair in pairs) for count, pairs in counted) for side in (0, 1))
+    return Linears(sum(count * len(pairs) for count, pairs in counted), inputs, outputs)
