@@ -30,7 +30,8 @@ SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "500",
+    # Of a node that is lost nobody answers, which is told at once; one that is slow to answer is busy.
+    "RAY_health_check_timeout_ms": "20000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",  # on a busy machine a client's server starts slowly
 }

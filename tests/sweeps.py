@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -106,10 +107,34 @@ class Folder:
         return found
 
 
-def started(arguments: list[str], env: dict[str, str]) -> Warm | subprocess.Popen[str]:
+def held(folder: Path, *names: str) -> None:
+    """Have each mock run with one of `names` in its own wait after its first step, until it is `released`; `before` a
+    sweep. A test need not be quicker than the run then."""
+    sleep, slept = time.sleep, []
+
+    def wait(seconds: float) -> None:
+        sleep(seconds)
+        if not sys.argv[0].endswith("mock.py"):
+            return
+        slept.append(seconds)
+        run = Path(sys.argv[1]).name
+        while len(slept) > 1 and any(name in run for name in names) and not (folder / run).exists():
+            sleep(0.01)
+
+    time.sleep = wait
+
+
+def released(folder: Path, run: RunDir) -> None:
+    """Let a run go on that was `held`."""
+    (folder / run.run_id).touch()
+
+
+def started(
+    arguments: list[str], env: dict[str, str], before: Callable[[], None] | None = None
+) -> Warm | subprocess.Popen[str]:
     """Start the command; where `env` changes what Python imports, from nothing."""
     if "PYTHONPATH" not in env:
-        return Warm(arguments, os.environ | ENVIRONMENT | env)
+        return Warm(arguments, os.environ | ENVIRONMENT | env, before=before)
     return subprocess.Popen(
         [sys.executable, "-m", "ftbench", *arguments],
         env=os.environ | ENVIRONMENT | env,
@@ -127,10 +152,13 @@ class Night(Folder):
     stdout: str
     stderr: str
 
-    def __init__(self, spec: Path | None, out: Path, *arguments: str, env: dict[str, str] | None = None, **where: Any):
+    def __init__(
+        self, spec: Path | None, out: Path, *arguments: str, env: dict[str, str] | None = None,
+        before: Callable[[], None] | None = None, **where: Any,
+    ) -> None:  # fmt: skip
         super().__init__(out, **where)
         named = [str(spec), "--out", str(out)] if spec else []
-        self.process = started(["sweep", *named, *arguments], env or {})
+        self.process = started(["sweep", *named, *arguments], env or {}, before)
 
     def __enter__(self) -> Night:
         return self

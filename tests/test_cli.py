@@ -357,7 +357,6 @@ def test_output_into_a_pipe_goes_through_it_and_leaves_it_one(ftbench, study, tm
     assert archive.is_fifo()
 
 
-@pytest.mark.timeout(30)
 def test_output_into_a_pipe_that_nobody_reads_from_is_a_sentence(ftbench, study, tmp_path):
     os.mkfifo(tmp_path / "pipe.md")
     code, out, err = ftbench("report", study, "-o", tmp_path / "pipe.md")

@@ -137,14 +137,16 @@ def test_a_framework_that_cannot_be_imported_ends_as_an_error_with_a_state(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "said", "limit_s"),
     [
-        ("sleep 60 & sleep 60", "?"), ("setsid sleep 60 & echo 1.0", "?"), ("printf '\\377\\376'", "\ufffd\ufffd"),
-        ("echo 1.2", "1.2"), ("exit 1", ""),
+        ("sleep 60 & sleep 60", "?", 0.5), ("setsid sleep 60 & echo 1.0", "?", 0.5),
+        ("printf '\\377\\376'", "\ufffd\ufffd", 60), ("echo 1.2", "1.2", 60), ("exit 1", "", 60),
     ],
 )  # fmt: skip
-def test_an_interpreter_that_hangs_or_prints_what_is_no_version_is_not_waited_for(tmp_path, monkeypatch, script, said):
-    monkeypatch.setattr(frameworks, "_LIMIT_S", 0.5)
+def test_an_interpreter_that_hangs_or_prints_what_is_no_version_is_not_waited_for(
+    tmp_path, monkeypatch, script, said, limit_s
+):
+    monkeypatch.setattr(frameworks, "_LIMIT_S", limit_s)
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)

@@ -117,7 +117,6 @@ def test_an_edited_file_is_another_experiment(at, part, name, edited):
     assert at(part, name, b'{"a": 1}') == before
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["pipe", "\ud800"])
 def test_what_is_no_file_is_known_by_its_name_alone(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")

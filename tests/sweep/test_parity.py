@@ -247,6 +247,7 @@ def test_a_killed_check_keeps_what_has_ended_and_the_same_command_goes_on(tmp_pa
     begun = warm.Warm(command, environment)
     first = eventually(ended)[0]
     begun.kill()
+    begun.communicate()
     steps = first.steps.read_bytes()
     done = warm.run([*command, "--json"], environment)
     document = json.loads(done.stdout)

@@ -90,6 +90,11 @@ class Victim:
         self.night = Night(self.spec, self.folder.out)
         self.sittings += 1
 
+    def go_on(self, runs: int) -> None:
+        """Let it start so many more runs."""
+        enough = len(self.folder.events("start")) + runs
+        self.night.until(lambda: len(self.folder.events("start")) >= enough)
+
     def strike(self, whom: str) -> int:
         """Kills and, where the sweep is gone, looks at what it left and starts it again. Returns how many were hit."""
         if whom != "parent":
@@ -120,7 +125,8 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Victim:
     strikes = 0
     try:
         while strikes < KILLS:
-            time.sleep(chance.uniform(0.0, 0.9))
+            victim.go_on(chance.randrange(4))
+            time.sleep(chance.uniform(0.0, 0.2))  # anywhere in a run, or between two
             assert victim.night.process.poll() is None, f"done after {strikes} kills: the sweep is too short"
             strikes += min(1, victim.strike(chance.choice(["parent", "child", "both"])))
         victim.night.finish()

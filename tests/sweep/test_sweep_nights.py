@@ -13,30 +13,36 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import warm
+from ftbench.launch import follow, process
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-from sweeps import ENVIRONMENT, MOCK, Folder, Night, sweep, write_sweep
+from sweeps import ENVIRONMENT, MOCK, Folder, Night, held, released, sweep, write_sweep
 from waiting import eventually, processes_about
 
 BATCHES = {"train.batch_size": [1, 2, 4]}
 RATES = {"train.learning_rate": [1e-4, 2e-4, 3e-4, 4e-4, 5e-4]}
-SLOW = {"launch": {"mock": "slow"}, "train": {"max_steps": 2}}  # a second a step
 ENDLESS = {"launch": {"mock": "slow"}, "train": {"max_steps": 1000}}
 
 
 def ftbench(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Another command of the user's, from another shell."""
     return warm.run(arguments, os.environ | ENVIRONMENT)
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Return whether a process ignores a signal, as the kernel says."""
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def most_at_once(folder: Folder) -> int:
@@ -53,8 +59,8 @@ def most_at_once(folder: Folder) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_that_is_on_and_the_same_command_goes_on(tmp_path, number):
-    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **SLOW), tmp_path / "out"
-    with Night(spec, out) as night:
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
+    with Night(spec, out, before=partial(held, tmp_path, "-b2-")) as night:
         night.until(lambda: "ok" in night.states().values())
         night.until_training()
         before = night.content()
@@ -75,13 +81,17 @@ def test_a_signal_ends_the_run_that_is_on_and_the_same_command_goes_on(tmp_path,
     assert "still to come" not in again.table()
 
 
+def patient() -> None:
+    """Wait ten minutes for a run that was asked to end."""
+    process.GRACE_S = 600.0
+
+
 def test_a_second_ctrl_c_does_not_wait_for_a_run_that_does_not_listen(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("from ftbench.launch import process; process.GRACE_S = 600.0")
     spec = write_sweep(tmp_path, BATCHES, launch={"mock": "hang"}, train={"max_steps": 5})
-    path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    with Night(spec, tmp_path / "out", env={"PYTHONPATH": path}) as night:
+    with Night(spec, tmp_path / "out", before=patient) as night:
         night.until_training(3)
-        time.sleep(0.3)  # it has stopped listening by now
+        (child,) = night.workers()
+        night.until(lambda: ignores(child.pid, signal.SIGTERM))
         night.send(signal.SIGINT)
         time.sleep(0.7)
         night.send(signal.SIGINT)
@@ -94,11 +104,12 @@ def test_a_second_ctrl_c_does_not_wait_for_a_run_that_does_not_listen(tmp_path):
 
 def test_a_run_that_others_ask_to_end_leaves_the_sweep_going_and_is_still_to_come(tmp_path):
     """A TERM to the training process alone is nothing that the run did."""
-    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **SLOW), tmp_path / "out"
-    with Night(spec, out) as night:
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
+    with Night(spec, out, before=partial(held, tmp_path, "-b1-")) as night:
         run = night.until_training()
         (child,) = night.workers()
         child.terminate()
+        released(tmp_path, run)  # where it is tried again
         night.finish()
     assert "Traceback" not in night.stderr
     assert len(night.runs()) == 2
@@ -111,23 +122,22 @@ def test_a_run_that_others_ask_to_end_leaves_the_sweep_going_and_is_still_to_com
 # --- runs that hang, crash and take too long -------------------------------------------------------------------------
 
 
+def impatient() -> None:
+    """Take a run for hung a second after its third step."""
+    follow.STEP_S, follow.PATIENCE = 1.0, 0
+
+
 def test_a_run_that_hangs_is_ended_with_its_family_only_and_the_sweep_goes_on(tmp_path):
-    axes = {"launch.mock": ["hang", "ok"], "train.batch_size": [1]}
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], start_new_session=True)
-    try:
-        with Night(
-            write_sweep(tmp_path, axes, launch={"no_step_s": 1}, train={"max_steps": 5}), tmp_path / "out"
-        ) as night:
-            night.until_training(3)
-            (child,) = night.workers()
-            night.finish()
-        assert not child.is_running()
+    axes = {"launch.mock": ["hang", "ok"], "train.max_steps": [5, 2]}  # of two steps nothing is learned
+    section = {"axes": axes, "exclude": [{"launch.mock": "hang", "train.max_steps": 2},
+                                         {"launch.mock": "ok", "train.max_steps": 5}]}  # fmt: skip
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as bystander:
+        night = sweep(write_sweep(tmp_path, sweep=section), tmp_path / "out", before=impatient)
         assert bystander.poll() is None
-    finally:
         bystander.kill()
-        bystander.wait()
     assert night.code == 1, night.stderr
     assert night.told() == ["ok", "timeout"]
+    assert night.children() == []
     hung = next(run for run in night.runs() if rundir.read_json(run.state)["state"] == "timeout")
     state = rundir.read_json(hung.state)
     assert state["child_exit"] == -signal.SIGKILL  # it ignores TERM
@@ -138,8 +148,10 @@ def test_a_run_that_hangs_is_ended_with_its_family_only_and_the_sweep_goes_on(tm
 
 
 def test_a_run_that_takes_too_long_is_a_timeout_and_the_sweep_goes_on(tmp_path):
-    axes = {"launch.mock": ["slow", "ok"]}
-    night = sweep(write_sweep(tmp_path, axes, launch={"timeout_s": 1.2}, train={"max_steps": 50}), tmp_path / "out")
+    axes = {"launch.mock": ["slow", "ok"], "launch.timeout_s": [1.2, 600]}
+    section = {"axes": axes, "exclude": [{"launch.mock": "slow", "launch.timeout_s": 600},
+                                         {"launch.mock": "ok", "launch.timeout_s": 1.2}]}  # fmt: skip
+    night = sweep(write_sweep(tmp_path, sweep=section, train={"max_steps": 50}), tmp_path / "out")
     assert night.code == 1
     assert night.told() == ["ok", "timeout"]
     assert "launch.timeout_s = 1.2 seconds" in night.stderr
@@ -177,9 +189,8 @@ def test_force_runs_everything_again_and_keeps_the_earlier_runs(tmp_path):
 
 
 def test_a_second_sweep_is_refused_and_goes_on_once_the_first_is_killed(tmp_path):
-    slow = {"launch": {"mock": "slow"}, "train": {"max_steps": 6}}
-    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **slow), tmp_path / "out"
-    with Night(spec, out) as night:
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
+    with Night(spec, out, before=partial(held, tmp_path, "-b1-")) as night:
         night.until_training()
         second = sweep(spec, out)
         assert (second.code, second.stdout) == (1, "")
@@ -194,8 +205,10 @@ def test_a_second_sweep_is_refused_and_goes_on_once_the_first_is_killed(tmp_path
 
 
 def test_two_sweeps_at_once_in_two_folders_do_not_meet(tmp_path):
-    spec = write_sweep(tmp_path, {"train.batch_size": [1]}, **SLOW)
-    with Night(spec, tmp_path / "a") as one, Night(spec, tmp_path / "b") as other:
+    spec, wait = write_sweep(tmp_path, {"train.batch_size": [1]}), partial(held, tmp_path, "-b1-")
+    with Night(spec, tmp_path / "a", before=wait) as one, Night(spec, tmp_path / "b", before=wait) as other:
+        one.until_training()
+        released(tmp_path, other.until_training())
         assert (one.finish().code, other.finish().code) == (0, 0)
 
 
@@ -203,16 +216,15 @@ def test_two_sweeps_at_once_in_two_folders_do_not_meet(tmp_path):
 
 
 def test_the_status_is_told_in_every_state_of_a_sweep(tmp_path):
-    slow = {"launch": {"mock": "slow"}, "train": {"max_steps": 5}}
-    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **slow), tmp_path / "out"
-    with Night(spec, out) as night:
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, train={"max_steps": 5}), tmp_path / "out"
+    with Night(spec, out, before=partial(held, tmp_path, "-b2-")) as night:
         night.until(lambda: "ok" in night.states().values())
         night.until_training()
         folder = str(night.path)
         text = ftbench("sweep", "--status", folder)
         assert text.returncode == 0, text.stderr
         assert "1 ok · 1 left" in text.stdout
-        assert re.search(r"running  train.batch_size=2: step \d of 5 · \d0%", text.stdout)
+        assert "running  train.batch_size=2: step 1 of 5 · 20%" in text.stdout
         found = json.loads(ftbench("sweep", "--status", folder, "--json").stdout)
         assert found["alive"] is True
         assert {job["state"] for job in found["jobs"]} <= {"ok", "running", "pending"}
@@ -262,7 +274,7 @@ def test_a_time_budget_starts_nothing_that_cannot_end_in_time_and_the_most_telli
 
 def test_a_run_that_overruns_the_time_budget_is_interrupted_and_still_to_come(tmp_path):
     spec, out = write_sweep(tmp_path, BATCHES, **ENDLESS), tmp_path / "out"
-    night = sweep(spec, out, "--time-budget", "2s")
+    night = sweep(spec, out, "--time-budget", "6s")  # long enough to begin one
     assert night.code == 0, night.stderr
     assert night.told() == ["interrupted"]
     assert "the sweep's time budget ran out" in rundir.read_json(night.runs()[0].state)["reason"]
@@ -274,8 +286,12 @@ def test_a_run_that_overruns_the_time_budget_is_interrupted_and_still_to_come(tm
 
 
 def test_two_gpus_run_two_at_a_time_and_every_run_says_so(tmp_path):
-    axes = {"train.batch_size": [1, 2, 3, 4]}
-    night = sweep(write_sweep(tmp_path, axes, **SLOW), tmp_path / "out", "--gpus", "0,1")
+    spec = write_sweep(tmp_path, {"train.batch_size": [1, 2, 3, 4]})
+    with Night(spec, tmp_path / "out", "--gpus", "0,1", before=partial(held, tmp_path, "-b1-", "-b2-")) as night:
+        night.until(lambda: night.told() == ["running"] * 2)
+        for run in night.runs():
+            released(tmp_path, run)
+        night.finish()
     assert (night.code, night.told()) == (0, ["ok"] * 4)
     assert most_at_once(night) == 2
     assert {event["slot"] for event in night.events("start")} == {"GPU 0", "GPU 1"}
@@ -423,14 +439,15 @@ def fill(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("parts", [SLOW, {"train": {"max_steps": 300}}], ids=["at its end", "in the middle of a run"])
-def test_a_disk_that_fills_up_loses_nothing_and_the_sweep_goes_on_once_there_is_room(tmp_path, small_disk, parts):
-    spec, out = write_sweep(tmp_path, BATCHES, **parts), small_disk / "out"
-    with Night(spec, out) as night:
+@pytest.mark.parametrize("steps", [2, 300], ids=["at its end", "in the middle of a run"])
+def test_a_disk_that_fills_up_loses_nothing_and_the_sweep_goes_on_once_there_is_room(tmp_path, small_disk, steps):
+    spec, out = write_sweep(tmp_path, BATCHES, train={"max_steps": steps}), small_disk / "out"
+    with Night(spec, out, before=partial(held, tmp_path, "-b2-")) as night:
         night.until(lambda: "ok" in night.states().values())
-        night.until_training()
+        run = night.until_training()
         before = night.content()
         filler = fill(small_disk)
+        released(tmp_path, run)
         night.finish()
     assert night.code == 3, night.stderr
     assert "free some, or write elsewhere" in night.stderr
@@ -450,10 +467,11 @@ def test_a_disk_that_fills_up_loses_nothing_and_the_sweep_goes_on_once_there_is_
 
 
 def test_a_disk_without_room_for_another_run_stops_the_sweep_before_it_is_claimed(tmp_path, small_disk):
-    spec, out = write_sweep(tmp_path, BATCHES, **SLOW), small_disk / "out"
-    with Night(spec, out) as night:
-        night.until_training()
+    spec, out = write_sweep(tmp_path, BATCHES), small_disk / "out"
+    with Night(spec, out, before=partial(held, tmp_path, "-b1-")) as night:
+        run = night.until_training()
         (small_disk / "filler").write_bytes(b"\0" * 20 * 2**20)
+        released(tmp_path, run)
         night.finish()
     assert night.code == 3, night.stderr
     assert "MiB free" in night.stderr
@@ -463,48 +481,44 @@ def test_a_disk_without_room_for_another_run_stops_the_sweep_before_it_is_claime
 
 # --- a clock that is set back ----------------------------------------------------------------------------------------
 
-WARP = """
-import time
 
-_time, _gmtime, _localtime, _time_ns = time.time, time.gmtime, time.localtime, time.time_ns
+def warped(folder: Path) -> None:
+    """Set the clock of a sweep and its runs by as many seconds as the file `offset` says, and hold its runs."""
+    real = {name: getattr(time, name) for name in ("time", "time_ns", "gmtime", "localtime")}
 
+    def offset() -> float:
+        return float((folder / "offset").read_text() or 0)
 
-def _offset():
-    with open({path!r}) as file:
-        return float(file.read() or 0)
-
-
-time.time = lambda: _time() + _offset()
-time.time_ns = lambda: _time_ns() + int(_offset() * 1e9)
-time.gmtime = lambda seconds=None: _gmtime(time.time() if seconds is None else seconds)
-time.localtime = lambda seconds=None: _localtime(time.time() if seconds is None else seconds)
-"""
+    time.time = lambda: real["time"]() + offset()
+    time.time_ns = lambda: real["time_ns"]() + int(offset() * 1e9)
+    time.gmtime = lambda seconds=None: real["gmtime"](time.time() if seconds is None else seconds)
+    time.localtime = lambda seconds=None: real["localtime"](time.time() if seconds is None else seconds)
+    held(folder, "-b2-", "-b3-")
 
 
 def test_a_clock_that_is_set_back_in_the_night_loses_nothing(tmp_path):
-    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2, 3, 4]}, **SLOW), tmp_path / "out"
-    (tmp_path / "warp").mkdir()
-    offset = tmp_path / "offset"
-    (tmp_path / "warp" / "sitecustomize.py").write_text(WARP.format(path=str(offset)))
-    warped = {"PYTHONPATH": str(tmp_path / "warp")}
-    offset.write_text("86400")
-    with Night(spec, out, env=warped) as night:
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2, 3, 4]}), tmp_path / "out"
+    (tmp_path / "offset").write_text("86400")
+    with Night(spec, out, before=partial(warped, tmp_path)) as night:
         night.until(lambda: "ok" in night.states().values())
+        run = night.until_training()
         first = night.events("begin")[0]["at"]
         for path in night.path.rglob("*"):
             os.utime(path, (time.time() + 86400, time.time() + 86400))
-        offset.write_text("-86400")
+        (tmp_path / "offset").write_text("-86400")
+        released(tmp_path, run)
         night.until(lambda: night.told().count("ok") == 2)
-        night.until_training()
+        run = night.until_training()
         before = night.content()
         night.kill()
+    released(tmp_path, run)
     assert night.events()[-1]["at"] < first, "the clock was not set back"
-    offset.write_text("-172800")
-    again = sweep(spec, out, env=warped)
+    (tmp_path / "offset").write_text("-172800")
+    again = sweep(spec, out, before=partial(warped, tmp_path))
     assert (again.code, again.told()) == (0, ["ok"] * 4)
     assert before.items() <= again.content().items()
     for run in again.runs():
-        assert 2.0 <= rundir.read_json(run.state)["wall_s"] < 3600
+        assert 0 < rundir.read_json(run.state)["wall_s"] < 3600
     assert len(again.started()) == 5
 
 
@@ -554,10 +568,13 @@ def test_a_run_whose_state_cannot_be_read_is_run_again_and_kept(tmp_path, torn):
 
 @pytest.mark.parametrize("deleted", ["the run", "the sweep"])
 def test_a_folder_that_is_deleted_in_the_night_ends_the_sweep_with_a_sentence(tmp_path, deleted):
-    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}, **SLOW), tmp_path / "out"
-    with Night(spec, out) as night:
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
+    with Night(spec, out, before=partial(held, tmp_path, "-b1-")) as night:
         run = night.until_training()
-        shutil.rmtree(run.path if deleted == "the run" else night.path)
+        folder = run.path if deleted == "the run" else night.path
+        while folder.exists():  # the sweep may be writing there
+            shutil.rmtree(folder, ignore_errors=True)
+        released(tmp_path, run)
         night.finish()
     assert "Traceback" not in night.stderr
     assert night.code == 3
@@ -568,14 +585,15 @@ def test_a_folder_that_is_deleted_in_the_night_ends_the_sweep_with_a_sentence(tm
 
 @pytest.mark.parametrize("change", ["edited", "deleted"])
 def test_the_spec_file_is_read_once(tmp_path, change):
-    spec, out = write_sweep(tmp_path, BATCHES, **SLOW), tmp_path / "out"
+    spec, out = write_sweep(tmp_path, BATCHES), tmp_path / "out"
     text = spec.read_bytes()
-    with Night(spec, out) as night:
-        night.until_training()
+    with Night(spec, out, before=partial(held, tmp_path, "-b1-")) as night:
+        run = night.until_training()
         if change == "edited":
             spec.write_text("model: [")
         else:
             spec.unlink()
+        released(tmp_path, run)
         night.finish()
     assert (night.code, night.told()) == (0, ["ok"] * 3)
     assert {run.spec_yaml.read_bytes() for run in night.runs()} == {text}

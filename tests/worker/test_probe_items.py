@@ -216,11 +216,16 @@ def test_a_rank_that_fails_ends_the_others_at_once(tmp_path):
     assert reason == "failed: rank 1 ended with exit code 7: no NCCL here"
 
 
-def test_ranks_that_hang_are_killed_with_what_they_started(tmp_path):
+def test_ranks_that_hang_are_killed_with_what_they_started(tmp_path, monkeypatch):
+    """Their time is over once the hanging one has started something."""
     child = tmp_path / "child"
+    over = types.SimpleNamespace(
+        monotonic=lambda: 9.0 if child.exists() and child.read_text() else 0.0, sleep=time.sleep
+    )
+    monkeypatch.setattr(links, "time", over)
     hang = (
         "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)"
+        f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid)); time.sleep(600)"
     )
     reason = run_ranks(tmp_path, "pass", hang, timeout_s=1.5)
     assert reason == "did not finish within 2 s and were killed: a collective or a link hangs"
