@@ -5,12 +5,15 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from ftbench.errors import SpecError
+from ftbench.estimate.workload.model import check_modelled
 from ftbench.report.data.facts import spec_facts
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.identity import fingerprint, slug
 from ftbench.spec.load import load, spec_keys
 from ftbench.spec.objectives import OBJECTIVES
 from ftbench.spec.optimizations import OPTIMIZATIONS, choices
+from ftbench.spec.refusals import check_simulated
 from ftbench.store.rundir import RunDir
 
 PAIRS = {"name": "synthetic", "samples": 8, "length": 16}
@@ -33,6 +36,7 @@ def test_an_objective_is_named_in_a_word_and_its_keys_go_with_another(tmp_path):
     assert load(path).objective.beta == 0.1
     assert load(path, ["objective.beta=0.5"]).objective.beta == 0.5
     assert load(path, ["objective.beta=0.5", "objective=sft"]).objective.name == "sft"
+    assert load(path, ["objective=grpo", "train.batch_size=8"]).objective.num_generations == 8
     assert ("objective.beta", "0.1", "how much it costs to leave the reference model (dpo)") in spec_keys()
 
 
@@ -80,6 +84,67 @@ def test_dpo_is_another_experiment_and_sft_what_every_spec_was(tmp_path):
 def test_what_cannot_work_is_told_with_a_way_out(changes, told):
     with pytest.raises(ValidationError, match=told):
         spec_of(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"objective": {"name": "grpo", "num_generations": 1}}, "num_generations"),
+        ({"objective": {"name": "grpo", "max_completion_length": 0}}, "max_completion_length"),
+        ({"objective": {"name": "grpo", "temperature": 0}}, "temperature"),
+        ({"objective": {"name": "grpo", "beta": -1}}, "beta"),
+        ({"objective": {"name": "grpo", "loss_type": "ppo"}}, "loss_type"),
+        ({"train": {"batch_size": 6, "gradient_accumulation_steps": 2}},
+         "the 12 completions of a step.*no multiple of objective.num_generations 8: set train.batch_size to 8"),
+        ({"train": {"batch_size": 8}, "dataset": PAIRS | {"samples": 1}}, None),
+        ({"train": {"batch_size": 16}, "dataset": PAIRS | {"samples": 1}}, "a step answers 2 prompts.*is 1: raise it"),
+        ({"dataset": PAIRS | {"eval_samples": 4}}, "set dataset.eval_samples to 0"),
+        ({"dataset": PAIRS | {"loss_on": "all"}}, "leave dataset.loss_on at completion"),
+        ({"dataset": {"name": "file", "path": "x", "format": "preference"}}, "set dataset.format to prompt"),
+        ({"dataset": {"name": "file", "path": "x", "format": "prompt"}}, None),
+        ({"dataset": {"name": "images", "samples": 4, "image_size": [64, 64]}}, "is given text alone"),
+        ({"method": {"name": "unsloth"}}, "use lora, qlora or full"),
+        ({"method": {"dropout": 0.1}}, "set method.dropout to 0"),
+        ({"method": {"bias": "all"}}, None),
+        ({"method": {"bias": "all"}, "objective": {"name": "grpo", "beta": 0.1}}, "set method.bias to none"),
+        ({"method": {"name": "full"}, "objective": {"name": "grpo", "beta": 0.1}}, "set objective.beta to 0, or train"),
+        ({"train": {"batch_size": 8, "optimizer": "adamw_torchao_8bit"}}, "use adamw_torch or adamw_bnb_8bit"),
+        ({"launch": {"gpus": 2}}, "launch.gpus is 2: set it to 1"),
+        ({"launch": {"framework": "axolotl", "python": "p"}}, "use trl, or objective sft"),
+        ({"optimizations": {"gradient_checkpointing": "selective"}}, "use on or off"),
+        ({"optimizations": {"attention": "flash_attention_2"}}, "only eager and sdpa"),
+        ({"objective": {"name": "sft"}, "dataset": {"name": "file", "path": "x", "format": "prompt"}},
+         "set objective to grpo"),
+        ({"objective": {"name": "dpo"}, "dataset": {"name": "file", "path": "x", "format": "prompt"}},
+         "rows of file are prompt"),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_grpo_takes_and_what_not_is_told_with_a_way_out(changes, told):
+    values = {"objective": {"name": "grpo"}, "train": {"batch_size": 8}} | changes
+    if told is None:
+        assert spec_of(**values).objective.name == "grpo"
+        return
+    with pytest.raises(ValidationError, match=told):
+        spec_of(**values)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIMIZATIONS if name not in ("attention", "gradient_checkpointing")]
+)
+def test_an_optimization_that_no_test_holds_against_plain_grpo_is_refused(name):
+    with pytest.raises(ValidationError, match=f"optimizations.{name} with objective grpo "):
+        spec_of(
+            objective={"name": "grpo"}, train={"batch_size": 8},
+            optimizations={name: 512 if name == "image_size" else choices(name)[0]},
+        )  # fmt: skip
+
+
+def test_no_formula_and_no_simulation_is_said_to_know_what_generating_takes():
+    spec = spec_of(objective={"name": "grpo"}, train={"batch_size": 8})
+    for check in (check_modelled, check_simulated):
+        with pytest.raises(SpecError, match=r"objective grpo.*--set train.max_steps=5"):
+            check(spec)
 
 
 @pytest.mark.parametrize("name", [name for name, kept in OPTIMIZATIONS.items() if kept.pairs])

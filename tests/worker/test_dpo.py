@@ -250,7 +250,7 @@ def test_made_pairs_begin_alike_never_agree_and_are_the_same_for_a_seed(cache):
 
 
 def test_a_reference_that_is_not_what_was_asked_for_fails_the_run(train_here, monkeypatch):
-    monkeypatch.setattr(preference.PairTrainer, "_forget_copy", lambda self: None)
+    monkeypatch.setattr(preference.PairTrainer, "forget_copy", lambda self: None)
     with pytest.raises(NotAppliedError, match="the reference is a copy of the adapters"):
         train_here(objective=DPO)
 

@@ -16,6 +16,7 @@ COLUMNS = {
     "question-answer": "question, answer",
     "text": "text",
     "preference": "prompt, chosen, rejected",
+    "prompt": "prompt, with objective grpo",
     "image-text": "image or images; text, caption, answer or label (and question or prompt)",
 }
 MARKER = "<image>"  # where in a plain text an image stands, as LLaVA's data have it
@@ -116,6 +117,14 @@ def _preference(row: dict[str, Any]) -> Example:
     if chosen[:-1] != rejected[:-1]:
         raise BadRow("`chosen` and `rejected` answer different prompts")
     return Example(chosen, rejected)
+
+
+def _prompt(row: dict[str, Any]) -> Example:
+    """Return a prompt without an answer: a text, or messages of which the last is not the assistant's."""
+    if not isinstance(row.get("prompt"), list):
+        return Example(({"role": "user", "content": _text(row, "prompt")},))
+    answered = [*row["prompt"], {"role": "assistant", "content": "-"}]
+    return Example(_dialogue(answered).messages[:-1])
 
 
 def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
@@ -256,5 +265,6 @@ _FORMATS: dict[str, Callable[[dict[str, Any]], Example]] = {
     "question-answer": lambda row: _pair(_text(row, "question"), _text(row, "answer")),
     "text": _plain,
     "preference": _preference,
+    "prompt": _prompt,
     "wikipedia-title": wikipedia_title,
 }

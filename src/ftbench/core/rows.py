@@ -42,7 +42,9 @@ class StepRow:
     label_tokens: int | None = _column("tokens", "positions that carry loss", "shares")
     samples: int | None = _column("", "samples of the step", "shares")
     longest_sequence: int | None = _column("tokens", "longest sequence of the step")
-    loss: float | None = _column("nats/token", "training loss of the step, or evaluation loss; of dpo a pair's", "loss")
+    loss: float | None = _column(
+        "nats/token", "training loss of the step, or evaluation loss; of dpo, grpo theirs", "loss"
+    )
     grad_norm: float | None = _column("", "gradient norm before clipping")
     learning_rate: float | None = _column("", "learning rate used by the step", "first")
     peak_reserved_gb: float | None = _column("GiB", "largest allocator pool within the step")
@@ -84,6 +86,15 @@ class StepRow:
         "", "dpo: share of the step's pairs whose chosen answer gained more on the reference than the rejected", "mean"
     )
     reward_margin: float | None = _column("nats", "dpo: beta times how much more it gained, mean of the pairs", "mean")
+    generation_s: float | None = _column(
+        "s", "grpo: device time in which the model answered the step's prompts, no part of forward_backward_s"
+    )
+    scoring_s: float | None = _column(
+        "s", "grpo: the same of the completions' rewards, and of what the reference makes of them"
+    )
+    generated_tokens: int | None = _column("tokens", "grpo: tokens of the step's completions", "shares")
+    reward: float | None = _column("", "grpo: mean reward of the step's completions", "mean")
+    generation_peak_gb: float | None = _column("GiB", "grpo: highest allocated until completions were made")
 
 
 SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # of the seconds, tokens, GiB, joules and learning rates of a run
@@ -187,6 +198,8 @@ class RunSummary:
     contention: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
     # of the compiler, before the first step: `cold`, `warm`, `partly warm`, or `none` without compilation
     first_step_cache: str | None = field(default=None, metadata=_LATER)
+    # seconds a step, on average: `generation`, `scoring`, `forward_backward`, `optimizer`; of grpo alone
+    parts_s: dict[str, float] = field(default_factory=dict, metadata=_LATER)
     # of several ranks: their `count`, the `spread` (`lowest`, `highest`) of what the figures tell the worst of, the
     # `memory_gb` of each (allocated, reserved, device), `token_skew`: the share of a step in which the mean rank waits
     # for the one with the most positions, and real `tokens_per_s_per_gpu`, which are those of all by their count

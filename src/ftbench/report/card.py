@@ -37,6 +37,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("steps", f"{steps['total']}, of which {steps.get('warmup', 0)} warm-up" if steps.get("total") else ""),
         ("step time", _step_time(summary.step_time_s)),
         ("forward", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.forward_s.items())),
+        ("parts", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.parts_s.items())),
         ("first step", units.seconds(summary.first_step_s)),
         ("speed", _speed(summary)),
         ("ranks", _ranks(summary)),
@@ -47,6 +48,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("energy", f"{units.rate(joules)} J per 1,000 samples (GPU only)" if joules else ""),
         ("loss", " → ".join(f"{name} {value:.3f}" for name, value in losses.items() if value is not None)),
         ("preferred", _preferred(summary.loss)),
+        ("reward", _reward(summary.loss)),
     ]
 
 
@@ -55,6 +57,11 @@ def _preferred(figures: dict[str, float | None]) -> str:
     if accuracy is None or margin is None:
         return ""
     return f"the chosen answer in {units.percent(accuracy)} of the last step's pairs, by {margin:.3f} nats"
+
+
+def _reward(figures: dict[str, float | None]) -> str:
+    first, last = figures.get("reward_first"), figures.get("reward_last")
+    return "" if first is None or last is None else f"{first:.3f} in the first step, {last:.3f} in the last"
 
 
 def _step_time(times: dict[str, Any]) -> str:
@@ -71,7 +78,9 @@ def _speed(summary: RunSummary) -> str:
     tokens = units.rate(summary.tokens_per_s.get("real"))
     images = summary.images_per_s.get("images")
     shown = f", {units.rate(images)} images/s" if images else ""
-    return f"{tokens} real tokens/s, {units.rate(summary.samples_per_hour)} samples/h{shown}"
+    generated = units.rate(summary.tokens_per_s.get("generated"))
+    apart = f"; {generated} generated tokens/s while generating" if generated else ""
+    return f"{tokens} real tokens/s, {units.rate(summary.samples_per_hour)} samples/h{shown}{apart}"
 
 
 def _ranks(summary: RunSummary) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from ftbench.spec.base import Float, Int, Part, Switch, known
 
 Format = Literal[
-    "alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text", "preference"
+    "alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text", "preference", "prompt"
 ]  # fmt: skip
 Role = Literal[
     "prompt", "completion", "chosen", "rejected", "question", "answer", "instruction", "input", "output", "messages",

@@ -1,5 +1,5 @@
 """What a training minimises: one class an objective, OBJECTIVES the table; a method says what is trained for it. The
-other half of dpo is `worker/preference.py`."""
+other halves are `worker/preference.py` of dpo and `worker/policy.py` of grpo."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ftbench.spec.base import Experiment, Float, Part, Switch
+from ftbench.spec.base import Experiment, Float, Int, Part, Switch
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 
 PREFERENCE = "preference"  # the format of rows that are pairs
+PROMPT = "prompt"  # that of rows without answers
 
 
 class Sft(Part):
     """Supervised fine-tuning: the answers of the data are learned, token by token."""
 
     pairs: ClassVar[bool] = False  # whether a sample is two sequences, of which one is preferred
+    prompts: ClassVar[bool] = False  # whether it is a prompt that the model itself answers
     sequences: ClassVar[int] = 1  # that a sample is
     in_step: ClassVar[bool] = False  # whether a reference's forward pass is a part of each step
 
@@ -30,12 +32,15 @@ class Sft(Part):
                 f"dataset.format {PREFERENCE} is of pairs: set objective to dpo, or learn the chosen answers alone "
                 "with dataset.columns={completion: chosen} and no format"
             )
+        if spec.dataset.format == PROMPT:
+            yield f"dataset.format {PROMPT} is of rows without answers: set objective to grpo, or take another format"
 
 
 class Dpo(Part):
     """Direct preference optimization: of each pair of answers the chosen one becomes likelier than the rejected one."""
 
     pairs: ClassVar[bool] = True
+    prompts: ClassVar[bool] = False
     sequences: ClassVar[int] = 2
 
     name: Literal["dpo"] = "dpo"
@@ -83,5 +88,94 @@ class Dpo(Part):
         yield from (f"optimizations.{name} with objective dpo: {why}" for name, why in refused.items() if why)
 
 
-Objective = Annotated[Sft | Dpo, Field(discriminator="name")]
-OBJECTIVES: dict[str, type[Sft] | type[Dpo]] = {"sft": Sft, "dpo": Dpo}
+class Grpo(Part):
+    """Group relative policy optimization: the model answers each prompt several times, and what has more reward than
+    the rest of its group becomes likelier."""
+
+    pairs: ClassVar[bool] = False
+    prompts: ClassVar[bool] = True
+    sequences: ClassVar[int] = 1
+    in_step: ClassVar[bool] = False  # the adapters' reference is, and a second model there is none
+
+    name: Literal["grpo"] = "grpo"
+    num_generations: Int = Field(8, ge=2, le=4096, description="completions of a prompt, which are its group")
+    max_completion_length: Int = Field(512, ge=1, le=1_048_576, description="tokens; a completion ends there")
+    fixed_length: Switch = Field(
+        False, description="no completion ends before, so that runs generate equally many tokens"
+    )
+    temperature: Float = Field(1.0, gt=0, le=100, description="of the sampling")
+    beta: Float = Field(0.0, ge=0, description="how much it costs to leave the reference model; 0 needs none")
+    loss_type: Literal["dapo", "dr_grpo", "bnpo", "grpo"] = Field("dapo", description="by what trl divides the loss")
+
+    def prompts_per_step(self, spec: Experiment) -> int:
+        """Return how many prompts the completions of an optimizer step answer."""
+        return spec.global_batch // self.num_generations
+
+    def refusals(self, spec: Experiment) -> Iterator[str]:
+        yield from self._of_batches(spec)
+        yield from self._of_data(spec)
+        yield from self._of_method(spec)
+        for name in switched_on(spec.optimizations):
+            if name not in ("attention", "gradient_checkpointing"):
+                yield f"optimizations.{name} with objective grpo was not held against training without it: leave it off"
+        if spec.launch.framework != "trl":
+            yield (
+                f"objective grpo is trl's here, and launch.framework is {spec.launch.framework}: use trl, or objective "
+                "sft"
+            )
+        if spec.launch.gpus > 1:
+            yield f"objective grpo is measured on one GPU and launch.gpus is {spec.launch.gpus}: set it to 1"
+
+    def _of_batches(self, spec: Experiment) -> Iterator[str]:
+        size, group, samples = spec.global_batch, self.num_generations, spec.dataset.samples
+        if size % group:
+            yield (
+                f"objective grpo: the {size} completions of a step (train.batch_size x "
+                f"train.gradient_accumulation_steps) are no multiple of objective.num_generations {group}: set "
+                f"train.batch_size to {group}"
+            )
+        elif samples is not None and samples < self.prompts_per_step(spec):
+            yield (
+                f"objective grpo: a step answers {self.prompts_per_step(spec)} prompts and dataset.samples is "
+                f"{samples}: raise it"
+            )
+
+    def _of_data(self, spec: Experiment) -> Iterator[str]:
+        data = spec.dataset
+        if data.has_images:
+            yield f"objective grpo is given text alone, and {data.name} holds images: take another data set"
+        elif (data.format or data.source.format) in (PREFERENCE, "text"):
+            yield (
+                f"objective grpo answers prompts, and rows of {data.format or data.source.format} are none: set "
+                f"dataset.format to {PROMPT} and dataset.columns to {{prompt: COLUMN}}"
+            )
+        if data.loss_on == "all":
+            yield "objective grpo learns what the model itself answers: leave dataset.loss_on at completion"
+        if data.eval_samples:
+            yield "objective grpo: an evaluation would be another generation: set dataset.eval_samples to 0"
+
+    def _of_method(self, spec: Experiment) -> Iterator[str]:
+        method, optimizer = spec.method, spec.train.optimizer
+        if method.name == "unsloth":
+            yield "objective grpo with method unsloth is not measured here: use lora, qlora or full"
+        if getattr(method, "dropout", 0):
+            yield (
+                "objective grpo: dropout would have completions drawn from one model and learned by another: set "
+                "method.dropout to 0"
+            )
+        if self.beta and getattr(method, "bias", "none") != "none":
+            yield "objective grpo: peft has no second adapter with biases, which trl asks for: set method.bias to none"
+        if self.beta and not method.adapters:
+            yield (
+                "objective grpo: of all weights trl would load a second model by itself, in float32: set "
+                "objective.beta to 0, or train adapters (lora, qlora)"
+            )
+        if "torchao" in optimizer:
+            yield (
+                f"train.optimizer {optimizer} with objective grpo: trl's GRPOTrainer takes no class of optimizers: use "
+                "adamw_torch or adamw_bnb_8bit"
+            )
+
+
+Objective = Annotated[Sft | Dpo | Grpo, Field(discriminator="name")]
+OBJECTIVES: dict[str, type[Sft] | type[Dpo] | type[Grpo]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo}

@@ -13,7 +13,10 @@ _Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
 
 
 def of_steps(steady: Sequence[StepRow], applied: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float] | None:
-    """Return TFLOP/s of the model's mathematics and of what was computed for it; None where a count is not known."""
+    """Return TFLOP/s of the model's mathematics and of what was computed for it; None where a count is not known:
+    of what a model computes to answer prompts nothing is."""
+    if applied.get("generation"):
+        return None
     shape = _shape(applied, "matmul_shape", flops.MatmulShape)
     length = dataset.get("tokens", {}).get("weighted_mean")
     window = total(row.step_time_s for row in steady)

@@ -79,6 +79,7 @@ SHAPES: dict[str, Any] = {
     },
     "applied.json": {
         "warnings": [_NAME], "reported": {"samples_per_s": _NUMBER}, "reference": ({"kind": _TEXT, "in_step": _FLAG},),
+        "generation": ({"by": _TEXT, "reward": _TEXT},),
         "loss": _TEXT, "product_precision": _TEXT, "gpu_busy_method": _TEXT,
         "trained_dtype": _TEXT, "loss_normalisation": _TEXT, "padding": _TEXT, "patched_by": _TEXT,
         "compile_cache": _TEXT, "gradient_checkpointing": _NUMBER | _FLAG, "dataset": _DATASET,
@@ -113,7 +114,7 @@ SHAPES: dict[str, Any] = {
         "dataset": _DATASET, "oom": _OOM, "warnings": [_NAME],
         "learning": {"state": _TEXT, "first_step": _NUMBER, "count": _NUMBER},
         "contention": {"contended": _FLAG, "*": _NUMBER}, "first_step_cache": _TEXT,
-        "images_per_s": {"*": _NUMBER}, "forward_s": {"*": _NUMBER},
+        "images_per_s": {"*": _NUMBER}, "forward_s": {"*": _NUMBER}, "parts_s": {"*": _NUMBER},
         "ranks": {"?": ("count",), "count": RANKS, "spread": {"*": {"?": ("lowest", "highest"), "*": _REAL}},
                   "memory_gb": [{"*": _NUMBER}], "token_skew": _NUMBER, "tokens_per_s_per_gpu": _NUMBER},
     },

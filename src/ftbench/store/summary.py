@@ -12,7 +12,7 @@ from ftbench.core import hardware, stats
 from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
-from ftbench.store import flop_rates, health, run_warnings
+from ftbench.store import completions, flop_rates, health, run_warnings
 from ftbench.store.ranks import merge, read_ranks, spread
 from ftbench.store.rundir import RunDir, first_gpu, gpus_of, read_documents, state_of
 from ftbench.store.steps import read_steps
@@ -152,6 +152,9 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
         summary.images_per_s = {name: rates[name] for name in ("images", "tiles")}
         parts = {part: [getattr(row, f"{part}_s") or 0.0 for row in steady] for part in ("vision", "language", "loss")}
         summary.forward_s = {part: total(spent) / len(spent) for part, spent in parts.items() if any(spent)}
+    if any(row.generated_tokens for row in steady):
+        summary.parts_s, rates = completions.speed(steady)
+        summary.tokens_per_s |= rates
     summary.samples_per_s = _rate([row.samples for row in steady], window)
     if summary.samples_per_s is not None:
         summary.samples_per_hour = summary.samples_per_s * 3600
@@ -227,14 +230,8 @@ def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
     trained, evaluated = ([loss for phase, loss in finite if phase == name] for name in ("train", "evaluate"))
     return {
         "first": next(iter(trained), None), "last": next(reversed(trained), None),
-        "eval": next(reversed(evaluated), None), **_rewards(everything),
+        "eval": next(reversed(evaluated), None), **completions.rewards(everything),
     }  # fmt: skip
-
-
-def _rewards(everything: Sequence[StepRow]) -> dict[str, float | None]:
-    """Return what the last step says of its pairs; nothing of a training without pairs."""
-    rows = [row for row in everything if row.phase == "train" and row.reward_accuracy is not None]
-    return {name: getattr(rows[-1], name) for name in ("reward_accuracy", "reward_margin")} if rows else {}
 
 
 def _memory(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.errors import MissingError
+from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import ImpossibleError, load
@@ -62,6 +62,11 @@ def _sets(request: ParityRequest) -> list[str]:
     """Return the changes to the spec file that all runs share."""
     sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
     spec = load(request.spec, sets)
+    if spec.objective.prompts:
+        raise SpecError(
+            f"parity holds losses against each other, and those of objective {spec.objective.name} say nothing of "
+            "learning: compare the column reward of steps.csv"
+        )
     held_out = [] if spec.dataset.eval_samples else [f"dataset.eval_samples={HELD_OUT}"]
     shared = ["measure.share_gpu=on"] if request.parallel > 1 else []
     return [*sets, *held_out, "measure.eval=end", "measure.repeats=1", *shared]

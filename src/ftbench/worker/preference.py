@@ -18,7 +18,6 @@ from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.trainer import Loop, dataset, recipe
 
-COPY = "ref"  # trl's name for the copy that it makes of an adapter
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # columns of a data set whose reference was computed
 
 
@@ -28,19 +27,13 @@ class PairTrainer(Loop, DPOTrainer):
     def __init__(self, within: Callable[[str], AbstractContextManager[None]], **options: Any) -> None:
         self._within = within
         super().__init__(**options)
-        self._forget_copy()
-
-    def _forget_copy(self) -> None:
-        """Leave the weights under the adapters as the reference: trl copies adapters that it is given, for those that
-        were trained before, and these begin at zero."""
-        if COPY in getattr(self.model, "peft_config", {}):
-            self.model.delete_adapter(COPY)
+        self.forget_copy()
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
         return dataset
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        self._forget_copy()
+        self.forget_copy()
         self.model.train()  # as in a step: bitsandbytes rewrites weights for a CPU that only infers
         with self._within("reference"):
             return super()._precompute_ref_logps(dataset, name, batch_size)
@@ -72,7 +65,7 @@ class PairTrainer(Loop, DPOTrainer):
             problems.append(f"objective.precompute_ref_log_probs is {said} and the data say otherwise")
         if (self.ref_model is not None) != spec.second_model:
             problems.append(f"objective dpo: the reference is {'no' if spec.second_model else 'a'} second model")
-        if COPY in getattr(self.model, "peft_config", {}):
+        if self.has_copy():
             problems.append("objective dpo: the reference is a copy of the adapters, and not the weights under them")
         return problems
 

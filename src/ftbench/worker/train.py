@@ -123,6 +123,10 @@ def assembled(
         from ftbench.worker import preference
 
         loop = preference.build(spec, directory, model, tokenizer, data, reference, within)
+    elif spec.objective.prompts:
+        from ftbench.worker import policy
+
+        loop = policy.build(spec, directory, model, tokenizer, data)
     else:
         loop = trainer.build(spec, directory, model, tokenizer, data)
     for callback in optimizations.callbacks(spec):
@@ -138,6 +142,7 @@ def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
     if spec.measure.control != "off":
         loop.add_callback(Control(spec))
     weighed_by = "samples" if spec.objective.pairs else "labels"
+    loop.recorder = recorder
     recording = HfRecording(recorder, run.phases, weighed_by).attach(loop)
     forward_parts.watch(loop.model, recorder)
     if spec.measure.gradients:

@@ -28,11 +28,16 @@ DEFAULT_PROCESSES = 4  # that make batches, where the spec says `on`
 PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
 
 
+COPY = "ref"  # trl's name for the copy that it makes of an adapter
+
+
 class Loop:
     """What is ours in any of trl's trainers. `batches` are the shapes of those seen so far, and whether they held
     padding."""
 
     accelerator: Any
+    model: Any
+    recorder: Any
     batches: set[tuple[tuple[int, ...], bool]]
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -48,6 +53,16 @@ class Loop:
         """End the processes that make batches."""
         for iterator in self.loaders():
             iterator._shutdown_workers()
+
+    def forget_copy(self) -> None:
+        """Leave the weights under the adapters as the reference: trl copies adapters that it is given, for those that
+        were trained before, and these begin at zero."""
+        if self.has_copy():
+            self.model.delete_adapter(COPY)
+
+    def has_copy(self) -> bool:
+        """Return whether the reference is a copy of the adapters."""
+        return COPY in getattr(self.model, "peft_config", {})
 
     def verify(self, spec: Experiment) -> list[str]:
         """Return what of the objective is not as the spec says."""

@@ -17,8 +17,13 @@ from ftbench.spec.reading import read_config
 
 def check_modelled(spec: Experiment) -> None:
     """Raise SpecError, with the nearest spec that is estimated, for one whose step no formula describes: a method that
-    trains neither every weight nor adapters; of unsloth what was never measured."""
+    trains neither every weight nor adapters; an objective that generates; of unsloth what was never measured."""
     method, on = spec.method, spec.optimizations
+    if spec.objective.prompts:
+        raise SpecError(
+            f"objective {spec.objective.name}: no formula knows what generating takes, nor how long completions get: "
+            "train a few steps with --set train.max_steps=5"
+        )
     if not method.adapters and method.name != "full":
         raise SpecError(
             f"what method {method.name} trains no formula knows: `ftbench estimate --simulate` runs it without a GPU, "

@@ -57,10 +57,11 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Record:
 
 def _on_one_basis(record: Record) -> Record:
     """Set samples a second from real tokens a second and the mean length of the data, like every speed: those counted
-    in a short window are those that happened to be long or short. As counted where either is not known."""
+    in a short window are those that happened to be long or short. As counted where either is not known, and where the
+    model itself made most of them."""
     counted, tokens = record.get("samples_per_s"), record.get("tokens_per_s.real")
     length = record.get("dataset.tokens.mean")
-    if not (counted and tokens and length):
+    if not (counted and tokens and length) or record.get("tokens_per_s.generated"):
         return record
     sequences, samples = record.get("dataset.tokens.count"), record.get("dataset.samples")
     rate = tokens / (length * (sequences / samples if sequences and samples else 1))  # a pair is two sequences

@@ -30,12 +30,13 @@ FIGURES = (
     Column("step", "step_time_s.median", units.seconds),
     Column("samples/h", "samples_per_hour", units.rate, True),
     Column("images/s", "images_per_s.images", units.rate, True),
+    Column("generated/s", "tokens_per_s.generated", units.rate, True),
     Column("MFU", "mfu", units.percent, True),
     Column("eval loss", "loss.eval", lambda value: f"{value:.3f}"),
     Column("first step", "first_step_s", units.seconds),
 )
 _FIRST_FIGURES, _LONGEST_FIGURE = 3, 12
-_OPTIONAL = ("mfu", "loss.eval", "images_per_s.images")
+_OPTIONAL = ("mfu", "loss.eval", "images_per_s.images", "tokens_per_s.generated")
 
 
 def runs_table(records: Sequence[Record], axes: Sequence[str] = (), chosen: Sequence[Column] = ()) -> Table:

@@ -25,8 +25,8 @@ def _refusals(spec: Experiment) -> Iterator[str]:
         )
     if kernel == "varlen" and precision == "fp32":
         yield "optimizations.attention varlen computes in 16 bits: set train.precision to bf16"
-    if spec.objective.pairs and kernel not in ("auto", "eager", "sdpa"):
-        yield f"optimizations.attention {kernel} with objective dpo: only eager and sdpa were held against it so far"
+    if (objective := spec.objective.name) != "sft" and kernel not in ("auto", "eager", "sdpa"):
+        yield f"optimizations.attention {kernel} with objective {objective}: only eager and sdpa were tried so far"
     if kernel == "cudnn" and precision == "fp32":
         yield "optimizations.attention cudnn computes in 16 bits: set train.precision to bf16, or attention sdpa"
 

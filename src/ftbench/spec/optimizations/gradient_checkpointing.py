@@ -13,10 +13,10 @@ def _refusals(spec: Experiment) -> Iterator[str]:
     setting = spec.optimizations.gradient_checkpointing
     if (name := spec.launch.strategy) in ("fsdp", "cp") and setting not in (True, False):
         yield f"optimizations.gradient_checkpointing {setting}: {name} checkpoints all layers or none: use on or off"
-    if spec.objective.pairs and setting not in (True, False):
+    if (objective := spec.objective.name) != "sft" and setting not in (True, False):
         yield (
-            f"optimizations.gradient_checkpointing {setting} with objective dpo: trl switches checkpoints off and on "
-            "again around the reference, in all layers: use on or off"
+            f"optimizations.gradient_checkpointing {setting} with objective {objective}: trl switches checkpoints off "
+            "and on again around the reference, in all layers: use on or off"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from ftbench.worker.data.order import Row
 from ftbench.worker.data.pictures import read
 from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.sources import Rows, open_rows
-from ftbench.worker.data.tokens import IGNORE, ShownImages, Tokens, tokenise, tokenise_pair
+from ftbench.worker.data.tokens import IGNORE, ShownImages, Tokens, tokenise, tokenise_pair, tokenise_prompt
 
 ROW_S = 20  # of computing for one row: a long dialogue takes a tenth of a second
 
@@ -77,6 +77,8 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
     if dataset.name == "synthetic":
         draw = synthetic.draw_pairs if spec.objective.pairs else synthetic.draw
         samples = draw(dataset, count, vocab_size)
+        if spec.objective.prompts:
+            samples = [replace(prompt, labels=[IGNORE] * len(prompt.ids)) for prompt in samples]
     elif dataset.name == "images":
         special = {*tokenizer.all_special_ids, _reading(pixels, dataset).token}
         samples = synthetic.draw_images(dataset, count, vocab_size, _reading(pixels, dataset), special)
@@ -136,21 +138,28 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
                 raise
             empty += 1
             continue
-        tokens = _tokens(rows, index, parsed, dataset, tokenizer, images)
-        shown_whole = images is None or tokens.ids.count(images.token) == sum(images.counts)
-        if not shown_whole or not tokens.learns:
+        tokens = _tokens(rows, index, parsed, spec, tokenizer, images)
+        whole = images is None or tokens.ids.count(images.token) == sum(images.counts)
+        learns = tokens.full_length <= dataset.max_length if spec.objective.prompts else tokens.learns
+        if not whole or not learns:
             silent += 1
             continue
         samples.append(tokens)
-    _check_count(dataset, len(rows), len(samples), silent)
+    _check_count(spec, len(rows), len(samples), silent)
     left_out = [
         (empty, "without text or a readable image"),
-        (silent, f"whose answer lies beyond max_length {dataset.max_length}"),
+        (silent, f"whose {_WHAT_IS_BEYOND[spec.objective.prompts]} lies beyond max_length {dataset.max_length}"),
     ]
     return samples, [f"{count} rows of {dataset.name} {why} were left out" for count, why in left_out if count]
 
 
-def _check_count(dataset: Dataset, rows: int, usable: int, silent: int) -> None:
+_WHAT_IS_BEYOND = {False: "answer", True: "prompt's end"}  # by whether the samples are prompts alone
+
+
+def _check_count(spec: Experiment, rows: int, usable: int, silent: int) -> None:
+    dataset, what = spec.dataset, _WHAT_IS_BEYOND[spec.objective.prompts]
+    if not usable and spec.objective.prompts:
+        raise DataError(f"dataset {dataset.name}: no prompt ends within max_length {dataset.max_length}: raise it")
     if not usable:
         raise DataError(
             f"dataset {dataset.name}: no token carries loss within max_length {dataset.max_length}: the prompts "
@@ -160,7 +169,7 @@ def _check_count(dataset: Dataset, rows: int, usable: int, silent: int) -> None:
     if usable < needed:
         raise SpecError(
             f"dataset: {dataset.name} has {rows:,} rows"
-            + (f", {silent:,} of them with their answer beyond max_length" if silent else "")
+            + (f", {silent:,} of them with their {what} beyond max_length" if silent else "")
             + f": too few for {dataset.samples or 1:,} samples and {dataset.eval_samples:,} to evaluate on. "
             "Lower dataset.samples or dataset.eval_samples"
         )
@@ -177,10 +186,13 @@ def _images(rows: Rows, index: int, parsed: Example, dataset: Dataset, pixels: P
 
 
 def _tokens(
-    rows: Rows, index: int, parsed: Example, dataset: Dataset, tokenizer: Any, images: ShownImages | None
+    rows: Rows, index: int, parsed: Example, spec: Experiment, tokenizer: Any, images: ShownImages | None
 ) -> Tokens:
+    dataset = spec.dataset
     try:
         with time_limit(ROW_S):
+            if spec.objective.prompts:
+                return tokenise_prompt(tokenizer, parsed)
             if parsed.rejected:
                 return tokenise_pair(tokenizer, parsed, dataset.max_length)
             return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)

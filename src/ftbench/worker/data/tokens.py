@@ -89,6 +89,17 @@ def tokenise_pair(tokenizer: Any, example: Example, max_length: int) -> Tokens:
     return replace(chosen, rejected=rejected)
 
 
+def tokenise_prompt(tokenizer: Any, example: Example) -> Tokens:
+    """Return what comes before the last answer, opened for one, without labels. Raises BadRow for plain text."""
+    messages = list(example.messages)
+    if messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise BadRow("it holds no prompt to answer: set dataset.format=prompt and dataset.columns={prompt: COLUMN}")
+    ids = (_template if tokenizer.chat_template else _plain_ids)(tokenizer, messages, True)
+    return Tokens(ids, [IGNORE] * len(ids), len(ids))
+
+
 def _plain_ids(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
     return _plain_turns(tokenizer, messages)[0]
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from ftbench.families.vision import NOTHING, ImageSize
 
-FLOATS = ("loss", "grad_norm", "reward_accuracy", "reward_margin")  # columns that are no whole numbers
+# columns that are no whole numbers
+FLOATS = ("loss", "grad_norm", "reward_accuracy", "reward_margin", "reward", "generation_peak_gb")
+BEFORE_FORWARD = ("generation", "scoring")  # of a step that makes its own batches: columns of their seconds
 Shape = tuple[int | None, int | None, int]  # of a batch: its sequences, the longest of them, its tokens with padding
 COUNT = "count"  # the key of a batch under which its counts travel, also from another process
 
@@ -18,7 +20,8 @@ class BatchCount:
     """Counts of tokens and samples, and the bytes of the real tokens and of what tells images apart, in order, where
     the host has them. `real` and `labels` may be tensors on the device; `samples` and `longest` are None where rows
     hold an unknown number; of `images` there are none in text, and `pictures` tells them apart, in order. A sample is
-    so many `sequences`; `rewards` of pairs are the sums of their accuracy and margin."""
+    so many `sequences`; `rewards` of pairs are the sums of their accuracy and margin. `generation` are columns of the
+    completions of a step."""
 
     real: Any = 0
     padded: int = 0
@@ -30,6 +33,7 @@ class BatchCount:
     pictures: tuple[str, ...] = ()
     sequences: int = 1
     rewards: tuple[float, float] | None = None
+    generation: dict[str, float] = field(default_factory=dict)
     tokens: list[bytes] = field(default_factory=list)
 
     def add(self, other: BatchCount) -> None:
@@ -42,6 +46,7 @@ class BatchCount:
         if other.rewards:
             before = self.rewards or (0.0, 0.0)
             self.rewards = before[0] + other.rewards[0], before[1] + other.rewards[1]
+        self.generation |= other.generation
         known = self.samples is not None and other.samples is not None
         self.samples = (self.samples or 0) + (other.samples or 0) if known else None
         self.longest = max(self.longest or 0, other.longest or 0) if known else None
@@ -51,7 +56,7 @@ class BatchCount:
         if not self.padded:
             return {}
         columns = {"real_tokens": self.real, "padded_tokens": self.padded, "label_tokens": self.labels,
-                   "samples": self.samples, "longest_sequence": self.longest}  # fmt: skip
+                   "samples": self.samples, "longest_sequence": self.longest, **self.generation}  # fmt: skip
         if self.rewards and self.samples:
             columns |= {"reward_accuracy": self.rewards[0] / self.samples,
                         "reward_margin": self.rewards[1] / self.samples}  # fmt: skip

@@ -87,6 +87,10 @@ class CudaMemory:
             "allocations": made,
         }
 
+    def peak_gb(self) -> float:
+        """Return the highest allocated since the last `reset`."""
+        return float(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"] / GIB)
+
     def reset(self) -> None:
         if torch.cuda.is_initialized():  # before that there is nothing to reset, and asking raises
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -103,6 +107,9 @@ class HostMemory:
         text = os.pread(self._status, 4096, 0)
         now, peak = _kib(text, b"VmRSS:"), _kib(text, b"VmHWM:")
         return {"memory_allocated_gb": now, "memory_reserved_gb": now, "peak_memory_gb": peak}
+
+    def peak_gb(self) -> float:
+        return float(self.read()["peak_memory_gb"])
 
     def reset(self) -> None:
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:

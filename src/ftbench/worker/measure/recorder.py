@@ -25,7 +25,7 @@ import torch
 
 from ftbench.core.rows import StepRow
 from ftbench.store.steps import StepsWriter
-from ftbench.worker.measure.batch_count import FLOATS, BatchCount, Shape
+from ftbench.worker.measure.batch_count import BEFORE_FORWARD, FLOATS, BatchCount, Shape
 from ftbench.worker.measure.meters import meters, resident_gb
 from ftbench.worker.measure.sampler import Sampler
 
@@ -108,10 +108,12 @@ class Recorder:
             self._loss = loss if self._loss is None else self._loss + loss
         self.position = "forward"
 
-    def mark_part(self, column: str | None) -> None:
-        """Mark that a part of the forward pass ends, whose time goes into a column, or with None that one begins."""
-        if self.position == "forward":
+    def mark_part(self, column: str | None, then: str = "forward") -> None:
+        """Mark that a part of the forward pass, or of what is before it, ends, whose time goes into a column, or with
+        None that one begins. `then` is where an error would strike from here on."""
+        if self.position in ("forward", *BEFORE_FORWARD):
             self._parts.append((column, self.clock.mark()))
+            self.position = then
 
     def begin_optimizer(self) -> None:
         """Mark that the gradients are ready: what follows in this step is the optimizer's update."""
@@ -274,6 +276,8 @@ class Recorder:
         for (_, begin), (column, end) in pairwise(step.parts):
             if column:
                 setattr(row, column, (getattr(row, column) or 0.0) + self.clock.seconds(begin, end))
+        if row.forward_backward_s is not None:
+            row.forward_backward_s -= sum(getattr(row, f"{part}_s") or 0.0 for part in BEFORE_FORWARD)
         if step.values is not None:
             for name, value in zip(step.names, step.values.tolist(), strict=True):
                 setattr(row, name, _number(name, value))

@@ -1,0 +1,31 @@
+"""What steps say of answers that are judged: of pairs, which is preferred; of a model's own, what making them took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ftbench.core.rows import StepRow
+from ftbench.core.stats import total
+
+PARTS = ("generation", "scoring", "forward_backward", "optimizer")  # of a step whose completions the model makes
+
+
+def speed(steady: Sequence[StepRow]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the mean seconds of a step's parts, and tokens a second: `generated` of the time of generation, and
+    `trained`, those with the prompts of the time of passes and updates."""
+    spent = {part: total(getattr(row, f"{part}_s") for row in steady) for part in PARTS}
+    counts = {
+        "generated": (total(row.generated_tokens for row in steady), spent["generation"]),
+        "trained": (total(row.real_tokens for row in steady), spent["forward_backward"] + spent["optimizer"]),
+    }
+    rates = {name: tokens / seconds for name, (tokens, seconds) in counts.items() if seconds > 0}
+    return {part: seconds / len(steady) for part, seconds in spent.items()}, rates
+
+
+def rewards(everything: Sequence[StepRow]) -> dict[str, float | None]:
+    """Return what the last step says of its pairs, and of completions the first one too; else nothing."""
+    train = [row for row in everything if row.phase == "train"]
+    pairs = [row for row in train if row.reward_accuracy is not None]
+    judged = [row.reward for row in train if row.reward is not None]
+    figures = {name: getattr(pairs[-1], name) for name in ("reward_accuracy", "reward_margin")} if pairs else {}
+    return figures | ({"reward_first": judged[0], "reward_last": judged[-1]} if judged else {})

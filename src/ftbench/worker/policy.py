@@ -1,0 +1,142 @@
+"""trl's GRPOTrainer on the prompts of a spec, without an engine for rollouts: the model that is trained answers them by
+transformers' `generate`, once in each step, and generation is recorded as a part of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from trl import GRPOConfig, GRPOTrainer
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment
+from ftbench.store.rundir import RunDir
+from ftbench.worker.data.prepare import Prepared
+from ftbench.worker.measure.batch_count import COUNT, BatchCount
+from ftbench.worker.model.parts import base_model
+from ftbench.worker.model.vision import reads_images
+from ftbench.worker.trainer import Loop, dataset, recipe
+
+REWARD = "share of even token ids"
+NORMALISATION = {  # of trl's losses: by what the sum of the tokens' is divided
+    "dapo": "label tokens of the step", "dr_grpo": "completions x max_completion_length",
+    "bnpo": "label tokens of a micro-batch", "grpo": "tokens of each completion",
+}  # fmt: skip
+
+
+def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """Return the share of even token ids in each completion: a reward that needs no other model, that any model can
+    learn, and that says nothing of how good an answer is."""
+    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+class PolicyTrainer(Loop, GRPOTrainer):
+    """Trains as trl does, on prompts that are tokenised already."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.forget_copy()
+        self.data_collator = _collated
+        self._completions = BatchCount()
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        return [ids.tolist() for ids in prompts], None, {}
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Answer the prompts, in a part of the step of its own."""
+        self.recorder.mark_part(None, "generation")
+        made = super()._generate(prompts)
+        self.recorder.mark_part("generation_s", "scoring")
+        self._completions = _count(*made[:2])
+        self._completions.generation["generation_peak_gb"] = self.recorder.memory.peak_gb()
+        return made
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self.recorder.mark_part("scoring_s")
+        self._completions.generation["reward"] = self._metrics["train"]["reward"][-1]
+        return scored
+
+    def _prepare_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a micro-batch of completions. The host knows the lengths of all of a step together, as they were
+        before trl shuffled them, so the first micro-batch counts them all."""
+        inputs: dict[str, Any] = super()._prepare_inputs(batch["prompts"])
+        if self._step % self.args.steps_per_generation == 0:
+            batch[COUNT].add(self._completions)
+            batch[COUNT].tokens = self._completions.tokens
+        return inputs
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.batches.add((tuple(inputs["completion_ids"].shape), True))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def verify(self, spec: Experiment) -> list[str]:
+        """Return what of generation and reference is not as the spec says, read from the live objects."""
+        wanted: Any = spec.objective
+        live = {name: getattr(self, name) for name in ("beta", "num_generations", "loss_type")}
+        live |= {"max_completion_length": self.generation_config.max_new_tokens,
+                 "temperature": self.generation_config.temperature}  # fmt: skip
+        problems = [
+            f"objective.{name} is {getattr(wanted, name)} and the trainer's is {value}"
+            for name, value in live.items() if getattr(wanted, name) != value
+        ]  # fmt: skip
+        if wanted.fixed_length and self.generation_config.min_new_tokens != wanted.max_completion_length:
+            problems.append("objective.fixed_length is on and completions may end before")
+        if self.has_copy() or self.ref_model is not None:
+            problems.append("objective grpo: the reference is no weights under the adapters")
+        return problems
+
+    def facts(self) -> dict[str, Any]:
+        kind = "weights under the adapters" if self.beta else "none"
+        return {
+            "loss_normalisation": NORMALISATION[self.loss_type],
+            "generation": {"by": "transformers generate", "reward": REWARD},
+            "reference": {"kind": kind, "in_step": bool(self.beta)},
+        }
+
+
+def _collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the prompts of a generation, and an empty count, which is filled once they are answered."""
+    return {"prompts": [{"prompt": row["input_ids"]} for row in rows], COUNT: BatchCount()}
+
+
+def _count(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> BatchCount:
+    """Count completions with their prompts: each prompt padded to the longest of them, and so each completion."""
+    both = list(zip(prompts, completions, strict=True))
+    generated = sum(map(len, completions))
+    return BatchCount(
+        real=sum(map(len, prompts)) + generated, labels=generated, samples=len(both),
+        padded=len(both) * (max(map(len, prompts)) + max(map(len, completions))),
+        longest=max(len(prompt) + len(completion) for prompt, completion in both),
+        tokens=[np.asarray([*prompt, *completion], dtype=np.int64).tobytes() for prompt, completion in both],
+        generation={"generated_tokens": generated},
+    )  # fmt: skip
+
+
+def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> PolicyTrainer:
+    """Return the trainer with the spec's recipe; prompts come in the order in which they were prepared. Raises
+    SpecError where they are too few for a step, and for a model that reads images."""
+    objective: Any = spec.objective
+    if reads_images(base_model(model).config):
+        raise SpecError(f"objective grpo is given text alone, and {spec.model.id} reads images: take another model")
+    if len(data.train) < (needed := objective.prompts_per_step(spec)):
+        raise SpecError(f"dataset: {len(data.train)} prompts, and a step answers {needed}: lower train.batch_size")
+    if left := len(data.train) % needed:
+        data.warnings.append(f"the last {left} prompts are not trained on: they are too few for a step of {needed}")
+    said = {name: value for name, value in recipe(spec, run, model).items() if name in GRPOConfig.__dataclass_fields__}
+    loop = PolicyTrainer(
+        model=model,
+        reward_funcs=even_tokens,
+        args=GRPOConfig(
+            **said,
+            **{name: getattr(objective, name) for name in (
+                "num_generations", "max_completion_length", "temperature", "beta", "loss_type")},
+            generation_kwargs={"min_new_tokens": objective.max_completion_length} if objective.fixed_length else None,
+            shuffle_dataset=False,
+        ),
+        processing_class=tokenizer,
+        train_dataset=dataset(data.train, []),
+    )  # fmt: skip
+    loop.batches = set()
+    return loop
