@@ -79,3 +79,15 @@ def padding_of(shapes: Collection[Shape]) -> str | None:
     multiples = (8, 16, 32, 64, 128, 256)
     fitting = (m for m in multiples if all(width == -(-longest // m) * m for longest, width in widths))
     return f"to a multiple of {multiple}" if (multiple := next(fitting, 0)) else "otherwise"
+
+
+def numbers(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of columns as steps.csv holds them."""
+    return {name: number(name, value) for name, value in columns.items()}
+
+
+def number(name: str, value: Any) -> Any:
+    """Return a column's value as steps.csv holds it: tokens are whole numbers; None stays unknown."""
+    if value is None:
+        return None
+    return float(value) if name in FLOATS else int(value)

@@ -25,7 +25,7 @@ import torch
 
 from ftbench.core.rows import StepRow
 from ftbench.store.steps import StepsWriter
-from ftbench.worker.measure.batch_count import BEFORE_FORWARD, FLOATS, BatchCount, Shape
+from ftbench.worker.measure.batch_count import BEFORE_FORWARD, BatchCount, Shape, number, numbers
 from ftbench.worker.measure.meters import meters, resident_gb
 from ftbench.worker.measure.sampler import Sampler
 
@@ -139,7 +139,7 @@ class Recorder:
             data_time_s=self._data_time,
             learning_rate=learning_rate,
             recompiles=self._new_graphs(),
-            **_numbers({name: value for name, value in known.items() if name not in on_device}),
+            **numbers({name: value for name, value in known.items() if name not in on_device}),
             **self._state(),
         )
         self.memory.reset()
@@ -164,7 +164,7 @@ class Recorder:
         now = time.perf_counter()
         row = StepRow(
             step=self.step, epoch=epoch, elapsed_time_sec=now - self._origin, phase="evaluate",
-            step_time_s=now - self._evaluation_begin, loss=loss, **_numbers(count.columns()), **self._state(),
+            step_time_s=now - self._evaluation_begin, loss=loss, **numbers(count.columns()), **self._state(),
         )  # fmt: skip
         self.memory.reset()
         self._pending.append(_Pending(row))
@@ -280,7 +280,7 @@ class Recorder:
             row.forward_backward_s -= sum(getattr(row, f"{part}_s") or 0.0 for part in BEFORE_FORWARD)
         if step.values is not None:
             for name, value in zip(step.names, step.values.tolist(), strict=True):
-                setattr(row, name, _number(name, value))
+                setattr(row, name, number(name, value))
         if self._sampler and row.step_time_s is not None:
             end_s = self._host_time(step)
             for name, value in self._sampler.over(end_s - row.step_time_s, end_s).items():
@@ -290,14 +290,3 @@ class Recorder:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _numbers(columns: dict[str, Any]) -> dict[str, Any]:
-    return {name: _number(name, value) for name, value in columns.items()}
-
-
-def _number(name: str, value: Any) -> Any:
-    """Return a column's value as steps.csv holds it: tokens are whole numbers; None stays unknown."""
-    if value is None:
-        return None
-    return float(value) if name in FLOATS else int(value)
