@@ -199,7 +199,7 @@ class RunSummary:
     # of the compiler, before the first step: `cold`, `warm`, `partly warm`, or `none` without compilation
     first_step_cache: str | None = field(default=None, metadata=_LATER)
     # seconds a step, on average: `generation`, `scoring`, `forward_backward`, `optimizer`; of grpo alone
-    parts_s: dict[str, float] = field(default_factory=dict, metadata=_LATER)
+    parts_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
     # of several ranks: their `count`, the `spread` (`lowest`, `highest`) of what the figures tell the worst of, the
     # `memory_gb` of each (allocated, reserved, device), `token_skew`: the share of a step in which the mean rank waits
     # for the one with the most positions, and real `tokens_per_s_per_gpu`, which are those of all by their count

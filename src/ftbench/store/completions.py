@@ -10,7 +10,7 @@ from ftbench.core.stats import total
 PARTS = ("generation", "scoring", "forward_backward", "optimizer")  # of a step whose completions the model makes
 
 
-def speed(steady: Sequence[StepRow]) -> tuple[dict[str, float], dict[str, float]]:
+def speed(steady: Sequence[StepRow]) -> tuple[dict[str, float | None], dict[str, float | None]]:
     """Return the mean seconds of a step's parts, and tokens a second: `generated` of the time of generation, and
     `trained`, those with the prompts of the time of passes and updates."""
     spent = {part: total(getattr(row, f"{part}_s") for row in steady) for part in PARTS}
@@ -18,7 +18,9 @@ def speed(steady: Sequence[StepRow]) -> tuple[dict[str, float], dict[str, float]
         "generated": (total(row.generated_tokens for row in steady), spent["generation"]),
         "trained": (total(row.real_tokens for row in steady), spent["forward_backward"] + spent["optimizer"]),
     }
-    rates = {name: tokens / seconds for name, (tokens, seconds) in counts.items() if seconds > 0}
+    rates: dict[str, float | None] = {
+        name: tokens / seconds for name, (tokens, seconds) in counts.items() if seconds > 0
+    }
     return {part: seconds / len(steady) for part, seconds in spent.items()}, rates
 
 
