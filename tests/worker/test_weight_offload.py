@@ -4,8 +4,10 @@ alone. On the CPU, where a copy into a buffer is a copy all the same."""
 from __future__ import annotations
 
 import json
+import mmap
+import os
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -231,3 +233,21 @@ def test_unsloth_is_told_what_it_is_to_save_and_what_is_not_there_is_told():
     model.model.layers[0].mlp.forward.__func__.__name__ = "tiled_forward"
     model.model.embed_tokens.to_empty(device="cpu")
     assert unsloth._memory_not_saved(model, saving) == []
+
+
+@pytest.mark.parametrize("size", [1, 4096, 5000])
+def test_locked_memory_has_pages_of_its_own_that_a_forked_process_shares(monkeypatch, size):
+    locked = []
+    torchs = SimpleNamespace(cudaHostRegister=lambda *arguments: locked.append(arguments))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: torchs)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    copies = Copies(torch.device("cpu"))
+    copies._stream = object()
+    host, other = copies.pinned(size), copies.pinned(size)
+    assert [arguments[:2] for arguments in locked] == [(host.data_ptr(), size), (other.data_ptr(), size)]
+    assert host.data_ptr() % mmap.PAGESIZE == other.data_ptr() % mmap.PAGESIZE == 0
+    if (child := os.fork()) == 0:
+        host.fill_(7)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert host.tolist() == [7] * size

@@ -28,19 +28,19 @@ class SinkAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor,
         bounds: torch.Tensor, longest: int, scale: float, window: int,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.samples = (bounds, bounds, longest, longest, 0.0, True)
+        ctx.samples = (longest, longest, 0.0, True)
         ctx.options = {"scale": scale, "window_size_left": window, "window_size_right": 0}
-        out, alone, seed, unused, _ = FORWARD(query, key, value, *ctx.samples, False, **ctx.options)
+        out, alone, seed, unused, _ = FORWARD(query, key, value, bounds, bounds, *ctx.samples, False, **ctx.options)
         whole = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])  # heads x tokens
         out = (out * (alone - whole).exp().t()[..., None]).to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, whole, sinks, seed, unused)
+        ctx.save_for_backward(query, key, value, out, whole, bounds, sinks, seed, unused)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, out, whole, sinks, seed, unused = ctx.saved_tensors
-        dout = gradients[0].contiguous()
-        grads = BACKWARD(dout, query, key, value, out, whole, *ctx.samples, seed, unused, **ctx.options)
+        *given, bounds, sinks, seed, unused = ctx.saved_tensors
+        out, whole, dout = *given[3:], gradients[0].contiguous()
+        grads = BACKWARD(dout, *given, bounds, bounds, *ctx.samples, seed, unused, **ctx.options)
         of_sinks = None
         if ctx.needs_input_grad[3]:
             taken = (dout * out).sum(-1, dtype=whole.dtype).t()

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from mmap import mmap
 from typing import Any, NamedTuple
 
 import torch
 
 ALIGNED = 256  # bytes, as torch's allocator does; compiled layers read 16 at a time
-_PAGE = 4096  # bytes
 _MAPPED = 2  # cudaHostRegisterMapped: the device may read it where it is
 
 
@@ -79,14 +79,13 @@ class Copies:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Return so many bytes of host memory, locked in place; without a GPU as they are. They have pages of their
-        own, for pages are locked. torch's own pinned memory comes in powers of two, half of which might lie idle."""
+        """Return so many bytes of host memory, locked in place; without a GPU as they are. Pages are locked, so it has
+        some of its own, shared ones: of others a process that is forked (a loader's) would be given copies at once.
+        torch's own pinned memory comes in powers of two, half of which might lie idle."""
         if self._stream is None or not size:
             return torch.empty(size, dtype=torch.uint8)
-        pages = -(-size // _PAGE) * _PAGE
-        room = torch.empty(pages + _PAGE, dtype=torch.uint8)
-        host = room[-room.data_ptr() % _PAGE :][:size]
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), pages, _MAPPED))
+        host = torch.frombuffer(mmap(-1, size), dtype=torch.uint8)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, _MAPPED))
         return host
 
     def as_seen(self, host: torch.Tensor) -> torch.Tensor:
