@@ -50,7 +50,13 @@ def test_losses_norms_and_weights_are_those_of_a_step_behind_the_backward_pass(t
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_bnb_8bit"])
 def test_states_in_host_memory_change_nothing(trained, monkeypatch, optimizer):
     monkeypatch.setattr(host_states, "_SMALL", 64)
+    end, between = HostStates.end_step, []
+    monkeypatch.setattr(
+        HostStates, "end_step", lambda self: between.append((end(self), [*self._coming, *self._leaving]))
+    )
     there, away = trained(True, optimizer), trained("offload", optimizer)
+    assert len(between) == len(figures(away)) > 2
+    assert not any(there for _, there in between)  # no state is on the device between steps
     assert figures(away) == figures(there)
     assert read_json(away.applied)["optimizer_states_on_host_gb"] > 0
 

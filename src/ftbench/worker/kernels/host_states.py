@@ -1,7 +1,8 @@
 """An optimizer's states that wait in pinned host memory between the steps of their parameters.
 
-They come back while the parameter before theirs is still at work: which one that is, the last step has shown. What
-leaves is copied beside the steps that follow, and its memory on the device is free after two of them.
+They come back while the parameter before theirs is still at work: which one that is, the last step has shown. The
+first of a step come when it is asked for, and take no room in the forward pass. What leaves is copied beside the steps
+that follow, and its memory on the device is free after two of them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ class HostStates:
             self._begin(following)
         step()
         self._leave(parameter)
+
+    def end_step(self) -> None:
+        """Free the device of what is on its way out; nothing is expected next."""
+        while self._leaving:
+            self._free()
+        self._last = None
 
     def _begin(self, parameter: Any) -> None:
         """Begin to copy a parameter's states to the device, once they are whole on the host."""

@@ -50,6 +50,10 @@ class StepsInBackward(TrainerCallback):
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(step)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.states is not None:
+            self.states.end_step()
+
     def norm(self, parameters: Iterable[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the norm of the last step's gradients, in the place of a function that would clip them."""
         norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
