@@ -123,7 +123,7 @@ def test_a_batch_is_what_trls_own_collator_makes_of_the_same_rows(reads, folder,
     assert torch.equal(ours["labels"][answered], theirs["labels"][answered])  # trl's prompt ends before "assistant"
     for key in ("image_sizes", "image_grid_thw", "mm_token_type_ids"):
         assert (key in ours) == (key in theirs)
-        assert key not in ours or torch.equal(ours[key], torch.as_tensor(theirs[key]))
+        assert key not in ours or torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key]))
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,7 @@ class Pixels:
             return self.process(picture)
         return np.load(self._path(picture), mmap_mode="r")
 
-    def batch(
-        self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray], tiles: int = 0
-    ) -> dict[str, np.ndarray]:
+    def batch(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray], tiles: int = 0) -> dict[str, Any]:
         """Return what the forward pass takes beside the `rows` of tokens, and in place of the positions of samples end
         to end; images are filled up to the most tiles among them, or to `tiles`."""
         batch = self._shown(pictures, rows["input_ids"], tiles)
@@ -98,13 +96,14 @@ class Pixels:
             batch["position_ids"] = self._positions(pictures, rows)
         return batch
 
-    def _shown(self, pictures: Sequence[Picture], input_ids: np.ndarray, tiles: int) -> dict[str, np.ndarray]:
+    def _shown(self, pictures: Sequence[Picture], input_ids: np.ndarray, tiles: int) -> dict[str, Any]:
         made = [self._pixels(picture) for picture in pictures]
         if self.shape.tile:
             pixels = np.zeros((len(made), max(tiles, *map(len, made), 0), *made[0].shape[1:]), dtype=np.float32)
             for row, tiled in zip(pixels, made, strict=True):
                 row[: len(tiled)] = tiled
-            return {"pixel_values": pixels, "image_sizes": np.array([self.side(picture) for picture in pictures])}
+            # Numbers, which the model reads one by one: a tensor of the device's would have it wait for each.
+            return {"pixel_values": pixels, "image_sizes": [self.side(picture) for picture in pictures]}
         grids = [(1, *self.shape.grid(*self.side(picture))) for picture in pictures]
         return {
             "pixel_values": np.concatenate(made),

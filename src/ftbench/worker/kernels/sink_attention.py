@@ -38,9 +38,9 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        *given, bounds, sinks, seed, unused = ctx.saved_tensors
-        out, whole, dout = *given[3:], gradients[0].contiguous()
-        grads = BACKWARD(dout, *given, bounds, bounds, *ctx.samples, seed, unused, **ctx.options)
+        query, key, value, out, whole, bounds, sinks, seed, unused = ctx.saved_tensors
+        dout, samples = gradients[0].contiguous(), (bounds, bounds, *ctx.samples)
+        grads = BACKWARD(dout, query, key, value, out, whole, *samples, seed, unused, **ctx.options)
         of_sinks = None
         if ctx.needs_input_grad[3]:
             taken = (dout * out).sum(-1, dtype=whole.dtype).t()

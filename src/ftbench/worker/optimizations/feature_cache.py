@@ -36,12 +36,17 @@ class Features:
             lengths = [len(tokens) for tokens in made.pooler_output]
             deep = (each.split(lengths) for each in getattr(made, "deepstack_features", None) or ())
             for image, *parts in zip(self._shown, made.pooler_output, *deep, strict=True):
-                self.kept[image] = tuple(part.to("cpu") for part in parts)
-        first, *deeper = zip(*(self.kept[image] for image in self._shown), strict=True)
-        return SimpleNamespace(
-            pooler_output=[part.to(pixel_values.device, non_blocking=True) for part in first],
-            deepstack_features=[torch.cat(each).to(pixel_values.device, non_blocking=True) for each in deeper],
+                self.kept[image] = tuple(map(_on_host, parts))
+        first, *deeper = (
+            [part.to(pixel_values.device, non_blocking=True) for part in each]
+            for each in zip(*(self.kept[image] for image in self._shown), strict=True)
         )
+        return SimpleNamespace(pooler_output=first, deepstack_features=[torch.cat(each) for each in deeper])
+
+
+def _on_host(part: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, for which nobody waits: the device alone reads it, after it has written it."""
+    return torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part, non_blocking=True)
 
 
 def apply(model: Any, spec: Experiment) -> None:
