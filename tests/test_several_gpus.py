@@ -23,6 +23,8 @@ import torch
 
 from commands import ENDLESS, Command, write_spec
 from ftbench.errors import MissingError
+from ftbench.estimate.workload.division import division_of, rank_model
+from ftbench.estimate.workload.model import shape_of
 from ftbench.launch import trl
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment
@@ -40,7 +42,7 @@ DATA = {"name": "synthetic", "samples": 21, "mean_length": 20, "max_length": 64,
 def run(folder: Path, gpus: int, strategy: str, **parts: Any) -> Command:
     """A run that ended well on this number of ranks; each accumulates over so many batches that a step is the same."""
     launch = {"gpus": gpus, "strategy": strategy if gpus > 1 else "none"}
-    shares = 1 if strategy in ("tp", "ep", "cp") else gpus
+    shares = {"tp": 1, "ep": 1, "cp": 1, "tp+fsdp": max(1, gpus // 2)}.get(strategy, gpus)
     epochs = 2 if parts.get("method") == LORA["method"] else 1
     train = {"batch_size": 2, "gradient_accumulation_steps": 4 // shares, "epochs": epochs, **SGD}
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,7 @@ EXPERTS = {"model": {"id": "tiny/qwen3-moe", "weights": "random"}}
 # A head of its own weights, which its forward pass alone would gather: the loss over chunks takes them without it.
 HEAD = {"model": {"id": "tiny/llama", "weights": "random"}, "optimizations": {"chunked_loss": True}}
 NO_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
-STAGES = [(1, FULL), (2, LORA), (3, LORA), (2, QLORA), (3, QLORA)]
+STAGES = [(1, FULL), (1, QLORA), (2, LORA), (3, LORA), (2, QLORA), (3, QLORA)]
 PROVEN = [
     *[("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL)],
     *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in STAGES],
@@ -149,6 +151,16 @@ def test_a_rank_keeps_its_share_of_every_parameter_under_fsdp(pair):
     assert parallel["elements_of_rank"] * 2 == parallel["elements"] == two.summary()["parameters"]["total"]
 
 
+@pytest.mark.parametrize(("strategy", "gpus"), [("tp", 2), pytest.param("tp+fsdp", 4, marks=pytest.mark.exhaustive)])
+def test_a_rank_holds_as_much_as_an_estimate_says(pair, strategy, gpus):
+    _, several = pair(strategy, gpus, **FULL)
+    values = rundir.read_json(several.run.spec_json)
+    spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
+    division = division_of(spec.launch)
+    expected = rank_model(shape_of(spec.model), division).total / division.holders
+    assert rundir.read_json(several.run.applied)["parallel"]["elements_of_rank"] == expected
+
+
 def test_each_rank_has_its_part_of_every_sequence_under_cp(pair):
     """Rows are filled up to two equal parts a rank, and each layer's keys and values went round in the first step."""
     one, two = pair("cp", **LORA)
@@ -184,12 +196,55 @@ def test_what_waits_in_host_memory_is_learned_as_well(tmp_path, pair, strategy, 
     assert figures(command) == pytest.approx(figures(one), rel=1e-4)
 
 
-def test_four_ranks_learn_what_one_process_learns(pair):
-    """The last step has samples for three of them."""
-    one, four = pair("ddp", 4, **LORA)
+def dealt() -> None:
+    """Let a rank end that has gradients of a batch, and no share of them."""
+    from transformers import Trainer
+
+    training_step = Trainer.training_step
+
+    def train_and_look(trainer: Trainer, model: Any, *arguments: Any, **others: Any) -> Any:
+        loss = training_step(trainer, model, *arguments, **others)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        return loss
+
+    Trainer.training_step = train_and_look
+
+
+def test_whole_gradients_do_not_wait_for_the_last_batch_of_a_step_under_fsdp(tmp_path):
+    parts = {
+        **FULL,
+        "train": {"max_steps": 1, "gradient_accumulation_steps": 2},
+        "launch": {"gpus": 2, "strategy": "fsdp"},
+    }
+    with Command(write_spec(tmp_path, dataset=DATA, **parts), tmp_path / "out", before=dealt) as command:
+        assert command.finish().code == 0, command.stderr
+
+
+FOUR = [("ddp", LORA), ("tp+fsdp", LORA), ("tp+fsdp", FULL), ("tp+fsdp", EXPERTS), ("fsdp", FULL), ("ep", EXPERTS)]
+FOUR = FOUR[:2] + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in FOUR[2:]]
+
+
+@pytest.mark.parametrize(("strategy", "parts"), FOUR, ids=str)
+def test_four_ranks_learn_what_one_process_learns(pair, strategy, parts):
+    """The last step has samples for three of them, or for three rows of two shares."""
+    one, four = pair(strategy, 4, **parts)
     assert learned(four) == learned(one)
     assert figures(four) == pytest.approx(figures(one), rel=1e-4)
     assert four.summary()["ranks"]["count"] == 4
+
+
+def test_a_rank_of_a_mesh_keeps_its_share_of_its_share_and_adapters_are_those_of_one(pair):
+    from safetensors.torch import load_file
+
+    one, four = pair("tp+fsdp", 4, **LORA)
+    parallel = rundir.read_json(four.run.applied)["parallel"]
+    assert (parallel["shares"], parallel["global_batch"], parallel["sharded"]) == (2, 8, 2 * (11 + 14) + 2)
+    assert parallel["elements"] / 4 <= parallel["elements_of_rank"] < 0.26 * parallel["elements"]
+    rows = [[(row.step, row.real_tokens) for row in rows if row.phase == "train"] for rows in read_ranks(four.run)[0]]
+    assert rows[0] == rows[1] != rows[2] == rows[3]
+    saved = [load_file(each.run.adapter / "adapter_model.safetensors") for each in (one, four)]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(saved[1][name].allclose(saved[0][name], rtol=1e-3, atol=1e-6) for name in saved[0])
 
 
 # --- what is refused while libraries do not do it --------------------------------------------------------------------

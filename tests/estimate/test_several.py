@@ -120,6 +120,25 @@ def test_a_gpu_of_tensor_parallelism_holds_its_part_of_each_matrix() -> None:
     assert half.parameters["head"] * 2 == whole.parameters["head"]
     assert half.parameters["embedding"] == whole.parameters["embedding"] == embedding
     assert half.parameters["norm"] == whole.parameters["norm"]
+    tied = rank_model(describe(SMALL | {"tie_word_embeddings": True}), divided("tp", 2))
+    assert tied.parameters["embedding"] * 2 == embedding
+
+
+def test_a_gpu_of_a_mesh_holds_its_row_of_what_its_column_holds() -> None:
+    """Each sends as much of tp as two GPUs would, and gathers half of the weights from three others."""
+    spec, column = shared("tp+fsdp", 8), rank_model(describe(architectures()["Qwen/Qwen3-8B"]), divided("tp", 2))
+    assert (division_of(spec.launch).data, division_of(spec.launch).holders) == (4, 4)
+    plan = MemoryPlan(column, Recipe(full=True), BatchShape(1, 16, 15), division=division_of(spec.launch))
+    assert next(iter(phases(plan).values()))["weights"] == pytest.approx(4 * column.total / 4)
+    hidden = sent(shared("tp", 2)).waited
+    assert sent(spec).waited == pytest.approx(hidden + 2 * 3 / 4 * 2 * column.total / 36, rel=1e-3)
+    assert sent(spec).hidden == pytest.approx(2 * 3 / 4 * column.total * (2 * 35 / 36 + 1), rel=1e-3)
+
+
+def test_whole_gradients_are_no_more_than_a_micro_batch_old() -> None:
+    """FSDP deals them after each: it sends them as often, and keeps a share."""
+    spec = shared("fsdp", 8, train={"batch_size": 4, "gradient_accumulation_steps": 4})
+    assert sent(spec).hidden + sent(spec).waited == pytest.approx(4 * 3 * 7 / 8 * 2 * N, rel=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +239,8 @@ def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> N
     assert {count for _, count in records} == {1, 2, 4, 8}
     assert records["none", 1]["verdict"] != "fits"
     assert records["fsdp", 8]["verdict"] == "fits"
-    for strategy in ("zero1", "zero2", "zero3", "fsdp", "tp"):
-        sizes = [records[strategy, count]["device"]["expected"] for count in (2, 4, 8)]
+    for strategy in ("zero1", "zero2", "zero3", "fsdp", "tp", "tp+fsdp"):
+        sizes = [records[strategy, count]["device"]["expected"] for count in (2, 4, 8) if (strategy, count) in records]
         assert sizes == sorted(sizes, reverse=True), strategy
     assert "experts" in records["ep", 2]["problems"][0]
     assert answer.code == 0
@@ -237,7 +256,7 @@ def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> N
     for option in answer.options:
         launch, train = option.spec.launch, option.spec.train
         alone = (launch.gpus, launch.strategy) == (1, "none") and option.spec.optimizations.weight_offload
-        assert alone or (launch.gpus in (2, 4) and launch.strategy in {"fsdp", "zero3", "tp", "cp"})
+        assert alone or (launch.gpus in (2, 4) and launch.strategy in {"fsdp", "zero3", "tp", "tp+fsdp", "cp"})
         assert train.batch_size * train.gradient_accumulation_steps * division_of(launch).data == 8
         assert refusals(option.spec) == []
 

@@ -539,7 +539,13 @@ def test_a_model_without_either_is_missing_its_id(problems, text):
         ("gpus: 2, offload: params", "launch.offload: params is nothing that ddp has (fsdp has params"),
         ("gpus: 3, nodes: 2", "launch.nodes: 3 GPUs cannot be spread over 2 machines as many on each"),
         ("gpus: 2, nodes: 2, mock: ok", "(launch.mock): set launch.gpus to a multiple of it, or launch.nodes to 1"),
-        ("gpus: 4, tp: 2, fsdp: 2", "a mesh of two strategies trains nowhere in transformers"),
+        ("gpus: 8, tp: 2, fsdp: 2", "`gpus` is another than `tp` and `fsdp` say, 4: leave it out"),
+        ("tp: 2, fsdp: 1", "the two numbers of a mesh are `tp` and `fsdp`, both 2 or more"),
+        ("fsdp: 4", "the two numbers of a mesh are `tp` and `fsdp`, both 2 or more"),
+        ("tp: 2, zero3: 2", "`zero3` is no key: set gpus, and strategy to one of ddp, "),
+        ("gpus: 2, strategy: tp+fsdp", "launch.tp: 2 GPUs are no mesh of 2 by two or more"),
+        ("gpus: 4, tp: 2", "launch.tp: is of strategy tp+fsdp alone, and launch.strategy is ddp"),
+        ("tp: 2", "launch.tp: is of strategy tp+fsdp alone, and launch.strategy is none"),
         ("gpus: 2, strategy: pp", "transformers' pipeline computes answers and no loss"),
         ("gpus: 2, strategy: ulysses", "launch.strategy: ulysses doubles gradients beside ZeRO-1 and 2"),
         ("framework: axolotl", "launch.framework axolotl needs launch.python, the interpreter of an environment"),
@@ -548,6 +554,13 @@ def test_a_model_without_either_is_missing_its_id(problems, text):
 )
 def test_a_launch_that_is_not_built_is_refused_with_a_way_out(problems, section, way_out):
     assert any(way_out in problem for problem in problems(f"{MODEL}launch: {{{section}}}\n"))
+
+
+def test_two_numbers_are_a_mesh(files):
+    own = files(own="model: {id: a/b}\nlaunch: {tp: 2, fsdp: 4}\n") / "own.yaml"
+    launch = load(own).launch
+    assert (launch.strategy, launch.gpus, launch.tp, launch.shares) == ("tp+fsdp", 8, 2, 4)
+    assert load(own, ["launch.fsdp=3"]).launch.gpus == 6
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def loading(strategy, gpus, **shape):
     ("strategy", "shape", "sentence"),
     [
         ("tp", {"num_key_value_heads": 4}, "the 4 heads of keys of tiny/qwen3 evenly, and 4 is no multiple of 3: "),
+        ("tp+fsdp", {"num_key_value_heads": 3}, "launch.tp: tp deals the 3 heads of keys of tiny/qwen3 evenly"),
         ("ep", {"num_experts": 8}, "the 8 experts of tiny/qwen3 evenly, and 8 is no multiple of 3: .* 2, 4, 8"),
         ("ep", {}, "ep deals experts to the GPUs and tiny/qwen3 has none: use fsdp or ddp"),
         ("cp", {"layer_types": ["full_attention", "sliding_attention"]}, "tiny/qwen3 has sliding_attention: use fsdp"),
@@ -37,7 +38,7 @@ def loading(strategy, gpus, **shape):
 )
 def test_a_model_that_cannot_be_divided_so_is_refused_with_a_way_out(strategy, shape, sentence):
     with pytest.raises(SpecError, match=sentence):
-        loading(strategy, 3, **shape)
+        loading(strategy, 4 if strategy == "tp+fsdp" else 3, **shape)
 
 
 def test_a_model_whose_layers_all_see_the_whole_sequence_can_be_cut():
@@ -73,6 +74,7 @@ def test_a_pipeline_of_transformers_has_no_loss_to_train_on():
     assert [rank.result() for rank in ranks] == [(False, False)] * 2
 
 
-def test_a_mesh_of_two_strategies_asks_for_a_class_that_is_gone():
+def test_accelerate_asks_for_a_class_that_is_gone_of_a_mesh():
+    """What a mesh does without it may go once it is there again."""
     assert "ReplicateParallel" in Accelerator._prepare_tp.__code__.co_varnames
     assert not hasattr(tensor_parallel, "ReplicateParallel")

@@ -16,7 +16,7 @@ from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.division import STRATEGIES, on_gpus, problem
+from ftbench.estimate.workload.division import MESH, STRATEGIES, on_gpus, problem
 from ftbench.estimate.workload.model import shape_of
 from ftbench.spec.experiment import Experiment
 
@@ -39,7 +39,8 @@ def rows(
 ) -> list[Row]:
     """Return a row for one GPU, and for each strategy on twice as many, and so on, at most `most`."""
     counts = [2**power for power in range(1, most.bit_length())]
-    pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts)]
+    pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts
+                            if strategy != "tp+fsdp" or count > (spec.launch.tp or MESH))]  # fmt: skip
     alone = Way(on_gpus(spec, 1, "none"))
     ways = (alone.on(on_gpus(spec, count, strategy).launch) for strategy, count in pairs)
     return [_row(way, gpu, store, config, total) for way in ways]

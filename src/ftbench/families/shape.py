@@ -203,9 +203,10 @@ class ModelShape:
     def parameters(self) -> dict[str, int]:
         """Parameters by part; a tied head counts 0."""
         words = self.vocab * self.hidden
+        head = words // self.head_parts
         parts = {part: sum(layer.parameters[part] * count for layer, count in self.kinds) for part in PARTS[1:6]}
         final = parts.pop("norm") + self.hidden
-        return {"embedding": words, **parts, "norm": final, "head": 0 if self.tied else words // self.head_parts}
+        return {"embedding": head if self.tied else words, **parts, "norm": final, "head": 0 if self.tied else head}
 
     @cached_property
     def total(self) -> int:

@@ -18,7 +18,7 @@ from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.objectives import Objective, Sft
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals
-from ftbench.spec.strategies import untrainable
+from ftbench.spec.strategies import mesh, untrainable
 
 
 def experiment_name(value: str) -> str:
@@ -172,8 +172,14 @@ class Launch(Part):
 
     gpus: Int = Field(1, ge=1, le=1024, description="GPUs that one run trains on, a process each")
     nodes: Int = Field(1, ge=1, le=1024, description="machines over which these GPUs are spread evenly")
-    strategy: Literal["none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "ep", "cp", "ulysses"] = Field(
+    strategy: Literal["none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp", "ulysses"] = Field(
         "none", description="how a run uses several GPUs; ddp if left out beside several"
+    )
+    tp: Int | None = Field(
+        None,
+        ge=2,
+        le=512,
+        description="GPUs that share each matrix of a layer where strategy is tp+fsdp; 2 if left out",
     )
     offload: Literal["none", "optimizer", "params"] = Field(
         "none", description="what waits in the host's memory: the optimizer's states, or these and the parameters"
@@ -199,8 +205,12 @@ class Launch(Part):
     def _ddp_on_several(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
+        if "fsdp" in values:
+            values = mesh(values)
         if why := untrainable(values):
             raise ValueError(why)
+        if values.get("strategy") == "tp+fsdp":
+            values = values | {"tp": values.get("tp") or 2}
         if type(gpus := values.get("gpus")) is int and gpus > 1:
             return {"strategy": "ddp", **values}
         return values
@@ -209,6 +219,11 @@ class Launch(Part):
     def ranks(self) -> int:
         """How many processes train, each on a GPU of its own."""
         return self.gpus
+
+    @property
+    def is_mesh(self) -> bool:
+        """Whether these GPUs make a mesh of `tp` by two or more."""
+        return self.tp is not None and self.gpus % self.tp == 0 and self.gpus > self.tp
 
     @property
     def gpus_of_node(self) -> int:
@@ -223,6 +238,8 @@ class Launch(Part):
     @property
     def shares(self) -> int:
         """Into how many shares a step's batch is dealt: ranks that hold parts of one layer see the same."""
+        if self.tp is not None:
+            return self.ranks // self.tp
         return 1 if self.strategy in ("tp", "ep", "cp", "ulysses") else self.ranks
 
     @property

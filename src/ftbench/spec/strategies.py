@@ -112,6 +112,11 @@ STRATEGIES = {
         verified="after the first step the matrices of every layer are DTensors",
         refusals=_refused_by_tp,
     ),
+    "tp+fsdp": Strategy(
+        description="a mesh: `launch.tp` GPUs share each matrix and see one batch, layers are spread over the others",
+        verified="as fsdp, and after the first step matrices are DTensors over all ranks, the rest over the shares",
+        refusals=_refused_where_sharded,
+    ),
     "ep": Strategy(
         description="a share of the experts on each GPU, all on the same tokens: saves memory alone (transformers)",
         verified="after the first step parameters are DTensors",
@@ -125,12 +130,25 @@ STRATEGIES = {
 }
 
 
+def mesh(launch: Mapping[str, object]) -> dict[str, object]:
+    """Return a section `launch` that names the two numbers of a mesh in the words of `strategy`."""
+    tp, fsdp = launch.get("tp"), launch["fsdp"]
+    if type(tp) is not int or type(fsdp) is not int or not 2 <= min(tp, fsdp) <= max(tp, fsdp) <= 512:
+        raise ValueError(
+            "the two numbers of a mesh are `tp` and `fsdp`, both 2 or more; for one set `gpus` and `strategy`"
+        )
+    named = {"gpus": tp * fsdp, "strategy": "tp+fsdp"}
+    if other := [key for key in named if launch.get(key, named[key]) != named[key]]:
+        raise ValueError(f"`{other[0]}` is another than `tp` and `fsdp` say, {named[other[0]]}: leave it out")
+    return {key: value for key, value in launch.items() if key != "fsdp"} | named
+
+
 def untrainable(launch: Mapping[str, object]) -> str | None:
     """Return why nothing trains in the way that a section `launch` words, where no value of it stands for that way."""
-    if named := sorted(launch.keys() & {*STRATEGIES, "pp"}):
+    if named := sorted(launch.keys() & {*STRATEGIES, "pp"} - {"tp"}):
         return (
-            f"`{named[0]}` is no key: a mesh of two strategies trains nowhere in transformers, whose half of it asks "
-            "for a class that is gone. Set gpus, and strategy to one of them: fsdp"
+            f"`{named[0]}` is no key: set gpus, and strategy to one of {', '.join(STRATEGIES)}. Two numbers make a "
+            "mesh of tp and fsdp alone"
         )
     if launch.get("strategy") in ("pp", "pipeline"):
         return (
@@ -148,6 +166,8 @@ def refusals(spec: Experiment) -> list[str]:
             f"launch.nodes: {launch.gpus} GPUs cannot be spread over {launch.nodes} machines as many on each, or "
             "nothing is trained on them (launch.mock): set launch.gpus to a multiple of it, or launch.nodes to 1"
         ]
+    if launch.tp is not None and name != "tp+fsdp":
+        return [f"launch.tp: is of strategy tp+fsdp alone, and launch.strategy is {name}: leave it out, or set that"]
     if launch.ranks == 1:
         several = {"strategy": name, "offload": launch.offload}
         return [
@@ -164,6 +184,11 @@ def refusals(spec: Experiment) -> list[str]:
             "step alike, however many tokens they hold (DeepSpeed 0.19, transformers 5.17): use cp"
         ]
     sentences = list(STRATEGIES[name].refusals(spec))
+    if name == "tp+fsdp" and not launch.is_mesh:
+        sentences.append(
+            f"launch.tp: {launch.gpus} GPUs are no mesh of {launch.tp} by two or more: set launch.gpus to a "
+            "multiple of it, or launch.strategy to tp or fsdp"
+        )
     if launch.offload not in ("none", *STRATEGIES[name].offloads):
         having = [f"{key} has {' and '.join(each.offloads)}" for key, each in STRATEGIES.items() if each.offloads]
         sentences.append(

@@ -96,7 +96,7 @@ SHAPES: dict[str, Any] = {
         "objective": {"name": _NAME}, "dataset": {"name": _TEXT},
         "train": {"batch_size": _COUNT, "gradient_accumulation_steps": _COUNT, "precision": _TEXT},
         "measure": {"warmup": _COUNT | _NAME, "share_gpu": _FLAG, "profile": _NAME}, "optimizations": {},
-        "launch": {"gpus": RANKS, "strategy": _NAME, "offload": _NAME, "framework": _NAME},
+        "launch": {"gpus": RANKS, "tp": (RANKS,), "strategy": _NAME, "offload": _NAME, "framework": _NAME},
         "imported": {"*": _TEXT},
     },
     "summary.json": {

@@ -170,7 +170,11 @@ def recipe(spec: Experiment, run: RunDir, model: Any) -> dict[str, Any]:
         dataloader_pin_memory=on_gpu,
         dataloader_num_workers=processes,
         dataloader_persistent_workers=processes > 0,
-        accelerator_config={"non_blocking": on_gpu},  # else each copy waits for all that the device has still to do
+        accelerator_config={
+            "non_blocking": on_gpu,  # else each copy waits for all that the device has still to do
+            # Else each GPU keeps whole gradients until the last batch of a step.
+            "gradient_accumulation_kwargs": {"sync_each_batch": spec.launch.sharded},
+        },
         train_sampling_strategy="sequential",
         max_length=None,
         remove_unused_columns=False,

@@ -30,7 +30,7 @@ class MemoryCache:
         """Return what is known of a spec by its batch size."""
         capability = capability_of(gpu)
         train = (spec.train.optimizer, spec.train.precision, spec.train.gradient_accumulation_steps > 1)
-        launch = (spec.launch.gpus, spec.launch.strategy, spec.launch.offload)
+        launch = (spec.launch.gpus, spec.launch.strategy, spec.launch.tp, spec.launch.offload)
         kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
         return self._known.setdefault(
             (kind, spec.model, spec.dataset, spec.method, spec.optimizations, train, launch), {}

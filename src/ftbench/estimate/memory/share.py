@@ -40,7 +40,7 @@ def share(division: Division) -> Share:
     """Return what one GPU holds: ZeRO-1 divides the optimizer state, ZeRO-2 the gradients too, ZeRO-3 and FSDP the
     weights too; DDP nothing. What is offloaded is in host memory: the optimizer's state with the gradients that it
     waits for, and the weights too."""
-    states, offload, part = division.states, division.offload, 1 / division.gpus
+    states, offload, part = division.states, division.offload, 1 / division.holders
     if states == "fsdp":
         return Share(0.0, 0.0, 0.0, "fsdp") if offload == "params" else Share(part, part, part, "fsdp")
     if not states.startswith("zero"):

@@ -61,7 +61,7 @@ def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -
 
 def _of_states(division: Division, recipe: Recipe, shape: TrainableShape, passes: int) -> Traffic:
     """Return gradients, and what is gathered of divided weights."""
-    ring, states = (division.gpus - 1) / division.gpus, division.states
+    ring, states = (division.holders - 1) / division.holders, division.states
     if states == "none":
         return Traffic()
     if states == "ddp":
@@ -73,9 +73,8 @@ def _of_states(division: Division, recipe: Recipe, shape: TrainableShape, passes
     if states in ("zero1", "zero2"):  # one after the other: overlap_comm is off; ZeRO-2 reduces after each micro-batch
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
     weights, layers = ring * shape.model.weight_bytes(HALF), len(shape.model.layers)
-    reduced = sixteen * (passes if states == "zero3" else 1)
     first = weights / layers  # nothing computes while the first layer comes, forward and back
-    return host + Traffic(2 * passes * (weights - first) + reduced, 2 * passes * first, 2 * passes)
+    return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes)
 
 
 def _offloaded(division: Division, shape: TrainableShape, passes: int) -> Traffic:

@@ -66,14 +66,14 @@ def settings_of(spec: Experiment) -> Settings:
 
 def step_key(spec: Experiment) -> StepKey:
     """Return a key that is equal for specs whose steps take the same time on the same GPU."""
-    model, data, train = spec.model, spec.dataset, spec.train
+    model, data, train, launch = spec.model, spec.dataset, spec.train, spec.launch
     return (
         (model.id, model.path, model.dtype),
         (spec.method, spec.objective),
         (data.name, data.path, data.revision, data.max_length, data.length, data.mean_length, data.like),
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,
-        (spec.launch.framework, spec.launch.settings, spec.launch.gpus, spec.launch.strategy, spec.launch.offload),
+        (launch.framework, launch.settings, launch.gpus, launch.strategy, launch.tp, launch.offload),
     )
 
 

@@ -17,15 +17,16 @@ STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotatio
 # transformers' plans of tensor parallelism (base_model_tp_plan): these are cut by their outputs, those by their inputs.
 _BY_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 _BY_INPUTS = {"o_proj", "down_proj"}
+MESH = 2  # GPUs that share a matrix under tp+fsdp, where nothing says how many
 _SEQUENCE = {"cp": "fsdp", "ulysses": "zero3"}  # what divides the states of those that divide a sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
     """`gpus` of one run, by the `name` of their strategy. `states` divides weights, gradients and the optimizer's state
-    over all of them (none, ddp, fsdp, zero1, zero2, zero3), and `offload` moves some of them to the host. The products
-    of each layer are divided into `tensor` parts, the experts into `experts`, each sequence into `sequence`; `data` is
-    how many different batches a step has."""
+    over the `holders` (none, ddp, fsdp, zero1, zero2, zero3), and `offload` moves some of them to the host. The
+    products of each layer are divided into `tensor` parts, the experts into `experts`, each sequence into `sequence`;
+    `data` is how many different batches a step has."""
 
     gpus: int = 1
     name: str = "none"
@@ -39,6 +40,11 @@ class Division:
     def data(self) -> int:
         return self.gpus // (self.tensor * self.experts * self.sequence)
 
+    @property
+    def holders(self) -> int:
+        """How many GPUs divide the states of what one of them computes."""
+        return self.gpus // (self.tensor * self.experts)
+
 
 ALONE = Division()
 
@@ -48,6 +54,8 @@ def division_of(launch: Launch) -> Division:
     gpus, strategy = launch.gpus, launch.strategy
     if gpus == 1:
         return ALONE
+    if launch.tp is not None:
+        return Division(gpus, strategy, "fsdp", tensor=launch.tp)
     if strategy in ("tp", "ep"):
         return Division(gpus, strategy, tensor=gpus if strategy == "tp" else 1, experts=gpus if strategy == "ep" else 1)
     states = _SEQUENCE.get(strategy, strategy)
@@ -56,26 +64,30 @@ def division_of(launch: Launch) -> Division:
 
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
     """Return the spec on so many GPUs. Whether that can be launched its refusals say."""
-    launch = spec.launch.model_copy(update={"gpus": gpus, "strategy": strategy, "offload": offload})
+    tp = spec.launch.tp or MESH if strategy == "tp+fsdp" else None
+    launch = spec.launch.model_copy(update={"gpus": gpus, "strategy": strategy, "tp": tp, "offload": offload})
     return spec.model_copy(update={"launch": launch})
 
 
 def problem(model: ModelShape, launch: Launch) -> str | None:
     """Return why a model cannot be divided so."""
-    gpus, strategy = launch.gpus, launch.strategy
+    gpus, strategy = launch.tp or launch.gpus, launch.strategy
     if strategy == "ep" and not model.has_experts:
         return f"ep divides experts, and {model.family} has none"
-    counts = {"tp": [layer.kv_heads for layer in model.layers], "ulysses": [layer.heads for layer in model.layers],
+    if launch.tp and not launch.is_mesh:
+        return f"{strategy}: {launch.gpus} GPUs are no mesh of {gpus} by two or more"
+    keys = [layer.kv_heads for layer in model.layers]
+    counts = {"tp": keys, "tp+fsdp": keys, "ulysses": [layer.heads for layer in model.layers],
               "ep": [layer.experts.count for layer in model.layers if layer.experts]}  # fmt: skip
     odd = [count for count in counts.get(strategy, []) if count % gpus]
-    word = {"tp": "heads of keys", "ulysses": "heads", "ep": "experts"}.get(strategy)
+    word = {"ulysses": "heads", "ep": "experts"}.get(strategy, "heads of keys")
     return f"{strategy}: {odd[0]} {word} do not divide by {gpus}" if odd else None
 
 
 @lru_cache(maxsize=64)
 def rank_model(model: ModelShape, division: Division) -> ModelShape:
     """Return the model that one GPU computes: of each layer its heads, its columns and its experts; norms, embedding
-    and what the plan does not name are whole. The head is cut where it is not the embedding."""
+    and what the plan does not name are whole. The head is cut, and with it an embedding that is the same matrix."""
     if division.tensor == division.experts == 1:
         return model
     layers = {layer: _layer(layer, division) for layer, _ in model.kinds}

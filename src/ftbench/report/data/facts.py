@@ -20,7 +20,7 @@ from ftbench.spec.reading import as_text
 from ftbench.store.rundir import MOST_JSON_BYTES, RunDir, first_gpu, open_plain_file, parse_document
 
 CPU = "none (CPU)"
-_KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes", "strategy", "offload")
+_KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes", "strategy", "tp", "offload")
 # What names the file that an imported run was made of tells no recipe.
 _NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
               "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip

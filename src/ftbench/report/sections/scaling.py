@@ -56,6 +56,8 @@ def _samples(cell: Cell, shares: int = 1) -> int:
 
 def _shares(cell: Cell) -> int:
     """Return into how many shares a step's batch is dealt: those of a layer or of a sequence see the same."""
+    if (tp := cell.facts.get("launch.tp", "")).isdecimal():
+        return cell.gpus // max(1, int(tp))
     return 1 if cell.facts.get(STRATEGY) in ("tp", "ep", "cp", "ulysses") else cell.gpus
 
 

@@ -11,7 +11,7 @@ from ftbench.spec.optimizations.declaration import EXACT, Optimization, Toleranc
 
 def _refusals(spec: Experiment) -> Iterator[str]:
     setting = spec.optimizations.gradient_checkpointing
-    if (name := spec.launch.strategy) in ("fsdp", "cp") and setting not in (True, False):
+    if (name := spec.launch.strategy) in ("fsdp", "tp+fsdp", "cp") and setting not in (True, False):
         yield f"optimizations.gradient_checkpointing {setting}: {name} checkpoints all layers or none: use on or off"
     if (objective := spec.objective.name) != "sft" and setting not in (True, False):
         yield (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
 
-_MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero"}
+_MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fsdp"}
 
 
 def rank() -> int | None:

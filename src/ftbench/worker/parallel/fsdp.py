@@ -53,9 +53,9 @@ def prepare(made: Any) -> None:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return what is not sharded: every layer is a unit of its own, every parameter is spread over all ranks, and a
-    rank holds no more than its share of them."""
-    model, ranks = trainer.model_wrapped, spec.launch.ranks
+    """Return what is not sharded: every layer is a unit of its own, every parameter is spread over all ranks, of a mesh
+    at least over the shares of the batch, and waits where `launch.offload` says."""
+    model, launch = trainer.model_wrapped, spec.launch
     if not isinstance(model, FSDPModule):
         return [f"launch.strategy is fsdp and the trainer trains a {type(model).__name__}, which is whole on each rank"]
     whole = [layer for layer in decoder_layers(model) if not isinstance(layer, FSDPModule)]
@@ -64,8 +64,11 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     parameters = dict(model.named_parameters())
     if plain := [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]:
         return [f"launch.strategy is fsdp and {plain[0]} and {len(plain) - 1} more parameters are whole on each rank"]
-    if (meshes := {parameter.device_mesh.size() for parameter in parameters.values()}) != {ranks}:
-        return [f"launch.gpus is {spec.launch.gpus} and parameters are spread over {meshes} ranks"]
+    wanted = {launch.ranks, launch.shares} if launch.strategy == "tp+fsdp" else {launch.ranks}
+    if (meshes := {parameter.device_mesh.size() for parameter in parameters.values()}) != wanted:
+        return [f"launch.gpus is {launch.gpus} and parameters are spread over {meshes} ranks, not {wanted}"]
+    if launch.offload == "params" and any(parameter.device.type != "cpu" for parameter in parameters.values()):
+        return ["launch.offload is params and shares of them stay on the GPU"]
     return []
 
 

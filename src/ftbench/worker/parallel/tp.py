@@ -18,15 +18,20 @@ __all__ = ["applied", "arguments", "attach", "loading", "verify"]
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     """Return what from_pretrained is told, which shards the weights as it reads them. Raise SpecError for heads that
     cannot be dealt evenly."""
-    ranks, text = spec.launch.ranks, config.get_text_config()
+    require_even(spec, config, "launch.gpus", spec.launch.ranks)
+    return {"distributed_config": DistributedConfig(tp_size=spec.launch.ranks)}
+
+
+def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
+    """Raise SpecError for heads that cannot be dealt to so many GPUs, which `key` of the spec says."""
+    text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if heads % ranks:
+    if heads % parts:
         fitting = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
         raise SpecError(
-            f"launch.gpus: tp deals the {heads} heads of keys of {spec.model.id} evenly, and {heads} is no multiple of "
-            f"{ranks}: set it to one of {fitting or 1}, or use fsdp"
+            f"{key}: tp deals the {heads} heads of keys of {spec.model.id} evenly, and {heads} is no multiple of "
+            f"{parts}: set it to one of {fitting or 1}, or use fsdp"
         )
-    return {"distributed_config": DistributedConfig(tp_size=ranks)}
 
 
 def attach(trainer: Any, spec: Experiment) -> None:

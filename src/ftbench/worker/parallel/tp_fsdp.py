@@ -1,0 +1,60 @@
+"""A mesh of tensor parallelism and FSDP2: `launch.tp` GPUs beside each other share each matrix of a layer, and see one
+batch; of what is left of a layer each keeps the share that its row of the mesh has, and gathers it from the others.
+
+transformers shards matrices as it reads them, over one dimension of a mesh that accelerate makes; accelerate shards
+what comes of that over the other.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from peft.tuners.lora.layer import LoraLayer
+from transformers.distributed import DistributedConfig
+
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.device import device
+from ftbench.worker.parallel import fsdp, tp
+from ftbench.worker.parallel.fsdp import applied, verify
+
+__all__ = ["applied", "arguments", "loading", "prepare", "verify"]
+
+
+def _numbers(spec: Experiment) -> tuple[int, int]:
+    """Return how many GPUs share a matrix, and how many such groups there are."""
+    return spec.launch.ranks // spec.launch.shares, spec.launch.shares
+
+
+@cache
+def _mesh(tensor: int, shares: int) -> ParallelismConfig:
+    """Return the one mesh of this process, which loading and training share."""
+    mesh = ParallelismConfig(tp_size=tensor, dp_shard_size=shares)
+    mesh.get_device_mesh(device().type)
+    return mesh
+
+
+def loading(spec: Experiment, config: Any) -> dict[str, Any]:
+    """Return what from_pretrained is told. Raise SpecError for heads that cannot be dealt evenly. Adapters are drawn
+    whole: peft takes shares of matrices for matrices where the mesh has names, and draws equal halves."""
+    tensor, shares = _numbers(spec)
+    tp.require_even(spec, config, "launch.tp", tensor)
+    LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
+    distributed = DistributedConfig(tp_size=tensor, fsdp_size=shares)
+    return {"distributed_config": distributed, "device_mesh": _mesh(tensor, shares).device_mesh}
+
+
+def arguments(spec: Experiment) -> dict[str, Any]:
+    """Return what the trainer is told: FSDP2's words, and the mesh. Each rank has read its own shares already."""
+    said = fsdp.arguments(spec) | {"parallelism_config": _mesh(*_numbers(spec))}
+    said["fsdp_config"]["cpu_ram_efficient_loading"] = False
+    return said
+
+
+def prepare(made: Any) -> None:
+    """Let accelerate shard on a CPU, too, and leave what tensor parallelism has not sharded as it is: it would make it
+    tensors of the mesh by a class that transformers no longer has."""
+    fsdp.prepare(made)
+    Accelerator._prepare_tp = lambda self, *objects: objects
