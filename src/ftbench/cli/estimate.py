@@ -21,7 +21,7 @@ def estimate(
     memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
     gpus: Annotated[int | None, typer.Option(help="how many GPUs share the work, if not the spec's")] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="how they share it: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, ulysses; or all")
+        str | None, typer.Option(help="how they share it: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp; or all")
     ] = None,
     config: Config = None,
     check: Annotated[
