@@ -18,7 +18,7 @@ from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.objectives import Objective, Sft
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals
-from ftbench.spec.strategies import mesh, untrainable
+from ftbench.spec.strategies import launch_in_full
 
 
 def experiment_name(value: str) -> str:
@@ -202,18 +202,8 @@ class Launch(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _ddp_on_several(cls, values: object) -> object:
-        if not isinstance(values, dict):
-            return values
-        if "fsdp" in values:
-            values = mesh(values)
-        if why := untrainable(values):
-            raise ValueError(why)
-        if values.get("strategy") == "tp+fsdp":
-            values = values | {"tp": values.get("tp") or 2}
-        if type(gpus := values.get("gpus")) is int and gpus > 1:
-            return {"strategy": "ddp", **values}
-        return values
+    def _in_full(cls, values: object) -> object:
+        return launch_in_full(values) if isinstance(values, dict) else values
 
     @property
     def ranks(self) -> int:

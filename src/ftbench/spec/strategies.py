@@ -130,8 +130,28 @@ STRATEGIES = {
 }
 
 
-def mesh(launch: Mapping[str, object]) -> dict[str, object]:
-    """Return a section `launch` that names the two numbers of a mesh in the words of `strategy`."""
+def launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a section `launch` with what follows from what it says. Raise ValueError for what trains in no way."""
+    if "fsdp" in launch:
+        launch = _mesh(launch)
+    if named := sorted(launch.keys() & {*STRATEGIES, "pp"} - {"tp"}):
+        raise ValueError(
+            f"`{named[0]}` is no key: set gpus, and strategy to one of {', '.join(STRATEGIES)}. Two numbers make a "
+            "mesh of tp and fsdp alone"
+        )
+    if launch.get("strategy") in ("pp", "pipeline"):
+        raise ValueError(
+            "`strategy` pp: transformers' pipeline computes answers and no loss, so that nothing is trained. Take fsdp "
+            "or tp, or train with torchtitan, NeMo AutoModel or Megatron"
+        )
+    if launch.get("strategy") == "tp+fsdp":
+        return {**launch, "tp": launch.get("tp") or 2}
+    several = type(gpus := launch.get("gpus")) is int and gpus > 1
+    return {"strategy": "ddp", **launch} if several else launch
+
+
+def _mesh(launch: Mapping[str, object]) -> dict[str, object]:
+    """Return a section that names the two numbers of a mesh in the words of `strategy`."""
     tp, fsdp = launch.get("tp"), launch["fsdp"]
     if type(tp) is not int or type(fsdp) is not int or not 2 <= min(tp, fsdp) <= max(tp, fsdp) <= 512:
         raise ValueError(
@@ -141,21 +161,6 @@ def mesh(launch: Mapping[str, object]) -> dict[str, object]:
     if other := [key for key in named if launch.get(key, named[key]) != named[key]]:
         raise ValueError(f"`{other[0]}` is another than `tp` and `fsdp` say, {named[other[0]]}: leave it out")
     return {key: value for key, value in launch.items() if key != "fsdp"} | named
-
-
-def untrainable(launch: Mapping[str, object]) -> str | None:
-    """Return why nothing trains in the way that a section `launch` words, where no value of it stands for that way."""
-    if named := sorted(launch.keys() & {*STRATEGIES, "pp"} - {"tp"}):
-        return (
-            f"`{named[0]}` is no key: set gpus, and strategy to one of {', '.join(STRATEGIES)}. Two numbers make a "
-            "mesh of tp and fsdp alone"
-        )
-    if launch.get("strategy") in ("pp", "pipeline"):
-        return (
-            "`strategy` pp: transformers' pipeline computes answers and no loss, so that nothing is trained. Take fsdp "
-            "or tp, or train with torchtitan, NeMo AutoModel or Megatron"
-        )
-    return None
 
 
 def refusals(spec: Experiment) -> list[str]:
