@@ -175,12 +175,7 @@ class Launch(Part):
     strategy: Literal["none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp", "ulysses"] = Field(
         "none", description="how a run uses several GPUs; ddp if left out beside several"
     )
-    tp: Int | None = Field(
-        None,
-        ge=2,
-        le=512,
-        description="GPUs that share each matrix of a layer where strategy is tp+fsdp; 2 if left out",
-    )
+    tp: Int | None = Field(None, ge=2, le=512, description="GPUs that share each matrix under tp+fsdp; 2 if left out")
     offload: Literal["none", "optimizer", "params"] = Field(
         "none", description="what waits in the host's memory: the optimizer's states, or these and the parameters"
     )
