@@ -26,7 +26,7 @@ def test_a_table_is_named_exactly_and_a_run_that_is_there_is_not_made_again(tmp_
     assert wrong.returncode == 2
     known = (
         "fp8, frameworks, full, full-finetuning, images, launches-1x512, launches-4x2048, moe-gpt-oss-20b, "
-        "moe-qwen3-30b-a3b, qlora, short-defaults, short-equal, smallest, smallest-32b, sustained"
+        "moe-qwen3-30b-a3b, policies, qlora, short-defaults, short-equal, smallest, smallest-32b, sustained"
     )
     assert f"'short' is none of {known}" in wrong.stderr
     lacking = recipes(ROOT / "results/h200/headline", "--only", "full", "--estimate").stdout.splitlines()
@@ -54,6 +54,11 @@ def test_rows_of_pictures_are_estimated_to_fit(tmp_path: Path) -> None:
         assert estimate.allocated.high < 140, line
         assert estimate.batch[0] == (4 if "recipe=plain" in line else 1)
         assert "image_size=" not in line or estimate.batch[1] == 8 * 1217
+
+
+def test_rows_of_policies_can_work(tmp_path: Path) -> None:
+    told = recipes(tmp_path, "--only", "policies", "--estimate").stdout.splitlines()
+    assert told[0].startswith("10 of 10 runs to do")  # each was read as the spec it is
 
 
 def test_every_row_of_what_was_not_measured_yet_is_a_spec_that_can_work(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_an_objective_is_named_in_a_word_and_its_keys_go_with_another(tmp_path):
     assert load(path, ["objective.beta=0.5", "objective=sft"]).objective.name == "sft"
     assert load(path, ["objective=grpo", "train.batch_size=8"]).objective.num_generations == 8
     assert ("objective.beta", "0.1", "how much it costs to leave the reference model (dpo)") in spec_keys()
+    assert [default for key, default, _ in spec_keys() if key == "objective.beta"] == ["0.1", "0.0"]
 
 
 def test_dpo_is_another_experiment_and_sft_what_every_spec_was(tmp_path):
@@ -109,6 +110,8 @@ def test_what_cannot_work_is_told_with_a_way_out(changes, told):
         ({"method": {"bias": "all"}, "objective": {"name": "grpo", "beta": 0.1}}, "set method.bias to none"),
         ({"method": {"name": "full"}, "objective": {"name": "grpo", "beta": 0.1}}, "set objective.beta to 0, or train"),
         ({"train": {"batch_size": 8, "optimizer": "adamw_torchao_8bit"}}, "use adamw_torch or adamw_bnb_8bit"),
+        ({"measure": {"profile": "on"}}, "profile objective sft"),
+        ({"train": {"batch_size": 8, "precision": "fp16"}}, "set it to bf16 or fp32"),
         ({"launch": {"gpus": 2}}, "launch.gpus is 2: set it to 1"),
         ({"launch": {"framework": "axolotl", "python": "p"}}, "use trl, or objective sft"),
         ({"optimizations": {"gradient_checkpointing": "selective"}}, "use on or off"),

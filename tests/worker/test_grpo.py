@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from conftest import spec_of
 from ftbench.errors import DataError, NotAppliedError, SpecError
+from ftbench.report.card import card
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
@@ -185,6 +186,10 @@ def test_parts_of_a_step_have_times_of_their_own_and_generation_keeps_its_keys_a
     rates = {name: summary.tokens_per_s[name] for name in ("real", "generated", "trained")}
     assert rates == pytest.approx({"real": 8 * 14 / 12, "generated": 8 * 6 / 5, "trained": 8 * 14 / 4})
     assert summary.samples_per_s == pytest.approx(8 / 12)
+    shown = card(summary, run)
+    assert "generation 5.00 s, scoring 3.00 s, forward_backward 4.00 s, optimizer 0" in shown
+    assert "; 9.6 generated tokens/s while generating" in shown
+    assert "  loss " not in shown  # of a group's gains, which add up to nothing
     assert (summary.model_tflops, summary.mfu) == (None, None)  # what generation computes nobody counts
 
 

@@ -29,7 +29,8 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
     rates: dict[str, Any] = summary.tokens_per_s
     joules = (summary.energy or {}).get("joules_per_1k_samples")
     known = rates.get("real") is not None and rates.get("padded")
-    losses = {name: value for name, value in summary.loss.items() if not name.startswith("reward")}
+    judged = "reward_first" in summary.loss  # then the gains of a group, which add up to nothing, are the loss
+    losses = {} if judged else {name: loss for name, loss in summary.loss.items() if not name.startswith("reward")}
     padding = units.percent(1 - rates["real"] / rates["padded"]) if known else ""
     return [
         ("what", ", ".join([what, *summary.optimizations])),

@@ -237,18 +237,19 @@ _MISSING = object()
 
 def spec_keys() -> list[tuple[str, str, str]]:
     """Return every dotted key a spec may hold, with its default and meaning; what only some methods or objectives have
-    says which."""
-    rows: dict[str, tuple[str, str, str]] = {}
+    says which, once for each default that it has."""
+    rows: dict[tuple[str, ...], tuple[str, str, str]] = {}
     for section, info in Experiment.model_fields.items():
         model = info.annotation
         kinds = KINDS.get(section, {"": model})
         plain = next(iter(kinds.values()))
         for kind, part in kinds.items():
             if not (isinstance(part, type) and issubclass(part, BaseModel)):
-                rows[section] = (section, "", info.description or "")
+                rows[section,] = (section, "", info.description or "")
                 continue
             for key, field in part.model_fields.items():
                 default = "" if field.is_required() or field.default is None else str(field.default)
-                only = f" ({kind})" if kind and key not in plain.model_fields else ""
-                rows.setdefault(f"{section}.{key}", (f"{section}.{key}", default, (field.description or "") + only))
+                name, only = f"{section}.{key}", kind and key not in plain.model_fields
+                meaning = (field.description or "") + (f" ({kind})" if only else "")
+                rows.setdefault((name, default) if only else (name,), (name, default, meaning))
     return list(rows.values())

@@ -118,6 +118,10 @@ class Grpo(Part):
         for name in switched_on(spec.optimizations):
             if name not in ("attention", "gradient_checkpointing"):
                 yield f"optimizations.{name} with objective grpo was not held against training without it: leave it off"
+        if spec.measure.profile != "off":
+            yield "measure.profile with objective grpo: a profile knows no generation: profile objective sft"
+        if spec.train.precision == "fp16":
+            yield "train.precision fp16 with objective grpo was not tried: set it to bf16 or fp32"
         if spec.launch.framework != "trl":
             yield (
                 f"objective grpo is trl's here, and launch.framework is {spec.launch.framework}: use trl, or objective "
