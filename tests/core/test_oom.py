@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import pytest
 
 from ftbench.core.oom import Oom, recognise
@@ -82,5 +84,5 @@ def test_a_later_failure_of_another_kind_is_what_ended_the_process():
 
 
 def test_an_oom_tells_where_it_struck():
-    told = Oom("allocator", 5, "train", 3).as_dict()
+    told = asdict(Oom("allocator", 5, "train", 3))
     assert told == {"kind": "allocator", "bytes_requested": 5, "phase": "train", "step": 3}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
@@ -46,9 +45,6 @@ class Bottleneck:
     power_capped: float | None = None
     thermally_limited: float | None = None
     sm_clock_mhz: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def classify_bottleneck(

@@ -33,14 +33,14 @@ def describe(lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def histogram(lengths: Sequence[int], bins: int = HISTOGRAM_BINS) -> dict[str, list[int]]:
-    """Return counts in `bins` bins of equal whole width from 0 past the maximum; bin i holds edges[i] <= n <
+def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
+    """Return counts in HISTOGRAM_BINS bins of equal whole width from 0 past the maximum; bin i holds edges[i] <= n <
     edges[i+1]."""
-    width = max(1, -(-(max(lengths) + 1) // bins))
-    counts = [0] * bins
+    width = max(1, -(-(max(lengths) + 1) // HISTOGRAM_BINS))
+    counts = [0] * HISTOGRAM_BINS
     for n in lengths:
         counts[n // width] += 1
-    return {"edges": [i * width for i in range(bins + 1)], "counts": counts}
+    return {"edges": [i * width for i in range(HISTOGRAM_BINS + 1)], "counts": counts}
 
 
 def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:

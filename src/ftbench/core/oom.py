@@ -7,7 +7,7 @@ failure) are not out of memory, even when one came before.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 # MPS writes GB for 2**30 bytes, as format_size in MPSAllocator.mm does.
 _UNITS = {"B": 1, "BYTES": 1} | {f"{k}{b}": 1 << 10 * (i + 1) for i, k in enumerate("KMGT") for b in ("B", "IB")}
@@ -45,9 +45,6 @@ class Oom:
     bytes_requested: int | None = None
     phase: str | None = None
     step: int | None = None
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def recognise(text: str) -> Oom | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 MINIMUM_STEADY = 5  # fewer steady steps than this are named in the warnings
@@ -27,9 +27,6 @@ class StepTime:
     p90: float
     cv: float | None
     ci95: tuple[float, float] | None
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def total(values: Iterable[float | int | None]) -> float:
@@ -93,18 +90,21 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     Statistics, ch. 3): the k-th smallest and k-th largest value, with the largest k that still covers `confidence`.
     None where even the extremes do not reach it (fewer than six values for 95 %).
     """
-    ordered = sorted(values)
-    n = len(ordered)
+    ordered, (k, _) = sorted(values), _order_statistic(len(values), confidence)
+    return (ordered[k - 1], ordered[-k]) if k else None
+
+
+def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
+    """Return the largest k whose k-th smallest and k-th largest of n values cover `confidence`, and what they really
+    cover; 0 where even the extremes do not."""
     if n > 1000:  # normal approximation of the binomial
         k = math.floor(n / 2 - statistics.NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(n) / 2)
-        return ordered[k - 1], ordered[n - k]
+        return k, confidence
     tail, k = 0.0, 0
-    while k < n // 2:
+    while k < n // 2 and 1 - 2 * (tail + math.comb(n, k) / 2**n) >= confidence:
         tail += math.comb(n, k) / 2**n
-        if 1 - 2 * tail < confidence:
-            break
         k += 1
-    return (ordered[k - 1], ordered[n - k]) if k else None
+    return k, 1 - 2 * tail
 
 
 def drift(times: Sequence[float]) -> float | None:
@@ -122,19 +122,8 @@ def median_error(values: Sequence[float]) -> float | None:
     interval = median_interval(values, CONFIDENCE)
     if interval is None:
         return None
-    coverage = _coverage(len(values))
+    _, coverage = _order_statistic(len(values), CONFIDENCE)
     return (interval[1] - interval[0]) / 2 / statistics.NormalDist().inv_cdf((1 + coverage) / 2)
-
-
-def _coverage(n: int) -> float:
-    """Return what the order-statistic interval of the median of n values really covers: at least `CONFIDENCE`."""
-    if n > 1000:  # by the normal approximation of `median_interval`
-        return CONFIDENCE
-    tail, k = 0.0, 0
-    while 1 - 2 * (tail + math.comb(n, k) / 2**n) >= CONFIDENCE:
-        tail += math.comb(n, k) / 2**n
-        k += 1
-    return 1 - 2 * tail
 
 
 @lru_cache(maxsize=256)  # of few sizes of groups, and asked for each figure of each

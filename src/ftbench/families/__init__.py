@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ftbench.families import deepseek, dense, moe, qwen3_next, vision
 from ftbench.families.config import Config
-from ftbench.families.shape import ModelShape
+from ftbench.families.shape import Layer, ModelShape
 
-_DESCRIBED: dict[str, Callable[[str, dict[str, Any]], ModelShape]] = {
-    **dict.fromkeys(dense.DENSE, dense.describe),
-    **dict.fromkeys(moe.MOE, moe.describe),
-    "deepseek_v3": deepseek.describe,
-    "qwen3_next": qwen3_next.describe,
+# What a family's configuration in transformers says where published files leave it out, and its layers.
+_FAMILIES: dict[str, tuple[dict[str, Any], Callable[[str, Config], tuple[Layer, ...]]]] = {
+    **{name: (form.defaults, dense.layers) for name, form in dense.DENSE.items()},
+    **{name: (defaults, moe.layers) for name, defaults in moe.DEFAULTS.items()},
+    "deepseek_v3": (deepseek.DEFAULTS, deepseek.layers),
+    "qwen3_next": (qwen3_next.DEFAULTS, qwen3_next.layers),
 }
-FAMILIES = tuple(_DESCRIBED)  # whose layers are known
+FAMILIES = tuple(_FAMILIES)  # whose layers are known
 _WHOLE_IF_GIVEN = ("head_dim", "num_experts", "num_local_experts", "moe_intermediate_size", "sliding_window")
 
 
@@ -29,7 +29,7 @@ def describe(config: dict[str, Any]) -> ModelShape:
     a key that is missing, a number that cannot be, or UnknownFamilyError for a family that is not described."""
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     family = vision.FAMILIES.get(str(config.get("model_type")), text.get("model_type"))
-    if not isinstance(family, str) or family not in _DESCRIBED:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise UnknownFamilyError(f"the layers of model_type {family!r} are not known; known are {', '.join(FAMILIES)}")
     checked = Config(text, {})
     for key in _WHOLE_IF_GIVEN:
@@ -38,7 +38,10 @@ def describe(config: dict[str, Any]) -> ModelShape:
     if text.get("num_experts"):
         moe.visited(checked, checked.whole("num_experts"))
     checked.kinds(None)
-    shape = _DESCRIBED[family](family, text)
-    if not isinstance(config.get("vision_config"), dict):
-        return shape
-    return replace(shape, vision=vision.describe(str(config.get("model_type")), config))
+    defaults, layers = _FAMILIES[family]
+    checked, sees = Config(text, defaults), isinstance(config.get("vision_config"), dict)
+    return ModelShape(
+        family, checked.whole("hidden_size"), checked.whole("vocab_size"), bool(checked.get("tie_word_embeddings")),
+        layers(family, checked), vision.describe(str(config.get("model_type")), config) if sees else None,
+        bool(checked.get("final_logit_softcapping")),
+    )  # fmt: skip

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ftbench.families.config import Config
 from ftbench.families.dense import mlp
 from ftbench.families.moe import visited
-from ftbench.families.shape import Experts, Layer, Linear, ModelShape, Norm
+from ftbench.families.shape import Experts, Layer, Linear, Norm
+
+DEFAULTS = {"first_k_dense_replace": 3, "n_shared_experts": 1}
 
 
-def describe(family: str, values: dict[str, Any]) -> ModelShape:
-    """Return the shape of the model. Raises ValueError for a value that cannot be."""
-    config = Config(values, {"first_k_dense_replace": 3, "n_shared_experts": 1})
+def layers(family: str, config: Config) -> tuple[Layer, ...]:
+    """Return the layers. Raises ValueError for a value that cannot be."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     rotated, plain = config.whole("qk_rope_head_dim"), config.whole("qk_nope_head_dim")
     value, latent = config.whole("v_head_dim"), config.whole("kv_lora_rank")
@@ -35,10 +34,7 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
             fused_values=heads * plain,
         )  # fmt: skip
 
-    return ModelShape(
-        family, hidden, config.whole("vocab_size"), bool(config.get("tie_word_embeddings")),
-        tuple(layer(index) for index in range(config.layers)),
-    )  # fmt: skip
+    return tuple(layer(index) for index in range(config.layers))
 
 
 def _queries(hidden: int, latent: int, width: int, bias: bool) -> tuple[Linear, ...]:
@@ -50,13 +46,8 @@ def _queries(hidden: int, latent: int, width: int, bias: bool) -> tuple[Linear, 
 
 def _experts(config: Config) -> Experts:
     count = config.whole("n_routed_experts" if config.get("n_routed_experts") else "num_local_experts")
-    return Experts(
-        count,
-        visited(config, count),
-        config.whole("moe_intermediate_size"),
-        "sigmoid",
-        shared_after=True,
-    )
+    inner = config.whole("moe_intermediate_size")
+    return Experts(count, visited(config, count), inner, "sigmoid", shared_after=True)
 
 
 def _shared(config: Config) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ftbench.families.config import Config
-from ftbench.families.shape import Layer, Linear, ModelShape, Norm, NormKind
+from ftbench.families.shape import Layer, Linear, Norm, NormKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,9 @@ DENSE = {
 }  # fmt: skip
 
 
-def describe(family: str, values: dict[str, Any]) -> ModelShape:
-    """Return the shape of a dense model. Raises ValueError for a value that cannot be."""
+def layers(family: str, config: Config) -> tuple[Layer, ...]:
+    """Return the layers of a dense model. Raises ValueError for a value that cannot be."""
     form = DENSE[family]
-    config = Config(values, form.defaults)
     hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
     kv_heads, inner = config.whole("num_key_value_heads", heads), config.whole("intermediate_size")
     bias = form.qkv_bias or bool(config.get("attention_bias"))
@@ -70,11 +69,7 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
             fused_values=query + key if form.fused_qkv else 0, softcap=bool(config.get("attn_logit_softcapping")),
         )  # fmt: skip
 
-    return ModelShape(
-        family, hidden, config.whole("vocab_size"), bool(config.get("tie_word_embeddings")),
-        tuple(layer(window) for window in config.windows(form.sliding)),
-        softcap=bool(config.get("final_logit_softcapping")),
-    )  # fmt: skip
+    return tuple(layer(window) for window in config.windows(form.sliding))
 
 
 def attention(

@@ -6,19 +6,17 @@ from typing import Any
 
 from ftbench.families.config import Config
 from ftbench.families.dense import attention, mlp
-from ftbench.families.shape import Experts, Layer, ModelShape, Norm
+from ftbench.families.shape import Experts, Layer, Norm
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": False},
     "mixtral": {},
     "gpt_oss": {"attention_bias": True, "head_dim": 64, "num_key_value_heads": 8},
 }
-MOE = tuple(_DEFAULTS)
 
 
-def describe(family: str, values: dict[str, Any]) -> ModelShape:
-    """Return the shape of a mixture of experts. Raises ValueError for a value that cannot be."""
-    config = Config(values, _DEFAULTS[family])
+def layers(family: str, config: Config) -> tuple[Layer, ...]:
+    """Return the layers of a mixture of experts. Raises ValueError for a value that cannot be."""
     hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
     kv_heads, bias = config.whole("num_key_value_heads", heads), bool(config.get("attention_bias"))
     query, key = heads * width, kv_heads * width
@@ -38,10 +36,7 @@ def describe(family: str, values: dict[str, Any]) -> ModelShape:
         )  # fmt: skip
 
     windows = config.windows({"gpt_oss": 2, "mixtral": 0, "qwen3_moe": 0}[family])
-    return ModelShape(
-        family, hidden, config.whole("vocab_size"), bool(config.get("tie_word_embeddings")),
-        tuple(layer(index, window) for index, window in enumerate(windows)),
-    )  # fmt: skip
+    return tuple(layer(index, window) for index, window in enumerate(windows))
 
 
 def experts(family: str, config: Config) -> Experts:

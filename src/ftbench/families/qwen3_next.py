@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ftbench.families.config import Config
 from ftbench.families.dense import attention, mlp
 from ftbench.families.moe import dense_layers, visited
-from ftbench.families.shape import DeltaNet, Experts, Layer, Linear, ModelShape, Norm
+from ftbench.families.shape import DeltaNet, Experts, Layer, Linear, Norm
 
-_DEFAULTS = {
+DEFAULTS = {
     "head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     "full_attention_interval": 4, "decoder_sparse_step": 1,
 }  # fmt: skip
 
 
-def describe(family: str, values: dict[str, Any]) -> ModelShape:
-    """Return the shape of the model. Raises ValueError for a value that cannot be."""
-    config = Config(values, _DEFAULTS)
-    hidden, interval = config.whole("hidden_size"), config.whole("full_attention_interval")
-    kinds = config.kinds(interval)  # without layer_types, each fourth has full attention and the others linear
+def layers(family: str, config: Config) -> tuple[Layer, ...]:
+    """Return the layers: without layer_types, each fourth has full attention and the others linear. Raises ValueError
+    for a value that cannot be."""
     dense = dense_layers(config)
-    layers = []
-    for index, kind in enumerate(kinds):
-        plain = _full(config) if kind == "full_attention" else _linear(config)
-        layers.append(_with_mlp(plain, config, index in dense))
-    tied = bool(config.get("tie_word_embeddings"))
-    return ModelShape(family, hidden, config.whole("vocab_size"), tied, tuple(layers))
+    return tuple(
+        _with_mlp((_full if kind == "full_attention" else _linear)(config), config, index in dense)
+        for index, kind in enumerate(config.kinds(config.whole("full_attention_interval")))
+    )
 
 
 def _full(config: Config) -> Layer:

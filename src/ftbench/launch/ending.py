@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import asdict
 from typing import Any
 
 from ftbench.core import oom
@@ -35,9 +36,9 @@ def _from_exit(run: RunDir, ended: process.Exit) -> dict[str, Any]:
     where = run.log.name
     if ended.kernel_oom:
         return {"state": "oom", "reason": "the kernel's OOM killer ended it: host memory ran out",
-                "oom": oom.Oom("kernel").as_dict()}  # fmt: skip
+                "oom": asdict(oom.Oom("kernel"))}  # fmt: skip
     if (recognised := oom.recognise(tail)) is not None:
-        return {"state": "oom", "reason": f"out of memory ({recognised.kind})", "oom": recognised.as_dict()}
+        return {"state": "oom", "reason": f"out of memory ({recognised.kind})", "oom": asdict(recognised)}
     if ended.code < 0:
         name = signal.Signals(-ended.code).name
         whose = "killed by {} from outside" if -ended.code in rundir.CUT_SHORT else "crashed with {}"

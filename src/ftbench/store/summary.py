@@ -142,7 +142,7 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
     window = sum(times)
     if (step_time := stats.step_time(times)) is None or window <= 0:
         return
-    summary.step_time_s = step_time.as_dict()
+    summary.step_time_s = dataclasses.asdict(step_time)
     summary.tokens_per_s = {
         name: _rate([getattr(row, f"{name}_tokens") for row in steady], window) for name in ("real", "padded", "label")
     }
@@ -189,9 +189,8 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
                 setattr(summary, name, rate / best)
     ceiling = measured or peak
     products = rates[1] / ceiling if rates and ceiling and rates[1] <= ceiling else None
-    summary.bound = classify_bottleneck(
-        steady, summary.gpu is not None, products, applied.get("gpu_busy_method")
-    ).as_dict()
+    bottleneck = classify_bottleneck(steady, summary.gpu is not None, products, applied.get("gpu_busy_method"))
+    summary.bound = dataclasses.asdict(bottleneck)
 
 
 def _times(rate: float | None, count: int) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 from ftbench.core import oom
@@ -29,7 +30,7 @@ def of_exception(error: BaseException, phase: str, step: int | None) -> dict[str
     if recognised is not None:
         where = f"{phase} of step {step}" if step else phase
         size = f", {recognised.bytes_requested / 2**30:.2f} GiB asked for" if recognised.bytes_requested else ""
-        described = oom.Oom(recognised.kind, recognised.bytes_requested, phase, step).as_dict()
+        described = asdict(oom.Oom(recognised.kind, recognised.bytes_requested, phase, step))
         return {"state": "oom", "reason": f"out of memory ({recognised.kind}) in {where}{size}", "oom": described}
     lost = {"lost_another": True} if _LOST_ANOTHER.search(text) else {}
     lines = text.strip().splitlines()
