@@ -23,14 +23,7 @@ MARKER = "<image>"  # where in a plain text an image stands, as LLaVA's data hav
 _IMAGES = ("image", "images")
 _QUESTIONS = ("question", "prompt")
 _ANSWERS = ("answer", "text", "caption", "label", "labels")
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-}
+_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
 
 
 @dataclass(frozen=True, slots=True)

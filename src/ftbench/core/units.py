@@ -2,7 +2,7 @@
 
 import re
 
-GIB = 2**30
+GIB, JOULES_PER_KWH = 2**30, 3.6e6
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?", re.ASCII)
 
 

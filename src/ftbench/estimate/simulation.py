@@ -74,11 +74,10 @@ def simulate(spec: Experiment, gpu: Gpu, limit_s: float = LIMIT_S) -> Simulation
         _run(spec, scratch, limit_s)
         document = rundir.read_json(scratch / "simulation.json")
     peak, steps = document["peak"], document["steps"]
-    head = {name: document[name] for name in ("batch", "torch", "transformers", "seconds")}
     return Simulation(
-        peak_gb=peak["gb"], phase=peak["phase"], parts_gb=peak["parts_gb"], phases_gb=document["phases"],
-        steps_gb=[step["peak_gb"] for step in steps], after_step_gb=steps[-1]["end_gb"], tensors=peak["tensors"],
-        **head,
+        peak["gb"], peak["phase"], peak["parts_gb"], document["phases"], [step["peak_gb"] for step in steps],
+        steps[-1]["end_gb"], peak["tensors"], document["batch"], document["torch"], document["transformers"],
+        document["seconds"],
     )  # fmt: skip
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import gibibytes
-from ftbench.estimate.memory.estimate import HOST, Band, MemoryEstimate
+from ftbench.estimate.memory.estimate import HOST, MemoryEstimate
 from ftbench.spec.experiment import Experiment
 
 WIDTH = 32  # characters of the longest bar
@@ -33,7 +33,7 @@ def as_text(spec: Experiment, rows: Sequence[tuple[str, MemoryEstimate, int | No
 
 def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | None) -> str:
     rows, length = memory.batch
-    tiers = [_tier(tier, getattr(memory, tier)) for tier in ("allocated", "reserved", "device")]
+    tiers = [(tier, *map(gibibytes, astuple(getattr(memory, tier)))) for tier in ("allocated", "reserved", "device")]
     most = _largest(spec, largest)
     lines = [
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}",
@@ -53,10 +53,6 @@ def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | No
 
 def _largest(spec: Experiment, largest: int | None) -> str:
     return f"{largest} (all samples)" if largest == spec.dataset.samples else str(largest or "")
-
-
-def _tier(name: str, band: Band) -> tuple[str, str, str, str]:
-    return name, gibibytes(band.low), gibibytes(band.expected), gibibytes(band.high)
 
 
 def bars(parts: Mapping[str, float]) -> str:

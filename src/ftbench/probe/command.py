@@ -27,17 +27,7 @@ ABOVE_PEAK = 1.05  # cards boost a little above the clock of their data sheet
 THROTTLED = 0.95
 FOREIGN_MEMORY_GB = 1.0
 # Every figure of the document; what was not measured stays None, with the reason in `notes`.
-_EMPTY: dict[str, Any] = {
-    "device": None,
-    "products": {},
-    "memory": None,
-    "capacity": None,
-    "host_link": None,
-    "launch_us": None,
-    "idle": None,
-    "links": None,
-    "notes": [],
-}
+_FIGURES = ("device", "products", "memory", "capacity", "host_link", "launch_us", "idle", "links", "notes")
 
 
 def probe(out: Path) -> tuple[dict[str, Any], Path]:
@@ -60,7 +50,7 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
     except OSError as error:
         raise rundir.disk_error(folder, error) from None
     document = {
-        "schema": SCHEMA, "date": rundir.now(), "machine": described, **_EMPTY, **measured,
+        "schema": SCHEMA, "date": rundir.now(), "machine": described, **dict.fromkeys(_FIGURES), **measured,
         "products": {name: measured.get("products", {}).get(name) for name in PRECISIONS},
     }  # fmt: skip
     document["notes"] = [*measured.get("notes", []), *remarks(document)]

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class TraceError(FtbenchError):
 @dataclass(slots=True)
 class Span:
     """Something that a CPU thread did: an operator, a range that somebody named, or a call into the driver's library
-    (`kind` op, range or call). `sequence` joins an operator with its backward pass."""
+    (`kind` op, range or call); or that the GPU did (kernel). `sequence` joins an operator with its backward pass."""
 
     name: str
     begin: float
@@ -41,16 +42,6 @@ class Span:
     backward: bool = False
     correlation: int | None = None
     parent: Span | None = None
-
-
-@dataclass(slots=True)
-class Kernel:
-    """Something that the GPU did."""
-
-    name: str
-    begin: float
-    end: float
-    correlation: int
 
 
 @dataclass(slots=True)
@@ -69,7 +60,7 @@ class Trace:
 
     gpu: str | None = None
     origin: float = 0.0  # when the first step begins on the file's clock
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[Span] = field(default_factory=list)
     threads: dict[Any, list[Span]] = field(default_factory=dict)
     steps: list[tuple[float, float]] = field(default_factory=list)
     phases: list[tuple[float, float, str]] = field(default_factory=list)
@@ -132,7 +123,7 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
     if (collective := _collective(kind, name, details)) is not None:
         trace.collectives.append(collective)
     if kind in _ON_GPU:
-        trace.kernels.append(Kernel(name, begin, end, int(details.get("correlation", 0))))
+        trace.kernels.append(Span(name, begin, end, "kernel", correlation=int(details.get("correlation", 0))))
     elif kind == "user_annotation" and _STEP.match(name):
         trace.steps.append((begin, end))
     elif kind == "user_annotation" and name.startswith(PREFIX):
@@ -186,12 +177,10 @@ def _settle(trace: Trace) -> None:
     origin = trace.origin = trace.steps[0][0]
     trace.steps = [(begin - origin, end - origin) for begin, end in trace.steps]
     trace.phases = sorted((begin - origin, end - origin, name) for begin, end, name in trace.phases)
-    for kernel in trace.kernels:
-        kernel.begin, kernel.end = kernel.begin - origin, kernel.end - origin
+    for span in chain(trace.kernels, *trace.threads.values()):
+        span.begin, span.end = span.begin - origin, span.end - origin
     trace.kernels = sorted((k for k in trace.kernels if k.end > 0), key=lambda kernel: kernel.begin)
     for spans in trace.threads.values():
-        for span in spans:
-            span.begin, span.end = span.begin - origin, span.end - origin
         spans.sort(key=lambda span: (span.begin, -span.end))
         _nest(spans)
 

@@ -63,7 +63,7 @@ def _on_gpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> Iterator[Device
         if span.kind == "call" and span.correlation
     }  # fmt: skip
     for kernel in trace.kernels:
-        call = calls.get(kernel.correlation)
+        call = calls.get(kernel.correlation or 0)
         around = list(enclosing(call))
         operators = [span.name for span in around if span.kind == "op"]
         phase = phases.at(call.begin) if call else OTHER

@@ -55,11 +55,12 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def known(word: str, words: Iterable[str], kind: str) -> None:
-    """Raise ValueError with all that is allowed and the nearest unless `word` is one of `words`."""
+def known(word: str, words: Iterable[str], kind: str) -> str:
+    """Return a word. Raise ValueError with all that is allowed and the nearest unless it is one of `words`."""
     words = list(words)
     if word not in words:
         raise ValueError(f"{shown(word)} is no {kind}; allowed: {', '.join(words)}{nearest(word, words)}")
+    return word
 
 
 def shown(value: object) -> str:

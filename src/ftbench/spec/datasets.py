@@ -126,16 +126,12 @@ class Dataset(Part):
     @field_validator("name")
     @classmethod
     def _known_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
-            known(value, DATASETS, "data set")
-        return value
+        return value if re.fullmatch(r"[\w.-]+/[\w.-]+", value) else known(value, DATASETS, "data set")
 
     @field_validator("like")
     @classmethod
     def _known_profile(cls, value: str | None) -> str | None:
-        if value is not None:
-            known(value, LIKE, "length profile")
-        return value
+        return None if value is None else known(value, LIKE, "length profile")
 
     def __hash__(self) -> int:
         return hash((self.name, self.path, self.samples, self.seed))  # `columns` is a dictionary, which has no hash

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ftbench.core.architectures import architectures
 from ftbench.spec import frameworks_refused
@@ -257,15 +257,10 @@ class Experiment(Part):
         """Whether the reference is a model of its own: where weights are trained there are none under adapters."""
         return self.objective.in_step and not self.method.adapters
 
-    @field_validator("method", mode="before")
+    @field_validator("method", "objective", mode="before")
     @classmethod
-    def _default_method(cls, value: object) -> object:
-        return {"name": "lora", **value} if isinstance(value, dict) else value
-
-    @field_validator("objective", mode="before")
-    @classmethod
-    def _default_objective(cls, value: object) -> object:
-        return {"name": "sft", **value} if isinstance(value, dict) else value
+    def _named(cls, value: object, info: ValidationInfo) -> object:
+        return {"name": "lora" if info.field_name == "method" else "sft", **value} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _combinations(self) -> Experiment:

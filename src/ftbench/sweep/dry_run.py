@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.units import gibibytes, seconds
+from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds
 from ftbench.estimate import preflight
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.time.duration import SHEET, DurationEstimate, epochs_samples
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.time.text import JOULES_PER_KWH
 from ftbench.spec.cost import amount
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices, load_prices

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
+from ftbench.core.units import JOULES_PER_KWH
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend import candidates
@@ -26,7 +27,6 @@ from ftbench.store.summary import optimizations_on
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
-JOULES_PER_KWH = 3.6e6
 ALONE = {"gpus": 1, "strategy": "none", "offload": "none"}  # of `launch`
 PACKED = 0.1  # how far the samples of a step of packed rows may be from the effective batch
 _FEW_GPUS = 3  # of more only the two most promising batches of each way are weighed

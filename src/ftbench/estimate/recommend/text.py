@@ -14,7 +14,6 @@ from ftbench.estimate import by_image_size
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss, place_of
 from ftbench.estimate.time.text import NIGHT_H
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.optimizations import Optimizations
 from ftbench.store.summary import optimizations_on
 
 SHOWN = 10
@@ -187,7 +186,8 @@ def _record(option: Option, goal: Goal) -> dict[str, Any]:
     return {
         "gpu": option.gpu.name, "gpus": launch.gpus, "strategy": launch.strategy, "offload": launch.offload,
         "method": option.spec.method.model_dump(mode="json"),
-        "optimizations": _on(option.spec.optimizations), "optimizer": train.optimizer,
+        "optimizations": option.spec.optimizations.model_dump(mode="json", exclude_defaults=True),
+        "optimizer": train.optimizer,
         "batch_size": train.batch_size, "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "seconds": asdict(seconds), "samples_per_hour": option.duration.samples_per_hour,
         "may_miss_deadline": None if goal.deadline_s is None else may_miss(option, goal),
@@ -198,7 +198,3 @@ def _record(option: Option, goal: Goal) -> dict[str, Any]:
         "basis": option.duration.basis, "confidence": option.duration.confidence,
         "changes_the_loss": FP8 if option.spec.optimizations.fp8 != "off" else None,
     }  # fmt: skip
-
-
-def _on(optimizations: Optimizations) -> dict[str, Any]:
-    return optimizations.model_dump(mode="json", exclude_defaults=True)

@@ -9,7 +9,7 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, gpus
 from ftbench.estimate.time import speeds
-from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import TimedRun
 from ftbench.estimate.time.neighbor_correction import Observation
 from ftbench.estimate.time.run_index import Store
@@ -18,27 +18,24 @@ from ftbench.store.summary import optimizations_on
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A run: seconds of its mean step, and what was estimated from the other runs alone (`left_out`), from the
-    coefficients of the other runs without any run near it (`bare`)."""
+    """A run with what is estimated of it from the other runs alone, and from their coefficients without any run near
+    it (`bare`)."""
 
     run: TimedRun
-    left_out: float
-    low: float
-    high: float
-    bare: float
-    basis: str
+    estimate: DurationEstimate
+    bare: DurationEstimate
 
     @property
     def error(self) -> float:
-        return self.left_out / self.run.step_s - 1
+        return self.estimate.step_s.expected / self.run.step_s - 1
 
     @property
     def bare_error(self) -> float:
-        return self.bare / self.run.step_s - 1
+        return self.bare.step_s.expected / self.run.step_s - 1
 
     @property
     def is_inside(self) -> bool:
-        return self.low <= self.run.step_s <= self.high
+        return self.estimate.step_s.low <= self.run.step_s <= self.estimate.step_s.high
 
 
 def left_out(
@@ -66,9 +63,7 @@ def observations(store: Store) -> list[Observation]:
 def _row(run: TimedRun, rest: Store, coefficients: dict[str, float]) -> LeftOut:
     gpu: Gpu = next(gpu for gpu in gpus() if gpu.name == run.gpu)
     alone = estimate_duration(run.spec, gpu, rest, coefficients=coefficients)
-    bare = estimate_duration(run.spec, gpu, Store(rest.path), coefficients=coefficients)
-    step = alone.step_s
-    return LeftOut(run, step.expected, step.low, step.high, bare.step_s.expected, alone.basis)
+    return LeftOut(run, alone, estimate_duration(run.spec, gpu, Store(rest.path), coefficients=coefficients))
 
 
 def text(rows: Sequence[LeftOut]) -> str:
@@ -77,9 +72,10 @@ def text(rows: Sequence[LeftOut]) -> str:
     lines += ["|---|---|--:|--:|--:|---|--:|---|"]
     for row in rows:
         on = ", ".join(optimizations_on(row.run.spec.optimizations.model_dump())) or "none"
+        measured, estimated = (units.seconds(step) for step in (row.run.step_s, row.estimate.step_s.expected))
         lines.append(
-            f"| {row.run.run_id} | {on} | {units.seconds(row.run.step_s)} | {units.seconds(row.left_out)} | "
-            f"{row.error:+.1%} | {'yes' if row.is_inside else 'no'} | {row.bare_error:+.1%} | {row.basis} |"
+            f"| {row.run.run_id} | {on} | {measured} | {estimated} | "
+            f"{row.error:+.1%} | {'yes' if row.is_inside else 'no'} | {row.bare_error:+.1%} | {row.estimate.basis} |"
         )
     return "\n".join([*lines, "", *_summary(rows)]) + "\n"
 

@@ -174,7 +174,7 @@ def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) ->
 
 # Share of the board power that is drawn while the GPU waits, and the further share while it works without a pause:
 # H200 runs of results/h200 drew 0.33 to 0.42 where Python set the pace and 0.93 to 0.99 where the GPU did.
-_WAITING, _WORKING = 0.2, 0.77
+_WAITING, _WORKING, _BUSY = 0.2, 0.77, 0.6
 _WATTS_SPREAD, _WATTS_MEASURED, _WATTS_SCALED = 1.3, 1.05, 1.2
 
 
@@ -187,15 +187,11 @@ def _watts(
         return _watts_band(statistics.median(measured), _WATTS_MEASURED, gpu), "measured"
     own = settings_of(spec) if runs else None
     alike = [run.watts for run in runs if run.watts and run.settings == own
-             and _busy(run.watts, gpu) != step.host_bound]  # fmt: skip
+             and (run.watts > _BUSY * gpu.watts) != step.host_bound]  # fmt: skip
     if alike:
         return _watts_band(statistics.median(alike), _WATTS_SCALED, gpu), "from runs like it"
     share = _WAITING + _WORKING * min(1.0, step.device / step.seconds)
     return _watts_band(gpu.watts * share, _WATTS_SPREAD, gpu), f"{share:.0%} of the board's {gpu.watts:.0f} W"
-
-
-def _busy(drawn: float, gpu: Gpu) -> bool:
-    return drawn > 0.6 * gpu.watts
 
 
 def _watts_band(expected: float, spread: float, gpu: Gpu) -> Band:

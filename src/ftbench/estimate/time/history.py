@@ -118,21 +118,17 @@ def timed_run(run: RunDir) -> TimedRun | None:
         if summary["state"] != "ok" or not summary["gpu"] or not 0 < step < math.inf or not says_step_time(summary):
             return None
         phases, limited = summary["phases_s"], limited_gpu(known.gpu)
+        watts = summary["energy"].get("mean_watts")  # of all GPUs
         return TimedRun(
             f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), step,
             summary["samples_per_s"] * step,
             sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
-            _a_gpu(summary["energy"].get("mean_watts"), spec), summary["dataset"], _batch(summary, spec, step),
+            watts and watts / spec.launch.gpus, summary["dataset"], _batch(summary, spec, step),
             step_key(spec), settings_of(spec), summary["tokens_per_s"]["real"] * step,
             bool(summary.get("contention", {}).get("contended")), limited.watts if limited else None,
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # a file of somebody else
         return None
-
-
-def _a_gpu(watts: float | None, spec: Experiment) -> float | None:
-    """Return the mean power of one GPU: what a run says is that of all."""
-    return None if watts is None else watts / spec.launch.gpus
 
 
 def says_step_time(summary: dict[str, Any]) -> bool:

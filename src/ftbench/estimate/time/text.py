@@ -10,6 +10,7 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded, text_table
+from ftbench.core.units import JOULES_PER_KWH
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band
 from ftbench.estimate.time import speeds
@@ -22,7 +23,6 @@ from ftbench.spec.prices import Prices
 
 NIGHT_H = 8.0
 MOST_SAMPLES = 10**15
-JOULES_PER_KWH = 3.6e6
 _SHOWN = 4  # terms of a step that are named
 _BASIS = "samples/h, nights and costs follow from tokens/s and the mean length of the data: {} tokens ({})"
 
@@ -108,21 +108,27 @@ def _band(band: Band, written: Any, unit: str = "") -> str:
 
 def _training(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
     """Return the lines on the samples asked for, or those of the spec; none where neither is known."""
-    samples = scope.samples or epochs_samples(spec, estimate.samples)
-    if samples is None:
+    samples, seconds, cost = _whole(spec, gpu, estimate, scope)
+    if samples is None or seconds is None:
         return []
-    seconds, kwh = estimate.seconds_for(samples), estimate.joules_for(samples).expected / JOULES_PER_KWH
+    kwh = estimate.joules_for(samples).expected / JOULES_PER_KWH
     lines = [("training", f"{units.count(samples)} samples in {_band(seconds, units.seconds)}, {kwh:.3g} kWh")]
-    if (cost := _cost(gpu, estimate, seconds, scope.prices)) is not None:
+    if cost is not None:
         lines.append(("cost", f"{cost} ({cost.way})"))
     elif scope.prices is not None:
         lines.append(("cost", f"{scope.prices.path} has no price for {gpu.name}"))
     return lines
 
 
-def _cost(gpu: Gpu, estimate: DurationEstimate, seconds: Band | None, prices: Prices | None) -> Amount | None:
-    price = prices.of(gpu.name) if prices else None
-    return amount(price, estimate.gpus * seconds.expected, estimate.watts.expected) if price and seconds else None
+def _whole(
+    spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Scope
+) -> tuple[float | None, Band | None, Amount | None]:
+    """Return the samples asked for, or those of the spec, how long they take and what that costs, as far as known."""
+    if (samples := scope.samples or epochs_samples(spec, estimate.samples)) is None:
+        return None, None, None
+    seconds, price = estimate.seconds_for(samples), scope.prices.of(gpu.name) if scope.prices else None
+    cost = amount(price, estimate.gpus * seconds.expected, estimate.watts.expected) if price else None
+    return samples, seconds, cost
 
 
 def _parts(estimate: DurationEstimate) -> str:
@@ -143,18 +149,17 @@ def _table(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
     samples = scope.samples or epochs_samples(spec, known[0].samples if known else 0.0)
     training = "" if samples is None else f">{units.count(samples)} samples"
     columns = ["GPU", ">step", ">tokens/s", ">samples/h", f">in {scope.hours:g} h", training, ">cost", "basis"]
-    table = text_table(columns, [_row(row, samples, scope) for row in rows])
+    table = text_table(columns, [_row(spec, row, scope) for row in rows])
     notes = dict.fromkeys(_BASIS.format(units.rate(each.mean_tokens), each.lengths) for each in known)
     reasons = [f"{row.name}: {row.reason}" for row in rows if row.estimate is None]
     return "\n".join([table, *map(folded, (*reasons, *notes))])
 
 
-def _row(row: GpuTime, samples: float | None, scope: Scope) -> list[str]:
+def _row(spec: Experiment, row: GpuTime, scope: Scope) -> list[str]:
     estimate = row.estimate
     if row.gpu is None or estimate is None:
         return [row.name, "", "", "", "", "", "", "not known"]
-    seconds = None if samples is None else estimate.seconds_for(samples)
-    cost = _cost(row.gpu, estimate, seconds, scope.prices)
+    _, seconds, cost = _whole(spec, row.gpu, estimate, scope)
     return [
         row.name, units.seconds(estimate.step_s.expected), units.rate(estimate.tokens_per_s),
         units.count(estimate.samples_per_hour), units.count(estimate.samples_in(3600 * scope.hours).expected),
@@ -167,9 +172,7 @@ def as_record(spec: Experiment, row: GpuTime, scope: Scope) -> dict[str, Any]:
     estimate = row.estimate
     if row.gpu is None or estimate is None:
         return {"why": row.reason}
-    samples = scope.samples or epochs_samples(spec, estimate.samples)
-    seconds = None if samples is None else estimate.seconds_for(samples)
-    cost = _cost(row.gpu, estimate, seconds, scope.prices)
+    samples, seconds, cost = _whole(spec, row.gpu, estimate, scope)
     return {
         "step_s": asdict(estimate.step_s), "samples_per_step": estimate.samples,
         "tokens_per_s": estimate.tokens_per_s, "mean_tokens": estimate.mean_tokens,
