@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.frameworks_refused import REFUSED
+from ftbench.spec.frameworks import REFUSED
 
 
 def asked_for(name):

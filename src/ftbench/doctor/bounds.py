@@ -5,25 +5,36 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from packaging import requirements as pep508
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 _EXTRA = re.compile(r"extra == \"([\w-]+)\"")
 
 
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    """A package, its bounds as written (`>=2.8,<2.14`), and the extra that needs it; None for ftbench itself."""
+class Requirement(pep508.Requirement):
+    """A package with its bounds, and the extra that needs it; None for ftbench itself."""
 
-    name: str
-    bounds: str
-    extra: str | None
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.name, extra = canonicalize_name(self.name), _EXTRA.search(str(self.marker or ""))
+        self.extra = extra[1] if extra else None
+
+    @property
+    def bounds(self) -> str:
+        """Return `>=2.8,<2.14`, the lower bound first."""
+        return ",".join(sorted(map(str, self.specifier), key=lambda bound: (bound[0] != ">", bound)))
+
+    def met_by(self, version: str) -> bool:
+        """Return whether a version is inside of the bounds, by the rules of PEP 440; a text that is no version is
+        outside."""
+        try:
+            return self.specifier.contains(version, prereleases=True)
+        except InvalidVersion:
+            return False
 
 
 def requirements() -> list[Requirement]:
@@ -32,7 +43,7 @@ def requirements() -> list[Requirement]:
         texts = list(metadata.requires("ftbench") or ())
     except metadata.PackageNotFoundError:
         texts = _of_checkout()
-    return [need for need in map(parse, texts) if need.extra != "dev"]
+    return [need for need in map(Requirement, texts) if need.extra != "dev"]
 
 
 def _of_checkout() -> list[str]:
@@ -42,19 +53,3 @@ def _of_checkout() -> list[str]:
         return []
     extras = project.get("optional-dependencies", {}).items()
     return [*project["dependencies"], *(f"{text}; extra == '{extra}'" for extra, texts in extras for text in texts)]
-
-
-def parse(text: str) -> Requirement:
-    """Return `torch<2.14,>=2.8; extra == 'train'` in its parts, the lower bound first."""
-    need = pep508.Requirement(text)
-    bounds = ",".join(sorted(map(str, need.specifier), key=lambda bound: (bound[0] != ">", bound)))
-    extra = _EXTRA.search(str(need.marker or ""))
-    return Requirement(canonicalize_name(need.name), bounds, extra[1] if extra else None)
-
-
-def within(version: str, bounds: str) -> bool:
-    """Return whether a version is inside of bounds, by the rules of PEP 440; a text that is no version is outside."""
-    try:
-        return SpecifierSet(bounds).contains(version, prereleases=True)
-    except InvalidVersion:
-        return False

@@ -6,7 +6,7 @@ import re
 import shutil
 
 from ftbench.core.hardware import rocm_refusal
-from ftbench.doctor.bounds import Requirement, within
+from ftbench.doctor.bounds import Requirement
 from ftbench.doctor.facts import Facts, cuda_version
 from ftbench.doctor.findings import Answer, Finding, answers
 
@@ -34,7 +34,7 @@ def _itself(facts: Facts) -> Answer:
         return "n/a", f"{title}; its bounds are not known here: pip install ftbench in this Python"
     versions = {need: facts.version(need.name) for need in facts.requirements if need.extra is None}
     outside = [f"{need.name} {version or 'missing'} ({need.bounds})" for need, version in versions.items()
-               if not within(version or "0", need.bounds)]  # fmt: skip
+               if not need.met_by(version or "0")]  # fmt: skip
     if outside:
         return "warn", f"{title}; outside of its bounds: {', '.join(outside)}: pip install -U ftbench"
     return "ok", title
@@ -46,7 +46,7 @@ def _package(facts: Facts, need: Requirement) -> Answer:
         return "fail", f"not installed, and nothing is trained without it: {install}"
     if version is None:
         return "n/a", f"not installed; optional ({need.extra}): {install}"
-    if not within(version, need.bounds):
+    if not need.met_by(version):
         return "warn", f"{version} is outside of {need.bounds}, which is what was tried: {install}"
     return "ok", f"{version}, inside of {need.bounds}"
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ftbench.core.architectures import architectures
-from ftbench.spec import frameworks_refused
+from ftbench.spec import frameworks
 from ftbench.spec.base import Float, Int, Part, Switch, Word
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.generate import Generate, switched
@@ -179,9 +179,9 @@ class Launch(Part):
     offload: Literal["none", "optimizer", "params"] = Field(
         "none", description="what waits in the host's memory: the optimizer's states, or these and the parameters"
     )
-    framework: Annotated[
-        Literal["trl", "axolotl", "llamafactory", "ms-swift"], BeforeValidator(frameworks_refused.check)
-    ] = Field("trl", description="who runs the training loop")
+    framework: Annotated[Literal["trl", "axolotl", "llamafactory", "ms-swift"], BeforeValidator(frameworks.named)] = (
+        Field("trl", description="who runs the training loop")
+    )
     python: str | None = Field(None, min_length=1, description="interpreter of the environment that has the framework")
     settings: Literal["plain", "best"] = Field(
         "plain", description="of another framework: plain, or its own best: its kernels, fused loss and packing"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ftbench.spec.base import Experiment, Launch
+from ftbench.spec.base import Experiment, Launch, shown
 from ftbench.spec.optimizations import switched_on
 from ftbench.spec.optimizations.declaration import OFF
 
@@ -56,8 +56,32 @@ FRAMEWORKS = {
     "llamafactory": Framework("llamafactory", "llamafactory.train.tuner", 2.0, empty=("torchaudio",)),
     "ms-swift": Framework("ms-swift", "swift.pipelines", 2.2),
 }
+# Frameworks that were tried and do not train here: what each of them did, in an environment of its own without a GPU
+# (torch 2.13.0), and what to use instead.
+INSTEAD = "use trl, axolotl, llamafactory or ms-swift"
+REFUSED = {
+    "verl": (
+        "verl's SFT trainer (0.9.1) asks for NCCL and for a CUDA device before its first step, and shuffles its "
+        "samples whatever it is told, so that no run of it could be held against the same tokens"
+    ),
+    "nemo-automodel": (
+        "NeMo AutoModel (0.7.0) loads its models onto a CUDA device alone, so that no run of it could be held against "
+        "the same tokens"
+    ),
+    "megatron-bridge": "Megatron-Bridge imports Transformer Engine: import its logs with `ftbench import`",
+    "torchtune": "the development of torchtune has stopped",
+}
+_ALSO = {"nemo": "nemo-automodel", "automodel": "nemo-automodel", "megatron": "megatron-bridge"}
 CARRIED = {"attention", "gradient_checkpointing", "liger"}
 ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
+
+
+def named(value: object) -> object:
+    """Return the name of a framework. Raise ValueError with the reason for one that was tried and does not train."""
+    name = _ALSO.get(str(value).lower(), str(value).lower())
+    if reason := REFUSED.get(name):
+        raise ValueError(f"{shown(value)} is not driven: {reason}: {INSTEAD}")
+    return value
 
 
 def interpreter(launch: Launch) -> str:
