@@ -20,6 +20,8 @@ WITH_TORCH = {"worker", "gpu"}  # the folders of tests that all need it
 collect_ignore = [] if importlib.util.find_spec("torch") else [*WITH_TORCH]
 # Before anything imports torch: threads that wait for each other cost test processes side by side most of their time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU: Triton reads it as it is imported
 settings.register_profile("ftbench", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("ftbench")
 

@@ -25,8 +25,9 @@ def test_a_table_is_named_exactly_and_a_run_that_is_there_is_not_made_again(tmp_
     wrong = recipes(tmp_path, "--only", "short", "--estimate")
     assert wrong.returncode == 2
     known = (
-        "fp8, frameworks, full, full-finetuning, images, launches-1x512, launches-4x2048, moe-gpt-oss-20b, "
-        "moe-qwen3-30b-a3b, policies, qlora, short-defaults, short-equal, smallest, smallest-32b, sustained"
+        "fp8, frameworks, full, full-finetuning, images, kernels, launches-1x512, launches-4x2048, "
+        "moe-gpt-oss-20b, moe-qwen3-30b-a3b, policies, qlora, short-defaults, short-equal, smallest, smallest-32b, "
+        "sustained"
     )
     assert f"'short' is none of {known}" in wrong.stderr
     lacking = recipes(ROOT / "results/h200/headline", "--only", "full", "--estimate").stdout.splitlines()
@@ -63,7 +64,15 @@ def test_rows_of_policies_can_work(tmp_path: Path) -> None:
 
 def test_every_row_of_what_was_not_measured_yet_is_a_spec_that_can_work(tmp_path: Path) -> None:
     """And peers take turns with the recipes: every row once before any row twice."""
-    for table in ("full-finetuning", "qlora", "fp8", "moe-qwen3-30b-a3b", "moe-gpt-oss-20b", "launches-1x512"):
+    for table in (
+        "full-finetuning",
+        "qlora",
+        "fp8",
+        "kernels",
+        "moe-qwen3-30b-a3b",
+        "moe-gpt-oss-20b",
+        "launches-1x512",
+    ):
         lines = recipes(tmp_path, "--only", table, "--rounds", 2, "--estimate").stdout.splitlines()
         rows = [line.split(" s ", 1)[1] for line in lines[1:]]
         assert rows[: len(rows) // 2] == rows[len(rows) // 2 :]

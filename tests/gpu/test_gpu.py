@@ -13,7 +13,8 @@ from ftbench.store.steps import read_steps
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
-LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02, "fused-lora-fp8-fast": 0.02}
+LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02, "fused-lora-fp8-fast": 0.02,
+                  "kernels-fp8": 0.02}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -36,7 +37,7 @@ SAME = (
     "selective", "offload", "padding-free", "varlen", "flex", "checkpoint-offload", "small-chunks", "fused-lora",
     "weight-offload", "weight-offload-chunked", "fused-lora-compile", "fused-lora-dynamic",
     "fused-lora-fp8", "fused-lora-fp8-fast", "cudnn",
-    "cudnn-compile",
+    "cudnn-compile", "kernels", "kernels-compile", "kernels-checkpointing", "kernels-fp8",
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def test_an_optimization_learns_what_plain_lora_learns(run, name):
 
 PAIRS = {
     "recipe-fastest-small": "recipe-fastest",  # replayed and not
+    "kernels-fastest": "recipe-fastest", "kernels-qlora": "qlora",
     "experts-fused": "experts", "gpt-oss-varlen": "gpt-oss-attention", "gpt-oss-flex": "gpt-oss-attention",
 }  # fmt: skip
 

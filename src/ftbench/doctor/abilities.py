@@ -127,14 +127,15 @@ def _works(facts: Facts, value: str) -> Answer:
     return "ok", "works"
 
 
-def _liger(facts: Facts, value: str) -> Answer:
+def _by_triton(facts: Facts, value: str) -> Answer:
     return ("ok", "works") if facts.has("triton") else ("n/a", _NO_TRITON)
 
 
 CHECKS: dict[str, Callable[[Facts, str], Answer]] = {
     **dict.fromkeys(Optimizations.model_fields, _works),
     "attention": _attention,
-    "liger": _liger,
+    "liger": _by_triton,
+    "triton_kernels": _by_triton,
     "compile": _compile,
     "fp8": _fp8,
 }

@@ -73,6 +73,8 @@ def check_installed(spec: Experiment) -> None:
         needed.append("bitsandbytes")
     if spec.dataset.has_images:
         needed.append("PIL")
+    if spec.optimizations.triton_kernels:
+        needed.append("triton")
     extras = {"liger_kernel": "liger"} if spec.optimizations.liger else {}
     if "torchao" in spec.train.optimizer:
         extras |= {"torchao": "torchao"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from ftbench.errors import SpecError
 from ftbench.families.shape import Layer, ModelShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth
@@ -91,6 +92,8 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
     """Return the recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
     `whole` that rows are of one length, each one sample."""
     method, on = spec.method, spec.optimizations
+    if on.triton_kernels:
+        raise SpecError("what optimizations.triton_kernels takes is not known before it runs: estimate with it off")
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
     return Recipe(

@@ -47,15 +47,16 @@ class Augmented(torch.autograd.Function):
     """tokens x in → tokens x (out of all the layers together, and r columns of nothing: room for what the backward pass
     puts beside the gradient). `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block; behind it
     come the scales, and A and B of each layer in turn for their gradients alone, as in `Beside`. The gradient that
-    comes back is written to."""
+    comes back is written to, and so is x where it comes with such room of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *scales_and_adapters: Any) -> torch.Tensor:
         scales, *adapters = scales_and_adapters
-        width = x.shape[1]
+        width = adapters[0].shape[1]
         out, rank = weight.shape[0] + width - weight.shape[1], weight.shape[1] - width
         room = x.new_zeros(x.shape[0], rank)
-        wide = torch.cat([x, room], 1)
+        ctx.has_room = x.shape[1] > width
+        wide = x if ctx.has_room else torch.cat([x, room], 1)
         fill_columns(wide, weight[out:, :width].t(), width)
         ctx.save_for_backward(wide, weight, *adapters)
         ctx.scales = scales
@@ -71,6 +72,8 @@ class Augmented(torch.autograd.Function):
         da = dy[:, out:].t() @ wide[:, :width]
         db = dy[:, :out].t() @ wide[:, width:]
         dx = dy @ weight[:, :width] if ctx.needs_input_grad[0] else None
+        if dx is not None and ctx.has_room:
+            dx = torch.cat([dx, dx.new_zeros(len(dx), wide.shape[1] - width)], 1)
         return dx, None, None, *_split(da, db, ctx.scales, adapters)
 
 

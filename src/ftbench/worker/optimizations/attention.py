@@ -89,7 +89,7 @@ def attention(kernel: Any) -> Any:
 def _rows(*parts: torch.Tensor) -> list[torch.Tensor]:
     """Return tokens x heads x width in 16 bits."""
     half = (part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in parts)
-    return [part[0].transpose(0, 1) for part in half]
+    return [part.squeeze(0).transpose(0, 1) for part in half]  # of part[0] the gradient is a copy
 
 
 def _with_sinks(
@@ -102,7 +102,7 @@ def _with_sinks(
 def _by_rows(
     samples: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    q, k, v = (part[0].unflatten(1, (samples, -1)).transpose(0, 1) for part in (query, key, value))
+    q, k, v = (part.squeeze(0).unflatten(1, (samples, -1)).transpose(0, 1) for part in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).reshape(1, query.shape[2], query.shape[1], -1)
 

@@ -3,7 +3,7 @@ the activations than peft's, layer by layer (`adapter_products` counts them). pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -46,6 +46,14 @@ class AdapterGroup(torch.nn.Module):
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         raise NotImplementedError
 
+    def holds(self, layers: Sequence[Any]) -> bool:
+        """Return whether it is of these layers, in their order, and has a product that is all they make."""
+        return False
+
+    def is_on(self) -> bool:
+        """Return whether the adapters take part now."""
+        return not any(layer.disable_adapters or layer.merged for layer in self.layers)
+
     def refresh(self) -> None:
         raise NotImplementedError
 
@@ -63,7 +71,7 @@ class AugmentedGroup(AdapterGroup):
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
         bases = [layer.get_base_layer() for layer in layers]
-        columns = -(-self.rank * len(layers) // ALIGNED) * ALIGNED
+        self.columns = columns = -(-self.rank * len(layers) // ALIGNED) * ALIGNED
         out = sum(self.sizes)
         self.register_buffer("weight", bases[0].weight.new_zeros(out + columns, self.width + columns), persistent=False)
         for base, rows in zip(bases, self.weight[:out].split(self.sizes), strict=True):
@@ -80,10 +88,18 @@ class AugmentedGroup(AdapterGroup):
             torch.mul(layer.lora_B[ADAPTER].weight, self.scales[index], out=self.weight[rows, self.width :][:, rank])
             start += self.sizes[index]
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layers make of x, tokens x width (or with room behind it, which is written to), side by side,
+        and room behind them."""
+        return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
+
+    def holds(self, layers: Sequence[Any]) -> bool:
+        biases = (layer.get_base_layer().bias for layer in self.layers)
+        return self.layers == tuple(layers) and all(bias is None for bias in biases)
+
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
-        flat = x.reshape(-1, self.width).to(self.weight.dtype)
-        made = Augmented.apply(flat, self.weight, self.scales, *self.adapters())
-        *parts, _ = made.view(*x.shape[:-1], -1).split([*self.sizes, len(self.weight) - sum(self.sizes)], -1)
+        made = self.product(x.reshape(-1, self.width))
+        *parts, _ = made.view(*x.shape[:-1], -1).split([*self.sizes, self.columns], -1)
         biases = [layer.get_base_layer().bias for layer in self.layers]
         return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
 

@@ -1,0 +1,135 @@
+"""A decoder layer that computes by our own kernels what stands between its products, for the families in `FAMILIES`.
+
+What a kernel writes and a product of `fused_lora` reads, or the other way round, is one buffer with room for the
+adapters' columns: nothing is copied between."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ftbench.worker.kernels.rms_norm import RmsNorm, SumRmsNorm
+from ftbench.worker.kernels.rotary import RotaryHeads
+from ftbench.worker.kernels.swiglu import SwiGlu
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # whose layers' code is as it is written here
+_GROUP = "joined_group"  # where a module has the group whose product is all that its first products make
+
+
+def _group(module: Any) -> Any:
+    """Return what multiplies the module's first layers and their adapters as one, if anything does now."""
+    group = getattr(module, _GROUP, None)
+    return group if group is not None and group.is_on() else None
+
+
+def _room(module: Any) -> int:
+    group = _group(module)
+    return 0 if group is None else group.columns
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _together(group: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the outputs of a group side by side, tokens x (all of them and room)."""
+    return group.product(_rows(x))
+
+
+class _Norm:
+    """In front of the class of the last norm."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = RmsNorm.apply(_rows(hidden_states), self.weight, self.variance_epsilon, 0)[0]
+        return normed.view(hidden_states.shape)
+
+
+class _Layer:
+    """In front of a decoder layer's class."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        shape, norm = hidden_states.shape, self.post_attention_layernorm
+        first, room = self.input_layernorm, _room(self.self_attn)
+        normed, stream = RmsNorm.apply(_rows(hidden_states), first.weight, first.variance_epsilon, room)
+        attended, _ = self.self_attn(hidden_states=normed.view(*shape[:-1], -1), **kwargs)
+        given = (_rows(attended), stream, norm.weight, norm.variance_epsilon, _room(self.mlp))
+        normed, stream = SumRmsNorm.apply(*given)
+        return stream.view(shape) + self.mlp(normed.view(*shape[:-1], -1))
+
+
+class _Attention:
+    """In front of the class of a layer's attention."""
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None,
+        past_key_values: Any = None, **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        shape = hidden_states.shape[:2]
+        made = _heads(self, hidden_states, *map(_rows, position_embeddings))
+        query, key, value = (part.view(*shape, *part.shape[1:]).transpose(1, 2) for part in made)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        eager = sys.modules[self.__module__].eager_attention_forward
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        options = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
+        out, weights = attend(self, query, key, value, attention_mask, sliding_window=window, **options, **kwargs)
+        out, group = out.reshape(*shape, -1), _group(self.o_proj)
+        out = self.o_proj(out) if group is None else _together(group, out).view(*shape, -1)
+        return out, weights
+
+
+def _heads(attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """Return queries, keys and values, tokens x heads x width."""
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    weights = [None if norm is None else norm.weight for norm in norms]
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    group = _group(attention)
+    parts = [_rows(layer(x)) for layer in layers] if group is None else [_together(group, x), None, None]
+    eps = 0.0 if norms[0] is None else norms[0].variance_epsilon
+    return RotaryHeads.apply(*parts, [layer.out_features for layer in layers], *weights, cos, sin, eps)
+
+
+class _Mlp:
+    """In front of the class of a gated MLP."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        group = _group(self)
+        parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_together(group, x), None]
+        gated: torch.Tensor = SwiGlu.apply(*parts, self.gate_proj.out_features)
+        return self.down_proj(gated.view(*x.shape[:-1], -1))
+
+
+@lru_cache
+def _with_kernels(kind: Any, ours: Any) -> Any:
+    """Return one class for the modules of all layers: a compiled layer is reused by the others only if types agree."""
+    return type(kind.__name__, (ours, kind), {"__module__": kind.__module__})
+
+
+def replace_forward(layer: Any) -> None:
+    """Let a layer compute by the kernels."""
+    attention, mlp = layer.self_attn, layer.mlp
+    _join(attention, attention.q_proj, attention.k_proj, attention.v_proj)
+    _join(attention.o_proj, attention.o_proj)
+    pairs = [(layer, _Layer), (attention, _Attention)]
+    if hasattr(mlp, "gate_proj"):  # experts have kernels of their own
+        _join(mlp, mlp.gate_proj, mlp.up_proj)
+        pairs.append((mlp, _Mlp))
+    for module, ours in pairs:
+        module.__class__ = _with_kernels(type(module), ours)  # type: ignore[arg-type]
+
+
+def replace_norm(norm: Any) -> None:
+    """Let a norm beside the layers compute by the kernel."""
+    norm.__class__ = _with_kernels(type(norm), _Norm)  # type: ignore[arg-type]
+
+
+def _join(module: Any, *layers: Any) -> None:
+    """Note the group of these layers, and of no other, where it multiplies them as one matrix without biases."""
+    group = getattr(layers[0], "group", None)
+    if group is not None and group.holds(layers):
+        setattr(module, _GROUP, group)

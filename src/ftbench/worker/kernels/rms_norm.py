@@ -1,0 +1,172 @@
+"""RMSNorm with a frozen weight, and the sum before it, in one kernel each way.
+
+Passes over tokens x width, forward: the input read, the norm written, 2; with a sum before it the other part read and
+the sum written, too, 4. Backward: the normed values (the sum), the gradient of the norm and, with a sum, that of the
+sum read, the gradient written, 3 or 4; one more where the input came in a wider buffer, whose gradient is another. The
+compiler takes a kernel for the mean square and one for the norm, forward 3 and 5. The scale of a row is made again
+from the row, which is read anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _scale(values: Any, columns: Any, eps: Any) -> Any:
+    """Return 1 / sqrt(mean square + eps) of a row that is padded with zeros."""
+    return tl.rsqrt(tl.sum(values * values, 0) / columns + eps)
+
+
+@triton.jit
+def _rms_norm_forward(
+    x: Any, residual: Any, weight: Any, total: Any, normed: Any, x_row: Any, normed_row: Any, columns: Any, eps: Any,
+    SUM: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the norm of a row, and with SUM the row itself, of which x is one part: a program for a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = column < columns
+    values = tl.load(x + row * x_row + column, mask=there, other=0.0).to(tl.float32)
+    if SUM:
+        values += tl.load(residual + row * columns + column, mask=there, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * columns + column, rounded, mask=there)
+        values = rounded.to(tl.float32)
+    w = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    scaled = values * _scale(values, columns, eps) * w
+    tl.store(normed + row * normed_row + column, scaled.to(normed.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _rms_norm_backward(
+    dnormed: Any, dtotal: Any, total: Any, weight: Any, dx: Any, wide: Any, dnormed_row: Any, wide_row: Any,
+    columns: Any, eps: Any, SUM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the gradient of a normed row, with SUM that of the row beside its norm added, and with WIDE once more."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = column < columns
+    values = tl.load(total + row * columns + column, mask=there, other=0.0).to(tl.float32)
+    d = tl.load(dnormed + row * dnormed_row + column, mask=there, other=0.0).to(tl.float32)
+    d *= tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    scale = _scale(values, columns, eps)
+    values *= scale
+    gradient = scale * (d - values * (tl.sum(d * values, 0) / columns))
+    if SUM:
+        gradient += tl.load(dtotal + row * columns + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(dx + row * columns + column, gradient.to(dx.dtype.element_ty), mask=there)
+    if WIDE:
+        tl.store(wide + row * wide_row + column, gradient.to(wide.dtype.element_ty), mask=there)
+
+
+def _block(columns: int) -> dict[str, int]:
+    """Return columns of a program, all of a row, and its warps: sixteen values a thread."""
+    block = triton.next_power_of_2(columns)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, width: int, room: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], width + room, dtype=torch.result_type(weight, x))
+
+
+def _total(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    return (
+        x.new_empty(0) if residual is None else residual.new_empty(residual.shape, dtype=torch.result_type(x, residual))
+    )
+
+
+@torch.library.custom_op("ftbench::rms_norm_forward", mutates_args=())
+def rms_norm_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of x + residual, tokens x (width + room), the room not written, and the sum, tokens x width: of
+    no residual, x alone and an empty tensor. x may be wider than the weight."""
+    width = len(weight)
+    residual = None if residual is None else residual.contiguous()
+    normed, total = _normed(x if residual is None else _total(x, residual), weight, width, room), _total(x, residual)
+    given = (x, x if residual is None else residual, weight, total, normed, x.stride(0), normed.stride(0), width, eps)
+    _rms_norm_forward[(len(x),)](*given, SUM=residual is not None, **_block(width))
+    return normed, total
+
+
+@rms_norm_forward.register_fake
+def _(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = _total(x, residual)
+    return _normed(x if residual is None else total, weight, len(weight), room), total
+
+
+def _gradients(total: torch.Tensor, room: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = (total.shape[0], total.shape[1] + room) if room else (0,)
+    return torch.empty_like(total), total.new_empty(wide, dtype=dtype)
+
+
+@torch.library.custom_op("ftbench::rms_norm_backward", mutates_args=())
+def rms_norm_backward(
+    dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
+    room: int, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradient of what was normed, `total`, tokens x width, contiguous, of that of its norm (which may be
+    wider) and that of itself beside it (or None). Where there is room, once more so much wider, of `dtype`."""
+    width = len(weight)
+    dnormed = dnormed if dnormed.stride(1) == 1 else dnormed.contiguous()
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    dx, wide = _gradients(total, room, dtype)
+    given = (dnormed, total if dtotal is None else dtotal, total, weight, dx, wide if room else dx)
+    rows = (dnormed.stride(0), width + room, width, eps)
+    _rms_norm_backward[(len(total),)](*given, *rows, SUM=dtotal is not None, WIDE=room > 0, **_block(width))
+    return dx, wide
+
+
+@rms_norm_backward.register_fake
+def _(
+    dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
+    room: int, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _gradients(total, room, dtype)
+
+
+class RmsNorm(torch.autograd.Function):
+    """x, tokens x width, → its norm, tokens x (width + room), and x, for what else reads it: so that both gradients are
+    added in the kernel. The weight is frozen: it gets no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, room: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm_forward(x, None, weight, eps, room)[0], x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return rms_norm_backward(*gradients, x, weight, ctx.eps, 0, x.dtype)[0], None, None, None
+
+
+class SumRmsNorm(torch.autograd.Function):
+    """x and residual, tokens x width, → the norm of their sum, tokens x (width + room), and the sum. x may come with
+    room of its own, and its gradient has as much, with nothing in it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, room: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = rms_norm_forward(x, residual, weight, eps, room)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.room, ctx.dtypes = eps, x.shape[1] - weight.shape[0], (x.dtype, residual.dtype)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        total, weight = ctx.saved_tensors
+        dtype, of_residual = ctx.dtypes
+        dx, wide = rms_norm_backward(*gradients, total, weight, ctx.eps, ctx.room, dtype)
+        return wide if ctx.room else dx.to(dtype), dx.to(of_residual), None, None, None

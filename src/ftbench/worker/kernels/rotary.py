@@ -1,0 +1,226 @@
+"""Queries and keys as attention reads them: each head normed (or not) and rotated, in one kernel each way, with the
+values beside them.
+
+Passes over a token's heads, forward: all read and written once. Backward: the gradients and, where heads are normed,
+queries and keys as they came read, the gradients written, side by side where they came as one product: what the
+product's own backward pass reads. The compiler reads each head twice, once for the mean square and once for the norm,
+writes queries and keys twice, the second time in attention's order, and lays the gradients side by side in a pass of
+their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _turns(cos: Any, sin: Any, row: Any, half: Any, HALF: tl.constexpr) -> Any:
+    """Return cosine and sine of the first and of the second half of a head."""
+    at, there = row * 2 * HALF + half, half < HALF
+    return (
+        tl.load(cos + at, mask=there, other=0.0).to(tl.float32),
+        tl.load(cos + at + HALF, mask=there, other=0.0).to(tl.float32),
+        tl.load(sin + at, mask=there, other=0.0).to(tl.float32),
+        tl.load(sin + at + HALF, mask=there, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _halves(heads: Any, head_stride: Any, head: Any, half: Any, there: Any, HALF: tl.constexpr) -> Any:
+    """Return both halves of a token's heads, heads x half."""
+    at = heads + head * head_stride + half
+    first = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    return first, tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _put(heads: Any, first: Any, second: Any, head: Any, half: Any, there: Any, HALF: tl.constexpr) -> None:
+    at = heads + head * 2 * HALF + half
+    tl.store(at, first.to(heads.dtype.element_ty), mask=there)
+    tl.store(at + HALF, second.to(heads.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _scale(first: Any, second: Any, eps: Any, HALF: tl.constexpr) -> Any:
+    """Return 1 / sqrt(mean square + eps) of each head."""
+    return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
+
+
+@triton.jit
+def _rotate(
+    heads: Any, out: Any, weight: Any, count: Any, c1: Any, c2: Any, s1: Any, s2: Any, eps: Any,
+    NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a token's heads normed and rotated."""
+    head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
+    there = (head < count) & (half < HALF)
+    first, second = _halves(heads, 2 * HALF, head, half, there, HALF)
+    if NORM:
+        scale = _scale(first, second, eps, HALF)
+        first *= scale * tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)
+        second *= scale * tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
+    _put(out, first * c1 - second * s1, second * c2 + first * s2, head, half, there, HALF)
+
+
+@triton.jit
+def _rotate_back(
+    dout: Any, head_stride: Any, heads: Any, out: Any, weight: Any, count: Any, c1: Any, c2: Any, s1: Any, s2: Any,
+    eps: Any, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the gradients of a token's heads before they were normed and rotated."""
+    head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
+    there = (head < count) & (half < HALF)
+    d1, d2 = _halves(dout, head_stride, head, half, there, HALF)
+    first, second = d1 * c1 + d2 * s2, d2 * c2 - d1 * s1
+    if NORM:
+        first *= tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)
+        second *= tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
+        x1, x2 = _halves(heads, 2 * HALF, head, half, there, HALF)
+        scale = _scale(x1, x2, eps, HALF)
+        x1 *= scale
+        x2 *= scale
+        mean = ((tl.sum(first * x1, 1) + tl.sum(second * x2, 1)) / (2 * HALF))[:, None]
+        first = scale * (first - x1 * mean)
+        second = scale * (second - x2 * mean)
+    _put(out, first, second, head, half, there, HALF)
+
+
+@triton.jit
+def _copy(
+    heads: Any, head_stride: Any, out: Any, count: Any,
+    HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
+    there = (head < count) & (half < HALF)
+    first, second = _halves(heads, head_stride, head, half, there, HALF)
+    _put(out, first, second, head, half, there, HALF)
+
+
+@triton.jit
+def _rotary_forward(
+    query: Any, key: Any, value: Any, query_out: Any, key_out: Any, value_out: Any, query_weight: Any, key_weight: Any,
+    cos: Any, sin: Any, query_row: Any, key_row: Any, value_row: Any, positions: Any, heads: Any, pairs: Any, eps: Any,
+    NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a token's heads, tokens x heads x width: a program for a token, which reads its cosines once."""
+    row = tl.program_id(0).to(tl.int64)
+    c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
+    q, k, v = query + row * query_row, key + row * key_row, value + row * value_row
+    to_q, to_k, to_v = (
+        query_out + row * heads * 2 * HALF, key_out + row * pairs * 2 * HALF, value_out + row * pairs * 2 * HALF
+    )  # fmt: skip
+    _rotate(q, to_q, query_weight, heads, c1, c2, s1, s2, eps, NORM, HALF, BLOCK_HEADS, BLOCK_HALF)
+    _rotate(k, to_k, key_weight, pairs, c1, c2, s1, s2, eps, NORM, HALF, BLOCK_PAIRS, BLOCK_HALF)
+    _copy(v, 2 * HALF, to_v, pairs, HALF, BLOCK_PAIRS, BLOCK_HALF)
+
+
+@triton.jit
+def _rotary_backward(
+    dquery: Any, dkey: Any, dvalue: Any, query: Any, key: Any, all_out: Any, query_weight: Any, key_weight: Any,
+    cos: Any, sin: Any, dquery_row: Any, dquery_head: Any, dkey_row: Any, dkey_head: Any, dvalue_row: Any,
+    dvalue_head: Any, query_row: Any, key_row: Any, out_row: Any, positions: Any, heads: Any, pairs: Any, eps: Any,
+    NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the gradients of a token's queries, keys and values side by side: a program for a token."""
+    row = tl.program_id(0).to(tl.int64)
+    c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
+    dq, dk, dv = dquery + row * dquery_row, dkey + row * dkey_row, dvalue + row * dvalue_row
+    q, k, to = query + row * query_row, key + row * key_row, all_out + row * out_row
+    to_k = to + heads * 2 * HALF
+    _rotate_back(dq, dquery_head, q, to, query_weight, heads, c1, c2, s1, s2, eps, NORM, HALF, BLOCK_HEADS, BLOCK_HALF)
+    _rotate_back(dk, dkey_head, k, to_k, key_weight, pairs, c1, c2, s1, s2, eps, NORM, HALF, BLOCK_PAIRS, BLOCK_HALF)
+    _copy(dv, dvalue_head, to_k + pairs * 2 * HALF, pairs, HALF, BLOCK_PAIRS, BLOCK_HALF)
+
+
+def _blocks(heads: int, pairs: int, width: int) -> dict[str, int]:
+    half, most = triton.next_power_of_2(width // 2), triton.next_power_of_2(heads)
+    return {"HALF": width // 2, "BLOCK_HALF": half, "BLOCK_HEADS": most, "BLOCK_PAIRS": triton.next_power_of_2(pairs),
+            "num_warps": 4 if most * half <= 2048 else 8}  # fmt: skip
+
+
+@torch.library.custom_op("ftbench::rotary_forward", mutates_args=())
+def rotary_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return queries, keys and values, tokens x heads x width, of what the projections made, tokens x (heads width)
+    each, rows of any stride. cos and sin: positions x width, for the tokens in turn and again from the first. Without
+    weights heads are rotated as they are."""
+    width = cos.shape[1]
+    made = tuple(part.new_empty(len(part), part.shape[1] // width, width) for part in (query, key, value))
+    heads, pairs = made[0].shape[1], made[1].shape[1]
+    weights = (cos, cos) if query_weight is None else (query_weight, key_weight)
+    rows = (query.stride(0), key.stride(0), value.stride(0), len(cos), heads, pairs, eps)
+    given = (query, key, value, *made, *weights, cos.contiguous(), sin.contiguous(), *rows)
+    _rotary_forward[(len(query),)](*given, NORM=query_weight is not None, **_blocks(heads, pairs, width))
+    return made
+
+
+@rotary_forward.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    width = cos.shape[1]
+    return tuple(part.new_empty(part.shape[0], part.shape[1] // width, width) for part in (query, key, value))
+
+
+@torch.library.custom_op("ftbench::rotary_backward", mutates_args=())
+def rotary_backward(
+    dquery: torch.Tensor, dkey: torch.Tensor, dvalue: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+    query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
+    eps: float, room: int,
+) -> torch.Tensor:  # fmt: skip
+    """Return the gradients of queries, keys and values side by side, tokens x (heads width of all, and room that is not
+    written), of those that attention gives, tokens x heads x width, of any order."""
+    tokens, heads, width = dquery.shape
+    pairs = dkey.shape[1]
+    given = [part if part.stride(2) == 1 else part.contiguous() for part in (dquery, dkey, dvalue)]
+    out = query.new_empty(tokens, (heads + 2 * pairs) * width + room)
+    weights = (cos, cos) if query_weight is None else (query_weight, key_weight)
+    strides = [stride for part in given for stride in part.stride()[:2]]
+    sizes = (query.stride(0), key.stride(0), out.stride(0), len(cos), heads, pairs, eps)
+    _rotary_backward[(tokens,)](
+        *given, query, key, out, *weights, cos.contiguous(), sin.contiguous(), *strides, *sizes,
+        NORM=query_weight is not None, **_blocks(heads, pairs, width),
+    )  # fmt: skip
+    return out
+
+
+@rotary_backward.register_fake
+def _(
+    dquery: torch.Tensor, dkey: torch.Tensor, dvalue: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+    query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
+    eps: float, room: int,
+) -> torch.Tensor:  # fmt: skip
+    return query.new_empty(dquery.shape[0], (dquery.shape[1] + 2 * dkey.shape[1]) * dquery.shape[2] + room)
+
+
+class RotaryHeads(torch.autograd.Function):
+    """Queries, keys and values of the projections, tokens x (heads width) each, → normed with frozen weights (or not),
+    rotated, tokens x heads x width. They are three tensors, or one that holds them side by side and may be wider (`key`
+    and `value` are None): then its gradient is one as wide. `sizes` are their columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: Any, value: Any, sizes: Any, query_weight: Any, key_weight: Any,
+        cos: torch.Tensor, sin: torch.Tensor, eps: float,
+    ) -> Any:  # fmt: skip
+        ctx.sizes, ctx.eps = sizes, eps
+        ctx.room = None if key is not None else query.shape[1] - sum(sizes)
+        if key is None:
+            query, key, value = query[:, : sum(sizes)].split(sizes, 1)
+        ctx.save_for_backward(query, key, query_weight, key_weight, cos, sin)
+        return rotary_forward(query, key, value, query_weight, key_weight, cos, sin, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        out = rotary_backward(*gradients, *ctx.saved_tensors, ctx.eps, ctx.room or 0)
+        parts = out.split(ctx.sizes, 1) if ctx.room is None else (out, None, None)
+        return *parts, None, None, None, None, None, None

@@ -1,0 +1,73 @@
+"""The gate of an MLP, a = silu(gate) * up, whose backward pass is one kernel of our own.
+
+Passes over the activations of tokens x inner, backward: gate, up and the gradient read, two gradients written: 5. The
+compiler's code makes both gradients in one buffer by computing each of its columns alone, and reads all three for
+either: 8. Forward the compiler passes as often as must be (3), within what it makes of its neighbours, and is left to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+BLOCK = 1024  # columns of a program
+
+
+@triton.jit
+def _swiglu_backward(
+    dout: Any, gate: Any, up: Any, both: Any, columns: Any, dout_row: Any, gate_row: Any, up_row: Any, both_row: Any,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the gradients of gate and of up side by side: a program for a row and BLOCK of its columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < columns
+    d = tl.load(dout + row * dout_row + column, mask=there, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_row + column, mask=there, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_row + column, mask=there, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    dgate = d * u * s * (1.0 + g * (1.0 - s))
+    to = both + row * both_row + column
+    tl.store(to, dgate.to(both.dtype.element_ty), mask=there)
+    tl.store(to + columns, (d * g * s).to(both.dtype.element_ty), mask=there)
+
+
+@torch.library.custom_op("ftbench::swiglu_backward", mutates_args=())
+def swiglu_backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> torch.Tensor:
+    """Return the gradients of gate and up (tokens x inner each, rows of any stride) of that of silu(gate) * up, side by
+    side: tokens x (2 inner + room). Nothing is written into the room behind them."""
+    tokens, columns = gate.shape
+    dout = dout if dout.stride(1) == 1 else dout.contiguous()
+    both = gate.new_empty(tokens, 2 * columns + room)
+    rows = (dout.stride(0), gate.stride(0), up.stride(0), both.stride(0))
+    _swiglu_backward[(tokens, triton.cdiv(columns, BLOCK))](dout, gate, up, both, columns, *rows, BLOCK=BLOCK)
+    return both
+
+
+@swiglu_backward.register_fake
+def _(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> torch.Tensor:
+    return gate.new_empty(gate.shape[0], 2 * gate.shape[1] + room)
+
+
+class SwiGlu(torch.autograd.Function):
+    """Gate and up, tokens x inner each, → silu(gate) * up. They are two tensors, or one that holds them side by side
+    and may be wider (`up` is None): then its gradient is one as wide."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, inner: int) -> torch.Tensor:
+        ctx.inner, ctx.room = inner, gate.shape[1] - 2 * inner if up is None else None
+        gate, up = (gate[:, :inner], gate[:, inner : 2 * inner]) if up is None else (gate, up)
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gate, up = ctx.saved_tensors
+        both = swiglu_backward(gradients[0], gate, up, ctx.room or 0)
+        if ctx.room is not None:
+            return both, None, None
+        return both[:, : ctx.inner], both[:, ctx.inner :], None

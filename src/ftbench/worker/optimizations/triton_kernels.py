@@ -1,0 +1,43 @@
+"""Our own Triton kernels for what stands between a layer's products (`kernels/decoder_layer.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.model.parts import base_model, decoder, decoder_layers
+
+
+def apply(model: Any, spec: Experiment) -> None:
+    """Let the layers compute by the kernels. Raises SpecError for layers of another form."""
+    from ftbench.worker.kernels import decoder_layer  # needs triton
+
+    config = base_model(model).config.get_text_config()
+    if config.model_type not in decoder_layer.FAMILIES or config.hidden_act != "silu":
+        raise SpecError(
+            f"optimizations.triton_kernels knows the layers of {', '.join(decoder_layer.FAMILIES)} with silu, and "
+            f"{type(base_model(model)).__name__} has others: set it to off"
+        )
+    for layer in decoder_layers(model):
+        decoder_layer.replace_forward(layer)
+    decoder_layer.replace_norm(decoder(model).norm)
+
+
+def _is_ours(module: Any) -> bool:
+    return any(kind.__module__ == "ftbench.worker.kernels.decoder_layer" for kind in type(module).__mro__)
+
+
+def applied(model: Any, spec: Experiment) -> dict[str, Any]:
+    """Return how many modules compute by the kernels, where some are to."""
+    if not spec.optimizations.triton_kernels:
+        return {}
+    return {"triton_kernel_modules": sum(map(_is_ours, model.modules()))}
+
+
+def verify(model: Any, spec: Experiment) -> list[str]:
+    """Return which layer computes otherwise."""
+    if not spec.optimizations.triton_kernels:
+        return []
+    left = [index for index, layer in enumerate(decoder_layers(model)) if not _is_ours(layer)]
+    return [f"optimizations.triton_kernels is on and layer {left[0]} runs none of them"] if left else []

@@ -1,0 +1,173 @@
+"""With our Triton kernels a model learns what it learns without: values, gradients, one graph for the compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM as Model
+
+from conftest import spec_of
+from ftbench.errors import MissingError, SpecError
+from ftbench.launch import trl
+from ftbench.spec.methods import PROJECTIONS
+from ftbench.spec.optimizations import OPTIMIZATIONS
+from ftbench.spec.refusals import refusals, refusals_on
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
+from ftbench.worker.model.parts import decoder_layers
+from ftbench.worker.optimizations import compile as compiled
+from ftbench.worker.optimizations import fused_lora, triton_kernels
+from tritons import DEVICE, module
+
+ROOT = Path(__file__).resolve().parents[2]
+ON = spec_of(optimizations={"fused_lora": True, "triton_kernels": True})
+IDS = torch.randint(0, 64, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+SHAPE = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 16,
+    "num_key_value_heads": 1, "vocab_size": 64, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # named in the refusal
+
+
+@pytest.fixture
+def kernels():
+    module("kernels.decoder_layer")
+    return triton_kernels
+
+
+def model_of(family="qwen3", **changes):
+    """A small model whose adapters and norms already do something."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SHAPE | changes)
+    model = get_peft_model(
+        Model.from_config(config, dtype=torch.float32).to(DEVICE),
+        LoraConfig(r=4, lora_alpha=16, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"),
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "norm" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def learned(model):
+    """The loss, and the gradient of each adapter."""
+    model.zero_grad()
+    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "peft"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_are_those_of_the_familys_own_code(kernels, family, fused):
+    plain, ours = model_of(family), model_of(family)
+    if fused:
+        fused_lora.apply(ours, ON)
+    kernels.apply(ours, ON)
+    assert kernels.verify(ours, ON) == []
+    torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
+
+
+def test_adapters_that_are_switched_off_leave_the_base_model(kernels):
+    plain, ours = model_of(), model_of()
+    fused_lora.apply(ours, ON)
+    kernels.apply(ours, ON)
+    with ours.disable_adapter(), plain.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+
+
+def test_answers_are_written_word_by_word_as_before(kernels):
+    plain, ours = model_of(), model_of()
+    fused_lora.apply(ours, ON)
+    kernels.apply(ours, ON)
+    answers = [model.generate(input_ids=IDS[:1], max_new_tokens=3, do_sample=False) for model in (ours, plain)]
+    assert torch.equal(*answers)
+
+
+def test_one_compiled_graph_serves_all_layers_but_the_first_and_copies_nothing_between_products(kernels):
+    plain, ours = model_of(), model_of()
+    fused_lora.apply(ours, ON)
+    kernels.apply(ours, ON)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in decoder_layers(ours):
+        layer.compile(backend="aot_eager")
+    torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
+    assert compiled.graphs() == 2  # the first layer's input has no gradient
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+TRAINING = {
+    "train": {"optimizer": "sgd", "learning_rate": 0.5, "max_steps": 2, "batch_size": 2, "precision": "fp32"},
+    "dataset": {"samples": 4, "mean_length": 12, "max_length": 16},
+    "method": {"name": "lora"},
+}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu trains with them there")
+def test_steps_of_sgd_with_the_kernels_are_those_without(kernels, train_here):
+    rows = []
+    for on in (False, True):
+        run = train_here(**TRAINING, optimizations={"triton_kernels": on, "fused_lora": on})
+        rows.append([(row.loss, row.grad_norm) for row in read_steps(run.steps)[0]])
+        assert ("triton_kernel_modules" in read_json(run.applied)) == on
+    assert len(rows[0]) == 2
+    for plain, ours in zip(*rows, strict=True):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def test_layers_of_another_form_are_refused(kernels):
+    with pytest.raises(
+        SpecError,
+        match=rf"knows the layers of {', '.join(FAMILIES)} .* and Gemma2ForCausalLM has others: set it to off",
+    ):
+        kernels.apply(model_of("gemma2"), ON)
+    with pytest.raises(SpecError, match="with silu, and LlamaForCausalLM has others"):
+        kernels.apply(model_of("llama", hidden_act="gelu"), ON)
+
+
+def test_what_they_cannot_work_with_is_a_sentence():
+    assert refusals_on(ON, None) == ["optimizations.triton_kernels needs a GPU: set it to off"]
+    assert refusals_on(ON, (8, 6)) == []
+    for changes, words in (
+        ({"method": {"name": "full"}}, "method full trains them: use lora or qlora"),
+        ({"launch": {"gpus": 2, "strategy": "fsdp"}}, "not tried with launch.strategy fsdp: set it to off, or use ddp"),
+        (
+            {"optimizations": {"triton_kernels": True, "liger": True}},
+            "takes the place of liger's: set one of them to off",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            spec_of(**{"optimizations": {"triton_kernels": True}} | changes)
+    assert refusals(ON) == []
+    assert "fused_lora" in OPTIMIZATIONS["triton_kernels"].after
+
+
+def test_without_triton_a_run_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(trl, "_installed", lambda name: name != "triton")
+    with pytest.raises(MissingError, match=r"training needs triton, .*: pip install 'ftbench\[train\]'"):
+        trl.check_installed(ON)
+
+
+def bench_kernels(*arguments):
+    command = [sys.executable, str(ROOT / "scripts/bench-kernels"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU here")
+def test_kernels_are_timed_on_a_gpu_alone():
+    done = bench_kernels()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "this machine has no GPU to time kernels on" in done.stderr
+
+
+def test_what_is_timed_computes_the_same(kernels):
+    done = bench_kernels("--check")
+    assert done.returncode == 0, done.stderr
+    assert [line[:14].strip() for line in done.stdout.splitlines()] == ["swiglu", "norm", "sum and norm", "heads"]
