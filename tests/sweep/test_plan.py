@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from ftbench.core.rows import StepRow
+from ftbench.errors import SpecError
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
@@ -505,6 +506,20 @@ def test_a_held_effective_batch_is_made_of_its_divisors(search):
     whole = search(effective=24, train={"learning_rate": 0.5})
     assert names(drain(whole)) == "lora1 lora2 lora4 lora8 lora24"
     assert edges(whole) == {"lora": (24, None, "not reached: 24 is the largest batch tried")}
+
+
+def test_batches_are_whole_groups_where_samples_are_trained_in_groups(search):
+    grpo = {
+        "objective": {"name": "grpo", "num_generations": 4},
+        "dataset": {"name": "synthetic", "samples": 9, "length": 8},
+    }
+    plan = search(**grpo, train={"batch_size": 4})
+    assert names(drain(plan, no_more_than({"lora": 13}))) == "lora4 lora8 lora16 lora12"
+    twice = search(**grpo, train={"batch_size": 2, "gradient_accumulation_steps": 2})
+    assert all(each.spec.global_batch % 4 == 0 for each in drain(twice, no_more_than({"lora": 5})))
+    assert edges(twice) == {"lora": (4, 6, "")}
+    with pytest.raises(SpecError, match="a step holds groups of 4: take a multiple"):
+        search(**grpo, train={"batch_size": 4}, effective=10)
 
 
 def test_an_effective_batch_that_is_larger_than_the_data_set_says_so(search):

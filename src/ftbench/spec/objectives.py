@@ -21,6 +21,7 @@ class Sft(Part):
     pairs: ClassVar[bool] = False  # whether a sample is two sequences, of which one is preferred
     prompts: ClassVar[bool] = False  # whether it is a prompt that the model itself answers
     sequences: ClassVar[int] = 1  # that a sample is
+    group: ClassVar[int] = 1  # of samples that are trained together: a step has a multiple of them
     in_step: ClassVar[bool] = False  # whether a reference's forward pass is a part of each step
 
     name: Literal["sft"] = "sft"
@@ -42,6 +43,7 @@ class Dpo(Part):
     pairs: ClassVar[bool] = True
     prompts: ClassVar[bool] = False
     sequences: ClassVar[int] = 2
+    group: ClassVar[int] = 1
 
     name: Literal["dpo"] = "dpo"
     beta: Float = Field(0.1, gt=0, description="how much it costs to leave the reference model")
@@ -107,9 +109,9 @@ class Grpo(Part):
     beta: Float = Field(0.0, ge=0, description="how much it costs to leave the reference model; 0 needs none")
     loss_type: Literal["dapo", "dr_grpo", "bnpo", "grpo"] = Field("dapo", description="by what trl divides the loss")
 
-    def prompts_per_step(self, spec: Experiment) -> int:
-        """Return how many prompts the completions of an optimizer step answer."""
-        return spec.global_batch // self.num_generations
+    @property
+    def group(self) -> int:
+        return self.num_generations
 
     def refusals(self, spec: Experiment) -> Iterator[str]:
         yield from self._of_batches(spec)
@@ -138,11 +140,8 @@ class Grpo(Part):
                 f"train.gradient_accumulation_steps) are no multiple of objective.num_generations {group}: set "
                 f"train.batch_size to {group}"
             )
-        elif samples is not None and samples < self.prompts_per_step(spec):
-            yield (
-                f"objective grpo: a step answers {self.prompts_per_step(spec)} prompts and dataset.samples is "
-                f"{samples}: raise it"
-            )
+        elif samples is not None and samples < size // group:
+            yield f"objective grpo: a step answers {size // group} prompts and dataset.samples is {samples}: raise it"
 
     def _of_data(self, spec: Experiment) -> Iterator[str]:
         data = spec.dataset

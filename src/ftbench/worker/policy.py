@@ -118,9 +118,10 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     """Return the trainer with the spec's recipe; prompts come in the order in which they were prepared. Raises
     SpecError where they are too few for a step, and for a model that reads images."""
     objective: Any = spec.objective
+    needed = spec.global_batch // objective.group
     if reads_images(base_model(model).config):
         raise SpecError(f"objective grpo is given text alone, and {spec.model.id} reads images: take another model")
-    if len(data.train) < (needed := objective.prompts_per_step(spec)):
+    if len(data.train) < needed:
         raise SpecError(f"dataset: {len(data.train)} prompts, and a step answers {needed}: lower train.batch_size")
     if left := len(data.train) % needed:
         data.warnings.append(f"the last {left} prompts are not trained on: they are too few for a step of {needed}")

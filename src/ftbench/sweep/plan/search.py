@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ftbench.errors import SpecError
 from ftbench.estimate import preflight
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
@@ -45,11 +46,14 @@ class Search(Plan):
         effective: int | None,
         gpu: dict[str, Any] | None = None,
     ) -> None:
-        """Take `gpu` from the machine.json of the machine on which the trials run."""
+        """Take `gpu` from the machine.json of the machine on which the trials run. Raise SpecError where the effective
+        batch holds no whole groups of completions."""
         super().__init__(options)
         self.families = list(families)
         self._steps, self._effective = steps, effective
         for family in self.families:
+            if effective and effective % (group := family.spec.objective.group):
+                raise SpecError(f"--effective-batch {effective}: a step holds groups of {group}: take a multiple of it")
             family.seed = preflight.first_trial(family.spec, gpu, options.folder.parent, LARGEST_BATCH)
             family.stopped = bool(family.refused)
 
@@ -103,10 +107,12 @@ class Search(Plan):
     # --- how far it may go -------------------------------------------------------------------------------------------
 
     def candidates(self, family: Family) -> list[int]:
-        """Return the batch sizes that may be tried: up to the samples there are, and divisors of the effective batch
-        where that is held."""
-        batches = range(1, (self._effective or LARGEST_BATCH) + 1)
+        """Return the batch sizes that may be tried: up to the samples there are, divisors of the effective batch where
+        that is held, and such that a step holds whole groups."""
+        spec, batches = family.spec, range(1, (self._effective or LARGEST_BATCH) + 1)
         every = [batch for batch in batches if not self._effective or self._effective % batch == 0]
+        times, group = spec.train.gradient_accumulation_steps, spec.objective.group
+        every = [batch for batch in every if (self._effective or batch * times) % group == 0]
         limit = self._samples(family)
         return [batch for batch in every if limit is None or batch <= limit] or every[:1]
 

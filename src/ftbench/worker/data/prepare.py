@@ -89,7 +89,8 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
     cut = len(samples) - dataset.eval_samples
     train, evaluation = samples[:cut], samples[cut:]
     if dataset.longest_first:
-        train = order.longest_first(train, batch_size)
+        first = spec.global_batch // spec.objective.group if spec.objective.prompts else batch_size
+        train = order.longest_first(train, first)
     if spec.optimizations.length_grouping:
         train = order.grouped(train, batch_size, dataset.seed)
     if spec.optimizations.tile_buckets:
