@@ -14,6 +14,8 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
 
+ALIGNED = 8  # values of 16 bits: grouped products take rows of whole 16 bytes
+
 
 def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply each group of rows by its matrix: rows x in, groups x in x out → rows x out. `ends` (int32) are the
@@ -71,6 +73,8 @@ class ExpertAdapter(ParamWrapper):
         for name in active_adapters:
             down = self.lora_A[name].weight.unflatten(0, (self.num_experts, -1)).transpose(-2, -1)
             up = self.lora_B[name].weight.unflatten(1, (-1, self.num_experts)).permute(2, 1, 0).contiguous()
+            if missing := -down.shape[-1] % ALIGNED:
+                down, up = F.pad(down, (0, missing)), F.pad(up, (0, 0, 0, missing))
             held[self.parameter_name] = (down, up, self.scaling[name])
         try:
             yield
