@@ -104,7 +104,11 @@ def test_a_step_that_waits_for_the_device_is_told_and_running_out_of_memory_is_a
                           (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError)):  # fmt: skip
 
         def record(self, function, error=error):
-            raise error
+            try:
+                raise error
+            finally:
+                if type(error) is RuntimeError:
+                    raise RuntimeError("capture failed due to a previous error")
 
         monkeypatch.setattr(Recording, "record", record)
         with pytest.raises(raised, match=str(error)):

@@ -90,7 +90,10 @@ class GraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            why = str(error).strip().splitlines()[0]
+            first: BaseException = error  # the end of a recording tells only that something was wrong before
+            while first.__context__ is not None:
+                first = first.__context__
+            why = str(first).strip().partition("\n")[0]
             raise NotAppliedError(
                 f"optimizations.cuda_graph is on and a step cannot be recorded ({why}): set it to off"
             ) from error
