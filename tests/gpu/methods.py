@@ -1,6 +1,7 @@
 """The spec that the GPU tests train, and methods and optimizations as changes to it."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,14 @@ def _no_gpu() -> bool:
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(_no_gpu(), reason="no GPU on this machine")]
 
+
+def why(document: dict) -> str:
+    """The reason of a run that did not end well, and the last lines of its log."""
+    log = Path(document["run_dir"], "log.txt")
+    lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
+    return "\n".join([str(document["summary"]["reason"]), *lines[-40:]])
+
+
 SPEC = """
 model: {id: Qwen/Qwen3-0.6B, weights: random}
 dataset: {name: synthetic, samples: 96, length: 512, max_length: 512}
@@ -22,8 +31,44 @@ train: {batch_size: 4}
 """
 SHARED = "measure.share_gpu=on"
 ASKED = "measure.generate={prompts: [{id: a, prompt: 東京は}, {id: b, prompt: Why does ice float}], max_new_tokens: 24}"
-METHODS = {
+METHODS = {  # the least tried first
     "lora": (),
+    "recipe-fastest-small": ("recipe=fastest-small",),
+    "weight-offload": ("optimizations.gradient_checkpointing=on", "optimizations.weight_offload=on"),
+    "weight-offload-chunked": (
+        "optimizations.gradient_checkpointing=on",
+        "optimizations.chunked_loss=on",
+        "optimizations.weight_offload=on",
+    ),
+    "recipe-smallest-exact": ("recipe=smallest-exact",),
+    "recipe-smallest": ("recipe=smallest",),
+    "recipe-smallest-full": ("recipe=smallest-full",),
+    "full-in-backward": (
+        "method=full",
+        "train.max_grad_norm=0",
+        "train.optimizer=adamw_bnb_8bit",
+        "optimizations.optimizer_in_backward=on",
+    ),
+    "full-states-away": (
+        "method=full",
+        "train.max_grad_norm=0",
+        "train.optimizer=adamw_bnb_8bit",
+        "optimizations.optimizer_in_backward=offload",
+    ),
+    "full-unclipped": ("method=full", "train.max_grad_norm=0", "train.optimizer=adamw_bnb_8bit"),
+    "torchao-bf16": ("method=full", "train.optimizer=adamw_torchao_bf16"),
+    "torchao-fp32": ("method=full", "train.optimizer=adamw_torchao_fp32"),
+    "recipe-fastest-full": ("recipe=fastest-full",),
+    "recipe-fastest-qlora": ("recipe=fastest-qlora",),
+    "fused-lora-fp8-fast": (
+        "optimizations.fused_lora=on",
+        "optimizations.compile=on",
+        "optimizations.fp8=tensorwise-fast",
+    ),
+    "experts-fused": ("model=tiny/qwen3-moe", "method.experts=on", "optimizations={fused_lora: on, compile: on}"),
+    "gpt-oss-varlen": ("model=tiny/gpt-oss", "optimizations={padding_free: on, attention: varlen}"),
+    "gpt-oss-fastest": ("model=tiny/gpt-oss", "method.experts=on", "recipe=fastest"),
+    "gpt-oss-flex": ("model=tiny/gpt-oss", "optimizations={padding_free: on, attention: flex_attention}"),
     "qlora": ("method=qlora",),
     "full": ("method=full",),
     "checkpointing": ("optimizations.gradient_checkpointing=on",),
@@ -76,41 +121,6 @@ METHODS = {
     "recipe-fastest": ("recipe=fastest",),
     "recipe-fastest-fp8": ("recipe=fastest-fp8",),
     "recipe-small": ("recipe=small",),
-    "recipe-smallest": ("recipe=smallest",),
-    "recipe-smallest-exact": ("recipe=smallest-exact",),
-    "recipe-smallest-full": ("recipe=smallest-full",),
-    "full-unclipped": ("method=full", "train.max_grad_norm=0", "train.optimizer=adamw_bnb_8bit"),
-    "full-in-backward": (
-        "method=full",
-        "train.max_grad_norm=0",
-        "train.optimizer=adamw_bnb_8bit",
-        "optimizations.optimizer_in_backward=on",
-    ),
-    "full-states-away": (
-        "method=full",
-        "train.max_grad_norm=0",
-        "train.optimizer=adamw_bnb_8bit",
-        "optimizations.optimizer_in_backward=offload",
-    ),
-    "weight-offload": ("optimizations.gradient_checkpointing=on", "optimizations.weight_offload=on"),
-    "weight-offload-chunked": (
-        "optimizations.gradient_checkpointing=on",
-        "optimizations.chunked_loss=on",
-        "optimizations.weight_offload=on",
-    ),
-    "recipe-fastest-qlora": ("recipe=fastest-qlora",),
-    "recipe-fastest-small": ("recipe=fastest-small",),
-    "recipe-fastest-full": ("recipe=fastest-full",),
-    "torchao-bf16": ("method=full", "train.optimizer=adamw_torchao_bf16"),
-    "torchao-fp32": ("method=full", "train.optimizer=adamw_torchao_fp32"),
-    "fused-lora-fp8-fast": (
-        "optimizations.fused_lora=on",
-        "optimizations.compile=on",
-        "optimizations.fp8=tensorwise-fast",
-    ),
-    "experts-fused": ("model=tiny/qwen3-moe", "method.experts=on", "optimizations={fused_lora: on, compile: on}"),
-    "gpt-oss-varlen": ("model=tiny/gpt-oss", "optimizations={padding_free: on, attention: varlen}"),
-    "gpt-oss-flex": ("model=tiny/gpt-oss", "optimizations={padding_free: on, attention: flex_attention}"),
     "padding-free": ("optimizations.padding_free=on",),
     "varlen": ("optimizations.padding_free=on", "optimizations.attention=varlen"),
     "flex": ("optimizations.padding_free=on", "optimizations.attention=flex_attention"),

@@ -1,5 +1,5 @@
-"""On a GPU: each method and optimization trains, is proven, and its figures hold together. About six minutes on
-an H200 with 16 cores: `pytest tests/gpu/test_gpu.py`."""
+"""On a GPU: each method and optimization trains, is proven, and its figures hold together; the least tried are begun
+first. About six minutes on an H200 with 16 cores: `pytest tests/gpu/test_gpu.py`, after tests/gpu/test_streams.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from methods import METHODS, ON_GPU
+from methods import METHODS, ON_GPU, why
 
 from ftbench.store.steps import read_steps
 
@@ -21,7 +21,7 @@ LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02, "fus
 def test_it_trains_and_every_figure_is_there(run, name):
     code, document = run(*METHODS[name])
     summary = document["summary"]
-    assert (code, summary["state"]) == (0, "ok"), summary["reason"]
+    assert (code, summary["state"]) == (0, "ok"), why(document)
     assert summary["steps"]["total"] == 24
     assert summary["tokens_per_s"]["real"] > 0
     assert 0 < summary["memory_gb"]["allocated_peak"] <= summary["memory_gb"]["reserved_peak"]
@@ -63,41 +63,10 @@ def test_it_learns_what_the_same_without_it_learns(run, name):
         assert other["loss"][place] == pytest.approx(plain["loss"][place], rel=0.005)
 
 
-def test_every_step_is_a_replay_of_one_graph_and_takes_less_time(alone):
-    graphed, plain = (alone(*METHODS[name])[1] for name in ("recipe-fastest-small", "recipe-fastest"))
-    applied = json.loads(Path(graphed["run_dir"], "applied.json").read_text())
-    assert applied["cuda_graph_replays"] == graphed["summary"]["steps"]["total"]
-    times = [document["summary"]["step_time_s"]["median"] for document in (graphed, plain)]
-    assert times[0] < times[1]
-
-
-@pytest.mark.parametrize("window", [-1, 127])
-def test_attention_with_sinks_is_gpt_osss(window):
-    """Of three samples of which one is empty, with a gradient for each input, against transformers in float32."""
-    from types import SimpleNamespace
-
-    from transformers.models.gpt_oss import modeling_gpt_oss
-
-    from ftbench.worker.kernels.sink_attention import SinkAttention
-
-    torch.manual_seed(0)
-    shapes = ((300, 8, 64), (300, 2, 64), (300, 2, 64), (8,))
-    ours = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
-    theirs = [part.detach().float().requires_grad_() for part in ours]
-    bounds = torch.tensor([0, 100, 300, 300], dtype=torch.int32, device="cuda")
-    sample = torch.arange(300, device="cuda") >= 100
-    distance = torch.arange(300, device="cuda")[:, None] - torch.arange(300, device="cuda")
-    seen = (distance >= 0) & (sample[:, None] == sample) & ((distance <= window) | (window < 0))
-    mask = torch.zeros(300, 300, device="cuda").masked_fill(~seen, -torch.inf)
-    out = SinkAttention.apply(*ours, bounds, 200, 0.125, window)
-    layer = SimpleNamespace(num_key_value_groups=4, sinks=theirs[3], training=True)
-    rows = [part.transpose(0, 1)[None] for part in theirs[:3]]
-    expected = modeling_gpt_oss.eager_attention_forward(layer, *rows, mask, 0.125)[0][0]
-    dout = torch.randn_like(out)
-    out.backward(dout)
-    expected.backward(dout.float())
-    for mine, other in ((out, expected), *((a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))):
-        assert (mine.float() - other).norm() < 4 * torch.finfo(torch.bfloat16).eps * other.norm()
+def test_every_step_is_a_replay_of_one_graph(run):
+    document = run(*METHODS["recipe-fastest-small"])[1]
+    applied = json.loads(Path(document["run_dir"], "applied.json").read_text())
+    assert applied["cuda_graph_replays"] == document["summary"]["steps"]["total"]
 
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text("utf-8"))
@@ -118,11 +87,6 @@ def test_it_is_as_it_was_on_the_same_gpu(run, name):
 def test_checkpointing_saves_memory(run):
     peaks = [run(*sets)[1]["summary"]["memory_gb"]["allocated_peak"] for sets in (METHODS["checkpointing"], ())]
     assert peaks[0] < peaks[1]
-
-
-def test_compile_saves_time(alone):
-    times = [alone(*sets)[1]["summary"]["step_time_s"]["median"] for sets in (METHODS["compile"], ())]
-    assert times[0] < times[1]
 
 
 def test_checkpoints_in_host_memory_leave_the_gpu_and_change_nothing(run):
@@ -157,50 +121,16 @@ def test_what_waits_in_host_memory_or_steps_earlier_changes_nothing_and_needs_le
     assert peaks[1] < peaks[0]
 
 
-def test_weights_in_host_memory_are_pinned_and_copied_beside_the_layers(alone):
-    """Two layers' buffers are on the GPU, and steps hardly last longer than with the weights there."""
-    there, away = (alone(*METHODS[name]) for name in ("checkpointing", "weight-offload"))
-    applied = json.loads(Path(away[1]["run_dir"], "applied.json").read_text())
+def test_of_weights_in_host_memory_two_layers_are_on_the_gpu(run):
+    away = run(*METHODS["weight-offload"])[1]
+    applied = json.loads(Path(away["run_dir"], "applied.json").read_text())
     assert applied["weight_buffers_gb"] == pytest.approx(2 * 15.7e6 * 2 / 2**30, rel=0.02)  # of Qwen3-0.6B
-    times = [each[1]["summary"]["step_time_s"]["median"] for each in (there, away)]
-    assert times[1] < 1.3 * times[0]
 
 
 def test_what_is_not_quantised_may_stay_in_16_bits_and_needs_less(run):
     peaks = [run(*METHODS[name])[1]["summary"]["memory_gb"]["allocated_peak"]
              for name in ("qlora-checkpointing", "qlora-16-bit", "recipe-small", "recipe-smallest")]  # fmt: skip
     assert peaks == sorted(peaks, reverse=True)
-
-
-def test_mxfp4_is_written_out_by_one_kernel_as_it_is_step_by_step():
-    from torch._dynamo.utils import counters
-
-    from ftbench.worker.model import mxfp4
-
-    counters.clear()
-    for shape in ((32, 5760, 90), (32, 2880, 90), (4, 5760, 90)):
-        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, device="cuda")
-        scales = torch.randint(100, 140, shape, dtype=torch.uint8, device="cuda")
-        wide = mxfp4.written_out(blocks, scales, torch.bfloat16)
-        assert torch.equal(wide[:2].cpu(), mxfp4.written_out(blocks[:2].cpu(), scales[:2].cpu(), torch.bfloat16))
-    assert counters["stats"]["unique_graphs"] <= 2
-
-
-def test_mxfp4_products_on_the_gpu_are_those_of_the_cpu():
-    from ftbench.worker.model import mxfp4
-
-    torch.manual_seed(0)
-    blocks = torch.randint(0, 256, (8, 256, 4, 16), dtype=torch.uint8)
-    scales = torch.full((8, 256, 4), 120, dtype=torch.uint8)
-    ends = torch.tensor([0, 7, 7, 30, 31, 50, 63, 64], dtype=torch.int32)
-    found = []
-    for place in ("cpu", "cuda"):
-        rows = torch.linspace(-1, 1, 64 * 128).view(64, 128).bfloat16().to(place).requires_grad_()
-        result = mxfp4._FrozenProduct.apply(rows, blocks.to(place), scales.to(place), ends.to(place))
-        result.float().square().sum().backward()
-        found.append((result.detach().cpu().float(), rows.grad.cpu().float()))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(ours.abs().max()))
 
 
 def test_out_of_memory_is_a_result(alone):

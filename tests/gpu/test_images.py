@@ -4,7 +4,7 @@ are tiny and run side by side; most of the time are imports and the compiler."""
 from __future__ import annotations
 
 import pytest
-from methods import ON_GPU
+from methods import ON_GPU, why
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(600)]
@@ -51,7 +51,7 @@ def _begun(run):
 def summary(run):
     def of(*sets):
         _, document = run(*changes(*sets))
-        assert document["summary"]["state"] == "ok", document["summary"]["reason"]
+        assert document["summary"]["state"] == "ok", why(document)
         return document["summary"]
 
     return of

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from methods import ASKED, LARGE, METHODS, ON_GPU, SPEC
+from methods import ASKED, LARGE, METHODS, ON_GPU, SPEC, why
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
@@ -28,7 +28,7 @@ MOST_GIB = {
 def test_a_small_recipe_needs_no_more_than_it_promises(run, name):
     """7.6 is unsloth in 4 bits, b4 x 2,048, on an H200."""
     code, document = run(*LARGE[name])
-    assert code == 0, document["summary"]["reason"]
+    assert code == 0, why(document)
     assert document["summary"]["memory_gb"]["allocated_peak"] <= MOST_GIB[name]
 
 
@@ -70,7 +70,7 @@ def test_gpt_oss_20b_trains_on_one_card_with_its_experts_in_mxfp4(run, name):
     """About a minute: 12.8 GiB of random weights are made in memory."""
     code, document = run(*LARGE[name])
     summary = document["summary"]
-    assert (code, summary["state"]) == (0, "ok"), summary["reason"]
+    assert (code, summary["state"]) == (0, "ok"), why(document)
     applied = json.loads((Path(document["run_dir"]) / "applied.json").read_text())
     assert applied["model"]["weights_gb_by_dtype"]["uint8"] == pytest.approx(9.46, abs=0.05)
     assert summary["memory_gb"]["allocated_peak"] < 32
@@ -83,7 +83,7 @@ def test_gpt_oss_20b_trains_on_one_card_with_its_experts_in_mxfp4(run, name):
 )
 def test_gpt_oss_120b_trains_on_one_card_without_a_download(alone):
     code, document = alone("model=openai/gpt-oss-120b", "method={name: qlora, quant_type: mxfp4}", "dataset.samples=32")
-    assert code == 0, document["summary"]["reason"]
+    assert code == 0, why(document)
     assert 60 < document["summary"]["memory_gb"]["allocated_peak"] < 90
 
 
