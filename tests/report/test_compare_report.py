@@ -390,9 +390,10 @@ OTHERS = {"trained_dtype": "bfloat16", "parameters.trainable": 3, "model.attenti
 
 
 def test_frameworks_that_did_not_do_the_same_work_are_told_apart(tmp_path, ftbench):
-    make_run(tmp_path, "a", steps(seed=1), applied=OURS)
+    torch = rundir.read_json(make_run(tmp_path, "a", steps(seed=1), applied=OURS).machine)["versions"]["torch"]
     for name, more in {"axolotl": AXOLOTL, "llamafactory": LLAMA_FACTORY, "ms-swift": OTHERS}.items():
-        make_run(tmp_path, name, steps(seed=name), spec={"launch.framework": name}, applied=OURS | more)
+        own = {"versions.transformers": f"of {name}", "versions.torch": "2.9.0" if name == "ms-swift" else torch}
+        make_run(tmp_path, name, steps(seed=name), spec={"launch.framework": name}, machine=own, applied=OURS | more)
     document = json.loads(ftbench("report", tmp_path, "--compare", "framework", "--format", "json")[1])
     told = {row["value"]: row["differences"] for row in document["comparison"]["records"]}
     assert told["trl"] is None
@@ -401,8 +402,10 @@ def test_frameworks_that_did_not_do_the_same_work_are_told_apart(tmp_path, ftben
     for said in (
         "applied.trained_dtype: float32 → bfloat16", "applied.attention: sdpa → eager", "applied.trainable: ",
         "applied.optimizer_state: exp_avg: float32, exp_avg_sq: float32 → exp_avg: bfloat16", "dataset.order_hash: ",
+        "versions.torch: ",
     ):  # fmt: skip
         assert said in told["ms-swift"]
+    assert "versions.transformers" not in told["ms-swift"]
 
 
 def test_what_older_runs_did_not_tell_is_no_difference(tmp_path):

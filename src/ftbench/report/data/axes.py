@@ -76,6 +76,9 @@ def on_axis(axis: str, key: str) -> bool:
 
 _RAN_BY = ("method.", "objective.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer")
 _BY_FRAMEWORK = ("applied.loss", "applied.patched_by")  # each has a loss of its own; the rest is to be the same work
+# What a framework brings along; torch is the same for all, or told.
+_OWN = ("transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
+_LIBRARIES = {f"versions.{name}" for name in _OWN}
 
 
 def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
@@ -84,6 +87,8 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
     if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
         return True
     if axis in (SHORT["framework"], SHORT["settings"]) and key in _BY_FRAMEWORK:
+        return True
+    if axis == SHORT["framework"] and key in _LIBRARIES:
         return True
     for name in ("method", "objective"):
         if axis in (f"{name}.name", RECIPE) and key.startswith(f"{name}."):

@@ -29,6 +29,7 @@ def of_trainer(trainer: Any) -> dict[str, Any]:
         "loss_normalisation": applied.loss_normalisation(trainer),
         "gradient_checkpointing": float(getattr(trainer.model, "is_gradient_checkpointing", False)),
         "optimizer": applied.optimizer_facts(optimizer),
+        "fp8_layers": sum("float8" in type(module).__name__.lower() for module in trainer.model.modules()),
         "patched_by": ", ".join(sorted(patched_by(trainer.model))),
     }
 

@@ -30,6 +30,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "output_dir": OUTPUT,
         "add_version": False,
         "create_checkpoint_symlink": False,
+        "check_model": False,  # it would tell ModelScope what is trained, and wait for an answer
         "gradient_checkpointing": bool(spec.optimizations.gradient_checkpointing),
         "use_liger_kernel": bool(spec.optimizations.liger),
         "dataloader_num_workers": 0,
