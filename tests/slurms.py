@@ -71,7 +71,7 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=2
 class Cluster:
     """A context. `environment` is what Slurm's commands need."""
 
-    on = "slurm"
+    on = client = "slurm"
 
     def __enter__(self) -> Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="fts", dir="/tmp"))

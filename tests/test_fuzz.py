@@ -12,8 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
-def test_hostile_inputs_of_every_kind_end_in_a_sentence(tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "fuzz", "--rounds", "1", "--seed", "1", "--keep", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("cases", [8, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_hostile_inputs_of_every_kind_end_in_a_sentence(tmp_path, cases):
+    command = [ROOT / "scripts" / "fuzz", "--rounds", "1", "--cases", str(cases), "--seed", "1", "--keep", tmp_path]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ": 0 ways to fail" in done.stdout

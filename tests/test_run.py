@@ -170,7 +170,7 @@ def contended(shared: Path) -> Left:
     program = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(program) for _ in range(len(os.sched_getaffinity(0)) // 2 + 1)]
     try:
-        return trained_once(shared / "contended", cold=True, **MANY_STEPS)
+        return trained_once(shared / "contended", **MANY_STEPS)
     finally:
         for process in busy:
             process.kill()

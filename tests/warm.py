@@ -119,8 +119,10 @@ def _enter(env: Mapping[str, str], arguments: Sequence[str]) -> None:
 
 
 def _begin() -> None:
-    """Fork the runs that this process starts, and keep collections from looking at all that the server has imported."""
+    """Fork the runs that this process starts, and keep collections from looking at all that the server has imported.
+    Processes of multiprocessing begin as everywhere: the server's are forked from a server, which is for it alone."""
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    multiprocessing.set_start_method(None, force=True)
     gc.freeze()
 
 

@@ -6,18 +6,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ftbench[ray]'")
 
-from rays import Cluster
-from sweeps import Folder, sweep, write_sweep
-
-pytestmark = pytest.mark.timeout(240)
-
-
-def test_rays_client_is_another_way_in(tmp_path):
-    spec = write_sweep(tmp_path, {"train.batch_size": [1, 2]})
-    with Cluster() as cluster:
-        done = sweep(spec, tmp_path / "out", "--on", cluster.client, env=cluster.environment, within=180)
-    assert done.code == 0, done.stderr
-    assert Folder(tmp_path / "out").told() == ["ok", "ok"]
+from sweeps import sweep, write_sweep
 
 
 @pytest.mark.parametrize(
