@@ -48,6 +48,31 @@ def test_bytes_cross_a_ring_at_the_rate_of_a_probe(two_steps):
     assert found["at_network_ms"] == pytest.approx((2 * 1.5e6 + 2 * 0.6e6) / 100e9 * 1e3)
 
 
+def test_bytes_over_gloo_are_those_of_its_own_types(tmp_path):
+    """An operator that sums a list of tensors does not tell their type, what gloo does for it does; of as many elements
+    of two types nothing is told."""
+    trace = GpuTrace()
+    trace.step(0, 0, 1000)
+    for at, kind, count in (
+        (100, "c10::BFloat16", 1000),
+        (200, "float", 500),
+        (300, "c10::BFloat16", 7),
+        (400, "float", 7),
+    ):
+        sizes = {"Input Dims": [[[count]], [], []], "Input type": ["TensorList", "", "Scalar"]}
+        trace.add("cpu_op", "c10d::allreduce_", at, 5, 1, **sizes)
+        trace.add(
+            "user_annotation", "gloo:all_reduce", at + 5, 50, 2, **{"Input Dims": [[count]], "Input type": [kind]}
+        )
+    sizes = {"Input Dims": [[2000], [1000], []], "Input type": ["long int", "long int", "Scalar"]}
+    trace.add("cpu_op", "c10d::_allgather_base_", 600, 5, 1, **sizes)
+    found = read(trace.write(tmp_path / "trace.json"))
+    assert [each.size for each in found.collectives] == [2000, 2000, None, None, 16000]
+    assert communication(found, work_of(found), 2, None)["collectives"][0] == {
+        "kind": "all-gather", "calls": 1, "bytes": 16000, "at_network_ms": None,
+    }  # fmt: skip
+
+
 def test_a_run_alone_sends_nothing(tmp_path):
     trace = GpuTrace()
     trace.step(0, 0, 1000)

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ftbench.profile.groups import COMMUNICATION
-from ftbench.profile.trace import Collective, Trace
+from ftbench.profile.trace import GLOO, Collective, Trace
 from ftbench.profile.work import DeviceWork, union
 
-_GLOO = "gloo:"
 # How often each byte of a collective crosses a GPU's link in a ring of n (nccl-tests, PERFORMANCE.md).
 _KINDS = (
     (r"all_?reduce", "all-reduce", lambda n: 2 * (n - 1) / n),
@@ -34,7 +33,7 @@ def communication(
     sent = [(each.begin, each.end) for each in work if each.group == COMMUNICATION]
     if not trace.kernels:  # gloo's own threads send, while operators on others wait for them
         sent = [(span.begin, span.end) for spans in trace.threads.values() for span in spans
-                if span.name.startswith(_GLOO)]  # fmt: skip
+                if span.name.startswith(GLOO)]  # fmt: skip
     stretches = union(sent, begin, end)
     if not stretches:
         return None

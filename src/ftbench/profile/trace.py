@@ -22,6 +22,7 @@ from ftbench.errors import FtbenchError
 MOST_BYTES = 2**30
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+GLOO = "gloo:"  # what names of its own threads' work begin with
 _CALLS = {"cuda_runtime", "cuda_driver"}
 
 
@@ -46,11 +47,17 @@ class Span:
 
 @dataclass(slots=True)
 class Collective:
-    """Something that the ranks of a run did together; `size` in bytes is that of the whole tensor on all ranks, None
-    where the trace does not tell."""
+    """Something that the ranks of a run did together: the `elements` of the whole tensor on all ranks and their `width`
+    in bytes, None where the trace does not tell."""
 
     name: str
-    size: int | None
+    elements: int
+    width: int | None
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the whole tensor."""
+        return self.elements * self.width if self.elements and self.width else None
 
 
 @dataclass(slots=True)
@@ -65,6 +72,7 @@ class Trace:
     steps: list[tuple[float, float]] = field(default_factory=list)
     phases: list[tuple[float, float, str]] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    gloo_widths: dict[int, set[int | None]] = field(default_factory=dict)  # of an element, by how many gloo sent
 
     @property
     def window(self) -> tuple[float, float]:
@@ -122,6 +130,8 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
     details = event.get("args", {})
     if (collective := _collective(kind, name, details)) is not None:
         trace.collectives.append(collective)
+    if kind == "user_annotation" and name.startswith(GLOO):
+        trace.gloo_widths.setdefault(_elements(details), set()).add(_width(details))
     if kind in _ON_GPU:
         trace.kernels.append(Span(name, begin, end, "kernel", correlation=int(details.get("correlation", 0))))
     elif kind == "user_annotation" and _STEP.match(name):
@@ -137,7 +147,8 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
         trace.threads.setdefault(event.get("tid"), []).append(call)
 
 
-_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "int": 4, "byte": 1, "bool": 1}
+_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "long int": 8, "int": 4, "byte": 1,
+          "unsigned char": 1, "bool": 1}  # fmt: skip
 
 
 def _collective(kind: str | None, name: str, details: dict[str, Any]) -> Collective | None:
@@ -145,13 +156,20 @@ def _collective(kind: str | None, name: str, details: dict[str, Any]) -> Collect
     began it, with its shapes where the profiler wrote them."""
     if kind == "kernel" and "Collective name" in details:
         elements = max(int(details.get(side, 0)) for side in ("In msg nelems", "Out msg nelems"))
-        width = _BYTES.get(str(details.get("dtype", "")).lower())
-        return Collective(str(details["Collective name"]), None if width is None else elements * width)
+        return Collective(str(details["Collective name"]), elements, _BYTES.get(str(details.get("dtype", "")).lower()))
     if kind != "cpu_op" or not name.startswith("c10d::"):
         return None
+    return Collective(name, _elements(details), _width(details))
+
+
+def _width(details: dict[str, Any]) -> int | None:
+    """Return the bytes of an element of an operator's tensors; None for a list of tensors, whose type is not told."""
     widths = (_BYTES.get(text.removeprefix("c10::").lower()) for text in _leaves(details.get("Input type")))
-    largest = max((math.prod(shape) for shape in _shapes(details.get("Input Dims"))), default=0)
-    return Collective(name, largest * next(filter(None, widths), 4) or None)
+    return next(filter(None, widths), None)
+
+
+def _elements(details: dict[str, Any]) -> int:
+    return max((math.prod(shape) for shape in _shapes(details.get("Input Dims"))), default=0)
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -172,7 +190,11 @@ def _shapes(value: Any) -> Iterator[list[int]]:
 
 
 def _settle(trace: Trace) -> None:
-    """Count times from the first step, put everything in order, give each span the one around it."""
+    """Count times from the first step, put everything in order, give each span the one around it. The type of what an
+    operator sends in a list is that of what gloo sent, where all of as many elements were of one."""
+    for each in trace.collectives:
+        known = trace.gloo_widths.get(each.elements, set())
+        each.width = each.width or (next(iter(known)) if len(known) == 1 else None)
     trace.steps.sort()
     origin = trace.origin = trace.steps[0][0]
     trace.steps = [(begin - origin, end - origin) for begin, end in trace.steps]

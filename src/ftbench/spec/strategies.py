@@ -34,6 +34,26 @@ def _refused_where_sharded(spec: Experiment) -> Iterator[str]:
         yield f"measure.gradients: {name} leaves a share of each gradient on a rank: set it to 0, or use ddp"
 
 
+def _refused_steps(spec: Experiment) -> Iterator[str]:
+    """Yield which optimizer has no step for shares of matrices, or for these beside what is whole on each GPU."""
+    name, optimizer = spec.launch.strategy, spec.train.optimizer
+    if "bnb" in optimizer or optimizer.startswith("paged"):
+        yield (
+            f"train.optimizer {optimizer}: bitsandbytes has no step for what {name} spreads: set it to adamw_torch or "
+            "adamw_torchao_8bit"
+        )
+    if optimizer == "adamw_torch_fused" and name not in ("fsdp", "cp"):
+        yield (
+            f"train.optimizer {optimizer}: {name} spreads some weights and leaves others whole, which one fused step "
+            "does not take: set it to adamw_torch"
+        )
+
+
+def _refused_by_fsdp(spec: Experiment) -> Iterator[str]:
+    yield from _refused_where_sharded(spec)
+    yield from _refused_steps(spec)
+
+
 def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:
     name = spec.launch.strategy
     if spec.measure.gradients:
@@ -41,7 +61,7 @@ def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:
 
 
 def _refused_by_tp(spec: Experiment) -> Iterator[str]:
-    yield from _refused_where_sharded(spec)
+    yield from _refused_by_fsdp(spec)
     if spec.measure.save_adapter:
         yield (
             "measure.save_adapter: under tp rank 0 waits for shares that no other one sends: set it to off, or use fsdp"
@@ -50,8 +70,10 @@ def _refused_by_tp(spec: Experiment) -> Iterator[str]:
 
 def _refused_by_ep(spec: Experiment) -> Iterator[str]:
     yield from _refused_where_sharded(spec)
-    if not spec.method.adapters or getattr(spec.method, "experts", False):
-        yield "launch.strategy: ep is proven for frozen experts alone: use method lora without method.experts, or fsdp"
+    if getattr(spec.method, "experts", False):
+        yield "launch.strategy: ep has no adapters of experts: use method lora without method.experts, full, or fsdp"
+    if spec.method.name == "full":
+        yield from _refused_steps(spec)
 
 
 # What does not go with attention that goes round, and why.
@@ -65,7 +87,7 @@ _WHOLE_ROWS = {
 
 
 def _refused_by_cp(spec: Experiment) -> Iterator[str]:
-    yield from _refused_where_sharded(spec)
+    yield from _refused_by_fsdp(spec)
     on = spec.optimizations
     yield from (
         f"optimizations.{key} with cp: {why}: set it to off" for key, why in _WHOLE_ROWS.items() if getattr(on, key)
@@ -87,7 +109,7 @@ STRATEGIES = {
         description="a share of each layer on each GPU, gathered while the layer computes (PyTorch's FSDP2)",
         verified="after the first step every layer is sharded, and every parameter is a DTensor over all ranks",
         offloads=("params",),
-        refusals=_refused_where_sharded,
+        refusals=_refused_by_fsdp,
     ),
     "zero1": Strategy(
         description="a copy of the model on each GPU and a share of the optimizer's states (DeepSpeed's ZeRO)",
@@ -115,7 +137,7 @@ STRATEGIES = {
     "tp+fsdp": Strategy(
         description="a mesh: `launch.tp` GPUs share each matrix and see one batch, layers are spread over the others",
         verified="as fsdp, and after the first step matrices are DTensors over all ranks, the rest over the shares",
-        refusals=_refused_where_sharded,
+        refusals=_refused_by_fsdp,
     ),
     "ep": Strategy(
         description="a share of the experts on each GPU, all on the same tokens: saves memory alone (transformers)",

@@ -6,6 +6,7 @@ the others their shares; random ones are drawn there a few layers at a time."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from accelerate import DistributedType, PartialState
@@ -26,11 +27,19 @@ def reads(spec: Experiment) -> bool:
 
 def attach(trainer: Any, spec: Experiment) -> None:
     """Draw random weights where accelerate takes rank 0's state to share it out, tensor by tensor."""
+    keep_loss(trainer)
     if spec.model.weights == "random" and not reads(spec):
         share_out = fsdp_utils.fsdp2_load_full_state_dict
         fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: share_out(
             accelerator, model, Drawn(state, spec.model), **more
         )
+
+
+def keep_loss(trainer: Any) -> None:
+    """Leave the loss in 32 bits: accelerate would round all that a model returns to the bits of its products."""
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if plugin.mixed_precision_policy:
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:

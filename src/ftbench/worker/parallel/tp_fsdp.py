@@ -18,9 +18,9 @@ from transformers.distributed import DistributedConfig
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.device import device
 from ftbench.worker.parallel import fsdp, tp
-from ftbench.worker.parallel.fsdp import applied, verify
+from ftbench.worker.parallel.fsdp import applied, keep_loss, verify
 
-__all__ = ["applied", "arguments", "loading", "prepare", "verify"]
+__all__ = ["applied", "arguments", "attach", "loading", "prepare", "verify"]
 
 
 def _numbers(spec: Experiment) -> tuple[int, int]:
@@ -58,3 +58,8 @@ def prepare(made: Any) -> None:
     tensors of the mesh by a class that transformers no longer has."""
     fsdp.prepare(made)
     Accelerator._prepare_tp = lambda self, *objects: objects
+
+
+def attach(trainer: Any, spec: Experiment) -> None:
+    """Leave the loss as exact as under fsdp."""
+    keep_loss(trainer)
