@@ -221,10 +221,6 @@ def _joined(message: dict[str, Any]) -> str | list[dict[str, Any]]:
     return [{"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in parts]
 
 
-def _plain(row: dict[str, Any]) -> Example:
-    return Example(text=_text(row, "text"))
-
-
 def wikipedia_title(row: dict[str, Any]) -> Example:
     """Return an article as the founding study uses it: the body without its first sentence is the question, the
     title the answer; the first sentence would give the title away."""
@@ -256,7 +252,7 @@ _FORMATS: dict[str, Callable[[dict[str, Any]], Example]] = {
     "messages": _messages,
     "prompt-completion": _prompt_completion,
     "question-answer": lambda row: _pair(_text(row, "question"), _text(row, "answer")),
-    "text": _plain,
+    "text": lambda row: Example(text=_text(row, "text")),
     "preference": _preference,
     "prompt": _prompt,
     "wikipedia-title": wikipedia_title,

@@ -50,18 +50,14 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def _gpu(row: dict[str, Any]) -> Gpu:
-    capability = row.get("cc")
+    capability, published = row.get("cc"), row["gemm_bf16"]
     major, _, minor = str(capability).partition(".")
     read = {field.name: row[field.name] for field in fields(Gpu) if field.name in row}
     return Gpu(**read | {
         "match": tuple(row["match"]),
         "compute_capability": (int(major), int(minor)) if capability else None,
-        "gemm_bf16": _highest(row["gemm_bf16"]),
+        "gemm_bf16": max(published) if isinstance(published, list) else published,
     })  # fmt: skip
-
-
-def _highest(published: float | list[float] | None) -> float | None:
-    return max(published) if isinstance(published, list) else published
 
 
 # Not the card whose name they bear: a slice of a GPU, a laptop's, the export version, a later one with more units.
@@ -74,7 +70,8 @@ def find_gpu(driver_name: str) -> Gpu | None:
     word: an L40 is no L4 and a GH200 no H200."""
     if _OTHER_CARD.search(driver_name):
         return None
-    return next((gpu for gpu in gpus() if any(_names(part, driver_name) for part in gpu.match)), None)
+    called = (gpu for gpu in gpus() for part in gpu.match if re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name))
+    return next(called, None)
 
 
 def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
@@ -113,10 +110,6 @@ def canonical_name(name: str) -> str:
         return name
     gpu = find_gpu(name)
     return gpu.name if gpu else name
-
-
-def _names(part: str, driver_name: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name) is not None
 
 
 def supports_fp8(compute_capability: tuple[int, int]) -> bool:

@@ -158,13 +158,9 @@ def _common_samples(reference: Sequence[TrainedStep], candidate: Sequence[Traine
     if any(None in (step.samples, step.labels, step.loss) for side in windows for step in side):
         return [], []
     for _ in range(2):  # the shorter of two windows of whole steps limits the other once more
-        seen = min(_samples(side) for side in windows)
+        seen = min(sum(step.samples or 0.0 for step in side) for side in windows)
         windows = _whole_steps(windows[0], seen), _whole_steps(windows[1], seen)
     return windows
-
-
-def _samples(steps: Sequence[TrainedStep]) -> float:
-    return sum(step.samples or 0.0 for step in steps)
 
 
 def _whole_steps(steps: Sequence[TrainedStep], limit: float) -> Sequence[TrainedStep]:

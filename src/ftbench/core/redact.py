@@ -75,13 +75,10 @@ def clean(value: Any) -> Any:
         return type(part)(map(cleaned, part)) if type(part) in (list, tuple) else part
 
     def under(key: Any, content: Any) -> Any:
-        return REDACTED if _is_secret(key, content) else cleaned(content)
+        named = isinstance(content, str) and len(content) >= 4 and isinstance(key, str) and _SECRET_KEY.search(key)
+        return REDACTED if named else cleaned(content)
 
     return cleaned(value)
-
-
-def _is_secret(key: Any, content: Any) -> bool:
-    return isinstance(content, str) and len(content) >= 4 and isinstance(key, str) and bool(_SECRET_KEY.search(key))
 
 
 def _redacted(text: str, secrets: tuple[str, ...]) -> str:

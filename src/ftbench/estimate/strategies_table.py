@@ -4,7 +4,7 @@ fast all are together."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,32 +63,21 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     """Return two tables, a line a strategy and a column for each number of GPUs."""
     counts = sorted({row.gpus for row in table})
     headings = ["strategy", *(f">{count} GPUs" if count > 1 else ">1 GPU" for count in counts)]
-    memory = [[strategy, *cells] for strategy, cells in _cells(table, counts, _memory)]
-    speeds = [[strategy, *cells] for strategy, cells in _cells(table, counts, _speed)]
-    known = any(any(cells[1:]) for cells in speeds)
+    memory = {(row.strategy, row.gpus): units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
+              for row in table if row.memory}  # fmt: skip
+    speeds = {(row.strategy, row.gpus): units.rate(row.time.tokens_per_s) for row in table if row.time}
+
+    def cells(texts: Mapping[tuple[str, int], str]) -> list[list[str]]:
+        strategies = dict.fromkeys(row.strategy for row in table)
+        return [[strategy, *(texts.get((strategy, count), "") for count in counts)] for strategy in strategies]
+
     lines = [
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size} a GPU, on {name}",
-        "", "GiB of each GPU, expected (`?` may not fit, `no` does not)", text_table(headings, memory),
-        *(["", "real tokens a second of all GPUs", text_table(headings, speeds)] if known else []),
+        "", "GiB of each GPU, expected (`?` may not fit, `no` does not)", text_table(headings, cells(memory)),
+        *(["", "real tokens a second of all GPUs", text_table(headings, cells(speeds))] if speeds else []),
         *dict.fromkeys(f"{row.strategy}: {why}" for row in table for why in row.problems),
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def _cells(table: Sequence[Row], counts: Sequence[int], text: Any) -> Iterator[tuple[str, list[str]]]:
-    by_strategy: dict[str, dict[int, Row]] = {}
-    for row in table:
-        by_strategy.setdefault(row.strategy, {})[row.gpus] = row
-    for strategy, known in by_strategy.items():
-        yield strategy, [text(known[count]) if count in known else "" for count in counts]
-
-
-def _memory(row: Row) -> str:
-    return "" if row.memory is None else units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
-
-
-def _speed(row: Row) -> str:
-    return "" if row.time is None else units.rate(row.time.tokens_per_s)
 
 
 def as_document(spec: Experiment, name: str, table: Sequence[Row]) -> str:

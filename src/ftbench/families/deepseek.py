@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ftbench.families.config import Config
 from ftbench.families.dense import mlp
 from ftbench.families.moe import visited
@@ -28,7 +30,8 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
 
     def layer(index: int) -> Layer:
         routed = None if index < config.count("first_k_dense_replace") else _experts(config)
-        inner = config.whole("intermediate_size") if routed is None else _shared(config)
+        widths = ("moe_intermediate_size", "n_shared_experts") if routed else ("intermediate_size",)
+        inner = math.prod(map(config.whole, widths))
         return Layer(
             hidden, heads, heads, width, value, inner, (*linears, *mlp(hidden, inner)), tuple(norms), experts=routed,
             fused_values=heads * plain,
@@ -48,7 +51,3 @@ def _experts(config: Config) -> Experts:
     count = config.whole("n_routed_experts" if config.get("n_routed_experts") else "num_local_experts")
     inner = config.whole("moe_intermediate_size")
     return Experts(count, visited(config, count), inner, "sigmoid", shared_after=True)
-
-
-def _shared(config: Config) -> int:
-    return config.whole("moe_intermediate_size") * config.whole("n_shared_experts")

@@ -28,7 +28,7 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
     busy_ms, total = sum(stop - start for start, stop in busy), sum(each.end - each.begin for each in work)
     steps = len(trace.steps)
     before_ms = None if step_before_s is None else step_before_s * 1e3
-    groups = _groups(work, total)
+    groups, backward = _groups(work, total), sum(each.end - each.begin for each in work if each.phase == BACKWARD)
     return {
         "schema": SCHEMA,
         "device": "cuda" if trace.kernels else "cpu",
@@ -40,7 +40,7 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
         "busy_share": busy_ms / (end - begin),
         "busy_share_unprofiled": min(1.0, busy_ms / steps / before_ms) if before_ms and trace.kernels else None,
         "covered_share": 1 - sum(group["share"] for group in groups if group["group"] == OTHER) if total else None,
-        "backward_share": _share(work, BACKWARD, total),
+        "backward_share": backward / total if total else None,
         "groups": groups,
         "kernels": _kernels(work, total),
         "operators": _operators(trace, work),
@@ -117,7 +117,3 @@ def _phases(
             idle[name] += length
     names = dict.fromkeys([*cpu, *device])
     return [{"phase": name, "cpu_ms": cpu[name], "device_ms": device[name], "idle_ms": idle[name]} for name in names]
-
-
-def _share(work: Sequence[DeviceWork], phase: str, total: float) -> float | None:
-    return sum(each.end - each.begin for each in work if each.phase == phase) / total if total else None

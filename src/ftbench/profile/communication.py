@@ -63,7 +63,7 @@ def _collectives(seen: Sequence[Collective], ranks: int, network_gbs: float | No
     calls: dict[str, int] = defaultdict(int)
     sizes: dict[str, list[int | None]] = defaultdict(list)
     for each in seen:
-        if (kind := _kind(each.name)) is not None:
+        for kind in [kind for pattern, kind, _ in _KINDS if re.search(pattern, each.name, re.IGNORECASE)][:1]:
             calls[kind] += 1
             sizes[kind].append(each.size)
     rows = []
@@ -73,7 +73,3 @@ def _collectives(seen: Sequence[Collective], ranks: int, network_gbs: float | No
         at_rate = None if wire is None or not network_gbs else wire / network_gbs / 1e6
         rows.append({"kind": kind, "calls": count, "bytes": size, "at_network_ms": at_rate})
     return sorted(rows, key=lambda row: -(row["bytes"] or 0))
-
-
-def _kind(name: str) -> str | None:
-    return next((kind for pattern, kind, _ in _KINDS if re.search(pattern, name, re.IGNORECASE)), None)

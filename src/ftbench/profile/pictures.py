@@ -4,7 +4,7 @@ group, what the training thread was in and where nothing ran (`step_svg`); what 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ftbench.core.allocations import CATEGORIES
@@ -100,15 +100,12 @@ def step_svg(picture: dict[str, Any], name: str) -> str:
         if (e - b) * scale > 7 * len(n) + 6
     ]  # fmt: skip
     parts += ticks(total, "ms", height - 6)
-    return drawing(height, _summary(picture, lanes), parts)
+    said = f"One step of {picture['ms']:.1f} ms on the {picture['device']}: {', '.join(lanes)}, and when nothing ran"
+    return drawing(height, said, parts)
 
 
 def _baseline(lane: int) -> int:
     return _TOP + lane * _LANE + 13
-
-
-def _summary(picture: dict[str, Any], lanes: Sequence[str]) -> str:
-    return f"One step of {picture['ms']:.1f} ms on the {picture['device']}: {', '.join(lanes)}, and when nothing ran"
 
 
 def memory_svg(document: dict[str, Any], name: str) -> str:

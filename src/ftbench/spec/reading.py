@@ -87,7 +87,8 @@ def read_yaml(
         raise SpecError(f"{path}: the file is empty; {what} needs {needs}")
     if not isinstance(data, dict):
         example = " (`model: …`)" if what == "a spec" else ""
-        raise SpecError(f"{path}: {what} is a mapping of keys{example}, not {_kind(data)}")
+        kind = {list: "a list", str: "a text", type(None): "nothing"}.get(type(data), f"a {type(data).__name__}")
+        raise SpecError(f"{path}: {what} is a mapping of keys{example}, not {kind}")
     return data
 
 
@@ -221,10 +222,6 @@ def _reason(error: yaml.YAMLError) -> str:
     if problem.startswith("but "):
         problem = f"{getattr(error, 'context', '')}, {problem}"
     return f"not valid YAML: {problem}"
-
-
-def _kind(value: Any) -> str:
-    return {list: "a list", str: "a text", type(None): "nothing"}.get(type(value), f"a {type(value).__name__}")
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -97,6 +97,7 @@ def estimate_memory(
     spread = ROUGH_SPREAD if is_rough(spec) else _spread(plan, known)
     allocated, reserved, device = _tiers(plan, named, peak(most)[1], known, spread)
     phase, _ = peak(named)
+    states = optimizer_state(*kept_by(plan.model, plan.recipe)) if plan.recipe.in_backward == "offload" else 0.0
     parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
     return MemoryEstimate(
         allocated=allocated,
@@ -108,7 +109,7 @@ def estimate_memory(
         usable=has.usable,
         margin=has.margin,
         verdict=verdict_of(device, has),
-        host=HOST + (on_host(plan.model, plan.recipe) + checkpoints_on_host(plan) + _states_on_host(plan)) / GIB,
+        host=HOST + (on_host(plan.model, plan.recipe) + checkpoints_on_host(plan) + states) / GIB,
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
         batch=(batch.expected.rows, batch.expected.length),
@@ -153,10 +154,6 @@ def _tiers(plan: MemoryPlan, named: dict[str, Parts], most: float, known: Consta
     more = CONTEXT_MORE + (NCCL_MORE if several else 0)
     device = Band(allocated.low + min(CONTEXT_LEAST, beside), reserved.expected + beside, reserved.high + beside + more)
     return [allocated, reserved, device]
-
-
-def _states_on_host(plan: MemoryPlan) -> float:
-    return optimizer_state(*kept_by(plan.model, plan.recipe)) if plan.recipe.in_backward == "offload" else 0.0
 
 
 def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:

@@ -36,8 +36,8 @@ def saved(vision: VisionShape, recipe: Recipe, batch: BatchShape) -> float:
     keeps its input."""
     encoder = 0.0
     if reached(vision, recipe):
-        again = recipe.checkpointing != "off"
-        encoder = _layers(vision) * (stream(vision, recipe) * vision.hidden if again else _layer(vision, recipe))
+        again, used = recipe.checkpointing != "off", vision.layers - bool(vision.tile)  # LLaVA takes the last but one
+        encoder = used * (stream(vision, recipe) * vision.hidden if again else _layer(vision, recipe))
         encoder += _ends(vision, recipe)
     return batch.images.patches * encoder + projector(vision, recipe, batch)
 
@@ -46,11 +46,6 @@ def reached(vision: VisionShape, recipe: Recipe) -> bool:
     """Return whether the encoder gets a gradient: also a frozen one of CLIP under checkpoints, for which transformers
     asks what CLIP makes of patches for one (enable_input_require_grads)."""
     return recipe.vision != "frozen" or (recipe.checkpointing != "off" and bool(vision.tile))
-
-
-def _layers(vision: VisionShape) -> int:
-    """Return the layers whose output is used: LLaVA takes that of the last but one."""
-    return vision.layers - bool(vision.tile)
 
 
 def _classes(vision: VisionShape, batch: BatchShape) -> int:

@@ -124,16 +124,13 @@ def estimate_duration(
         spread *= ROUGH_SPREAD if is_rough(spec) else 1.0
         spread *= SEVERAL_SPREAD if division.gpus > 1 else 1.0
     watts, source = _watts(spec, gpu, same, store.on(gpu), modelled)
+    bound = ("images" if modelled.by_images else "host") if modelled.host_bound else "GPU"
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
-        _start(spec, shape, same), watts, source, _bound(modelled), basis, confidence,
+        _start(spec, shape, same), watts, source, bound, basis, confidence,
         lengths.source, lengths.upper_bound, dict(modelled.parts) | ({COMMUNICATION: exposed} if exposed else {}),
         division.gpus, exposed,
     )  # fmt: skip
-
-
-def _bound(modelled: speeds.Step) -> str:
-    return ("images" if modelled.by_images else "host") if modelled.host_bound else "GPU"
 
 
 def _judged(gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens: float, modelled: float,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -61,7 +62,8 @@ def lengths_of(
     if dataset.name == "synthetic":
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES) * sequences
         return Lengths(_drawn(dataset, count), 1.0 / sequences, "exact: synthetic lengths")
-    same = [described for other, described in recorded if _same_data(dataset, other)]
+    identity = attrgetter("name", "path", "revision")
+    same = [described for other, described in recorded if identity(other) == identity(dataset)]
     if same and (known := _from_histogram(same[-1], dataset)) is not None:
         return known
     if dataset.source.mean_tokens is not None:
@@ -108,10 +110,6 @@ def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int
     """Return the median of the longest of `count` log-normal lengths with this mean (before the cut at `longest`)."""
     quantile = NormalDist().inv_cdf(0.5 ** (1 / max(count, 1)))
     return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
-
-
-def _same_data(wanted: Dataset, other: Dataset) -> bool:
-    return (wanted.name, wanted.path, wanted.revision) == (other.name, other.path, other.revision)
 
 
 def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | None:
