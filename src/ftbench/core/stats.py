@@ -8,25 +8,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 MINIMUM_STEADY = 5  # fewer steady steps than this are named in the warnings
 CONFIDENCE = 0.95
 MAD_TO_SIGMA = 1.4826  # median absolute deviation → standard deviation of a normal distribution
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Step time over the steady window, in seconds; `cv` is the standard deviation over the mean, `ci95` the 95 %
-    confidence interval of the median."""
-
-    median: float
-    mean: float
-    p10: float
-    p90: float
-    cv: float | None
-    ci95: tuple[float, float] | None
 
 
 def total(values: Iterable[float | int | None]) -> float:
@@ -59,19 +46,16 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) 
     return max([warm, *starts])
 
 
-def step_time(times: Sequence[float]) -> StepTime | None:
-    """Return the location and spread of the steady steps; None for an empty window."""
+def step_time(times: Sequence[float]) -> dict[str, Any] | None:
+    """Return `median, mean, p10, p90, cv, ci95` of the steady steps in seconds, where `cv` is the standard deviation
+    over the mean and `ci95` the 95 % confidence interval of the median; None for an empty window."""
     if not times:
         return None
     mean = statistics.fmean(times)
-    return StepTime(
-        median=statistics.median(times),
-        mean=mean,
-        p10=quantile(times, 0.10),
-        p90=quantile(times, 0.90),
-        cv=statistics.stdev(times) / mean if len(times) > 1 and mean > 0 else None,
-        ci95=median_interval(times),
-    )
+    return {
+        "median": statistics.median(times), "mean": mean, "p10": quantile(times, 0.10), "p90": quantile(times, 0.90),
+        "cv": statistics.stdev(times) / mean if len(times) > 1 and mean > 0 else None, "ci95": median_interval(times),
+    }  # fmt: skip
 
 
 def quantile(values: Sequence[float], q: float) -> float:

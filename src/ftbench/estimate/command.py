@@ -208,10 +208,12 @@ def named(name: str) -> Gpu:
 
 
 def calibrate(store: Path) -> str:
-    """Refit the constants to a store of runs, keep them for this user, and say how wrong they are about runs
-    that they were not fitted to."""
+    """Refit the constants to a store of runs, keep them for this user, and say how wrong they are about runs that they
+    were not fitted to; and how far the time estimate is off on each run, of which nothing is kept: `estimate` reads the
+    runs themselves (--store)."""
     from ftbench.estimate.memory import calibrate as fitting
     from ftbench.estimate.memory import constants, measured
+    from ftbench.estimate.time import accuracy
 
     runs = measured.read([store])
     fitted = fitting.fit(runs)
@@ -227,12 +229,4 @@ def calibrate(store: Path) -> str:
     wrong = fitting.false_fits(runs, fitted)
     lines.append(f"said to fit and did not: {', '.join(wrong) or 'none'}")
     lines.append(f"kept in {path}; remove it to go back to the shipped constants")
-    return "\n".join([*lines, "", _calibrated_times(store)])
-
-
-def _calibrated_times(store: Path) -> str:
-    """Return how far the time estimate is off on each run, without the runs of its step. Nothing is kept: `estimate`
-    reads the runs themselves (--store)."""
-    from ftbench.estimate.time import accuracy
-
-    return accuracy.text(accuracy.left_out(Store.read(store))).rstrip()
+    return "\n".join([*lines, "", accuracy.text(accuracy.left_out(Store.read(store))).rstrip()])

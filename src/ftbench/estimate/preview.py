@@ -160,7 +160,10 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 def as_text(document: Mapping[str, Any]) -> str:
     """Return a preview as lines: figures, a histogram of the lengths, and the samples."""
-    tokens, gain = document["tokens"], document["packing_gain"]
+    tokens, gain, packing = document["tokens"], document["packing_gain"], ""
+    if gain:
+        fewer = f"computes {gain:.2f} times fewer (optimizations.packing)"
+        packing = f"; packing {fewer if gain > 1 else 'would compute more here'}"
     lines = [
         f"{document['dataset']}: {units.count(document['rows'])} rows, {document['format']}",
         f"tokens a {'sample' if gain else 'sequence'}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
@@ -169,8 +172,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         *_lines_of_images(document["images"]),
         f"cut at max_length {units.count(document['max_length'])}: {units.percent(document['truncated_samples'])} of "
         f"the samples, {units.percent(document['truncated_tokens'])} of the tokens",
-        f"padding: {units.percent(document['padding'])} of the positions at batch {document['batch_size']}"
-        + (_packing(gain) if gain else ""),
+        f"padding: {units.percent(document['padding'])} of the positions at batch {document['batch_size']}" + packing,
     ]
     if document["samples"]:
         lines += ["", f"samples, by {document['rendered_by']}:"]
@@ -187,11 +189,6 @@ def _lines_of_images(images: Mapping[str, float] | None) -> list[str]:
     left = f": {units.percent(images['left_out'])} of the samples are left out" if images["left_out"] else ""
     what = f"{images['tokens']:,.0f} tokens of images in {images['tiles']:,.3g} tiles a sample, on average"
     return [f"{what}; images are never cut{left}"]
-
-
-def _packing(gain: float) -> str:
-    brings = f"computes {gain:.2f} times fewer (optimizations.packing)" if gain > 1 else "would compute more here"
-    return f"; packing {brings}"
 
 
 def _histogram(histogram: Mapping[str, Sequence[int]]) -> list[str]:

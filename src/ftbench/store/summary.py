@@ -142,7 +142,7 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
     window = sum(times)
     if (step_time := stats.step_time(times)) is None or window <= 0:
         return
-    summary.step_time_s = dataclasses.asdict(step_time)
+    summary.step_time_s = step_time
     summary.tokens_per_s = {
         name: _rate([getattr(row, f"{name}_tokens") for row in steady], window) for name in ("real", "padded", "label")
     }

@@ -82,10 +82,11 @@ def as_text(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
 
 def _lines(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
     night, each = estimate.samples_in(3600 * scope.hours), "the" if estimate.gpus == 1 else "each"
+    of_each = "" if estimate.gpus == 1 else f"; {units.rate(estimate.tokens_per_s / estimate.gpus)} tokens/s a GPU"
     return [
         ("step", _band(estimate.step_s, units.seconds)),
         ("speed", f"{units.rate(estimate.tokens_per_s)} tokens/s, so {units.count(estimate.samples_per_hour)} "
-                  f"samples/h of {units.rate(estimate.mean_tokens)} tokens each{_of_each(estimate)}"),
+                  f"samples/h of {units.rate(estimate.mean_tokens)} tokens each{of_each}"),
         ("known from", estimate.confidence),
         ("lengths", f"{estimate.lengths}; {units.percent(estimate.padding)} padding"),
         *([("", "so these times are upper bounds: a short run on this data tells its lengths")]
@@ -95,11 +96,6 @@ def _lines(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Scope)
         ("power", f"{estimate.watts.expected:.0f} W of {each} GPU ({estimate.watts_source})"),
         ("spent on", _parts(estimate)),
     ]  # fmt: skip
-
-
-def _of_each(estimate: DurationEstimate) -> str:
-    """Return the rate of each of several GPUs."""
-    return "" if estimate.gpus == 1 else f"; {units.rate(estimate.tokens_per_s / estimate.gpus)} tokens/s a GPU"
 
 
 def _band(band: Band, written: Any, unit: str = "") -> str:
