@@ -44,6 +44,13 @@ def written(folder: Path, axes: dict[str, object], settings: str = "partition: d
     return spec
 
 
+def test_a_run_that_is_moved_to_its_place_while_it_is_looked_for_is_no_error(tmp_path, monkeypatch):
+    there = tmp_path / "there/run"
+    there.mkdir(parents=True)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([there, tmp_path / "moved/run"]))
+    assert slurm_queue.running(tmp_path, "run").path == there
+
+
 # --- on a real one ----------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ the tasks of the one before.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shlex
 import shutil
@@ -17,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -261,8 +261,14 @@ class Queue:
 def running(folder: Path, name: str) -> RunDir:
     """Return a run of a sweep's folder, or where a task of Slurm's makes it just now."""
     path = folder / name
-    made = () if path.exists() else sorted(folder.glob(f"{FOLDER}/*/*/{name}"), key=os.path.getmtime)
+    made = () if path.exists() else sorted(folder.glob(f"{FOLDER}/*/*/{name}"), key=_modified)
     return RunDir(made[-1] if made else path)
+
+
+def _modified(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0  # a node has moved it to its place meanwhile
 
 
 def _sleep(wait_s: float) -> bool:
