@@ -1,6 +1,7 @@
 """What a spec may say of its objective, and what it is told where that cannot work."""
 
 import json
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from ftbench.spec.optimizations import OPTIMIZATIONS, choices
 from ftbench.spec.refusals import check_simulated
 from ftbench.store.rundir import RunDir
 
+TINY = Path(__file__).parents[2] / "configs/grpo-tiny.yaml"
 PAIRS = {"name": "synthetic", "samples": 8, "length": 16}
 
 
@@ -148,6 +150,22 @@ def test_no_formula_and_no_simulation_is_said_to_know_what_generating_takes():
     for check in (check_modelled, check_simulated):
         with pytest.raises(SpecError, match=r"objective grpo.*--set train.max_steps=5"):
             check(spec)
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["estimate", "--gpu", "H200"], "objective grpo: no formula knows what generating takes"),
+        (["estimate", "--gpu", "H200", "--simulate"], "--simulate has no tokens to draw"),
+        (["recommend", "--gpu", "H200"], "objective grpo: no formula knows what generating takes"),
+        (["parity"], "compare the column reward of steps.csv"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_commands_that_know_nothing_of_grpo_say_so(ftbench, command, told):
+    name, *options = command
+    code, _, err = ftbench(name, TINY, *options)
+    assert (code, told in " ".join(err.split())) == (2, True), err
 
 
 @pytest.mark.parametrize("name", [name for name, kept in OPTIMIZATIONS.items() if kept.pairs])
