@@ -37,6 +37,24 @@ class Sft(Part):
             yield f"dataset.format {PROMPT} is of rows without answers: set objective to grpo, or take another format"
 
 
+def _of_trl(spec: Experiment, trainer: str, with_reference: bool) -> Iterator[str]:
+    """Yield what trl's own trainer of an objective does not take, or was not measured with."""
+    objective, launch = f"objective {spec.objective.name}", spec.launch
+    if spec.method.name == "unsloth":
+        yield f"{objective} with method unsloth is not measured here: use lora, qlora or full"
+    if with_reference and getattr(spec.method, "bias", "none") != "none":
+        yield f"{objective}: peft has no second adapter with biases, which trl asks for: set method.bias to none"
+    if "torchao" in spec.train.optimizer:
+        yield (
+            f"train.optimizer {spec.train.optimizer} with {objective}: trl's {trainer} takes no class of optimizers: "
+            "use adamw_torch or adamw_bnb_8bit"
+        )
+    if launch.framework != "trl":
+        yield f"{objective} is trl's here, and launch.framework is {launch.framework}: use trl, or objective sft"
+    if launch.gpus > 1:
+        yield f"{objective} is measured on one GPU and launch.gpus is {launch.gpus}: set it to 1"
+
+
 class Dpo(Part):
     """Direct preference optimization: of each pair of answers the chosen one becomes likelier than the rejected one."""
 
@@ -58,22 +76,10 @@ class Dpo(Part):
         return not self.precompute_ref_log_probs
 
     def refusals(self, spec: Experiment) -> Iterator[str]:
-        method, data, launch = spec.method, spec.dataset, spec.launch
-        if method.name == "unsloth":
-            yield "objective dpo with method unsloth is not measured here: use lora, qlora or full"
+        method, data = spec.method, spec.dataset
         if getattr(method, "dropout", 0):
             yield "objective dpo: trl switches dropout off, so that model and reference agree: set method.dropout to 0"
-        if getattr(method, "bias", "none") != "none":
-            yield "objective dpo: peft has no second adapter with biases, which trl asks for: set method.bias to none"
-        if "torchao" in spec.train.optimizer:
-            yield (
-                f"train.optimizer {spec.train.optimizer} with objective dpo: trl's DPOTrainer takes no class of "
-                "optimizers: use adamw_torch or adamw_bnb_8bit"
-            )
-        if launch.framework != "trl":
-            yield f"objective dpo is trl's here, and launch.framework is {launch.framework}: use trl, or objective sft"
-        if launch.gpus > 1:
-            yield f"objective dpo is measured on one GPU and launch.gpus is {launch.gpus}: set it to 1"
+        yield from _of_trl(spec, "DPOTrainer", with_reference=True)
         if data.has_images:
             yield f"objective dpo is given text alone, and {data.name} holds images: take another data set"
         elif format_name := data.format or data.source.format:
@@ -124,13 +130,7 @@ class Grpo(Part):
             yield "measure.profile with objective grpo: a profile knows no generation: profile objective sft"
         if spec.train.precision == "fp16":
             yield "train.precision fp16 with objective grpo was not tried: set it to bf16 or fp32"
-        if spec.launch.framework != "trl":
-            yield (
-                f"objective grpo is trl's here, and launch.framework is {spec.launch.framework}: use trl, or objective "
-                "sft"
-            )
-        if spec.launch.gpus > 1:
-            yield f"objective grpo is measured on one GPU and launch.gpus is {spec.launch.gpus}: set it to 1"
+        yield from _of_trl(spec, "GRPOTrainer", with_reference=bool(self.beta))
 
     def _of_batches(self, spec: Experiment) -> Iterator[str]:
         size, group, samples = spec.global_batch, self.num_generations, spec.dataset.samples
@@ -158,25 +158,15 @@ class Grpo(Part):
             yield "objective grpo: an evaluation would be another generation: set dataset.eval_samples to 0"
 
     def _of_method(self, spec: Experiment) -> Iterator[str]:
-        method, optimizer = spec.method, spec.train.optimizer
-        if method.name == "unsloth":
-            yield "objective grpo with method unsloth is not measured here: use lora, qlora or full"
-        if getattr(method, "dropout", 0):
+        if getattr(spec.method, "dropout", 0):
             yield (
                 "objective grpo: dropout would have completions drawn from one model and learned by another: set "
                 "method.dropout to 0"
             )
-        if self.beta and getattr(method, "bias", "none") != "none":
-            yield "objective grpo: peft has no second adapter with biases, which trl asks for: set method.bias to none"
-        if self.beta and not method.adapters:
+        if self.beta and not spec.method.adapters:
             yield (
                 "objective grpo: of all weights trl would load a second model by itself, in float32: set "
                 "objective.beta to 0, or train adapters (lora, qlora)"
-            )
-        if "torchao" in optimizer:
-            yield (
-                f"train.optimizer {optimizer} with objective grpo: trl's GRPOTrainer takes no class of optimizers: use "
-                "adamw_torch or adamw_bnb_8bit"
             )
 
 
