@@ -41,7 +41,7 @@ def doubt(spec: Experiment, described: dict[str, Any], store: Path) -> str | Non
     a GPU."""
     cpu = described.get("cpu") or {}
     if gpu := first_gpu(described):
-        return warning(spec, gpu, store) or _host_warning(spec, gpu, cpu.get("memory_gb"), store)
+        return warning(spec, gpu, store, cpu.get("memory_gb"))
     if spec.launch.mock != "off" or not cpu.get("memory_gb"):
         return None
     try:
@@ -104,28 +104,25 @@ def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most:
     return largest_batch(spec, machine_gpu(gpu, store), likely=True, total=gpu["memory_gb"])
 
 
-def warning(spec: Experiment, gpu: dict[str, Any] | None, store: Path) -> str | None:
-    """Return a sentence where a run will not fit the GPU of a machine.json."""
+def warning(spec: Experiment, gpu: dict[str, Any] | None, store: Path, host_gb: float | None = None) -> str | None:
+    """Return a sentence where a run will not fit the GPU of a machine.json, or keeps more in the host's memory than
+    there is."""
     memory = on_machine(spec, gpu, store)
-    if gpu is None or memory is None or memory.verdict != "does not fit":
+    if gpu is None or memory is None:
         return None
-    largest = largest_batch(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
-    way_out = f"train.batch_size={largest} would fit" if largest else _nearest(spec, machine_gpu(gpu, store))
-    return (
-        f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "
-        f"{gibibytes(memory.device.low)}) and the GPU has {memory.capacity.words}; {way_out}"
-    )
-
-
-def _host_warning(spec: Experiment, gpu: dict[str, Any], has: float | None, store: Path) -> str | None:
-    """Return a sentence where a run keeps more in the host's memory than there is."""
-    memory = on_machine(spec, gpu, store)
-    if memory is None or not has or memory.host <= has:
+    if memory.verdict == "does not fit":
+        largest = largest_batch(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
+        way_out = f"train.batch_size={largest} would fit" if largest else _nearest(spec, machine_gpu(gpu, store))
+        return (
+            f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "
+            f"{gibibytes(memory.device.low)}) and the GPU has {memory.capacity.words}; {way_out}"
+        )
+    if not host_gb or memory.host <= host_gb:
         return None
     fewer = "take method qlora, whose weights are a quarter, or " if spec.method.name == "lora" else ""
     return (
         f"this will run out of the host's memory: it keeps about {gibibytes(memory.host)} GiB there, and this machine "
-        f"has {gibibytes(has)}; {fewer}set what waits there to off (optimizations.weight_offload, "
+        f"has {gibibytes(host_gb)}; {fewer}set what waits there to off (optimizations.weight_offload, "
         "gradient_checkpointing offload)"
     )
 
