@@ -33,7 +33,13 @@ import torch
 # Columns that a buffer is wider by: 128 bytes of a 16-bit type. Where rows are no multiple of them, torch.compile pads
 # a GPU's buffers (torch._inductor.config.padding_alignment_bytes), and copies them for an operation of another's.
 ALIGNED = 64
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one input, by their names
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one input, by their names
+
+
+def siblings(name: str) -> tuple[str, Any]:
+    """Return what layers that read one input have in common, of the dotted name of one or of its base layer."""
+    parent, _, own = name.removesuffix(".base_layer").rpartition(".")
+    return parent, next((names for names in _SIBLINGS if own in names), own)
 
 
 @torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.adapter_products import SIBLINGS
+from ftbench.worker.kernels.adapter_products import siblings
 from ftbench.worker.kernels.te_linear import RECIPES, TeLinear
 
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sides are multiples of 16
@@ -144,24 +144,18 @@ def apply(model: Any, spec: Experiment) -> None:
         for name in _wanted_names(model):
             _replace(model, name, TeLinear(model.get_submodule(name), recipe))
         return
-    largest: dict[tuple[str, Any], torch.Tensor] = {}
-    if recipe != ROWWISE:
-        for name in _wanted_names(model):
-            value = model.get_submodule(name).weight.abs().amax()
-            largest[_group(name)] = torch.maximum(largest.get(_group(name), value), value)
-    for name in _wanted_names(model):  # by name: modules would keep every 16-bit weight until the last one is cast
-        _replace(model, name, Fp8Linear(model.get_submodule(name), recipe, largest.get(_group(name))))
+    groups: dict[Any, list[str]] = {}  # layers of one input share a factor, so that one product may have all of them
+    for name in _wanted_names(model):
+        groups.setdefault(siblings(name), []).append(name)
+    for names in groups.values():  # by name: modules would keep every 16-bit weight until the last one is cast
+        weights = [model.get_submodule(name).weight.abs().amax() for name in names if recipe != ROWWISE]
+        largest = torch.stack(weights).amax() if weights else None
+        for name in names:
+            _replace(model, name, Fp8Linear(model.get_submodule(name), recipe, largest))
 
 
 def _wanted_names(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if _wanted(module, name)]
-
-
-def _group(name: str) -> tuple[str, Any]:
-    """Return what layers have in common that read one input: they share a factor, so that one product may have all of
-    them."""
-    parent, _, own = name.removesuffix(".base_layer").rpartition(".")
-    return parent, next((names for names in SIBLINGS if own in names), own)
 
 
 def _replace(model: Any, name: str, module: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.adapter_products import ALIGNED, SIBLINGS, Augmented, Beside
+from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, Beside, siblings
 from ftbench.worker.kernels.expert_products import group_adapters
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import fp8
@@ -195,9 +195,7 @@ def grouped(layers: dict[str, Any]) -> list[list[Any]]:
     """Return layers of one parent that read the same input together, the others alone, in the order of the model."""
     groups: dict[Any, list[Any]] = {}
     for name, layer in layers.items():
-        parent, _, own = name.rpartition(".")
-        together = next((names for names in SIBLINGS if own in names), own)
-        groups.setdefault((parent, together, layer.in_features, type(layer.get_base_layer())), []).append(layer)
+        groups.setdefault((siblings(name), layer.in_features, type(layer.get_base_layer())), []).append(layer)
     return list(groups.values())
 
 
