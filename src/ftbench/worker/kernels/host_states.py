@@ -35,7 +35,7 @@ class HostStates:
     @property
     def bytes(self) -> int:
         """What waits in host memory."""
-        return sum(host.nbytes for hosts in self._hosts.values() for host in hosts)
+        return self._out.held
 
     def around(self, parameter: Any, step: Callable[[], Any]) -> None:
         """Put a parameter's states on the device, step it, and let them leave."""

@@ -56,10 +56,11 @@ class HostMatrix:
 
 
 class Copies:
-    """Copies to the device, in a stream of their own; without a GPU they are done at once."""
+    """Copies to the device, in a stream of their own; without a GPU they are done at once. Counts the `bytes` copied,
+    and those of host memory that it was asked for, which is `held` as long as what is in it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.bytes = device, 0
+        self.device, self.bytes, self.held = device, 0, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, there: torch.Tensor, host: torch.Tensor) -> Any:
@@ -82,6 +83,7 @@ class Copies:
         """Return so many bytes of host memory, locked in place; without a GPU as they are. Pages are locked, so it has
         some of its own, shared ones: of others a process that is forked (a loader's) would be given copies at once.
         torch's own pinned memory comes in powers of two, half of which might lie idle."""
+        self.held += size
         if self._stream is None or not size:
             return torch.empty(size, dtype=torch.uint8)
         host = torch.frombuffer(mmap(-1, size), dtype=torch.uint8)
@@ -123,11 +125,6 @@ class WeightStream:
         self._there: list[int | None] = [None, None]
         self._ready: list[Any] = [None, None]
         self._last = -1
-
-    @property
-    def host_bytes(self) -> int:
-        """What waits in host memory, the layers alone."""
-        return sum(host.nbytes for host in self._hosts)
 
     def _packed(self, weights: Sequence[Weight]) -> list[tuple[int, torch.Tensor, Callable[[torch.Tensor], None]]]:
         """Lay a layer's weights end to end in host memory; return where, of what shape, and what puts them in place."""

@@ -15,28 +15,28 @@ from ftbench.worker.model.parts import decoder_layers
 _KEEPS = "ftbench_host_memory"  # where a model has the memory that its layers' inputs are moved to
 
 
+class _Changed(TrainerCallback):
+    """Changes the layers once the trainer has switched all of them on, as training begins."""
+
+    def __init__(self, change: Any) -> None:
+        self._change = change
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._change(model)
+
+
 def callback(spec: Experiment) -> TrainerCallback | None:
-    """Return what changes the layers once the trainer has switched all of them on, as training begins."""
-    kinds = {"selective": Selective, "offload": Offload}
-    kind = kinds.get(str(spec.optimizations.gradient_checkpointing))
-    return None if kind is None else kind()
+    changes = {"selective": select, "offload": offload}
+    change = changes.get(str(spec.optimizations.gradient_checkpointing))
+    return change and _Changed(change)
 
 
-class Selective(TrainerCallback):
-    """Every second layer keeps its activations."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        for layer in decoder_layers(model)[1::2]:
-            for module in layer.modules():
-                if hasattr(module, "gradient_checkpointing"):
-                    module.gradient_checkpointing = False
-
-
-class Offload(TrainerCallback):
-    """The input that a checkpointed layer keeps waits in host memory."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        offload(model)
+def select(model: Any) -> None:
+    """Let every second layer keep its activations."""
+    for layer in decoder_layers(model)[1::2]:
+        for module in layer.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
 
 
 def offload(model: Any) -> HostTensors:

@@ -16,7 +16,7 @@ from torch import nn
 from ftbench.core.units import GIB
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
-from ftbench.worker.model.parts import base_model, decoder, decoder_layers
+from ftbench.worker.model.parts import decoder, decoder_layers
 
 _STREAM = "weight_stream"  # where a decoder has its layers' weights
 
@@ -112,25 +112,10 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
     if stream is None:
         return {}
     return {
-        "weights_on_host_gb": (stream.host_bytes + sum(map(_bytes, _ends(model, spec)))) / GIB,
-        "weight_buffers_gb": sum(map(_bytes, stream.buffers)) / GIB,
+        "weights_on_host_gb": stream.copies.held / GIB,
+        "weight_buffers_gb": sum(buffer.nbytes for buffer in stream.buffers) / GIB,
         "weights_moved_gb": stream.copies.bytes / GIB,
     }
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes
-
-
-def _ends(model: Any, spec: Experiment) -> list[torch.Tensor]:
-    """Return embedding and head as far as they wait on the host."""
-    embedding, head = (
-        base_model(model).get_input_embeddings().weight,
-        base_model(model).get_output_embeddings().weight,
-    )
-    if spec.optimizations.chunked_loss:
-        return [embedding] if embedding is head else [embedding, head]
-    return [] if embedding is head else [embedding]
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
