@@ -14,18 +14,19 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 
 @triton.jit
-def _scale(values: Any, columns: Any, eps: Any) -> Any:
+def _scale(values: tensor, columns: tensor, eps: tensor) -> tensor:
     """Return 1 / sqrt(mean square + eps) of a row that is padded with zeros."""
     return tl.rsqrt(tl.sum(values * values, 0) / columns + eps)
 
 
 @triton.jit
 def _rms_norm_forward(
-    x: Any, residual: Any, weight: Any, total: Any, normed: Any, x_row: Any, normed_row: Any, columns: Any, eps: Any,
-    SUM: tl.constexpr, BLOCK: tl.constexpr,
+    x: tensor, residual: tensor, weight: tensor, total: tensor, normed: tensor, x_row: tensor, normed_row: tensor,
+    columns: tensor, eps: tensor, SUM: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """Write the norm of a row, and with SUM the row itself, of which x is one part: a program for a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -44,8 +45,8 @@ def _rms_norm_forward(
 
 @triton.jit
 def _rms_norm_backward(
-    dnormed: Any, dtotal: Any, total: Any, weight: Any, dx: Any, wide: Any, dnormed_row: Any, wide_row: Any,
-    columns: Any, eps: Any, SUM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    dnormed: tensor, dtotal: tensor, total: tensor, weight: tensor, dx: tensor, wide: tensor, dnormed_row: tensor,
+    wide_row: tensor, columns: tensor, eps: tensor, SUM: constexpr, WIDE: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """Write the gradient of a normed row, with SUM that of the row beside its norm added, and with WIDE once more."""
     row = tl.program_id(0).to(tl.int64)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 
 @triton.jit
-def _turns(cos: Any, sin: Any, row: Any, half: Any, HALF: tl.constexpr) -> Any:
+def _turns(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr) -> tensor:
     """Return cosine and sine of the first and of the second half of a head."""
     at, there = row * 2 * HALF + half, half < HALF
     return (
@@ -30,7 +31,7 @@ def _turns(cos: Any, sin: Any, row: Any, half: Any, HALF: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _halves(heads: Any, head_stride: Any, head: Any, half: Any, there: Any, HALF: tl.constexpr) -> Any:
+def _halves(heads: tensor, head_stride: tensor, head: tensor, half: tensor, there: tensor, HALF: constexpr) -> tensor:
     """Return both halves of a token's heads, heads x half."""
     at = heads + head * head_stride + half
     first = tl.load(at, mask=there, other=0.0).to(tl.float32)
@@ -38,22 +39,24 @@ def _halves(heads: Any, head_stride: Any, head: Any, half: Any, there: Any, HALF
 
 
 @triton.jit
-def _put(heads: Any, first: Any, second: Any, head: Any, half: Any, there: Any, HALF: tl.constexpr) -> None:
+def _put(
+    heads: tensor, first: tensor, second: tensor, head: tensor, half: tensor, there: tensor, HALF: constexpr,
+) -> None:  # fmt: skip
     at = heads + head * 2 * HALF + half
     tl.store(at, first.to(heads.dtype.element_ty), mask=there)
     tl.store(at + HALF, second.to(heads.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _scale(first: Any, second: Any, eps: Any, HALF: tl.constexpr) -> Any:
+def _scale(first: tensor, second: tensor, eps: tensor, HALF: constexpr) -> tensor:
     """Return 1 / sqrt(mean square + eps) of each head."""
     return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
 
 
 @triton.jit
 def _rotate(
-    heads: Any, out: Any, weight: Any, count: Any, c1: Any, c2: Any, s1: Any, s2: Any, eps: Any,
-    NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    heads: tensor, out: tensor, weight: tensor, count: tensor, c1: tensor, c2: tensor, s1: tensor, s2: tensor,
+    eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
     """Write a token's heads normed and rotated."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
@@ -68,8 +71,9 @@ def _rotate(
 
 @triton.jit
 def _rotate_back(
-    dout: Any, head_stride: Any, heads: Any, out: Any, weight: Any, count: Any, c1: Any, c2: Any, s1: Any, s2: Any,
-    eps: Any, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    dout: tensor, head_stride: tensor, heads: tensor, out: tensor, weight: tensor, count: tensor, c1: tensor,
+    c2: tensor, s1: tensor, s2: tensor, eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr,
+    BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of a token's heads before they were normed and rotated."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
@@ -91,8 +95,8 @@ def _rotate_back(
 
 @triton.jit
 def _copy(
-    heads: Any, head_stride: Any, out: Any, count: Any,
-    HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    heads: tensor, head_stride: tensor, out: tensor, count: tensor, HALF: constexpr, BLOCK_HEADS: constexpr,
+    BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     there = (head < count) & (half < HALF)
@@ -102,10 +106,10 @@ def _copy(
 
 @triton.jit
 def _rotary_forward(
-    query: Any, key: Any, value: Any, query_out: Any, key_out: Any, value_out: Any, query_weight: Any, key_weight: Any,
-    cos: Any, sin: Any, query_row: Any, key_row: Any, value_row: Any, positions: Any, heads: Any, pairs: Any, eps: Any,
-    NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
+    query: tensor, key: tensor, value: tensor, query_out: tensor, key_out: tensor, value_out: tensor,
+    query_weight: tensor, key_weight: tensor, cos: tensor, sin: tensor, query_row: tensor, key_row: tensor,
+    value_row: tensor, positions: tensor, heads: tensor, pairs: tensor, eps: tensor, NORM: constexpr, HALF: constexpr,
+    BLOCK_HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_PAIRS: constexpr,
 ) -> None:  # fmt: skip
     """Write a token's heads, tokens x heads x width: a program for a token, which reads its cosines once."""
     row = tl.program_id(0).to(tl.int64)
@@ -121,11 +125,11 @@ def _rotary_forward(
 
 @triton.jit
 def _rotary_backward(
-    dquery: Any, dkey: Any, dvalue: Any, query: Any, key: Any, all_out: Any, query_weight: Any, key_weight: Any,
-    cos: Any, sin: Any, dquery_row: Any, dquery_head: Any, dkey_row: Any, dkey_head: Any, dvalue_row: Any,
-    dvalue_head: Any, query_row: Any, key_row: Any, out_row: Any, positions: Any, heads: Any, pairs: Any, eps: Any,
-    NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
+    dquery: tensor, dkey: tensor, dvalue: tensor, query: tensor, key: tensor, all_out: tensor, query_weight: tensor,
+    key_weight: tensor, cos: tensor, sin: tensor, dquery_row: tensor, dquery_head: tensor, dkey_row: tensor,
+    dkey_head: tensor, dvalue_row: tensor, dvalue_head: tensor, query_row: tensor, key_row: tensor, out_row: tensor,
+    positions: tensor, heads: tensor, pairs: tensor, eps: tensor, NORM: constexpr, HALF: constexpr,
+    BLOCK_HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_PAIRS: constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of a token's queries, keys and values side by side: a program for a token."""
     row = tl.program_id(0).to(tl.int64)

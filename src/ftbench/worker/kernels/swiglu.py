@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional as F
+from triton.language import constexpr, tensor
 
 BLOCK = 1024  # columns of a program
 
 
 @triton.jit
 def _swiglu_backward(
-    dout: Any, gate: Any, up: Any, both: Any, columns: Any, dout_row: Any, gate_row: Any, up_row: Any, both_row: Any,
-    BLOCK: tl.constexpr,
+    dout: tensor, gate: tensor, up: tensor, both: tensor, columns: tensor, dout_row: tensor, gate_row: tensor,
+    up_row: tensor, both_row: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of gate and of up side by side: a program for a row and BLOCK of its columns."""
     row = tl.program_id(0).to(tl.int64)
