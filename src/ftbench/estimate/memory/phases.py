@@ -152,10 +152,14 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     gradients = {"gradients": base["gradients"] + (0.0 if plan.keeps_gradients else top)}
     left, step = share.update(model, kept, part)
     shown, encoded, read, remade = _of_images(plan)
+    tensor = plan.division.tensor > 1  # what is read as a share of matrices is dealt on once it is there
     head = {"head": weights.fetched_head(model, kept)}
     held, first = held | {"images": encoded}, first | {"images": encoded}
     named = {
-        "load": {"weights": weights.loading(model, kept) * part.weights, "reference model": base["reference model"]},
+        "load": {
+            "weights": weights.loading(model, kept) * (1.0 if tensor else part.weights),
+            "reference model": base["reference model"],
+        },
         "forward, images": base | {"images": encoded, "one layer": read},
         "forward, frozen layers": base | {"images": shown, "one layer": acts.ungraded},
         "forward": base | held | head | {"images": encoded + shown, "one layer": acts.forward_peak + stream},

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from peft.tuners.lora.layer import LoraLayer
@@ -37,13 +38,18 @@ def _mesh(tensor: int, shares: int) -> ParallelismConfig:
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return what from_pretrained is told. Raise SpecError for heads that cannot be dealt evenly. Adapters are drawn
-    whole: peft takes shares of matrices for matrices where the mesh has names, and draws equal halves."""
+    """Return what from_pretrained is told. Raise SpecError for heads that cannot be dealt evenly.
+
+    What is trained beside 16-bit products is read in 32 bits: accelerate would make it so of what is whole alone.
+    Adapters are drawn whole: peft takes shares of matrices for matrices where the mesh has names, and draws equal
+    halves."""
     tensor, shares = _numbers(spec)
     tp.require_even(spec, config, "launch.tp", tensor)
     LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
     distributed = DistributedConfig(tp_size=tensor, fsdp_size=shares)
-    return {"distributed_config": distributed, "device_mesh": _mesh(tensor, shares).device_mesh}
+    full = spec.method.name == "full" and spec.train.precision != "fp32"
+    more = {"dtype": torch.float32} if full else {}
+    return {"distributed_config": distributed, "device_mesh": _mesh(tensor, shares).device_mesh, **more}
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
