@@ -3,6 +3,11 @@ Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tritons import DEVICE, module, torch
@@ -140,3 +145,15 @@ def test_the_compiler_is_told_the_shapes_that_come_out(name):
     operator, *given = OPERATORS[name]()
     given = [part.float() if isinstance(part, torch.Tensor) else part for part in given]
     torch.library.opcheck(operator, tuple(given), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.exhaustive
+def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path):
+    """On any machine: the interpreter takes what the compiler does not."""
+    script = Path(__file__).parents[1] / "compile_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(script), "80", "90", "120"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3 * 2 * 5

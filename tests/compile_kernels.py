@@ -1,0 +1,48 @@
+"""Compiles our Triton kernels for GPUs that need not be here: python compile_kernels.py 80 90 120. Prints a line for
+each kernel, architecture and type of tensors.
+
+Not in a test's own process: there Triton interprets."""
+
+from __future__ import annotations
+
+import re
+import sys
+from inspect import signature
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ftbench.worker.kernels import rms_norm, rotary, swiglu
+
+SCALARS = {"eps": "fp32"}  # every other scalar is a whole number
+NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|eps")
+
+
+def cases(norm: bool):
+    """Each kernel with its constants; a width that is no power of two, and both ways through each branch."""
+    row = rms_norm._block(5120)
+    head = rotary._blocks(28, 4, 128)
+    yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
+    yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
+    yield rms_norm._rms_norm_backward, {"SUM": norm, "WIDE": norm, **row}
+    yield rotary._rotary_forward, {"NORM": norm, **head}
+    yield rotary._rotary_backward, {"NORM": norm, **head}
+
+
+def compiled(kernel, constants, dtype, architecture):
+    """What Triton makes of a kernel whose tensors have this type."""
+    warps = {"num_warps": constants.pop("num_warps", 4)}
+    names = list(signature(kernel.fn).parameters)
+    types = {name: SCALARS.get(name, "i32") if NUMBERS.fullmatch(name) else f"*{dtype}" for name in names}
+    types |= dict.fromkeys(constants, "constexpr")
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=types, constexprs=values)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=warps)
+
+
+for architecture in map(int, sys.argv[1:]):
+    for dtype, norm in (("bf16", True), ("fp32", False)):
+        for kernel, constants in cases(norm):
+            assert compiled(kernel, dict(constants), dtype, architecture).asm["cubin"]
+            print(kernel.fn.__name__, architecture, dtype)
