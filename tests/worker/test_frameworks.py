@@ -3,6 +3,7 @@ environment of theirs is to be had (FTBENCH_FRAMEWORKS names the folder that hol
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -186,6 +187,12 @@ def test_weights_quantised_otherwise_than_asked_for_are_a_problem():
     layer.weight.quant_state.quant_type, layer.compute_dtype = "fp4", torch.float16
     (problem,) = live.model_problems(model, spec)
     assert problem.endswith("the weights are fp4 with double_quant, computed in float16")
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_what_is_looked_for_in_an_environment_is_what_trains_there(name):
+    """swift.pipelines alone imports nothing: its parts are imported when they are asked for."""
+    assert f"from {FRAMEWORKS[name].entry} import" in inspect.getsource(frameworks.load(name))
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -54,7 +54,7 @@ class Framework:
 FRAMEWORKS = {
     "axolotl": Framework("axolotl", "axolotl.cli.train", 3.5, ("triton==3.9.0",)),
     "llamafactory": Framework("llamafactory", "llamafactory.train.tuner", 2.0, empty=("torchaudio",)),
-    "ms-swift": Framework("ms-swift", "swift.pipelines", 2.2),
+    "ms-swift": Framework("ms-swift", "swift.pipelines.train.sft", 2.2),
 }
 # Frameworks that were tried and do not train here: what each of them did, in an environment of its own without a GPU
 # (torch 2.13.0), and what to use instead.

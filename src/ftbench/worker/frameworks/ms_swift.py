@@ -60,7 +60,7 @@ def best(spec: Experiment) -> dict[str, Any]:
 
 def train(values: dict[str, Any]) -> None:
     os.environ.setdefault("MODELSCOPE_CACHE", os.path.abspath(OUTPUT))
-    from swift.pipelines import sft_main
+    from swift.pipelines.train.sft import sft_main
     from swift.template.base import Template
 
     Template.encode = _as_handed_over(Template.encode)
