@@ -71,12 +71,7 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
     """Look at this machine, and at whether the spec can run on it. Raise SpecError where the spec is wrong."""
     spec = load(spec_path, sets) if spec_path else None
     facts = gather()
-    findings = [
-        *stack.check(facts),
-        *gpu.check(facts),
-        *abilities.check(facts),
-        *host.check(out, facts.environment),
-    ]
+    findings = [*stack.check(facts), *gpu.check(facts), *abilities.check(facts), *host.check(out, facts.environment)]
     if spec is None:
         return Diagnosis(findings, None, facts.described)
     if spec.launch.python:

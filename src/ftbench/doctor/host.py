@@ -109,10 +109,7 @@ def _memory_limit() -> Answer:
 def memory_limit(entry: Path, root: Path) -> int | None:
     """Return the bytes that this process's control group, or one above it, may use; None without a limit (cgroups v2
     and v1)."""
-    limits = [
-        *(folder / "memory.max" for folder in _groups(entry, root)),
-        root / "memory" / "memory.limit_in_bytes",
-    ]
+    limits = [*(folder / "memory.max" for folder in _groups(entry, root)), root / "memory" / "memory.limit_in_bytes"]
     return min((int(text) for path in limits if (text := _read(path)).isdigit()), default=None)
 
 

@@ -77,10 +77,7 @@ def _measure(scratch: Path) -> dict[str, Any]:
 
 def environment() -> dict[str, str]:
     """Return the child's environment: the GPUs that are visible here, numbered as the driver numbers them."""
-    return os.environ | {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "PYTHONUNBUFFERED": "1",
-    }
+    return os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}
 
 
 def file_name(described: dict[str, Any]) -> str:

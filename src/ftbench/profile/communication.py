@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ftbench.profile.groups import COMMUNICATION
@@ -13,14 +13,14 @@ from ftbench.profile.trace import GLOO, Collective, Trace
 from ftbench.profile.work import DeviceWork, union
 
 # How often each byte of a collective crosses a GPU's link in a ring of n (nccl-tests, PERFORMANCE.md).
-_KINDS = (
-    (r"all_?reduce", "all-reduce", lambda n: 2 * (n - 1) / n),
-    (r"reduce_?scatter", "reduce-scatter", lambda n: (n - 1) / n),
-    (r"all_?gather", "all-gather", lambda n: (n - 1) / n),
-    (r"all_?to_?all", "all-to-all", lambda n: (n - 1) / n),
-    (r"broadcast", "broadcast", lambda n: 1.0),
-    (r"send|recv", "send and receive", lambda n: 1.0),
-)
+_KINDS: dict[str, tuple[str, Callable[[int], float]]] = {
+    "all-reduce": (r"all_?reduce", lambda n: 2 * (n - 1) / n),
+    "reduce-scatter": (r"reduce_?scatter", lambda n: (n - 1) / n),
+    "all-gather": (r"all_?gather", lambda n: (n - 1) / n),
+    "all-to-all": (r"all_?to_?all", lambda n: (n - 1) / n),
+    "broadcast": (r"broadcast", lambda n: 1.0),
+    "send and receive": (r"send|recv", lambda n: 1.0),
+}
 
 
 def communication(
@@ -60,16 +60,13 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def _collectives(seen: Sequence[Collective], ranks: int, network_gbs: float | None) -> list[dict[str, Any]]:
     """Return calls and bytes by kind, the most bytes first; bytes are those of the whole tensor, of what is gathered
     or scattered on all ranks together."""
-    calls: dict[str, int] = defaultdict(int)
     sizes: dict[str, list[int | None]] = defaultdict(list)
     for each in seen:
-        for kind in [kind for pattern, kind, _ in _KINDS if re.search(pattern, each.name, re.IGNORECASE)][:1]:
-            calls[kind] += 1
+        for kind in [kind for kind, (name, _) in _KINDS.items() if re.search(name, each.name, re.IGNORECASE)][:1]:
             sizes[kind].append(each.size)
     rows = []
-    for kind, count in calls.items():
-        size = _sum(sizes[kind])
-        wire = None if size is None else size * next(times(ranks) for _, name, times in _KINDS if name == kind)
-        at_rate = None if wire is None or not network_gbs else wire / network_gbs / 1e6
-        rows.append({"kind": kind, "calls": count, "bytes": size, "at_network_ms": at_rate})
+    for kind, known in sizes.items():
+        size = _sum(known)
+        at_rate = None if size is None or not network_gbs else size * _KINDS[kind][1](ranks) / network_gbs / 1e6
+        rows.append({"kind": kind, "calls": len(known), "bytes": size, "at_network_ms": at_rate})
     return sorted(rows, key=lambda row: -(row["bytes"] or 0))

@@ -70,10 +70,7 @@ class _Constructor(yaml.constructor.SafeConstructor):
 
 
 def read_yaml(
-    path: Path,
-    what: str = "a spec",
-    needs: str = "at least `model:` (see configs/ for examples)",
-    dates: bool = False,
+    path: Path, what: str = "a spec", needs: str = "at least `model:` (see configs/ for examples)", dates: bool = False
 ) -> dict[str, Any]:
     """Return the mapping in `path`, which is to be `what`. Raises SpecError with file and line for anything else."""
     text = _text(path, what)

@@ -90,11 +90,7 @@ def transient_peak(model: ModelShape, recipe: Recipe, batch: BatchShape) -> floa
     gradients, and one gradient or copy of the hidden states. Ours casts the head for a product, and computes
     probabilities when that copy is gone; it adds up the head's gradient beside the logits."""
     hidden = recipe.stream * model.hidden * batch.tokens
-    chunk, cast, head = (
-        logits(model, recipe, batch),
-        head_cast(model, recipe),
-        head_gradient(model, recipe, batch),
-    )
+    chunk, cast, head = (logits(model, recipe, batch), head_cast(model, recipe), head_gradient(model, recipe, batch))
     if recipe.loss != "chunked":
         return max(chunk + cast, head) + hidden
     product = 2 * recipe.compute * min(recipe.chunk, batch.labels) * model.vocab

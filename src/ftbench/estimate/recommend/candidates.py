@@ -31,8 +31,6 @@ class Way:
 
     spec: Experiment
     problems: tuple[str, ...] = field(default=())
-    _resolved: dict[tuple[int, int] | None, Experiment] = field(default_factory=dict, compare=False, repr=False)
-    _sized: dict[tuple[int, int, int], Experiment] = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, launch: Launch) -> Way:
         """Return the same way on several GPUs, with what it cannot be there. Where the model is not whole on any, no
@@ -45,16 +43,8 @@ class Way:
         return Way(spec, self.problems or tuple(refusals(spec)))
 
     def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
-        """Return the spec with this batch, resolved for a GPU: the same object for GPUs of one kind."""
-        if capability not in self._resolved:
-            chosen = resolve(self.spec, capability)
-            alike = (other for other in self._resolved.values() if other == chosen)
-            self._resolved[capability] = next(alike, chosen)
-        resolved = self._resolved[capability]
-        key = (batch, accumulation, id(resolved))
-        if key not in self._sized:
-            self._sized[key] = with_batch(resolved, batch, accumulation)
-        return self._sized[key]
+        """Return the spec with this batch, resolved for a GPU."""
+        return with_batch(resolve(self.spec, capability), batch, accumulation)
 
 
 def own_kind(spec: Experiment) -> tuple[str, ...]:
