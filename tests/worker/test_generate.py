@@ -59,8 +59,10 @@ def test_answers_change_nothing_in_the_training(train_here, changes):
     assert set(found["seconds"]) == {"before", "after"}
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("method", "greedy"), [
+    ("lora", False), ("full", True),
+    pytest.param("lora", True, marks=pytest.mark.exhaustive), pytest.param("full", False, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_where_nothing_is_learned_the_answers_are_the_same(train_here, method, greedy):
     run = train_here(
         method={"name": method},

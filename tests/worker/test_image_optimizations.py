@@ -49,18 +49,17 @@ def figures(rows):
 
 
 PLAIN: dict[str, list[Any]] = {}  # the steps of a model's plain run, which is trained once
+EACH = [{"fixed_shape": True}, {"image_cache": True}, {"chunked_loss": True}]
+THEIRS = [{"gradient_checkpointing": True}, {"fused_lora": True}, {"padding_free": True}]
+TOGETHER = EACH[0] | EACH[1] | EACH[2]
 
 
-@pytest.mark.parametrize(
-    "optimization",
-    [
-        {"fixed_shape": True}, {"image_cache": True}, {"chunked_loss": True}, {"gradient_checkpointing": True},
-        {"fused_lora": True}, {"fixed_shape": True, "image_cache": True, "chunked_loss": True},
-        {"padding_free": True},
-    ],
-    ids="+".join,
-)  # fmt: skip
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "optimization"), [
+    *[(LLAVA, optimization) for optimization in (*EACH, *THEIRS)],
+    *[(QWEN3, optimization) for optimization in (TOGETHER, *THEIRS)],
+    *[pytest.param(QWEN3, optimization, marks=pytest.mark.exhaustive) for optimization in EACH],
+    *[pytest.param(QWEN25, optimization, marks=pytest.mark.exhaustive) for optimization in (*EACH, *THEIRS, TOGETHER)],
+], ids=lambda value: value if isinstance(value, str) else "+".join(value))  # fmt: skip
 def test_losses_and_gradients_are_those_of_the_plain_run(train_here, model, optimization):
     plain = PLAIN[model] = PLAIN.get(model) or rows_of(train_here, model)
     other = rows_of(train_here, model, optimizations=optimization)
@@ -294,7 +293,7 @@ def test_the_loss_over_chunks_is_known_under_autocast(train_here, model):
     assert rows[0].loss > 0
 
 
-@pytest.mark.parametrize("model", [LLAVA, QWEN3])
+@pytest.mark.parametrize("model", [pytest.param(LLAVA, marks=pytest.mark.exhaustive), QWEN3])
 def test_processes_beside_the_training_make_the_same_batches_and_are_gone_after_it(train_here, model):
     sections = {"dataset": MADE | {"eval_samples": 3}, "measure": {"eval": "epoch"},
                 "train": TRAIN | {"gradient_accumulation_steps": 2, "max_steps": 5}}  # fmt: skip
@@ -313,8 +312,11 @@ def test_processes_beside_the_training_make_the_same_batches_and_are_gone_after_
     assert orders_of(plain) == orders_of(other)
 
 
-@pytest.mark.parametrize("more", [{}, {"fixed_shape": True, "gradient_checkpointing": True}], ids=["", "more"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "more"), [
+    (LLAVA, {}), (QWEN3, {"fixed_shape": True, "gradient_checkpointing": True}),
+    pytest.param(LLAVA, {"fixed_shape": True, "gradient_checkpointing": True}, marks=pytest.mark.exhaustive),
+    pytest.param(QWEN25, {}, marks=pytest.mark.exhaustive), pytest.param(QWEN3, {}, marks=pytest.mark.exhaustive),
+], ids=lambda value: value if isinstance(value, str) else "+".join(value))  # fmt: skip
 def test_what_a_frozen_encoder_makes_of_an_image_is_computed_in_the_first_epoch_alone(train_here, model, more):
     """Also for an evaluation. In batches of one shape the last one has rows that show nothing."""
     sections = {
