@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import environments, frameworks
 from ftbench.spec.frameworks import FRAMEWORKS
@@ -58,9 +59,8 @@ if [ "$1" = venv ]; then for last; do :; done; mkdir -p "$last/bin"; cp {templat
     return make
 
 
-def ftbench(*arguments, **options):
-    command = [sys.executable, "-m", "ftbench", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+def ftbench(*arguments, env=None):
+    return warm.run(arguments, env or {**os.environ})
 
 
 def test_torch_comes_first_and_then_what_was_tried_and_nothing_else(uv, tmp_path):

@@ -217,7 +217,7 @@ CUT = """() => [...document.querySelectorAll("main *, footer *")].filter((node) 
 }).map((node) => node.textContent)"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 @pytest.mark.parametrize("runs", ["page_file", "crowded"])
 def test_no_words_overlap_or_are_cut(opened, runs, size, scheme, request):

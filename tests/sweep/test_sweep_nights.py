@@ -640,13 +640,17 @@ WRONG = [
     [pytest.param(*w, marks=[pytest.mark.torch] if w[4] == "needs a GPU" else []) for w in WRONG],
     ids=[f"{w[2][:2]}{list(w[0])}" for w in WRONG],
 )
-def test_a_mistake_is_told_in_a_sentence_before_anything_is_made(tmp_path, section, parts, arguments, code, said):
+def test_a_mistake_is_told_in_a_sentence_before_anything_is_made(
+    ftbench, monkeypatch, tmp_path, section, parts, arguments, code, said
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     spec = write_sweep(tmp_path, sweep=section, **dict(parts))
-    night = sweep(spec, tmp_path / "out", *arguments)
-    assert night.code == code, night.stderr
-    assert said in night.stderr
-    assert night.stdout == ""
-    assert not night.out.exists()
+    ended, out, err = ftbench("sweep", spec, "--out", tmp_path / "out", *arguments)
+    assert ended == code, err
+    assert said in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert not (tmp_path / "out").exists()
 
 
 NOTES = [
