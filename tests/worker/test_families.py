@@ -11,7 +11,8 @@ from shapes import SHAPES, config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftbench.errors import SpecError
-from ftbench.estimate.workload import method as workload
+from ftbench.estimate.workload.method import targets
+from ftbench.estimate.workload.trainable import adapter_parameters
 from ftbench.families import describe
 from ftbench.store.rundir import read_json
 from ftbench.worker.model.packed_samples import isolate_packed_samples
@@ -38,7 +39,7 @@ def counted(family, **method):
     from conftest import spec_of
 
     spec, model = spec_of(method=method), describe(config_of(family))
-    return workload.adapter_parameters(model, workload.targets(spec.method, model), spec.method.rank)
+    return adapter_parameters(model, targets(spec.method, model), spec.method.rank)
 
 
 @pytest.mark.slow
