@@ -52,7 +52,7 @@ class Framework:
 
 
 FRAMEWORKS = {
-    "axolotl": Framework("axolotl", "axolotl.cli.train", 3.5, ("triton==3.9.0",)),
+    "axolotl": Framework("axolotl", "axolotl.train", 3.5, ("triton==3.9.0",)),
     "llamafactory": Framework("llamafactory", "llamafactory.train.tuner", 2.0, empty=("torchaudio",)),
     "ms-swift": Framework("ms-swift", "swift.pipelines.train.sft", 2.2),
 }
