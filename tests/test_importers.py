@@ -18,7 +18,7 @@ from ftbench.report.data.collect import collect
 from ftbench.report.data.facts import spec_facts
 from ftbench.report.render.document import Report
 from ftbench.report.render.formats import render
-from ftbench.store import importers, rundir
+from ftbench.store import documents, importers, rundir
 from ftbench.store.bundle import pack
 from ftbench.store.bundle.verify import verify
 from ftbench.store.importers import COLUMNS, About, import_run
@@ -170,7 +170,7 @@ def test_a_line_with_a_number_that_no_training_has_is_left_out_and_told(tmp_path
     run, found = imported(path, tmp_path / "out")
     assert found["steps"]["total"] == 29
     assert "log.csv: line 9 cannot be read and was left out" in found["warnings"]
-    assert rundir.read_documents(run)[1] is None
+    assert documents.read_documents(run)[1] is None
 
 
 def test_numbers_that_no_training_has_are_not_known_in_a_trainer_state(tmp_path):

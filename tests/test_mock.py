@@ -9,7 +9,8 @@ from ftbench.launch import mock, runner
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
-from ftbench.store.rundir import RunDir, first_gpu, read_documents, read_json
+from ftbench.store.documents import read_documents
+from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.store.steps import read_steps
 
 LATER = {"timeout_s": 60}  # no test waits for longer

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import made
 
-from ftbench.report.data.curves import FEWEST, curves, curves_of, downsample, points_for
+from ftbench.report.data.curves import FEWEST, curves, downsample, points_for
 from ftbench.store.steps import read_columns
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
@@ -111,4 +111,4 @@ def test_more_steps_than_two_bytes_count(tmp_path):
 
 
 def test_a_run_without_steps_has_no_curve(tmp_path):
-    assert curves_of([tmp_path, None], 40) == {}
+    assert curves(tmp_path, 40) == {}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Json, Prices, Runs, Wide, app, deliver, emit
+from ftbench.cli.shared import Json, Prices, Runs, Wide, app, deliver, emit, uncollected
 
 
 @app.command()
@@ -45,11 +45,13 @@ def report(
 
     show_in_full(wide or output is not None)
 
-    answer = command.report(command.Request(
+    request = command.Request(
         paths, format or formats.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
         fail_above, prices, references, estimates, where or [], sort,
         [name.strip() for name in columns.split(",")] if columns is not None else [],
-    ))  # fmt: skip
+    )  # fmt: skip
+    with uncollected():
+        answer = command.report(request)
     deliver(answer.text, output)
     raise typer.Exit(1 if answer.regressed else 0)
 

@@ -204,7 +204,7 @@ def run_plan(ready: Ready, options: PlanOptions) -> tuple[int, Tables]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Look for no garbage meanwhile: a plan keeps what it makes, and looking through it takes a tenth of the time."""
+    """Look for no garbage meanwhile: plans and reports keep what they make, and looking through it takes time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

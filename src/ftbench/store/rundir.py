@@ -62,24 +62,11 @@ class RunDir:
         return self.path / _FILES[name]
 
 
-_FILES = {
-    "spec_yaml": "spec.yaml",
-    "spec_json": "spec.json",
-    "machine": "machine.json",
-    "applied": "applied.json",
-    "steps": "steps.csv",
-    "phases": "phases.json",
-    "summary": "summary.json",
-    "state": "state.json",
-    "log": "log.txt",
-    "samples": "samples.json",
-    "digest": "digest.json",
-    "gradients": "gradients.npz",
-    "adapter": "adapter",
-    "framework": "framework.json",
-    "profile": "profile",
-    "reserve": ".reserve",
-}
+_JSON = ("machine", "applied", "phases", "summary", "state", "samples", "digest", "framework")
+_FILES = {name: f"{name}.json" for name in _JSON} | {
+    "spec_yaml": "spec.yaml", "spec_json": "spec.json", "steps": "steps.csv", "log": "log.txt",
+    "gradients": "gradients.npz", "adapter": "adapter", "profile": "profile", "reserve": ".reserve",
+}  # fmt: skip
 # The run's own of these are made of those of all ranks; of those rank 0 writes them, and node 0.
 _MADE_OF_RANKS, _OF_EACH_RANK, _OF_EACH_NODE = ("steps", "state"), ("applied", "phases"), ("machine", "log")
 
@@ -170,12 +157,20 @@ def open_plain_file(path: Path, most: int) -> BufferedReader:
     raise ValueError(f"is no plain file of at most {most >> 20} MiB")
 
 
-def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
+def read_bytes(path: Path) -> bytes:
+    """Return what a JSON file holds. Raises as `open_plain_file`."""
+    with open_plain_file(path, MOST_JSON_BYTES) as file:
+        return file.read()
+
+
+def read_document(
+    path: Path, read: Callable[[Path], dict[str, Any]] | None = None
+) -> tuple[dict[str, Any], str | None]:
     """Return the object in a JSON file and None; nothing and the reason for what is not the JSON that files of this
-    name hold (`shapes.py`). An absent file is an empty object: a run that was killed early has fewer files."""
+    name hold (`shapes.py`). An absent file is an empty object: a run that was killed early has fewer files. `read`
+    reads and parses it."""
     try:
-        with open_plain_file(path, MOST_JSON_BYTES) as file:
-            return parse_document(file.read(), path), None
+        return read(path) if read else parse_document(read_bytes(path), path), None
     except FileNotFoundError:
         return {}, None
     except OSError as error:
@@ -200,22 +195,6 @@ def parse_document(data: bytes, path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty where it is absent or not what `read_document` takes."""
     return read_document(path)[0]
-
-
-def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Return the documents of a run by their names in `RunDir`, and why the run cannot be read: what is wrong with the
-    first of its files that is not what a run has; None where all are."""
-    documents, problems = {}, []
-    for name in ("state", "spec_json", "machine", "applied", "phases", "summary"):
-        documents[name], problem = read_document(getattr(run, name))
-        problems += [problem] if problem else []
-    try:
-        open_plain_file(run.steps, MOST_CSV_BYTES).close()
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        problems.append(f"{run.steps.name}: {error}")
-    return documents, problems[0] if problems else None
 
 
 def gpus_of(machine: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -243,12 +222,8 @@ def disk_error(path: Path, error: OSError) -> MissingError:
 def running() -> dict[str, Any]:
     """Return the state of a run that this process has just begun; who owns it can be checked after a crash or a
     reboot."""
-    return {
-        "schema": SCHEMA,
-        "state": "running",
-        "started_at": now(),
-        "owner": process_identity.this_process(),
-    }
+    owner = process_identity.this_process()
+    return {"schema": SCHEMA, "state": "running", "started_at": now(), "owner": owner}
 
 
 def read_state(run: RunDir) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import compress, repeat
+from operator import itemgetter
 from pathlib import Path
 
 from ftbench.core import rows
@@ -91,17 +93,24 @@ def _text(path: Path) -> tuple[str, str | None]:
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
     """Return columns of the training rows of a steps.csv, as fast as its size allows; None where a field is empty or
     the column absent. Rows without a step number are left out. Empty for a file without such a row."""
-    lines = _text(path)[0].replace("\r\n", "\n").split("\n")[:-1]
-    header = lines[0].split(",") if lines else []
-    records = [line.split(",") for line in lines[1:]]
-    if "step" not in header or any('"' in line for line in lines) or any(len(r) != len(header) for r in records):
+    text = _text(path)[0].replace("\r\n", "\n")
+    head, *lines = text.split("\n")[:-1] or [""]
+    header = head.split(",")
+    if "step" not in header or '"' in text or any(line.count(",") != len(header) - 1 for line in lines):
         return _checked_columns(path, names)
-    step, phase = header.index("step"), header.index("phase") if "phase" in header else None
-    records = [r for r in records if r[step] and (phase is None or r[phase] in ("train", ""))]
-    fields = dict(zip(header, zip(*records, strict=True), strict=True)) if records else {}
-    unknown: list[float | None] = [None] * len(records)
+    wanted = [name for name in ("step", "phase", *names) if name in header]
+    places = [header.index(name) for name in wanted]
+    pick, last = itemgetter(*places, 0), max(places) + 1  # what stands behind them is not cut into fields
+    fields = dict(zip(wanted, zip(*(pick(line.split(",", last)) for line in lines), strict=True), strict=False))
+    phases = fields.get("phase", repeat(""))
+    trained = [
+        bool(step) and phase in ("train", "") for step, phase in zip(fields.get("step", ()), phases, strict=False)
+    ]
+    count = sum(trained)
+    unknown: list[float | None] = [None] * count
     try:
-        return {name: _numbers(name, fields[name]) if name in fields else [*unknown] for name in names if records}
+        return {name: _numbers(name, list(compress(fields[name], trained))) if name in fields else [*unknown]
+                for name in names if count}  # fmt: skip
     except ValueError:
         return _checked_columns(path, names)
 
@@ -114,8 +123,8 @@ def _checked_columns(path: Path, names: Sequence[str]) -> dict[str, list[float |
 
 def _numbers(name: str, texts: Sequence[str]) -> list[float | None]:
     """Return the numbers of a column. Raises ValueError where one of them is none that the column can have."""
-    numbers = [float(text) if text else None for text in texts]
-    known = [number for number in numbers if number]
+    numbers: list[float | None] = [*map(float, texts)] if all(texts) else [float(t) if t else None for t in texts]
+    known = list(filter(None, numbers))
     finite = list(filter(math.isfinite, known))
     if len(finite) < len(known) and name not in rows.MAY_DIVERGE:
         raise ValueError(name)

@@ -13,8 +13,9 @@ from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import completions, flop_rates, health, run_warnings
+from ftbench.store.documents import read_documents
 from ftbench.store.ranks import merge, read_ranks, spread
-from ftbench.store.rundir import RunDir, first_gpu, gpus_of, read_documents, state_of
+from ftbench.store.rundir import RunDir, first_gpu, gpus_of, state_of
 from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def collect(paths: Sequence[Path]) -> list[Record]:
 def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
     """Return summaries as they are in summary.json as records without secrets, in their order; what one of them lacks
     is None. Their `path` is where the files are, whatever its name."""
-    flat = [clean(_flat(values)) | {key: values[key] for key in ("path",) if key in values} for values in summaries]
+    raw = [_flat(values) for values in summaries]
+    flat = [row | {key: own[key] for key in ("path",) if key in own} for row, own in zip(clean(raw), raw, strict=True)]
     empty = dict.fromkeys(key for record in flat for key in record)
     return [_judged(_on_one_basis(empty | record)) for record in flat]
 
@@ -88,14 +90,20 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
         if len(paths) > 1 and _is_no_bundle(path):  # as `results/*` names what lies beside runs
             continue
         runs = require_runs(path, _unpacked(path) if os.path.isfile(path) else None)
-        directories |= {run.path.resolve(): run for run in runs}
+        directories |= {run.path.resolve() if len(paths) > 1 else run.path: run for run in runs}
     if not directories:
         raise SpecError(f"{', '.join(map(str, paths))}: no run, and no folder or bundle of runs, is among these")
-    times_named = Counter(run.run_id for run in directories.values())
-    distinct: dict[Any, RunDir] = {}
-    for run in directories.values():  # to read every run's steps would take longer than the report
-        distinct.setdefault(_content(run) if times_named[run.run_id] > 1 else run.run_id, run)
+    alike = {path: (run.run_id, _size(run.steps)) for path, run in directories.items()}
+    times, distinct = Counter(alike.values()), dict[Any, RunDir]()
+    for path, run in directories.items():  # to read every run's steps would take longer than the report
+        distinct.setdefault(_content(run) if times[alike[path]] > 1 else path, run)
     return list(distinct.values())
+
+
+def _size(path: Path) -> int | None:
+    with suppress(OSError):
+        return path.stat().st_size
+    return None
 
 
 def _is_no_bundle(path: Path) -> bool:

@@ -4,7 +4,6 @@ honestly: every point that is shown was measured, and no extreme is lost."""
 from __future__ import annotations
 
 import base64
-import gc
 import math
 import struct
 from collections.abc import Sequence
@@ -32,26 +31,13 @@ def points_for(runs: int, budget: int) -> int:
     return max(_FEWEST, min(_MOST, budget // max(1, runs * len(SERIES) * _POINT_BYTES)))
 
 
-def curves_of(paths: Sequence[Path | None], points: int) -> dict[int, dict[str, Any]]:
-    """Return the curves of each path that has some, by its place."""
-    # A million short-lived lists without a cycle among them: looking for one takes a third of the time.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        packed = ((index, curves(path, points)) for index, path in enumerate(paths) if path is not None)
-        return {index: curve for index, curve in packed if curve}
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def curves(path: Path, points: int) -> dict[str, Any]:
     """Return the training curves of a run: `{steps, planned, wide, at, <series>: [place in at, values]}`: the steps
     that values stand at, as uint16 (uint32 where `wide`), and values as float32, in base64; a series that no step fills
     is left out. Empty for a run without steps. `planned` is how many steps the run was to have. An unfinished last
     line, a line that cannot be read and an evaluation are no points."""
     columns = read_columns(RunDir(path).steps, ("step", *SERIES.values(), "progress_ratio"))
-    steps = [int(step) for step in columns.get("step", []) if step is not None]
+    steps = [int(step or 0) for step in columns.get("step", [])]
     if not steps:
         return {}
     wide, share = max(steps) > 0xFFFF, columns["progress_ratio"][-1]

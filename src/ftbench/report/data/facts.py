@@ -17,7 +17,8 @@ from ftbench.core.redact import clean
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.reading import as_text
-from ftbench.store.rundir import MOST_JSON_BYTES, RunDir, first_gpu, open_plain_file, parse_document
+from ftbench.store.documents import shared_bytes, shared_document
+from ftbench.store.rundir import RunDir, first_gpu
 
 CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes", "strategy", "tp", "offload")
@@ -34,21 +35,22 @@ _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_ch
 
 def clean_document(path: Path) -> Mapping[str, Any]:
     """Return the object in a JSON file of a run, without secrets; empty where `read_json` is."""
-    return _cleaned(_content(path), path.name)
+    return cleaned(json_bytes(path), path.name)
 
 
-def _content(path: Path) -> bytes:
+def json_bytes(path: Path) -> bytes:
+    """Return what a JSON file of a run holds, nothing where it cannot be read."""
     try:
-        with open_plain_file(path, MOST_JSON_BYTES) as file:
-            return file.read()
+        return shared_bytes(path)
     except (OSError, ValueError):
         return b""
 
 
 @lru_cache(maxsize=8192)  # a report asks for each several times, and repeats share some
-def _cleaned(data: bytes, name: str) -> Mapping[str, Any]:
+def cleaned(data: bytes, name: str) -> Mapping[str, Any]:
+    """Return the object that the text of a file of this name is, without secrets; empty where it is none."""
     try:
-        return dict(clean(parse_document(data, Path(name))))
+        return dict(clean(shared_document(data, name)))
     except ValueError:
         return {}
 
@@ -56,13 +58,13 @@ def _cleaned(data: bytes, name: str) -> Mapping[str, Any]:
 def spec_facts(run: RunDir) -> Mapping[str, str]:
     """Return the resolved spec, flat: what changes the result (spec/identity.py) with the framework. Of a file its name
     counts. A key that an older ftbench did not know has today's default, which is what that version did."""
-    return _facts_of(_content(run.spec_json))
+    return _facts_of(json_bytes(run.spec_json))
 
 
 @lru_cache(maxsize=8192)
 def _facts_of(data: bytes) -> Mapping[str, str]:
     """Return the facts of a spec.json: repeats share one object."""
-    written = _cleaned(data, "spec.json")
+    written = cleaned(data, "spec.json")
     facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}
     if facts.get("launch.mock", "off") == "off":
         facts.pop("launch.mock", None)
@@ -75,12 +77,12 @@ def _facts_of(data: bytes) -> Mapping[str, str]:
 
 def machine_facts(run: RunDir) -> Mapping[str, str]:
     """Return the machine and what ran on it; keys whose value is not known are absent."""
-    return _ran(_content(run.machine), _content(run.applied))
+    return _ran(json_bytes(run.machine), json_bytes(run.applied))
 
 
 @lru_cache(maxsize=8192)
 def _ran(machine: bytes, applied: bytes) -> Mapping[str, str]:
-    documents = _cleaned(machine, "machine.json"), _cleaned(applied, "applied.json")
+    documents = cleaned(machine, "machine.json"), cleaned(applied, "applied.json")
     return dict(_known(_machine(documents[0]) | _applied(documents[1])))
 
 

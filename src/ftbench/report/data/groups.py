@@ -195,7 +195,7 @@ def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
 def identity(run: Run) -> Any:
     """Return what is equal for runs of the same spec on the same kind of machine, wherever and whenever they ran. Of a
     run that was made of a log too little is known to call another its repeat."""
-    known = None if IMPORTED in run.spec else tuple(sorted(run.spec.items()))
+    known = None if IMPORTED in run.spec else frozenset(run.spec.items())
     return known or run.record["path"], gpu_of(run.record)
 
 

@@ -4,31 +4,31 @@ page: no environment, no path, no log."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 from ftbench.core import units
-from ftbench.report.data.facts import clean_document
+from ftbench.report.data.facts import cleaned, json_bytes
 from ftbench.report.page.figures import FIGURES, number
 from ftbench.report.page.view import RunRow
-from ftbench.store.rundir import RunDir, first_gpu
+from ftbench.store.rundir import first_gpu
 
-Pairs = list[tuple[str, str]]
+Pairs = tuple[tuple[str, str], ...]
 
-# What opens of each document: label, section (empty for the document itself), keys.
+# What opens of each file: label, section (empty for the document itself), keys.
 _SHOWN: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
-    "spec_json": (
+    "spec.json": (
         ("method", "method", ("name", "rank", "alpha", "dropout", "targets", "double_quant", "quant_type",
                               "compute_dtype")),
         ("train", "train", ("batch_size", "gradient_accumulation_steps", "epochs", "max_steps", "learning_rate",
                             "optimizer", "max_grad_norm", "precision", "scheduler", "seed")),
     ),
-    "applied": (
+    "applied.json": (
         ("model", "model", ("class", "attention", "layers")), ("optimizer", "optimizer", ("class", "fused")),
         ("", "", ("product_precision", "autocast", "gradient_checkpointing", "loss", "fp8_layers", "compiled_graphs",
                   "compile_cache")),
     ),
-    "machine": (
+    "machine.json": (
         ("GPU", "gpu", ("name", "driver", "power_limit_w", "sm_clock_max_mhz", "mig")),
         ("CPU", "cpu", ("model", "cores")), ("ftbench", "ftbench", ("version", "commit")),
         ("", "versions", ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "unsloth",
@@ -37,24 +37,25 @@ _SHOWN: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
 }  # fmt: skip
 
 
-def figures(row: RunRow) -> list[str]:
-    """Return the texts of FIGURES, in their order; empty where unknown."""
-    values = [(number(row.record.get(source)), text) for _, source, text in FIGURES]
-    texts = [text(value) if value is not None else "" for value, text in values]
+def figures(row: RunRow) -> tuple[list[str], list[float | None]]:
+    """Return the texts of FIGURES, in their order, empty where unknown, and the numbers to sort them by."""
+    values = [number(row.record.get(source)) for _, source, _ in FIGURES]
+    texts = ["" if value is None else text(value) for value, (_, _, text) in zip(values, FIGURES, strict=True)]
     if row.interval and texts[0]:
         low, high = map(units.seconds, row.interval)
         texts[0] += f" (95 %: {low} to {high})"
-    return texts
+    return texts, [None if value is None else float(f"{value:.4g}") for value in values]
 
 
-def facts(row: RunRow) -> list[Pairs]:
+def facts(row: RunRow) -> tuple[Pairs, ...]:
     """Return what was asked for, what really ran, and the machine, as labels and texts."""
-    if (path := folder(row)) is None:
-        return [[], [], []]
-    run = RunDir(path)
-    documents = {name: clean_document(getattr(run, name)) for name in _SHOWN}
-    requested, applied, machine = documents.values()
-    machine = documents["machine"] = {**machine, "gpu": first_gpu(machine)}
+    return _facts(*(json_bytes(row.folder / name) for name in _SHOWN))
+
+
+@lru_cache(maxsize=8192)  # repeats have the same
+def _facts(*texts: bytes) -> tuple[Pairs, ...]:
+    requested, applied, machine = map(cleaned, texts, _SHOWN)
+    machine = {**machine, "gpu": first_gpu(machine)}
     model, kinds = applied.get("model", {}), applied.get("parameters", {}).get("by_kind", {})
     more: tuple[dict[str, str], ...] = (
         {
@@ -68,24 +69,18 @@ def facts(row: RunRow) -> list[Pairs]:
         },
         {"GPU memory": _listed({"GiB": machine["gpu"].get("memory_gb")}, units.gibibytes)},
     )  # fmt: skip
-    return [
-        [*_pairs(document, _SHOWN[name]), *((label, text) for label, text in texts.items() if text)]
-        for (name, document), texts in zip(documents.items(), more, strict=True)
-    ]
-
-
-def folder(row: RunRow) -> Path | None:
-    """Return where the run's files are, if the record says so."""
-    path = row.record.get("path")
-    return Path(path) if isinstance(path, str) else None
+    return tuple(
+        (*_pairs(document, shown), *((label, text) for label, text in texts.items() if text))
+        for document, shown, texts in zip((requested, applied, machine), _SHOWN.values(), more, strict=True)
+    )
 
 
 def _pairs(document: Mapping[str, Any], sections: tuple[tuple[str, str, tuple[str, ...]], ...]) -> Pairs:
-    return [
+    return tuple(
         (f"{label} {name.replace('_', ' ')}".strip(), _text(part[name]))
         for label, section, names in sections for part in (document.get(section, {}) if section else document,)
         for name in names if isinstance(part.get(name), (str, int, float, list))
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def _text(value: Any) -> str:

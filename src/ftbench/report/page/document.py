@@ -16,7 +16,7 @@ from ftbench import __version__
 from ftbench.report.data import curves
 from ftbench.report.page import details, head
 from ftbench.report.page.bars import bars
-from ftbench.report.page.figures import FIGURES, number
+from ftbench.report.page.figures import FIGURES
 from ftbench.report.page.grids import grids
 from ftbench.report.page.view import RunRow, View, view
 from ftbench.report.render.document import Point, Report, Section
@@ -93,8 +93,8 @@ def _curves(shown: View) -> tuple[dict[int, dict[str, Any]], int]:
         waiting.append((row.profiled, turn[id(row.cell)], index))
     chosen = sorted(index for profiled, _, index in sorted(waiting)[:MOST_CURVES] if not profiled)
     points = curves.points_for(len(chosen), CURVE_BYTES)
-    drawn = curves.curves_of([details.folder(shown.rows[index]) for index in chosen], points)
-    return {chosen[index]: curve for index, curve in drawn.items()}, points
+    drawn = ((index, curves.curves(shown.rows[index].folder, points)) for index in chosen)
+    return {index: curve for index, curve in drawn if curve}, points
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _with_runs(points: Sequence[Point], shown: View) -> Iterator[Bullet]:
 
 def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Return what the script needs: figures as numbers, texts once."""
-    texts: dict[str, tuple[int, details.Pairs]] = {}
+    texts: dict[details.Pairs, int] = {}
     runs = [
         {
             "id": row.run_id, "number": row.number, "way": row.cell.way, "workload": row.workload,
@@ -159,18 +159,13 @@ def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
             "method": str(row.record["method"]), "batch": row.cell.batch, "state": row.state,
             "reason": str(row.record.get("reason") or ""), "warnings": list(map(str, row.record["warnings"])),
             "values": {key: float(f"{value:.9g}") for key, value in row.values.items()},
-            "figures": details.figures(row), "numbers": _numbers(row),
-            "facts": [texts.setdefault(repr(pairs), (len(texts), pairs))[0] for pairs in details.facts(row)],
+            **dict(zip(("figures", "numbers"), details.figures(row), strict=True)),
+            "facts": [texts.setdefault(pairs, len(texts)) for pairs in details.facts(row)],
         }
         for row in shown.rows
     ]  # fmt: skip
     return {
         "runs": runs, "labels": [label for label, _, _ in FIGURES], "workloads": shown.workloads,
         "titles": [head.title(shown, index) for index in range(len(shown.workloads))],
-        "facts": [pairs for _, pairs in texts.values()], "cells": bars(shown), "curves": drawn,
+        "facts": list(texts), "cells": bars(shown), "curves": drawn,
     }  # fmt: skip
-
-
-def _numbers(row: RunRow) -> list[float | None]:
-    values = (number(row.record.get(source)) for _, source, _ in FIGURES)
-    return [None if value is None else float(f"{value:.4g}") for value in values]

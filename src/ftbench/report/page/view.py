@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from ftbench.report.data.axes import MOST_AXES, headings
 from ftbench.report.data.collect import Record
@@ -22,7 +23,7 @@ _FIRST = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunRow:
     """A run as the page's sections see it: its number in the table, the group of repeats that it belongs to, and the
     index of its workload among those of the page."""
@@ -37,6 +38,10 @@ class RunRow:
         return str(self.record["run_id"])
 
     @property
+    def folder(self) -> Path:
+        return Path(str(self.record["path"]))
+
+    @property
     def state(self) -> str:
         return str(self.record["state"])
 
@@ -45,7 +50,7 @@ class RunRow:
         """Whether its steps were recorded, so that their times are no measurement."""
         return PROFILED in self.record["warnings"]
 
-    @property
+    @cached_property
     def values(self) -> dict[str, float]:
         """NUMBERS where it ended well and they are known."""
         if self.state != "ok" or self.profiled:

@@ -58,7 +58,8 @@ def _groups(run: Run) -> Record | None:
 
 
 def _document(run: Run, name: str) -> dict[str, Any]:
-    return dict(clean(read_json(run.dir.profile / name)))
+    document = read_json(run.dir.profile / name)
+    return dict(clean(document)) if document else {}
 
 
 def _pictures(cells: Sequence[Cell], name: str, svg: Callable[[dict[str, Any], str], str]) -> list[str]:

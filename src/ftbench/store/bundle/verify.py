@@ -14,7 +14,8 @@ from ftbench.core.rows import FIELDS, LATER, SCHEMA
 from ftbench.store import digests
 from ftbench.store.bundle import unpack
 from ftbench.store.bundle.pack import files_of
-from ftbench.store.rundir import RunDir, find_runs, read_document, read_documents
+from ftbench.store.documents import read_documents
+from ftbench.store.rundir import RunDir, find_runs, read_document
 from ftbench.store.summary import as_dict, summarise
 
 # Python 3.12 sums floats more exactly than 3.11; a figure that somebody changed is further off than this.
