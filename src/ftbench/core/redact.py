@@ -24,7 +24,7 @@ _NAMES_A_PLACE = re.compile(r"(?i)_(?:path|file|dir|sock)$")
 _SECRET_KEY = re.compile(rf"(?i:{_WORDS})$|{_VARIABLE}$")
 # The shapes in which the issuers themselves publish their keys (and by which code hosts find leaked ones).
 _SHAPES = re.compile(
-    r"(?=[hsgAxne-])(?:\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}"
+    r"(?=[hsgAxne-][fkhilKIovy-])(?:\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}"
     r"|\bgithub_pat_[A-Za-z0-9_]{20,}|\bglpat-[A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b|\bAIza[A-Za-z0-9_-]{30,}"
     r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|\bnvapi-[A-Za-z0-9_-]{16,}"
     r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+"
@@ -41,8 +41,9 @@ _VALUE = (
     r"|[\"']?[^\s\"',;}\]]{4,}"
 )
 _PLAIN_JSON = re.compile(r"-?[\d.]+(?:[eE][+-]?\d+)?|true|false|null")
+# The first letters spare the search most places of a long text; ſ and K are an s and a k in either case.
 _NAMED = re.compile(
-    rf"(?=[tspacA-Z])((?:(?i:{_WORDS})|{_VARIABLE})\\*[\"']?\s*[:=]\s*)(?!\\*[\"']?\[redacted\])({_VALUE})"
+    rf"(?=[tspacA-Z][oearpcA-Z0-9_][kcsieA-Z0-9_ſK])((?:(?i:{_WORDS})|{_VARIABLE})\\*[\"']?\s*[:=]\s*)(?!\\*[\"']?\[redacted\])({_VALUE})"
 )
 
 
