@@ -12,10 +12,11 @@ import pytest
 
 from ftbench.core.hardware import gpus
 from ftbench.core.rows import StepRow
+from ftbench.facts import read_facts
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.sections import references
-from ftbench.report.sections.references import KEYS, LABEL, beside, match, published
+from ftbench.report.sections.references import KEYS, LABEL, beside, match
 from ftbench.spec.datasets import DATASETS
 from ftbench.spec.methods import METHODS
 from ftbench.store import rundir
@@ -53,19 +54,19 @@ ENTRY = {"source": "founding", "model": "qwen3-32b", "gpu": "H100 SXM5", "data":
 
 
 def test_every_entry_names_what_ftbench_names_and_has_a_source_and_a_figure():
-    table = published()
-    for entry in table.figures:
-        assert entry["source"] in table.sources
+    table = read_facts("references.yaml")
+    for entry in table["figures"]:
+        assert entry["source"] in table["sources"]
         assert entry.get("gpu") in {None, *(gpu.name for gpu in gpus())}
         assert entry.get("method") in {None, *METHODS}
         assert entry.get("data") in {None, *DATASETS}
         assert set(entry) & {*references.FIGURES, "text"}
         assert set(entry) <= {"source", "with", "text", *KEYS, *references.FIGURES}
-    assert set(table.sources) == {entry["source"] for entry in table.figures}
+    assert set(table["sources"]) == {entry["source"] for entry in table["figures"]}
 
 
 def test_the_founding_study_s_figures_are_there():
-    found = {(e["model"], e["gpu"], e["data"]): e["samples_per_hour"] for e in published().figures
+    found = {(e["model"], e["gpu"], e["data"]): e["samples_per_hour"] for e in read_facts("references.yaml")["figures"]
              if e["source"] == "founding"}  # fmt: skip
     assert found["qwen3-32b", "H100 SXM5", "japanese-alpaca"] == 27_000
     assert found["qwen3-32b", "RTX PRO 6000 Blackwell Max-Q", "wikipedia-ja"] == 3_600
@@ -142,7 +143,7 @@ def test_every_format_labels_them_and_tells_of_the_sparse_peaks(tmp_path, name):
     assert "with 2:4 sparsity" in " ".join(done.stdout.split())
     assert "Fixstars tech blog" in done.stdout
     if name == "json":
-        assert len(json.loads(done.stdout)["references"]["records"]) == len(published().figures)
+        assert len(json.loads(done.stdout)["references"]["records"]) == len(read_facts("references.yaml")["figures"])
 
 
 def test_without_being_asked_for_they_stay_away(tmp_path):

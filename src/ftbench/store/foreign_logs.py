@@ -172,13 +172,14 @@ def torchtune(file: Path, data: bytes) -> ForeignLog:
     for line in data.decode("utf-8", "replace").splitlines():
         if match := _TORCHTUNE.match(line):
             pairs = (pair.rpartition(":") for pair in match[2].split())
-            entries.append({"step": int(match[1])} | {name: _float(value) for name, _, value in pairs})
+            entries.append({"step": int(match[1])} | {name: as_float(value) for name, _, value in pairs})
     rates = sorted(rate for entry in entries if (rate := number(entry.get("tokens_per_second_per_gpu"))))
     notes = [f"torchtune's own rate: {rates[len(rates) // 2]:,.0f} tokens/s a GPU in the median"] if rates else []
     return ForeignLog("torchtune's log", _known_rows(file, entries), "step times, tokens, energy and the recipe", notes)
 
 
-def _float(text: str) -> float | None:
+def as_float(text: str) -> float | None:
+    """Return the number that a text is, None for another text."""
     try:
         return float(text)
     except ValueError:
@@ -200,7 +201,7 @@ def wandb(file: Path, data: bytes) -> ForeignLog:
     short = {name: name.rpartition(" - ")[2] for name in names}
     if doubled := sorted({name for name in short.values() if list(short.values()).count(name) > 1}):
         raise SpecError(f"{file}: has several runs ({doubled[0]} stands in it more than once): export them one by one")
-    entries = [{short[name]: _float(line[name] or "") for name in names} for line in lines]
+    entries = [{short[name]: as_float(line[name] or "") for name in names} for line in lines]
     entries = [{name: value for name, value in entry.items() if value is not None} for entry in entries]
     timed = any("_runtime" in entry for entry in entries)
     lacks = "tokens, energy and the recipe" if timed else "times, memory, tokens, energy and the recipe"

@@ -12,7 +12,7 @@ from pathlib import Path
 from ftbench.core.rows import MOST_STEPS, StepRow
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
-from ftbench.store.foreign_logs import ForeignLog, number
+from ftbench.store.foreign_logs import ForeignLog, as_float, number
 
 _TIME, _BATCH = "elapsed time per iteration (ms)", "global batch size"
 _LINE = re.compile(r"iteration +(\d{1,12})/ *(\d{1,12}) \| (consumed samples: [^\n]*)")
@@ -49,7 +49,7 @@ def megatron(file: Path, data: bytes) -> ForeignLog:
     for row in rows if length else ():
         row.padded_tokens = (row.samples or 0) * int(length[1]) or None if length else None
     for match in _EVALUATED.finditer(text):
-        loss = number(_float(match[2]), "eval_loss")
+        loss = number(as_float(match[2]), "eval_loss")
         rows.append(StepRow(step=min(int(match[1]), MOST_STEPS - 1), phase="evaluate", loss=loss))
     rows.sort(key=lambda row: (row.step or 0, row.phase == "evaluate"))
     known = {"tokens": length, "memory": any(row.peak_memory_gb for row in rows)}
@@ -60,15 +60,8 @@ def megatron(file: Path, data: bytes) -> ForeignLog:
 
 def _values(text: str) -> Values:
     pairs = (part.partition(":") for part in text.split("|"))
-    numbers = ((name.strip(), _float(value)) for name, _, value in pairs)
+    numbers = ((name.strip(), as_float(value)) for name, _, value in pairs)
     return {name: value for name, value in numbers if value is not None}
-
-
-def _float(text: str) -> float | None:
-    try:
-        return float(text.strip())
-    except ValueError:
-        return None
 
 
 def _train_rows(file: Path, lines: list[tuple[int, int, Values]]) -> Iterator[StepRow]:

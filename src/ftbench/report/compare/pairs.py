@@ -15,7 +15,7 @@ from ftbench.report.compare.partners import axis_key, baseline_value, partners
 from ftbench.report.data import steps as steps_csv
 from ftbench.report.data.axes import implied, value_at
 from ftbench.report.data.collect import NOT_FINITE as STATE_NOT_FINITE
-from ftbench.report.data.collect import known
+from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
 from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, cells_of
 from ftbench.spec.loss_tolerance import tolerance
@@ -136,6 +136,14 @@ def _weakness(baseline: Cell, cell: Cell) -> str:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
+# Of which columns of steps.csv a figure is the ratio.
+_PER_STEP = {
+    TOKENS: ("real_tokens", "step_time_s"),
+    SAMPLES: ("samples", "step_time_s"),
+    ENERGY: ("energy_j", "samples"),
+}
+
+
 @lru_cache(maxsize=64)  # a baseline is read once for all that are held against it
 def _steps(path: Path, modified: float, warmup: int) -> steps_csv.Steps:
     return steps_csv.read(RunDir(path), warmup)
@@ -143,9 +151,8 @@ def _steps(path: Path, modified: float, warmup: int) -> steps_csv.Steps:
 
 def steps_of(run: Run) -> steps_csv.Steps:
     """Return the steps of a run, from its steps.csv."""
-    warmup = known([run.record], "steps.warmup")
     modified = run.dir.steps.stat().st_mtime if run.dir.steps.exists() else 0.0
-    return _steps(run.dir.path, modified, int(warmup[0]) if warmup else 0)
+    return _steps(run.dir.path, modified, int(figure(run.record, "steps.warmup") or 0))
 
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
@@ -155,7 +162,7 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     if ratio is None or len(baseline.ok) > 1 or len(cell.ok) > 1:
         return ratio
     first, second = baseline.ok[0], cell.ok[0]
-    below, above = (_per_step(steps_of(run), name) for run in (first, second))
+    below, above = (steps_of(run).per_step(*_PER_STEP[name]) for run in (first, second))
     common = sorted(below.keys() & above.keys())
     paired = len(common) >= min(len(below), len(above)) / 2
     paired = paired and _same_tokens(baseline, cell) and _same_samples(first, second)
@@ -164,10 +171,6 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     return core.ratio_of_steps(
         ratio.value, *columns, paired=paired, spread=spread, comparisons=noise.comparisons
     )  # fmt: skip
-
-
-def _per_step(steps: steps_csv.Steps, name: str) -> dict[int, float]:
-    return steps.joules_per_sample() if name == ENERGY else steps.rate("tokens" if name == TOKENS else "samples")
 
 
 def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:

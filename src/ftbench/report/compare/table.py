@@ -34,7 +34,7 @@ from ftbench.report.data.axes import (
 )
 from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.data.names import cell_names, number_of, run_of
-from ftbench.report.render.document import Section, Table
+from ftbench.report.render.document import Section, Table, table_of
 from ftbench.report.render.runs_table import named
 
 _HEADING = {
@@ -87,8 +87,7 @@ def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], ke
     columns = {heading: texts for heading, texts in (first | figures).items() if any(texts)} | several | axes
     words = (*TEXT, *(heading for heading in axes if heading != "batch"))
     notes = [*_notes(comparison, [cell for cell, _ in cells], lists)]
-    rows = [list(row) for row in zip(*columns.values(), strict=True)]
-    return Table({"baseline": comparison.baseline, **shared}, list(columns), rows, notes, words)
+    return table_of(columns, notes, words, {"baseline": comparison.baseline, **shared})
 
 
 def _number(cell: Cell) -> str:

@@ -134,7 +134,7 @@ def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequen
     out, and so is what the label of the model or of the data already tells: a key of that section that is the same
     wherever the label is (`labels`: section → the label of each run)."""
     seen: dict[str, dict[str, None]] = {}
-    for spec in specs:
+    for spec in {id(spec): spec for spec in specs}.values():  # repeats share theirs
         for key, text in spec.items():
             seen.setdefault(key, {})[text] = None
     varying = [key for key, texts in seen.items() if len(texts) > 1 and key not in _SHOWN]

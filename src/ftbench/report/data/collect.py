@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,13 @@ def named_paths(runs: Sequence[Record]) -> list[Record]:
 
 def known(runs: Iterable[Record], name: str) -> list[float]:
     """Return the numbers that records have under `name`; a missing or empty one is left out."""
-    values = (record.get(name) for record in runs)
-    return [float(value) for value in values if isinstance(value, (int, float)) and value == value]
+    return [value for record in runs if (value := figure(record, name)) is not None]
+
+
+def figure(record: Mapping[str, Any], name: str) -> float | None:
+    """Return the number that a record has under `name`; None where there is none."""
+    value = record.get(name)
+    return float(value) if isinstance(value, (int, float)) and value == value else None
 
 
 def data_labels(runs: Sequence[Record]) -> list[str]:

@@ -24,7 +24,7 @@ from ftbench.report.data.axes import (
     recipe_keys,
     value_at,
 )
-from ftbench.report.data.collect import Record, data_labels, known
+from ftbench.report.data.collect import Record, data_labels, figure, known
 from ftbench.report.data.facts import CPU, IMPORTED, clean_document, machine_facts, spec_facts
 from ftbench.store.rundir import RunDir
 
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def steady(self) -> int:
-        return int(next(iter(known([self.record], "steps.steady")), 0))
+        return int(figure(self.record, "steps.steady") or 0)
 
     @property
     def cache(self) -> str:
@@ -135,7 +135,7 @@ class Cell:
         """Return the seconds of the first steps by the state of the compiler's cache: no mean is over both."""
         seconds_by_state: dict[str, list[float]] = {}
         for run in self.ok:
-            for seconds in known([run.record], FIRST):
+            if (seconds := figure(run.record, FIRST)) is not None:
                 seconds_by_state.setdefault(run.cache, []).append(seconds)
         return seconds_by_state
 
@@ -164,10 +164,9 @@ class Cell:
 
 def _pace(record: Mapping[str, Any]) -> Pace | None:
     names = ("time_to_steady_s", "steps.warmup", "step_time_s.mean", SAMPLES)
-    values = [known([dict(record)], name) for name in names]
-    if not all(values) or not values[3][0]:
+    start, warm, step, rate = (figure(record, name) for name in names)
+    if start is None or warm is None or step is None or not rate:
         return None
-    start, warm, step, rate = (value[0] for value in values)
     return Pace(start - warm * step, rate, rate * step)
 
 
@@ -216,10 +215,10 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
         known = {"method.name": "method", "model.id": "model", _BATCH: "batch_size",
                  _ACCUMULATION: "gradient_accumulation_steps"}  # fmt: skip
         facts |= {key: str(first.record[name]) for key, name in known.items() if first.record[name]}
-    for key in dict.fromkeys(key for run in group for key in run.ran):
-        # What ended early knows less of what ran: those that ended well speak for the cell.
-        speaking = [run for run in group if run.ok] or group
-        texts = dict.fromkeys(run.ran.get(key, "unknown") for run in speaking)
+    # What ended early knows less of what ran: those that ended well speak for the cell. Repeats share their facts.
+    speaking = {id(run.ran): run.ran for run in [run for run in group if run.ok] or group}.values()
+    for key in dict.fromkeys(key for ran in {id(run.ran): run.ran for run in group}.values() for key in ran):
+        texts = dict.fromkeys(ran.get(key, "unknown") for ran in speaking)
         if texts.keys() != {"unknown"}:
             facts[key] = " / ".join(texts)
     return facts

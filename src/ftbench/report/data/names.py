@@ -34,15 +34,15 @@ def run_names(runs: Sequence[Run]) -> list[str]:
     cells = cells_of(runs)
     names: dict[str, str] = {}
     for cell, name in zip(cells, cell_names(cells), strict=True):
-        for run in cell.runs:
-            names[str(run.record["path"])] = name if len(cell.runs) == 1 else f"{name} ({_repeat(cell, run)})"
+        for run, repeat in zip(cell.runs, _repeats(cell), strict=True):
+            names[str(run.record["path"])] = name if len(cell.runs) == 1 else f"{name} ({repeat})"
     return [names[str(run.record["path"])] for run in runs]
 
 
-def _repeat(cell: Cell, run: Run) -> str:
-    """Return `r2` of `…-r2` where that tells the repeats apart, else the run's whole id."""
-    ends = [each.run_id.rpartition("-")[2] for each in cell.runs]
-    return run.run_id.rpartition("-")[2] if len(set(ends)) == len(ends) else run.run_id
+def _repeats(cell: Cell) -> list[str]:
+    """Return `r2` of `…-r2` for each run where that tells the repeats apart, else the runs' whole ids."""
+    ends = [run.run_id.rpartition("-")[2] for run in cell.runs]
+    return ends if len(set(ends)) == len(ends) else [run.run_id for run in cell.runs]
 
 
 def run_of(record: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,23 @@ class Table:
     def words(self) -> list[bool]:
         """Whether each column holds words, not figures."""
         return [heading in (*_WORDS, *self.text) for heading in self.headings]
+
+
+def table_of(
+    columns: Mapping[str, Sequence[str]], notes: Sequence[str] = (), text: Sequence[str] = (),
+    context: Mapping[str, str] | None = None,
+) -> Table:  # fmt: skip
+    """Return the table of columns of text by their headings."""
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return Table(dict(context or {}), list(columns), rows, list(notes), tuple(text))
+
+
+def table_of_rows(
+    rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), text: Sequence[str] = (),
+    headings: Sequence[str] = (),
+) -> Table:  # fmt: skip
+    """Return the table of rows that hold what stands under each heading; all of the first row's if none are named."""
+    return table_of({name: [str(row[name]) for row in rows] for name in headings or rows[0]}, notes, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ftbench.report.data.facts import CPU
 from ftbench.report.data.groups import long_reason, short_value, state_of
 from ftbench.report.data.names import number_of, run_of
 from ftbench.report.data.repeats import RUNS
-from ftbench.report.render.document import Column, Table
+from ftbench.report.render.document import Column, Table, table_of
 
 CONTEXT = {"model": "model", "weights": "weights", "gpu": "GPU", "data": "data", "optimizations": "with"}
 FOOTNOTE = (
@@ -66,8 +66,7 @@ def runs_table(records: Sequence[Record], axes: Sequence[str] = (), chosen: Sequ
         words = tuple(name for name, cells in varying.items() if any(map(_is_word, cells)))
         columns |= varying
         columns |= {"method": [str(record["method"]) for record in records], "batch": _batches(records)} | apart
-    rows = [list(row) for row in zip(*columns.values(), strict=True)]
-    return Table(context, list(columns), rows, [*hidden, *_notes(records)], words)
+    return table_of(columns, [*hidden, *_notes(records)], words, context)
 
 
 def _is_word(text: str) -> bool:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from ftbench.core import units
 from ftbench.core.stats import quantile
 from ftbench.report.data.axes import in_order
-from ftbench.report.data.collect import known
+from ftbench.report.data.collect import figure
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, Run
-from ftbench.report.render.document import Section, Table
+from ftbench.report.render.document import Section, table_of
 from ftbench.report.sections.cost import NIGHT_H
 from ftbench.report.sections.profiles import generations
 from ftbench.report.sections.rows import Record, field, first_of, named_rows, names_of, section
@@ -57,7 +57,7 @@ def night(cells: Sequence[Cell], hours: float = NIGHT_H) -> Section | None:
 
 def _start_s(run: Run) -> float:
     names = [f"phases_s.{name}" for name in _BEFORE]
-    return sum(value for name in (*names, "time_to_steady_s") for value in known([run.record], name))
+    return sum(figure(run.record, name) or 0.0 for name in (*names, "time_to_steady_s"))
 
 
 def _millions(tokens: float | None) -> str:
@@ -119,12 +119,10 @@ def frontier(cells: Sequence[Cell]) -> Section | None:
     fitting = [[batch for batch in batches if batch in line and line[batch].ok] for line in lines.values()]
     columns = names | {"fits": [fits[-1] if fits else "none" for fits in fitting]}
     columns |= {batch: [_spot(line.get(batch)) for line in lines.values()] for batch in batches} | others
-    rows = [list(row) for row in zip(*columns.values(), strict=True)]
     records = [names_of(line[batch]) | {"state": line[batch].state, "peak_gb": line[batch].figure(PEAK)}
                for line in lines.values() for batch in batches if batch in line]  # fmt: skip
-    table = Table(context, list(columns), rows)
     words = ("Columns are batch sizes: peak GiB of tensors where it fits.",)
-    return Section("frontier", "Which batch fits", table, words, records)
+    return Section("frontier", "Which batch fits", table_of(columns, context=context), words, records)
 
 
 def _spot(cell: Cell | None) -> str:

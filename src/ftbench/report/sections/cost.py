@@ -10,7 +10,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name
-from ftbench.report.data.collect import Record, known
+from ftbench.report.data.collect import Record, figure
 from ftbench.report.data.groups import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
 from ftbench.report.render.document import Section
 from ftbench.report.sections.rows import field, names_of, section
@@ -57,20 +57,16 @@ def with_costs(records: Sequence[Record], prices: Prices | None, hours: float) -
 
 
 def _costs(record: Record, prices: Prices | None, hours: float) -> Record:
-    joules, samples, tokens, sampled = (_known(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
+    joules, samples, tokens, sampled = (figure(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
     watts = _watts(joules, samples, sampled)
     amounts: Record = {PER_TOKEN: cost.joules_per_1m_tokens(joules, samples, tokens)}
     price = prices.of(gpu_of(record)) if prices else None
     if price is None or record["state"] != "ok":
         return amounts
-    gpus = int(_known(record, "ranks.count") or 1)
+    gpus = int(figure(record, "ranks.count") or 1)
     for hourly in hourly_costs(price, samples, tokens, watts, hours, gpus):
         amounts |= {f"cost.{hourly.way}.{name}": value for name, value in _amounts(hourly).items()}
     return amounts | {"cost.break_even_hours": break_even(price, watts and watts / gpus)[0]}
-
-
-def _known(record: Record, name: str) -> float | None:
-    return next(iter(known([record], name)), None)
 
 
 def _amounts(cost: HourlyCost) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ftbench.core.compare import Pace, break_even
 from ftbench.facts import read_facts
 from ftbench.report.data.axes import in_order
 from ftbench.report.data.groups import FIRST, PEAK, STEP, Cell
-from ftbench.report.render.document import Section, Table
+from ftbench.report.render.document import Section, table_of_rows
 from ftbench.spec.optimizations import OPTIMIZATIONS
 
 IMAGES = "images_per_s.images"
@@ -65,18 +65,15 @@ def study(cells: Sequence[Cell]) -> Section | None:
         records += [_record({"name": pairs[0][1].way}, workload, pairs) for pairs in groups.values()]
     if not records:
         return None
-    headings = ["combination", "model", "GPU", "batches here"]
-    headings += [f"{name}, {side}" for name in _FIGURES for side in ("published", "here")]
+    naming = ("combination", "model", "GPU", "batches here")
+    headings = [*naming, *(f"{name}, {side}" for name in _FIGURES for side in ("published", "here"))]
     words = (
         f"Published: {table['source']}: {table['setting']}; changes are against its own runs in 16 bits. Here: against "
         "plain LoRA at the same batch, over all batches; compare them as directions, since GPU, data and fp8 differ.",
         *_missing(records),
     )
-    rows = [[record[heading] for heading in headings] for record in records]
-    return Section(
-        "image_study", "The study of images, published and measured here",
-        Table({}, headings, rows, [], tuple(headings[:4])), words, records,
-    )  # fmt: skip
+    shown = table_of_rows(records, text=naming, headings=headings)
+    return Section("image_study", "The study of images, published and measured here", shown, words, records)
 
 
 def _missing(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -160,18 +157,6 @@ def guide(cells: Sequence[Cell]) -> Section | None:
             before = choices
     if not records:
         return None
-    headings = [
-        "model",
-        "GPU",
-        "data",
-        "GiB of memory",
-        "from images on",
-        "from steps on",
-        "take",
-        "images/s",
-        "peak GiB",
-    ]
-    rows = [[str(record[heading]) for heading in headings] for record in records]
     published = read_facts("image_study.yaml")
     rules = "; ".join(f"{rule['take']} where {rule['where']}" for rule in published["guide"])
     words = (
@@ -179,7 +164,7 @@ def guide(cells: Sequence[Cell]) -> Section | None:
         f"{_ROOM:.0%} of the memory; it holds for more memory until the next line.",
         f"The study's own guide ({published['source']}): {rules}.",
     )
-    table = Table({}, headings, rows, [], ("model", "GPU", "data", "take"))
+    table = table_of_rows(records, text=("model", "GPU", "data", "take"))
     return Section("image_guide", "Images: which combination, from how many steps on", table, words, records)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name
 from ftbench.facts import read_facts
 from ftbench.report.data.groups import FIRST, PEAK, SAMPLES, TOKENS, Cell
-from ftbench.report.render.document import Section, Table
+from ftbench.report.render.document import Section, table_of_rows
 
 LABEL = "Published, not measured here"
 KEYS = ("model", "method", "data", "gpu", "batch")
@@ -26,22 +25,6 @@ FIGURES: dict[str, tuple[str, str, Callable[[float | None], str]]] = {
     "samples_per_hour": ("samples/h", SAMPLES, units.rate), "tokens_per_s": ("tokens/s", TOKENS, units.rate),
     "peak_gb": ("peak GiB", PEAK, units.gibibytes), "first_step_s": ("first step", FIRST, units.seconds),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class References:
-    """facts/references.yaml: `figures` as they stand there, sources by key, and what is to be known of them."""
-
-    figures: tuple[Mapping[str, Any], ...]
-    sources: Mapping[str, str]
-    notes: tuple[str, ...]
-
-
-@cache
-def published() -> References:
-    """Return the table that ships with ftbench."""
-    data = read_facts("references.yaml")
-    return References(tuple(data["figures"]), data["sources"], tuple(data["notes"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +39,18 @@ class Match:
 
 def beside(cells: Sequence[Cell]) -> Section:
     """Return every published figure; those of a model that was run first, each beside the cell that is nearest."""
-    table = published()
-    matches = sorted((match(entry, cells) for entry in table.figures), key=lambda matched: matched.cell is None)
+    table = read_facts("references.yaml")
+    matches = sorted((match(entry, cells) for entry in table["figures"]), key=lambda matched: matched.cell is None)
     keys = list(dict.fromkeys(str(matched.entry["source"]) for matched in matches))
     rows = [{"source": f"[{keys.index(str(matched.entry['source'])) + 1}]"} | _row(matched) for matched in matches]
-    headings = list(rows[0])
-    notes = [f"[{number}] {table.sources[key]}" for number, key in enumerate(keys, start=1)]
+    notes = [f"[{number}] {table['sources'][key]}" for number, key in enumerate(keys, start=1)]
     words = (
         f"{LABEL}: these figures are their sources' own, of other code, recipes and ways of counting. They are beside "
         "the run that has most in common with them; no ratio is given, since none would be of the GPUs alone.",
-        *table.notes,
+        *table["notes"],
     )
-    records = [_record(matched, table) for matched in matches]
-    return Section(
-        "references",
-        LABEL,
-        Table({}, headings, [list(row.values()) for row in rows], notes, tuple(headings)),
-        words,
-        records,
-    )
+    records = [_record(matched, table["sources"]) for matched in matches]
+    return Section("references", LABEL, table_of_rows(rows, notes, list(rows[0])), words, records)
 
 
 def match(entry: Mapping[str, Any], cells: Sequence[Cell]) -> Match:
@@ -144,10 +120,10 @@ def _row(matched: Match) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _record(matched: Match, table: References) -> dict[str, Any]:
+def _record(matched: Match, sources: Mapping[str, str]) -> dict[str, Any]:
     entry, cell = matched.entry, matched.cell
     return {
-        "label": LABEL, "source": table.sources[str(entry["source"])],
+        "label": LABEL, "source": sources[str(entry["source"])],
         **{key: entry.get(key) for key in (*KEYS, "with", "text")},
         **{f"published.{name}": entry.get(name) for name in FIGURES},
         **{f"measured.{name}": value for name, value in _measured(matched).items()},

@@ -8,15 +8,11 @@ from typing import Any
 from ftbench.report.data.axes import OPTIMIZATIONS, value_at
 from ftbench.report.data.groups import Cell, Run
 from ftbench.report.data.names import number_of, row_names
-from ftbench.report.render.document import Section, Table
+from ftbench.report.render.document import Section, table_of
 
 Record = dict[str, Any]
 Columns = Mapping[str, Callable[[Record], str]]
-SETTINGS = {
-    "model": "model",
-    "gpu": "GPU",
-    "data": "data",
-}  # what stands in the title where it is the same for all rows
+SETTINGS = {"model": "model", "gpu": "GPU", "data": "data"}  # stand in the title where they are the same for all rows
 
 
 def section(
@@ -32,8 +28,7 @@ def section(
     if named:
         context, before, behind = named_rows(records)
         cells = before | cells | behind
-    rows = [list(row) for row in zip(*cells.values(), strict=True)]
-    return Section(key, title, Table(context, list(cells), rows, list(notes), tuple(text)), words, records, pictures)
+    return Section(key, title, table_of(cells, notes, text, context), words, records, pictures)
 
 
 def named_rows(records: Sequence[Record]) -> tuple[dict[str, str], dict[str, list[str]], dict[str, list[str]]]:

@@ -10,7 +10,7 @@ from ftbench.core import units
 from ftbench.core.allocations import CATEGORIES
 from ftbench.profile.pictures import COLOURS, LEFT, WIDE, drawing, escape, label
 from ftbench.report.data.axes import STRATEGY
-from ftbench.report.data.collect import known
+from ftbench.report.data.collect import figure
 from ftbench.report.data.groups import TOKENS, Cell, Run, recipe_name
 from ftbench.report.render.document import Section
 from ftbench.report.sections.rows import Record, field, names_of, section
@@ -98,10 +98,8 @@ def _scaling(records: Sequence[Record]) -> Section | None:
         "strong": field("strong", units.percent), "GiB a GPU": _between, "skew": field("token_skew", units.percent),
         "state": field("state"),
     }  # fmt: skip
-    if all(record["offload"] == "none" for record in records):
-        return section("scaling", "Several GPUs", records, columns, (_WORDS,), text=("strategy",),
-                       pictures=_curves(records))  # fmt: skip
-    columns = {"offload": field("offload")} | columns
+    if any(record["offload"] != "none" for record in records):
+        columns = {"offload": field("offload")} | columns
     return section("scaling", "Several GPUs", records, columns, (_WORDS,), text=("strategy", "offload"),
                    pictures=_curves(records))  # fmt: skip
 
@@ -238,17 +236,16 @@ def _part(kind: str) -> Callable[[Record], str]:
 
 
 def _profiled(run: Run) -> list[dict[str, float]]:
-    ranks = (read_json(run.dir.of_rank(rank).profile / MEMORY).get("peak") for rank in range(_count(run)))
+    ranks = (
+        read_json(run.dir.of_rank(rank).profile / MEMORY).get("peak")
+        for rank in range(int(figure(run.record, "ranks.count") or 1))
+    )
     return [{kind: peak[kind] for kind in CATEGORIES} for peak in ranks if peak]
-
-
-def _count(run: Run) -> int:
-    return int(next(iter(known([run.record], "ranks.count")), 1))
 
 
 def _tiers(run: Run) -> list[dict[str, float]]:
     """Return of each rank what each tier holds beyond the one within it."""
-    ranks = (run.record.get("ranks.memory_gb") or [])[: _count(run)]
+    ranks = (run.record.get("ranks.memory_gb") or [])[: int(figure(run.record, "ranks.count") or 1)]
     result = []
     for rank in ranks:
         within, parts = 0.0, {}

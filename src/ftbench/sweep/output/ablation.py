@@ -21,7 +21,7 @@ from ftbench.report.compare.words import (
 )
 from ftbench.report.data.groups import PEAK, TOKENS, Cell
 from ftbench.report.render import formats
-from ftbench.report.render.document import Table
+from ftbench.report.render.document import Table, table_of_rows
 from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN
 from ftbench.spec.reading import as_text
@@ -29,9 +29,6 @@ from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan.ablation import AblationPlan
 
 ABLATION = "ablation.md"
-HEADINGS = (
-    "variant", "Δ speed", "tokens/s", "peak GiB (Δ)", "Δ loss", "state", "against", "first step (Δ)", "break-even",
-)  # fmt: skip
 _TEXT = ("variant", "against", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
 NOTE = (
     "Δ speed in real tokens per second, with its 95 % interval in brackets: of several runs a side from the spread "
@@ -162,23 +159,24 @@ def spec_lines(sections: Mapping[str, Any]) -> str:
 # --- one row ---------------------------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[list[str]], notes: Sequence[str]) -> Table:
-    filled = [i for i, heading in enumerate(HEADINGS) if heading in ("variant", "state") or any(row[i] for row in rows)]
-    return Table({}, [HEADINGS[i] for i in filled], [[row[i] for i in filled] for row in rows], list(notes), _TEXT)
+def _table(rows: Sequence[Mapping[str, str]], notes: Sequence[str]) -> Table:
+    """Return the table without the columns that no row fills."""
+    filled = [name for name in rows[0] if name in ("variant", "state") or any(row[name] for row in rows)]
+    return table_of_rows(rows, notes, _TEXT, filled)
 
 
-def _row(name: str, over: str, cell: Cell | None, pair: Pair | None, state: str) -> list[str]:
+def _row(name: str, over: str, cell: Cell | None, pair: Pair | None, state: str) -> dict[str, str]:
     paired = pair if pair and pair.cell.ok and pair.baseline and pair.baseline.ok else None
-    return [
-        name,
-        change(paired.speed) if paired else "",
-        units.rate(cell.figure(TOKENS)) if cell else "",
-        _with_change(units.gibibytes(cell.figure(PEAK)), _change_of_peak(paired)) if cell else "",
-        _loss(pair.learning) if pair else "",
-        state or (cell.state if cell else ""), over,
-        first_step_text(cell, paired) if cell else "",
-        break_even_text(paired.break_even) if paired else "",
-    ]  # fmt: skip
+    return {
+        "variant": name,
+        "Δ speed": change(paired.speed) if paired else "",
+        "tokens/s": units.rate(cell.figure(TOKENS)) if cell else "",
+        "peak GiB (Δ)": _with_change(units.gibibytes(cell.figure(PEAK)), _change_of_peak(paired)) if cell else "",
+        "Δ loss": _loss(pair.learning) if pair else "",
+        "state": state or (cell.state if cell else ""), "against": over,
+        "first step (Δ)": first_step_text(cell, paired) if cell else "",
+        "break-even": break_even_text(paired.break_even) if paired else "",
+    }  # fmt: skip
 
 
 def _with_change(text: str, changed: str) -> str:

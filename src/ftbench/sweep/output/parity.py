@@ -10,7 +10,7 @@ from typing import Any
 from ftbench.core.redact import clean
 from ftbench.core.table import folded
 from ftbench.report.render import formats
-from ftbench.report.render.document import Table
+from ftbench.report.render.document import Table, table_of_rows
 from ftbench.store import rundir
 from ftbench.sweep.gradients import agreement
 from ftbench.sweep.output.table import Tables
@@ -115,7 +115,7 @@ def _table(records: Sequence[Mapping[str, Any]], notes: list[str]) -> Table:
         | {name: _percent(row[key], "+" * name.startswith("Δ")) for name, key in FIGURES.items()}
         for row in records
     ]
-    return Table({}, headings, [[row[name] for name in headings] for row in rows], notes, ("recipe", "verdict", "why"))
+    return table_of_rows(rows, notes, ("recipe", "verdict", "why"), headings)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
