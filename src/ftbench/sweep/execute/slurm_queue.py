@@ -172,7 +172,7 @@ class Queue:
             code, out, error = _answer(command)
             if code == 0:
                 return out.strip().partition(";")[0]
-            if not _is_away(error):
+            if not any(words in error for words in _AWAY):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise SpecError(f"--on slurm: sbatch refuses: {_reason(error)}{self._partitions(error)}")
             while not self.look(0.0):
@@ -286,10 +286,6 @@ def _answer(command: Sequence[str]) -> tuple[int, str, str]:
     except subprocess.TimeoutExpired:
         return 1, "", _AWAY[1]
     return done.returncode, done.stdout, done.stderr
-
-
-def _is_away(error: str) -> bool:
-    return any(words in error for words in _AWAY)
 
 
 def _reason(error: str) -> str:
