@@ -231,6 +231,19 @@ def test_a_spec_with_launch_is_estimated_as_such_without_options(tmp_path: Path)
     assert said["gpus"][0]["time"]["gpus"] == 4
 
 
+@pytest.mark.parametrize(("gpus", "strategy", "why"), [
+    (3, "tp", "tp: 8 heads of keys do not divide by 3"), (2, "tp+fsdp", "2 GPUs are no mesh of 2 by two or more"),
+    (2, "ep", "ep divides experts, and qwen3 has none"),
+])  # fmt: skip
+def test_what_cannot_be_divided_is_not_estimated(tmp_path: Path, gpus: int, strategy: str, why: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "model: {id: Qwen/Qwen3-8B, weights: random}\ndataset: {name: synthetic, samples: 64, length: 512}\n"
+    )
+    with pytest.raises(SpecError, match=why):
+        estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=gpus, strategy=strategy))
+
+
 def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
@@ -248,10 +261,12 @@ def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> N
 
 
 def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> None:
-    """Of 32 billion parameters in 16 bits 64 GB do not fit one card of 45 GiB, unless they wait in host memory."""
+    """Of 32 billion parameters in 16 bits 64 GB do not fit one card of 45 GiB, unless they wait in host memory.
+    What the spec's own `launch` says is no more than one way."""
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\nmethod: lora\n"
-                    "dataset: {name: synthetic, samples: 64, length: 512}\ntrain: {batch_size: 8}\n")  # fmt: skip
+                    "dataset: {name: synthetic, samples: 64, length: 512}\ntrain: {batch_size: 4}\n"
+                    "launch: {tp: 2, fsdp: 2}\n")  # fmt: skip
     answer = recommend.run(recommend.RecommendRequest(path, gpu="L40S", gpus=4, method="lora"))
     assert answer.options
     for option in answer.options:

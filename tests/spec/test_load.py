@@ -561,6 +561,8 @@ def test_two_numbers_are_a_mesh(files):
     launch = load(own).launch
     assert (launch.strategy, launch.gpus, launch.tp, launch.shares) == ("tp+fsdp", 8, 2, 4)
     assert load(own, ["launch.fsdp=3"]).launch.gpus == 6
+    other = load(own, ["launch.gpus=2", 'launch.strategy="tp"', "launch.tp=off"]).launch  # as an estimate says it
+    assert (other.strategy, other.gpus, other.tp) == ("tp", 2, None)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_
 from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.time import text as time_text
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.division import STRATEGIES, on_gpus
+from ftbench.estimate.workload.division import STRATEGIES, on_gpus, problem
+from ftbench.estimate.workload.model import shape_of
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -69,6 +70,8 @@ def estimate(request: EstimateRequest) -> Answer:
     prices = None if request.prices is None else load_prices(request.prices)
     scope = time_text.scope_of(request.samples, request.hours, prices)
     config = None if request.config is None else read_config(request.config)
+    if why := problem(shape_of(spec.model, config), spec.launch):
+        raise SpecError(f"launch.gpus: {why}: take another number, or another strategy")
     gpus = gpus_of(request, store.path)
     options: dict[str, Any] = {} if config is None else {"config": config}
     rows: list[tuple[str, MemoryEstimate, int | None]] = [

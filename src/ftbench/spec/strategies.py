@@ -154,6 +154,8 @@ STRATEGIES = {
 
 def launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
     """Return a section `launch` with what follows from what it says. Raise ValueError for what trains in no way."""
+    if launch.get("tp") is False:  # `off`, as an estimate says it
+        launch = {**launch, "tp": None}
     if "fsdp" in launch:
         launch = _mesh(launch)
     if named := sorted(launch.keys() & {*STRATEGIES, "pp"} - {"tp"}):
@@ -173,16 +175,19 @@ def launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _mesh(launch: Mapping[str, object]) -> dict[str, object]:
-    """Return a section that names the two numbers of a mesh in the words of `strategy`."""
+    """Return a section that names the two numbers of a mesh in the words of `strategy`; one that `--set` has given
+    another strategy has no second number."""
     tp, fsdp = launch.get("tp"), launch["fsdp"]
+    words = {key: value for key, value in launch.items() if key != "fsdp"}
+    if launch.get("strategy", "tp+fsdp") != "tp+fsdp":
+        return words
     if type(tp) is not int or type(fsdp) is not int or not 2 <= min(tp, fsdp) <= max(tp, fsdp) <= 512:
         raise ValueError(
             "the two numbers of a mesh are `tp` and `fsdp`, both 2 or more; for one set `gpus` and `strategy`"
         )
-    named = {"gpus": tp * fsdp, "strategy": "tp+fsdp"}
-    if other := [key for key in named if launch.get(key, named[key]) != named[key]]:
-        raise ValueError(f"`{other[0]}` is another than `tp` and `fsdp` say, {named[other[0]]}: leave it out")
-    return {key: value for key, value in launch.items() if key != "fsdp"} | named
+    if launch.get("gpus", tp * fsdp) != tp * fsdp:
+        raise ValueError(f"`gpus` is another than `tp` and `fsdp` say, {tp * fsdp}: leave it out")
+    return {**words, "gpus": tp * fsdp, "strategy": "tp+fsdp"}
 
 
 def refusals(spec: Experiment) -> list[str]:

@@ -27,7 +27,7 @@ from ftbench.store.summary import optimizations_on
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
-ALONE = {"gpus": 1, "strategy": "none", "offload": "none"}  # of `launch`
+ALONE = {"gpus": 1, "strategy": "none", "tp": None, "offload": "none"}  # of `launch`
 PACKED = 0.1  # how far the samples of a step of packed rows may be from the effective batch
 _FEW_GPUS = 3  # of more only the two most promising batches of each way are weighed
 
