@@ -123,3 +123,28 @@ def test_names_are_nouns_of_the_field():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_every_module_says_what_is_in_it(path):
     assert path.stat().st_size == 0 or ast.get_docstring(tree_of(path))
+
+
+def python_scripts() -> Iterator[Path]:
+    for path in sorted((SOURCE.parents[1] / "scripts").iterdir()):
+        if path.is_file() and (path.suffix == ".py" or "python" in path.read_text("utf-8").partition("\n")[0]):
+            yield path
+
+
+def top_names(path: Path) -> set[str]:
+    """Return what can be imported of a module or a package."""
+    below = {each.stem for each in path.parent.iterdir()} if path.name == "__init__.py" else set()
+    nodes = [node for statement in tree_of(path).body for node in ast.walk(statement)]
+    named = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imported = {alias.asname or alias.name for node in nodes if isinstance(node, (ast.ImportFrom, ast.Import))
+                for alias in node.names}  # fmt: skip
+    return below | named | imported | {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+@pytest.mark.parametrize("path", [*python_scripts()], ids=lambda path: path.name)
+def test_what_a_script_imports_of_the_package_is_there(path):
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "ftbench":
+            folder = SOURCE.joinpath(*node.module.split(".")[1:])
+            module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+            assert {alias.name for alias in node.names} <= top_names(module), module
