@@ -113,8 +113,14 @@ def parts(model, seen):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("parts_trained", [("frozen", "frozen"), ("frozen", "full"), ("full", "full")])
+FROZEN, JOINED, LEARNING = ("frozen", "frozen"), ("frozen", "full"), ("full", "full")
+
+
+@pytest.mark.parametrize(("model", "parts_trained"), [
+    (LLAVA, FROZEN), (QWEN25, JOINED), *[(model, LEARNING) for model in MODELS],
+    *[pytest.param(model, parts, marks=pytest.mark.exhaustive)
+      for model, parts in ((QWEN25, FROZEN), (QWEN3, FROZEN), (LLAVA, JOINED), (QWEN3, JOINED))],
+], ids=lambda value: value if isinstance(value, str) else "+".join(value))  # fmt: skip
 def test_the_work_of_an_image_is_what_torch_counts(cache, wide, model, parts_trained):
     """All but what is small: the class token passes no projector, LLaVA's last layer is computed and not used, and the
     first product of what learns needs no gradient of its input."""
