@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftbench.report.command import Request, report
+from ftbench.report.data.axes import implied
 from ftbench.report.show import shown
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
@@ -137,3 +138,10 @@ def test_a_share_of_the_peak_is_of_all_gpus(out):
     one, two = (rundir.read_json(RunDir(out / "made" / name).summary) for name in ("one", "two-ddp"))
     assert two["model_tflops"] == pytest.approx(1.6 * one["model_tflops"], rel=1e-3)
     assert two["mfu"] == pytest.approx(0.8 * one["mfu"], rel=1e-3)
+
+
+def test_the_second_number_of_a_mesh_is_part_of_its_strategy():
+    fsdp, mesh, wider = ({"launch.strategy": "fsdp"}, {"launch.strategy": "tp+fsdp", "launch.tp": "2"},
+                         {"launch.strategy": "tp+fsdp", "launch.tp": "4"})  # fmt: skip
+    assert implied("launch.strategy", fsdp, mesh, "launch.tp")
+    assert not implied("launch.gpus", mesh, wider, "launch.tp")

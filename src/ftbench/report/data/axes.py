@@ -95,6 +95,8 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
             return key not in baseline or key not in candidate
     if axis in (GPUS, STRATEGY) and key in (GPUS, STRATEGY):  # one GPU has no strategy
         return "1" in (baseline.get(GPUS), candidate.get(GPUS))
+    if axis in (GPUS, STRATEGY) and key == "launch.tp":  # a mesh alone has that number
+        return baseline.get(STRATEGY) != candidate.get(STRATEGY)
     if axis == "gpu" and key == "power limit":
         return _highest(baseline.get(key)) and _highest(candidate.get(key))
     return axis == "model.id" and key in ("model.revision", "model.path")
