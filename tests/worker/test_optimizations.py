@@ -68,10 +68,20 @@ def model(cache):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
-@pytest.mark.parametrize("name", ["packing", "padding_free"])
-def test_a_neighbour_in_the_row_changes_nothing(model, name, attention):
+@pytest.fixture(params=["sdpa", "eager", "flex_attention",
+                        pytest.param("flex_attention, compiled", marks=pytest.mark.exhaustive)])  # fmt: skip
+def attending(request, model):
+    """The model with this attention; flex_attention as its own eager code has it, or compiled, which takes long."""
+    attention, _, compiled = request.param.partition(", ")
     model.set_attn_implementation(attention)
+    with torch.compiler.set_stance("default" if compiled else "force_eager"):
+        yield model
+    model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_a_neighbour_in_the_row_changes_nothing(attending, name):
+    model = attending
     alone, before, after = sample(17, 1), sample(9, 2), sample(23, 3)
     batch = collator(**{name: True})([row(before, alone, after)])
     del batch["labels"], batch["count"]
