@@ -59,7 +59,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The compiler up to its graphs, which are run as they are; gives its counters."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compile_layer = torch.nn.Module.compile
+    compile_layer, compile_function = torch.nn.Module.compile, torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *one, **how: compile_function(*one, **how | {"backend": "eager"}))
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda self, **how: compile_layer(self, **how | {"backend": "eager"})
     )
