@@ -144,14 +144,16 @@ class Command(Left):
         eventually(going)
 
 
-def trained_once(folder: Path, *arguments: str, cold: bool = False, **spec: Any) -> Left:
+def trained_once(
+    folder: Path, *arguments: str, cold: bool = False, before: Callable[[], None] | None = None, **spec: Any
+) -> Left:
     """A run in `folder` that went well; the first of the test processes that asks for it trains, the others wait."""
     folder.mkdir(parents=True, exist_ok=True)
     found, kept = Left(folder / "results"), folder / "command.json"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            with Command(write_spec(folder, **spec), found.out, *arguments, cold=cold) as command:
+            with Command(write_spec(folder, **spec), found.out, *arguments, cold=cold, before=before) as command:
                 command.finish()
             assert command.code == 0, command.stderr
             kept.write_text(json.dumps({name: getattr(command, name) for name in ("code", "stdout", "stderr")}))

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,9 @@ from ftbench.store import digests, documents, health, run_warnings, rundir, summ
 from ftbench.store.steps import read_steps
 
 pytest.importorskip("torch", reason="training libraries are not installed")
+
+from ftbench.worker.measure import contention
+
 pytestmark = pytest.mark.torch
 
 SEVEN = "step,epoch,elapsed_time_sec,progress_ratio,memory_allocated_gb,memory_reserved_gb,peak_memory_gb,"
@@ -164,13 +169,24 @@ class TestTheSameSpecTwice:
         assert again == runs["first"].summary()
 
 
+def begin_slowly() -> None:
+    """Let a run that imports nothing take as long to begin as others do: the kernel counts CPU time in ticks."""
+    init = contention.HostLoad.__init__
+
+    def wait(load: contention.HostLoad, *arguments: Any) -> None:
+        init(load, *arguments)
+        time.sleep(5 * contention.SHORTEST_S)
+
+    contention.HostLoad.__init__ = wait
+
+
 @pytest.fixture(scope="session")
 def contended(shared: Path) -> Left:
     """The same run beside processes that keep most of the machine's CPUs busy."""
     program = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(program) for _ in range(len(os.sched_getaffinity(0)) // 2 + 1)]
     try:
-        return trained_once(shared / "contended", **MANY_STEPS)
+        return trained_once(shared / "contended", before=begin_slowly, **MANY_STEPS)
     finally:
         for process in busy:
             process.kill()

@@ -25,7 +25,7 @@ from commands import ENDLESS, Command, write_spec
 from ftbench.errors import MissingError
 from ftbench.estimate.workload.division import division_of, rank_model
 from ftbench.estimate.workload.model import shape_of
-from ftbench.launch import trl
+from ftbench.launch import follow, trl
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
@@ -387,9 +387,13 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path, rank):
     assert command.state()["rank"] == rank
 
 
+def impatient() -> None:
+    """Take a run for hung ten seconds after its third step."""
+    follow.STEP_S, follow.PATIENCE = 10.0, 0
+
+
 def test_a_rank_that_hangs_ends_all_and_is_named(tmp_path):
-    parts = ON_TWO | {"launch": {"gpus": 2, "no_step_s": 5}}
-    with Command(write_spec(tmp_path, **parts), tmp_path / "out") as command:
+    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out", before=impatient) as command:
         wait_for_ranks(command)
         ranks_of(command)[1].suspend()
         command.finish()
