@@ -1,8 +1,7 @@
 """Slurm's queue as a sweep needs it, by its own commands: array tasks are submitted, looked at and cancelled.
 
-Of each submission a folder `.slurm/<token>/` beside the runs, on the disk that the nodes share, holds the script, the
-orders of its tasks and what these leave. The name of a job has the token, so that a sweep which is started again knows
-the tasks of the one before.
+Of each submission a folder `.slurm/<token>/` beside the runs, on the disk that the nodes share, holds the script, its
+tasks' orders and what they leave. A job's name has the token: a sweep that is begun again knows the tasks of the last.
 """
 
 from __future__ import annotations
@@ -58,11 +57,10 @@ class Task:
     @property
     def last_words(self) -> str:
         """Return the last line of its log."""
-        try:
+        with suppress(OSError):
             lines = (self.folder / f"{self.index}.log").read_text(errors="replace").splitlines()
-        except OSError:
-            return ""
-        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+            return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +239,13 @@ class Queue:
                 tasks[orders[index]["run"]] = Task(self.folder / token, index, entry.job)
         return tasks
 
-    def release(self, task: Task) -> None:
-        """Let a task go that Slurm holds back, since a node could not start it."""
-        _answer(["scontrol", "release", task.name])
+    def release(self, task: Task) -> str | None:
+        """Let a task go if Slurm holds it back, since a node could not start it; return the reason if so."""
+        entry = self.entry(task)
+        held = entry.reason if entry and entry.state == "PENDING" and "held" in entry.reason else None
+        if held:
+            _answer(["scontrol", "release", task.name])
+        return held
 
     def cancel(self, task: Task) -> None:
         _answer(["scancel", task.name])

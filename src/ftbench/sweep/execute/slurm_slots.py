@@ -20,7 +20,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.sweep.execute import remote
 from ftbench.sweep.execute.gpu_slots import RunControl
-from ftbench.sweep.execute.slurm_queue import Queue, QueueEntry, Task, machine_key, running
+from ftbench.sweep.execute.slurm_queue import Queue, Task, machine_key, running
 from ftbench.sweep.jobs import Job, read_standing
 
 NODE = "node.json"  # what a node said of itself
@@ -61,6 +61,7 @@ def _described(queue: Queue, spec: Experiment) -> dict[str, Any]:
     (task,) = queue.submit([{"describe": spec.model_dump(mode="json")}])
     try:
         while not (outcome := task.outcome) and not queue.is_gone(task):
+            queue.release(task)
             time.sleep(_POLL_S)
         outcome = outcome or task.outcome
     finally:
@@ -111,7 +112,8 @@ class SlurmSlot:
                 control.say("the controller of Slurm does not answer: what runs goes on, the sweep waits for it")
             entry = self.queue.entry(task)
             self.trains = entry is not None and entry.state == "RUNNING"
-            self._release(task, entry, control)
+            if reason := self.queue.release(task):
+                control.say(f"Slurm holds {task.name} back ({reason}): released")
             made = running(job.run.path.parent, job.run.run_id)
             if follower is None or follower.run != made:
                 follower = Follower(made)
@@ -128,11 +130,6 @@ class SlurmSlot:
             "shared": "--exclusive" not in self.queue.settings.options,
         }  # fmt: skip
         return self.queue.enter(order, source, control.stops_within)
-
-    def _release(self, task: Task, entry: QueueEntry | None, control: RunControl) -> None:
-        if entry is not None and entry.state == "PENDING" and "held" in entry.reason:
-            control.say(f"Slurm holds {task.name} back ({entry.reason}): released")
-            self.queue.release(task)
 
     def _lost(self, job: Job, task: Task) -> FinishedRun:
         """Write down that a task is gone without a result, so that the plan begins the run again."""
