@@ -31,6 +31,13 @@ train: {batch_size: 4}
 """
 SHARED = "measure.share_gpu=on"
 ASKED = "measure.generate={prompts: [{id: a, prompt: 東京は}, {id: b, prompt: Why does ice float}], max_new_tokens: 24}"
+FULL = (  # so that gradients and states are most of what is there at once
+    "method=full",
+    "train.max_grad_norm=0",
+    "train.optimizer=adamw_bnb_8bit",
+    "optimizations.gradient_checkpointing=on",
+    "optimizations.chunked_loss=256",
+)
 METHODS = {  # the least tried first
     "lora": (),
     "recipe-fastest-small": ("recipe=fastest-small",),
@@ -43,19 +50,9 @@ METHODS = {  # the least tried first
     "recipe-smallest-exact": ("recipe=smallest-exact",),
     "recipe-smallest": ("recipe=smallest",),
     "recipe-smallest-full": ("recipe=smallest-full",),
-    "full-in-backward": (
-        "method=full",
-        "train.max_grad_norm=0",
-        "train.optimizer=adamw_bnb_8bit",
-        "optimizations.optimizer_in_backward=on",
-    ),
-    "full-states-away": (
-        "method=full",
-        "train.max_grad_norm=0",
-        "train.optimizer=adamw_bnb_8bit",
-        "optimizations.optimizer_in_backward=offload",
-    ),
-    "full-unclipped": ("method=full", "train.max_grad_norm=0", "train.optimizer=adamw_bnb_8bit"),
+    "full-in-backward": (*FULL, "optimizations.optimizer_in_backward=on"),
+    "full-states-away": (*FULL, "optimizations.optimizer_in_backward=offload"),
+    "full-unclipped": FULL,
     "torchao-bf16": ("method=full", "train.optimizer=adamw_torchao_bf16"),
     "torchao-fp32": ("method=full", "train.optimizer=adamw_torchao_fp32"),
     "recipe-fastest-full": ("recipe=fastest-full",),

@@ -29,7 +29,6 @@ def test_it_trains_and_every_figure_is_there(run, name):
     assert summary["energy"]["joules"] > 0
     assert summary["model_tflops"] > 0
     assert summary["mfu"] is None or 0 < summary["mfu"] < 1
-    assert not [warning for warning in summary["warnings"] if "wall clock" in warning]
 
 
 SAME = (

@@ -137,20 +137,21 @@ def test_replays_of_a_step_are_steps():
 
 def experts(compiled: bool, rank: int):
     """Rows of experts of which two have none, their factors, and the two thin products beside a loop."""
-    from ftbench.worker.kernels.expert_products import grouped
+    from ftbench.worker.kernels.expert_products import grouped, in_rows
 
     torch.manual_seed(0)
     ends = [0, 70, 71, 71, 200, 256]
-    shapes = ((256, 64), (6, 64, rank), (6, rank, 128))
+    shapes = ((256, 64), (6, 64, rank), (128, rank, 6))  # as peft has the second factor
     given = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    given[2] = given[2].detach().float().requires_grad_()
     offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
 
     def ours(rows, down, up):
-        return grouped(grouped(rows, down, offsets), up, offsets)
+        return grouped(grouped(rows, down, offsets), in_rows(up.permute(2, 1, 0).bfloat16()), offsets)
 
     def loop(rows, down, up):
         parts = rows.tensor_split(ends[:-1])
-        return torch.cat([part @ a @ b for part, a, b in zip(parts, down, up, strict=True)])
+        return torch.cat([part @ a @ b for part, a, b in zip(parts, down, up.permute(2, 1, 0), strict=True)])
 
     return given, torch.compile(ours, fullgraph=True) if compiled else ours, loop
 

@@ -23,6 +23,17 @@ def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> t
     return F.grouped_mm(rows, matrices, offs=ends)
 
 
+@torch.library.custom_op("ftbench::in_rows", mutates_args=())
+def in_rows(matrices: torch.Tensor) -> torch.Tensor:
+    """Copy, row after row. The compiler leaves out a plain `contiguous()` where a pointwise operation is before it, and
+    a grouped product refuses what comes of it."""
+    return matrices.clone(memory_format=torch.contiguous_format)
+
+
+in_rows.register_fake(lambda matrices: torch.empty_like(matrices, memory_format=torch.contiguous_format))
+in_rows.register_autograd(lambda _, gradient: gradient)
+
+
 class GroupedExperts:
     """Fused experts with gate and up in one matrix, in front of a class of transformers that has them, or in its
     place."""
@@ -55,7 +66,7 @@ class GroupedExperts:
             result = result + getattr(self, f"{name}_bias")[experts]
         if name in self.adapters:
             down, up, scaling = self.adapters[name]
-            result = result + scaling * grouped(grouped(rows, down.to(dtype), ends), up.to(dtype), ends)
+            result = result + scaling * grouped(grouped(rows, down.to(dtype), ends), in_rows(up.to(dtype)), ends)
         return result
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -72,7 +83,7 @@ class ExpertAdapter(ParamWrapper):
         held = self.get_base_layer().adapters
         for name in active_adapters:
             down = self.lora_A[name].weight.unflatten(0, (self.num_experts, -1)).transpose(-2, -1)
-            up = self.lora_B[name].weight.unflatten(1, (-1, self.num_experts)).permute(2, 1, 0).contiguous()
+            up = self.lora_B[name].weight.unflatten(1, (-1, self.num_experts)).permute(2, 1, 0)
             if missing := -down.shape[-1] % ALIGNED:
                 down, up = F.pad(down, (0, missing)), F.pad(up, (0, 0, 0, missing))
             held[self.parameter_name] = (down, up, self.scaling[name])

@@ -55,6 +55,23 @@ class HostMatrix:
         return view(there, 0, self.view)
 
 
+class _LockedPages(mmap):
+    """Shared pages, locked in place as long as a tensor is in them: the driver would refuse what it is given at the
+    same addresses later."""
+
+    _address = 0
+
+    def bytes(self) -> torch.Tensor:
+        host = torch.frombuffer(self, dtype=torch.uint8)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), len(self), _MAPPED))
+        self._address = host.data_ptr()
+        return host
+
+    def __del__(self) -> None:
+        if self._address:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
 class Copies:
     """Copies to the device, in a stream of their own; without a GPU they are done at once. Counts the `bytes` copied,
     and those of host memory that it was asked for, which is `held` as long as what is in it."""
@@ -86,9 +103,7 @@ class Copies:
         self.held += size
         if self._stream is None or not size:
             return torch.empty(size, dtype=torch.uint8)
-        host = torch.frombuffer(mmap(-1, size), dtype=torch.uint8)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, _MAPPED))
-        return host
+        return _LockedPages(-1, size).bytes()
 
     def as_seen(self, host: torch.Tensor) -> torch.Tensor:
         """Return bytes of pinned memory as a tensor of the device, which reads them over the link."""

@@ -16,12 +16,13 @@ from ftbench.core.units import GIB
 
 
 class Clock(Protocol):
-    """Marks in the order of the device's work; `seconds` between two marks that are `done`."""
+    """Marks in the order of the device's work; `seconds` between two marks that are `done`; `wait` for one, or for all
+    that was asked of the device."""
 
     def mark(self) -> Any: ...
     def done(self, mark: Any) -> bool: ...
     def seconds(self, begin: Any, end: Any) -> float: ...
-    def wait(self) -> None: ...
+    def wait(self, mark: Any = None) -> None: ...
 
 
 class HostClock:
@@ -36,7 +37,7 @@ class HostClock:
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
-    def wait(self) -> None:
+    def wait(self, mark: float | None = None) -> None:
         return None
 
 
@@ -57,8 +58,11 @@ class CudaClock:
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return begin.elapsed_time(end) / 1000
 
-    def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
+    def wait(self, mark: torch.cuda.Event | None = None) -> None:
+        if mark is None:
+            torch.cuda.synchronize(self._device)
+        else:
+            mark.synchronize()
 
 
 class CudaMemory:

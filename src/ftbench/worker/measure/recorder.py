@@ -1,9 +1,10 @@
 """Records every optimizer step of a training loop into steps.csv: time, memory, tokens, loss, energy.
 
 Any loop can be recorded: it says where a step begins, when a micro-batch is done, when the optimizer begins and when
-the step ends. Nothing here waits for the device inside a step. Marks are events in the stream, the loss and the
-gradient norm are copied to the host asynchronously, and a thread reads twice a second what has passed, joins it with
-the driver's samples and appends whole lines. A killed run therefore keeps all but the last moments.
+the step ends. Nothing here waits for the device inside a step, and at its end only for one that is two steps back.
+Marks are events in the stream, the loss and the gradient norm are copied to the host asynchronously, and a thread reads
+twice a second what has passed, joins it with the driver's samples and appends whole lines. A killed run therefore keeps
+all but the last moments.
 
 Standard library and torch only: a framework's own environment can run it.
 """
@@ -30,6 +31,7 @@ from ftbench.worker.measure.meters import meters, resident_gb
 from ftbench.worker.measure.sampler import Sampler
 
 TICK_S = 0.5  # each tick takes the interpreter lock from a training thread that may be waiting to launch kernels
+_AHEAD = 2  # steps that the host may be ahead of the device, so that its clock tells when they end
 _IN_FLIGHT = 16384  # steps whose values are on their way to the host; the thread reads them within a tick
 
 
@@ -63,6 +65,7 @@ class Recorder:
         self._count, self._loss = BatchCount(), None
         self._parts: list[tuple[str | None, Any]] = []
         self._pending: deque[_Pending] = deque()
+        self._ends: deque[Any] = deque(maxlen=_AHEAD)
         self._failure: BaseException | None = None
         self._stop = threading.Event()
         self._draining = threading.Lock()
@@ -129,6 +132,9 @@ class Recorder:
         on_device = {name: value for name, value in known.items() if self._is_on_device(value)}
         values = self._on_the_way(list(on_device.values()))
         end = self.clock.mark()  # once it has passed, the values have arrived
+        if len(self._ends) == _AHEAD:
+            self.clock.wait(self._ends[0])
+        self._ends.append(end)
         now = time.perf_counter()
         row = StepRow(
             step=self.step,

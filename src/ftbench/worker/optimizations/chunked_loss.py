@@ -83,7 +83,7 @@ def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
     zeros where the target is none, which adds nothing to the loss and its gradient."""
     logarithms, there = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
     of_targets = torch.where(there, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
-    return torch.where(there, logarithms.exp(), 0.0).to(logits.dtype), of_targets
+    return torch.where(there, logarithms.exp().to(logits.dtype), 0.0), of_targets
 
 
 class _Loss(torch.autograd.Function):
