@@ -3,6 +3,7 @@ environment of theirs is to be had (FTBENCH_FRAMEWORKS names the folder that hol
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import load_from_disk
+from datasets.formatting import NumpyFormatter
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -103,6 +105,18 @@ def test_rows_are_handed_over_whole_and_in_their_order(tmp_path):
     assert whole != session.handed_order(str(tmp_path / "train"), 2)
     hand_over.write_rows(tmp_path / "other", [given[1], given[0], given[2]])
     assert whole != session.handed_order(str(tmp_path / "other"), 3)
+
+
+def test_rows_are_read_again_beside_a_torchvision_that_datasets_does_not_know(tmp_path, monkeypatch):
+    """datasets 4.0.0, which LLaMA-Factory wants, imports what torchvision 0.26 has no more to give rows as arrays."""
+
+    def broken(*_):
+        raise ImportError("cannot import name 'VideoReader' from 'torchvision.io'")
+
+    hand_over.write_rows(tmp_path / "train", given := rows([3, 5]))
+    monkeypatch.setattr(NumpyFormatter, "recursive_tensorize", broken)
+    tokens = b"".join(np.asarray(row[0].ids, dtype=np.int64).tobytes() for row in (*given, given[0]))
+    assert session.handed_order(str(tmp_path / "train"), 3) == hashlib.sha256(tokens).hexdigest()
 
 
 def test_what_a_collator_makes_is_counted_by_what_went_in():

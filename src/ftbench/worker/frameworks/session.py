@@ -167,6 +167,6 @@ def handed_order(folder: str, rows: int) -> str:
 
 
 def _handed(folder: str, rows: int | None = None) -> Iterator[bytes]:
-    ids = load_from_disk(folder)["train"].with_format("numpy")["input_ids"]
+    ids = load_from_disk(folder)["train"]["input_ids"]  # lists: for arrays, older `datasets` ask torchvision
     wanted = range(len(ids) if rows is None else rows)
     return (np.asarray(ids[index % len(ids)], dtype=np.int64).tobytes() for index in wanted)
