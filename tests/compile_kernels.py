@@ -13,16 +13,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ftbench.worker.kernels import rms_norm, rotary, swiglu
+from ftbench.worker.kernels import delayed_cast, rms_norm, rotary, swiglu
 
 SCALARS = {"eps": "fp32"}  # every other scalar is a whole number
-NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|eps")
+NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|eps|size")
 
 
 def cases(norm: bool):
     """Each kernel with its constants; a width that is no power of two, and both ways through each branch."""
     row = rms_norm._block(5120)
     head = rotary._blocks(28, 4, 128)
+    yield delayed_cast._cast, {"LIMIT": 57344.0, "AGAIN": norm, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
     yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
     yield rms_norm._rms_norm_backward, {"SUM": norm, "WIDE": norm, **row}
@@ -33,8 +34,10 @@ def cases(norm: bool):
 def compiled(kernel, constants, dtype, architecture):
     """What Triton makes of a kernel whose tensors have this type."""
     warps = {"num_warps": constants.pop("num_warps", 4)}
+    types_of_8_bits = {"small": "*fp8e5", "factor": "*fp32", "maxima": "*fp32"}
     names = list(signature(kernel.fn).parameters)
     types = {name: SCALARS.get(name, "i32") if NUMBERS.fullmatch(name) else f"*{dtype}" for name in names}
+    types |= {name: kind for name, kind in types_of_8_bits.items() if name in types}
     types |= dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=types, constexprs=values)

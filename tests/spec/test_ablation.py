@@ -20,7 +20,7 @@ EVERY = ablation.variants("adamw_torch")
 LEFT_OUT = {
     "attention": {"sdpa", "eager"},
     "image_size": {True},  # a size is a number
-    "fp8": {"te-current", "te-delayed", "te-mxfp8"},  # not proven
+    "fp8": {"tensorwise-delayed", "te-current", "te-delayed", "te-mxfp8"},  # not proven
     "cuda_graph": {True},  # beside three others: a recipe of its own
     "optimizer_in_backward": {True, "offload"},  # for recipes that clip nothing
 }

@@ -244,7 +244,7 @@ def test_another_model_drops_the_revision_and_path_of_the_old(files):
         ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on, off or dynamic"]),
         (
             "optimizations: {fp8: on}",
-            ["optimizations.fp8: 'on' is not allowed", "off, tensorwise, tensorwise-fast, rowwise"],
+            ["optimizations.fp8: 'on' is not allowed", "off, tensorwise, tensorwise-fast, tensorwise-delayed"],
         ),
         ("measure: {warmup: some}", ["measure.warmup: 'some' must be auto or a whole number"]),
         ("measure: {warmup: -1}", ["measure.warmup: -1 must be auto or a whole number, 0 or more"]),

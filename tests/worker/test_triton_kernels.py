@@ -22,7 +22,7 @@ from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
-from ftbench.worker.optimizations import fused_lora, triton_kernels
+from ftbench.worker.optimizations import fp8, fused_lora, triton_kernels
 from tritons import DEVICE, module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,12 +41,12 @@ def kernels():
     return triton_kernels
 
 
-def model_of(family="qwen3", **changes):
+def model_of(family="qwen3", dtype=torch.float32, **changes):
     """A small model whose adapters and norms already do something."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SHAPE | changes)
     model = get_peft_model(
-        Model.from_config(config, dtype=torch.float32).to(DEVICE),
+        Model.from_config(config, dtype=dtype).to(DEVICE),
         LoraConfig(r=4, lora_alpha=16, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"),
     )
     for name, parameter in model.named_parameters():
@@ -101,6 +101,117 @@ def test_one_compiled_graph_serves_all_layers_but_the_first_and_copies_nothing_b
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
     assert compiled.graphs() == 2  # the first layer's input has no gradient
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def in_8_bits(recipe, *, kernels=True):
+    """A model of 16 bits with fused adapters, its base layers multiplied in 8 bits; twice, as bfloat16 wants it."""
+    values = {"train": {"precision": "bf16"}, "optimizations": {"fused_lora": True, "triton_kernels": kernels}}
+    spec = spec_of(**values)
+    spec = spec.model_copy(update={"optimizations": spec.optimizations.model_copy(update={"fp8": recipe})})
+    model = model_of(dtype=torch.bfloat16)
+    fp8.apply(model, spec)
+    fused_lora.apply(model, spec)
+    if kernels:
+        triton_kernels.apply(model, spec)
+    return model
+
+
+def distance(found, expected):
+    """Of the loss and all gradients, relative to the largest."""
+    (loss, ours), (other, theirs) = found, expected
+    apart = sum((ours[name].double() - theirs[name].double()).square().sum() for name in theirs)
+    return max(
+        abs(loss - other) / other, (apart / sum(part.double().square().sum() for part in theirs.values())).sqrt()
+    )
+
+
+def learned_in_16_bits(model):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        return learned(model)
+
+
+def test_kernels_read_what_8_bit_products_and_adapters_make_side_by_side(kernels, monkeypatch):
+    """Three products each way of what were seven, each written into by its adapters', and one graph for all layers."""
+    plain, ours = in_8_bits("tensorwise", kernels=False), in_8_bits("tensorwise")
+    made = fp8.AdaptedProduct
+    calls = []
+    monkeypatch.setattr(made, "apply", lambda *given, plain=made.apply: calls.append(1) or plain(*given))
+    expected = learned_in_16_bits(plain)
+    assert not calls
+    found = learned_in_16_bits(ours)
+    assert distance(found, expected) < 0.2, "16 bits round otherwise, which 8 bits make more of"
+    assert len(calls) == 3 * SHAPE["num_hidden_layers"]  # down_proj's is read by code that the compiler adds to
+    monkeypatch.undo()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in decoder_layers(ours):
+        layer.compile(backend="aot_eager")
+    assert distance(learned_in_16_bits(ours), found) < 0.2
+    assert compiled.graphs() == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_an_adapted_product_is_the_sum_of_its_parts():
+    model = in_8_bits("tensorwise", kernels=False)
+    group = decoder_layers(model)[0].mlp.up_proj.group
+    group.refresh()
+    x, dy = torch.randn(32, 48, device=DEVICE), torch.randn(32, 160, device=DEVICE)
+    found = []
+    for make in (group.product, lambda x: torch.cat(group.outputs(x), 1)):
+        model.zero_grad()
+        given = x.to(torch.bfloat16).requires_grad_()
+        made = make(given)
+        made.backward(dy.to(made.dtype))
+        found.append([made, given.grad, *(part.grad.clone() for part in group.adapters())])
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine.float() - theirs.float()).norm() < 3 * torch.finfo(torch.bfloat16).eps * theirs.float().norm()
+
+
+@pytest.fixture
+def in_torch(monkeypatch):
+    """The cast by the last step's maximum as plain torch says it."""
+    delayed = module("kernels.delayed_cast")
+
+    def cast(x, maxima, dtype):
+        maxima.data[1] = torch.maximum(maxima[1], x.abs().amax())
+        largest = torch.where(maxima[0] > 0, 2 * maxima[0], maxima[1])
+        return fp8.cast(x, dtype, "tensorwise", largest)
+
+    monkeypatch.setattr(delayed, "cast_by_last", cast)
+
+
+def maxima_of(model):
+    return torch.stack([layer.maxima for layer in model.modules() if type(layer) is fp8.Fp8Linear])
+
+
+def test_scales_of_the_step_before(kernels, in_torch):
+    plain, ours = in_8_bits("tensorwise-fast", kernels=False), in_8_bits("tensorwise-delayed", kernels=False)
+    expected = learned_in_16_bits(plain)
+    assert distance(learned_in_16_bits(ours), expected) == 0, "the first step takes its own"
+    first = maxima_of(ours)
+    assert (first[..., 0] == 0).all()
+    again = learned_in_16_bits(ours)
+    assert torch.equal(maxima_of(ours)[..., 0], first[..., 1])
+    assert distance(again, expected) < 1e-3, "half the scale is as good"
+    ours.gradient_checkpointing_enable({"use_reentrant": False})
+    ours.enable_input_require_grads()
+    assert distance(learned_in_16_bits(ours), again) == 0
+    assert not any("maxima" in name for name in ours.state_dict())
+
+
+def test_an_evaluation_leaves_the_scales_as_they_are(kernels, in_torch):
+    ours = in_8_bits("tensorwise-delayed", kernels=False)
+    learned_in_16_bits(ours)
+    known = maxima_of(ours)[..., 1].clone()
+    with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
+        for layer in decoder_layers(ours.eval()):
+            layer.input_layernorm.weight *= 8
+        ours(input_ids=IDS)
+        ours(input_ids=IDS)
+        for layer in decoder_layers(ours.train()):
+            layer.input_layernorm.weight /= 8
+    learned_in_16_bits(ours)
+    assert torch.equal(maxima_of(ours)[..., 0], known)
 
 
 TRAINING = {

@@ -11,7 +11,7 @@ from typing import Any
 from ftbench.errors import MissingError
 from ftbench.launch import nsys, ranks
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.optimizations.fp8 import TRANSFORMER_ENGINE
+from ftbench.spec.optimizations.fp8 import DELAYED, TRANSFORMER_ENGINE
 from ftbench.spec.refusals import refusals_on
 from ftbench.store import machine
 from ftbench.store.rundir import RunDir
@@ -73,7 +73,7 @@ def check_installed(spec: Experiment) -> None:
         needed.append("bitsandbytes")
     if spec.dataset.has_images:
         needed.append("PIL")
-    if spec.optimizations.triton_kernels:
+    if spec.optimizations.triton_kernels or spec.optimizations.fp8 == DELAYED:
         needed.append("triton")
     extras = {"liger_kernel": "liger"} if spec.optimizations.liger else {}
     if "torchao" in spec.train.optimizer:

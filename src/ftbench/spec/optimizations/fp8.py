@@ -10,6 +10,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.base import Experiment, Word
 from ftbench.spec.optimizations.declaration import COARSE, Capability, Optimization, Tolerance
 
+DELAYED = "tensorwise-delayed"
 TRANSFORMER_ENGINE = ("te-current", "te-delayed", "te-mxfp8")
 BLACKWELL = (10, 0)
 
@@ -50,12 +51,23 @@ def in_8_bits(setting: str) -> bool:
 
 OPTIMIZATION = Optimization(
     type=Annotated[
-        Literal["off", "tensorwise", "tensorwise-fast", "rowwise", "te-current", "te-delayed", "te-mxfp8"], Word
+        Literal[
+            "off",
+            "tensorwise",
+            "tensorwise-fast",
+            "tensorwise-delayed",
+            "rowwise",
+            "te-current",
+            "te-delayed",
+            "te-mxfp8",
+        ],
+        Word,
     ],
     default="off",
     description="products with the frozen base layers in 8-bit floats cast once: faster where compiled; "
-    "tensorwise-fast adds up in fewer bits in the backward pass, too; te-current, te-delayed and te-mxfp8 are "
-    "Transformer Engine's scalings; these four were not tried on a GPU so far",
+    "tensorwise-fast adds up in fewer bits in the backward pass, too, tensorwise-delayed is that with each cast scaled "
+    "by the step before; te-current, te-delayed and te-mxfp8 are Transformer Engine's scalings; these five were not "
+    "tried on a GPU so far",
     verified="no frozen layer that fits still multiplies in 16 bits",
     tolerance=Tolerance(COARSE),
     unsloth="its fused functions multiply in 16 bits: leave it off, or use method lora",
@@ -63,6 +75,6 @@ OPTIMIZATION = Optimization(
     refusals_on=_refusals_on,
     unsimulated="it is made for compiled layers",
     after=("liger",),  # which knows layers by their class
-    beside={name: {"optimizations.compile": True} for name in ("tensorwise", "tensorwise-fast", "rowwise")},
-    not_ablated=TRANSFORMER_ENGINE,
+    beside={name: {"optimizations.compile": True} for name in ("tensorwise", "tensorwise-fast", DELAYED, "rowwise")},
+    not_ablated=(DELAYED, *TRANSFORMER_ENGINE),
 )

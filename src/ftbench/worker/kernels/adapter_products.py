@@ -80,10 +80,10 @@ class Augmented(torch.autograd.Function):
         dx = dy @ weight[:, :width] if ctx.needs_input_grad[0] else None
         if dx is not None and ctx.has_room:
             dx = torch.cat([dx, dx.new_zeros(len(dx), wide.shape[1] - width)], 1)
-        return dx, None, None, *_split(da, db, ctx.scales, adapters)
+        return dx, None, None, *split_gradients(da, db, ctx.scales, adapters)
 
 
-def _split(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
+def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
     """Return the gradients of each adapter in turn, of those of A (rank x in) and B (out x rank) of all layers."""
     of_adapters, rank, out = [], 0, 0
     for a, b, scale in zip(adapters[::2], adapters[1::2], scales, strict=True):

@@ -15,14 +15,17 @@ from typing import Any
 import torch
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.adapter_products import siblings
+from ftbench.worker.kernels.adapter_products import siblings, split_gradients
 from ftbench.worker.kernels.te_linear import RECIPES, TeLinear
+from ftbench.worker.model.parts import base_model
 
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sides are multiples of 16
 WEIGHT = torch.float8_e4m3fn
-ROWWISE, FAST = "rowwise", "tensorwise-fast"
-# Of torchao's recipes. `tensorwise-fast` is tensorwise with sums of fewer bits in the gradient's product, too.
-GRADIENT = {"tensorwise": torch.float8_e5m2, FAST: torch.float8_e5m2, ROWWISE: torch.float8_e4m3fn}
+ROWWISE, DELAYED = "rowwise", "tensorwise-delayed"
+FAST = ("tensorwise-fast", DELAYED)
+# Of torchao's recipes. `tensorwise-fast` is tensorwise with sums of fewer bits in the gradient's product, too, and
+# `tensorwise-delayed` is that with inputs and gradients scaled by the step before (`kernels/delayed_cast.py`).
+GRADIENT = dict.fromkeys(("tensorwise", *FAST), torch.float8_e5m2) | {ROWWISE: torch.float8_e4m3fn}
 SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 
 
@@ -41,34 +44,86 @@ def cast(
     return (values.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
 
 
+def _cast(
+    values: torch.Tensor, dtype: torch.dtype, recipe: str, maxima: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if maxima is None:
+        return cast(values, dtype, recipe)
+    from ftbench.worker.kernels.delayed_cast import cast_by_last  # needs triton
+
+    made: tuple[torch.Tensor, torch.Tensor] = cast_by_last(values, maxima, dtype)
+    return made
+
+
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None
+) -> torch.Tensor:
+    """Return tokens x in → tokens x out, of a weight in 8 bits, out x in. `maxima`: those of the input and of the
+    gradient, where they give the scales."""
+    small, scale = _cast(x, WEIGHT, recipe, None if maxima is None else maxima[0])
+    return torch._scaled_mm(small, weight.t(), scale, factor.t(), out_dtype=_out(x, recipe), use_fast_accum=True)
+
+
+def multiply_back(
+    dy: torch.Tensor, turned: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the gradient of `multiply`'s input, of the transposed weight, in x out. It adds up in 32 bits (torchao:
+    use_fast_accum only in the forward pass), but for the recipes in FAST."""
+    small, scale = _cast(dy, GRADIENT[recipe], recipe, None if maxima is None else maxima[1])
+    factors = (torch.ones_like(factor[0, 0]),) * 2 if recipe == ROWWISE else (scale, factor)
+    dx = torch._scaled_mm(small, turned.t(), *factors, out_dtype=_out(dy, recipe), use_fast_accum=recipe in FAST)
+    if recipe == ROWWISE:  # torchao: the product by rows is slow with 32-bit sums, so it is scaled after
+        dx = dx * (scale * factor.t())
+    return dx.to(dy.dtype)
+
+
 class Product(torch.autograd.Function):
-    """tokens x in → tokens x out with a frozen weight in 8 bits, out x in, and its transpose, in x out, for the
-    gradient. The gradient's product adds up in 32 bits (torchao: use_fast_accum only in the forward pass), but for
-    `tensorwise-fast`."""
+    """tokens x in → tokens x out with a frozen weight in 8 bits and its transpose, for the gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, turned: torch.Tensor,
-        turned_factor: torch.Tensor, recipe: str,
+        turned_factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.save_for_backward(turned, turned_factor)
+        ctx.save_for_backward(turned, turned_factor, maxima)
         ctx.recipe = recipe
-        small, scale = cast(x, WEIGHT, recipe)
-        return torch._scaled_mm(small, weight.t(), scale, factor.t(), out_dtype=_out(x, recipe), use_fast_accum=True)
+        return multiply(x, weight, factor, recipe, maxima)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        turned, factor, maxima = ctx.saved_tensors
         (dy,) = gradients
-        turned, factor = ctx.saved_tensors
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None, None
-        small, scale = cast(dy, GRADIENT[ctx.recipe], ctx.recipe)
-        factors = (torch.ones_like(factor[0, 0]),) * 2 if ctx.recipe == ROWWISE else (scale, factor)
-        options = {"out_dtype": _out(dy, ctx.recipe), "use_fast_accum": ctx.recipe == FAST}
-        dx = torch._scaled_mm(small, turned.t(), *factors, **options)
-        if ctx.recipe == ROWWISE:  # torchao: the product by rows is slow with 32-bit sums, so it is scaled after
-            dx = dx * (scale * factor.t())
-        return dx.to(dy.dtype), None, None, None, None, None
+        dx = multiply_back(dy, turned, factor, ctx.recipe, maxima) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None, None
+
+
+class AdaptedProduct(torch.autograd.Function):
+    """`Product` of layers side by side, with what their adapters add, by one product with A and one with B each way,
+    which adds to what the 8-bit product wrote: for what reads the sum by kernels of its own, so that no pass for the
+    sum alone is left. `a` is A of all layers, (layers r) x in; `b` is s B of all, block by block, out x (layers r);
+    then the scales, and A and B of each layer in turn for their gradients alone, as in `Beside`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, turned: torch.Tensor,
+        turned_factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
+        *scales_and_adapters: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        scales, *adapters = scales_and_adapters
+        mid = x @ a.t()
+        ctx.save_for_backward(x, mid, turned, turned_factor, maxima, a, b, *adapters)
+        ctx.recipe, ctx.scales = recipe, scales
+        return torch.addmm(multiply(x, weight, factor, recipe, maxima), mid, b.t())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, mid, turned, factor, maxima, a, b, *adapters = ctx.saved_tensors
+        (dy,) = gradients
+        dx, dmid = None, dy @ b
+        if ctx.needs_input_grad[0]:
+            dx = torch.addmm(multiply_back(dy, turned, factor, ctx.recipe, maxima), dmid, a)
+        of_adapters = split_gradients(dmid.t() @ x, dy.t() @ mid, ctx.scales, adapters)
+        return dx, None, None, None, None, None, None, None, None, None, *of_adapters
 
 
 def _out(like: torch.Tensor, recipe: str) -> torch.dtype:
@@ -82,6 +137,7 @@ class Fp8Linear(torch.nn.Module):
     factor: torch.Tensor
     turned: torch.Tensor
     turned_factor: torch.Tensor
+    maxima: torch.Tensor | None
 
     def __init__(self, base: torch.nn.Linear, recipe: str, largest: torch.Tensor | None = None) -> None:
         """Cast a layer's weight; `largest` is the largest value of those that share its factor."""
@@ -94,14 +150,19 @@ class Fp8Linear(torch.nn.Module):
         self.bias = base.bias
         for name, value in (("factor", factor), ("turned", turned.contiguous()), ("turned_factor", turned_factor)):
             self.register_buffer(name, value, persistent=False)
+        self.register_buffer("maxima", None, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):  # as F.linear would
             x = x.to(torch.get_autocast_dtype(x.device.type))
         flat = x.reshape(-1, self.in_features)
-        made = Product.apply(flat, self.weight, self.factor, self.turned, self.turned_factor, self.recipe)
+        made = Product.apply(flat, *self.operands())
         made = made.view(*x.shape[:-1], self.out_features).to(x.dtype)
         return made if self.bias is None else made + self.bias.to(made.dtype)
+
+    def operands(self) -> tuple[Any, ...]:
+        """Return what a product takes besides its input."""
+        return self.weight, self.factor, self.turned, self.turned_factor, self.recipe, self.maxima
 
     def forward_in_16_bits(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product with the weight as it is after the cast, for a few rows: 8-bit products want many."""
@@ -117,10 +178,12 @@ def _wanted(module: Any, name: str) -> bool:
 
 def join(layers: list[Any]) -> Any:
     """Return one layer whose product is that of layers which share a factor, side by side; their weights become views
-    of its. None where they share none, or are no layers in 8 bits."""
+    of its: of one layer itself. None where they share no factor, or are no layers in 8 bits."""
     first = layers[0]
+    if len(layers) == 1:
+        return first if type(first) is Fp8Linear else None
     alike = all(type(layer) is Fp8Linear and (layer.bias is None) == (first.bias is None) for layer in layers)
-    if len(layers) < 2 or not alike or first.recipe == ROWWISE:
+    if not alike or first.recipe == ROWWISE:
         return None
     if any(not torch.equal(layer.factor, first.factor) for layer in layers):
         return None
@@ -152,6 +215,19 @@ def apply(model: Any, spec: Experiment) -> None:
         largest = torch.stack(weights).amax() if weights else None
         for name in names:
             _replace(model, name, Fp8Linear(model.get_submodule(name), recipe, largest))
+    if recipe == DELAYED:
+        _keep_maxima(model)
+
+
+def _keep_maxima(model: Any) -> None:
+    """Give each layer its part of what is kept from step to step."""
+    from ftbench.worker.kernels.delayed_cast import Maxima  # needs triton
+
+    small = [module for module in model.modules() if type(module) is Fp8Linear]
+    maxima = Maxima(len(small), small[0].weight.device)
+    for layer, own in zip(small, maxima.values, strict=True):
+        layer.maxima = own
+    base_model(model).register_forward_pre_hook(maxima.next_pass)
 
 
 def _wanted_names(model: Any) -> list[str]:

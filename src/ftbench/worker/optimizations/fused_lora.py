@@ -31,6 +31,7 @@ class AdapterGroup(torch.nn.Module):
         self.scales = [layer.scaling[ADAPTER] for layer in layers]
         self.rank = layers[0].r[ADAPTER]
         self.width = layers[0].in_features
+        self.columns = 0  # that a product's input and output have room for
         self.ready: dict[int, torch.Tensor] = {}
         self.read: torch.Tensor | None = None
 
@@ -47,8 +48,9 @@ class AdapterGroup(torch.nn.Module):
         raise NotImplementedError
 
     def holds(self, layers: Sequence[Any]) -> bool:
-        """Return whether it is of these layers, in their order, and has a product that is all they make."""
-        return False
+        """Return whether it is of these layers, in their order, and `product` is all they make."""
+        biases = (layer.get_base_layer().bias for layer in self.layers)
+        return self.layers == tuple(layers) and all(bias is None for bias in biases)
 
     def is_on(self) -> bool:
         """Return whether the adapters take part now."""
@@ -93,10 +95,6 @@ class AugmentedGroup(AdapterGroup):
         and room behind them."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
-    def holds(self, layers: Sequence[Any]) -> bool:
-        biases = (layer.get_base_layer().bias for layer in self.layers)
-        return self.layers == tuple(layers) and all(bias is None for bias in biases)
-
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         made = self.product(x.reshape(-1, self.width))
         *parts, _ = made.view(*x.shape[:-1], -1).split([*self.sizes, self.columns], -1)
@@ -109,20 +107,32 @@ class BesideGroup(AdapterGroup):
 
     a: torch.Tensor
     b: torch.Tensor
+    blocks: torch.Tensor
 
     def __init__(self, layers: list[Any], dtype: torch.dtype) -> None:
         super().__init__(layers)
         options = {"dtype": dtype, "device": layers[0].lora_A[ADAPTER].weight.device}
         self.register_buffer("a", torch.zeros(len(layers) * self.rank, self.width, **options), persistent=False)
         self.register_buffer("b", torch.zeros(sum(self.sizes), self.rank, **options), persistent=False)
+        self.register_buffer("blocks", torch.zeros(sum(self.sizes), len(self.a), **options), persistent=False)
         self.joined = (fp8.join([layer.get_base_layer() for layer in layers]),)  # a tuple: no parameters of its own
 
     @torch.no_grad()
     def refresh(self) -> None:
         parts = zip(self.layers, self.scales, self.a.split(self.rank), self.b.split(self.sizes), strict=True)
-        for layer, scale, a, b in parts:
+        for index, (layer, scale, a, b) in enumerate(parts):
             a.copy_(layer.lora_A[ADAPTER].weight)
             torch.mul(layer.lora_B[ADAPTER].weight, scale, out=b)
+            self.blocks.split(self.sizes)[index][:, index * self.rank : (index + 1) * self.rank].copy_(b)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layers make of x, tokens x width, side by side."""
+        operands = (*self.joined[0].operands(), self.a, self.blocks, self.scales, *self.adapters())
+        made: torch.Tensor = fp8.AdaptedProduct.apply(x.to(self.a.dtype), *operands)
+        return made
+
+    def holds(self, layers: Sequence[Any]) -> bool:
+        return self.joined[0] is not None and super().holds(layers)
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         flat = x.reshape(-1, self.width).to(self.a.dtype)

@@ -1,0 +1,94 @@
+"""Casts to 8 bits in one pass: scaled by the largest value of the step before, while this step's is found.
+
+A cast by the values' own maximum passes twice: all read for it, then read again and half as much written, 2.5 passes.
+This one reads once and writes half: 1.5. Scales leave room for values twice as large as the last step's largest; what
+is larger still becomes the largest number of 8 bits. In the first step, where nothing is known, the kernel runs again
+with the maximum that it has found; later that second launch ends at once, so that nobody waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+BLOCK, PROGRAMS = 4096, 1056  # of few programs, because each ends by an atomic operation on one number
+ROOM = constexpr(2.0)
+SMALLEST = constexpr(1e-12)
+
+
+@triton.jit
+def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
+    """Return what values are multiplied by so that those expected are within LIMIT; `known` is 0 at first."""
+    largest = tl.where(known > 0, known * ROOM, tl.load(seen))
+    return LIMIT / tl.maximum(largest, SMALLEST)
+
+
+@triton.jit
+def shortened(values: tensor, scale: tensor, LIMIT: constexpr) -> tensor:
+    """Return scaled values within LIMIT, ready to be stored in 8 bits."""
+    return tl.minimum(tl.maximum(values * scale, -LIMIT), LIMIT)
+
+
+@triton.jit
+def _cast(
+    x: tensor, small: tensor, factor: tensor, maxima: tensor, size: tensor, LIMIT: constexpr, AGAIN: constexpr,
+    BLOCK: constexpr,
+) -> None:  # fmt: skip
+    """Write values in 8 bits, the factor that undoes their scale, and the largest that was seen: each program every
+    so many blocks."""
+    known = tl.load(maxima)
+    if (known > 0) & AGAIN:
+        return
+    scale = scale_to(known, maxima + 1, LIMIT)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(values))
+        tl.store(small + at, shortened(values, scale, LIMIT).to(small.dtype.element_ty), mask=at < size)
+    tl.atomic_max(maxima + 1, tl.max(largest, 0))
+    tl.store(factor, 1.0 / scale)
+
+
+# Nothing reads what it writes into `maxima` before the next step, and to write it twice changes nothing: torch is not
+# told of it, because it would copy the layers' numbers, which are views of one buffer, into the graph and back.
+@torch.library.custom_op("ftbench::cast_by_last", mutates_args=())
+def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x in 8 bits and the factor by which a product with it is multiplied. `maxima`: the largest value of the
+    step before (0: none), and the largest seen since, which is raised."""
+    x = x.contiguous()
+    small, factor = torch.empty_like(x, dtype=dtype), maxima.new_empty(())
+    grid = (min(triton.cdiv(x.numel(), BLOCK), PROGRAMS),)
+    for again in (False, True):
+        limit = torch.finfo(dtype).max
+        _cast[grid](x, small, factor, maxima, x.numel(), LIMIT=limit, AGAIN=again, BLOCK=BLOCK, num_warps=8)
+    return small, factor
+
+
+@cast_by_last.register_fake
+def _(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), maxima.new_empty(())
+
+
+class Maxima:
+    """The largest values of every layer's input and gradient: layers x (input, gradient) x (last step's, seen since).
+    Nothing of it is saved: a run that is resumed begins as at first."""
+
+    def __init__(self, layers: int, device: Any) -> None:
+        self.values = torch.zeros(layers, 2, 2, device=device)
+        self.trained = False
+
+    def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
+        """Take what the last pass has seen, before a pass of the model; what an evaluation saw is forgotten. The
+        layers of a pass are computed again, and passed backward, with the same scales."""
+        known, seen = self.values.data.unbind(
+            -1
+        )  # of no version: a pass may be open, as of a policy beside its reference
+        if self.trained:
+            known.copy_(torch.where((seen > 0) & seen.isfinite(), seen, known))
+        seen.zero_()
+        self.trained = model.training
