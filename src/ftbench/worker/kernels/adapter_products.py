@@ -49,6 +49,12 @@ def fill_columns(wide: torch.Tensor, factor: torch.Tensor, width: int) -> None:
     torch.mm(wide[:, :width], factor, out=wide[:, width:])
 
 
+@torch.library.custom_op("ftbench::add_product", mutates_args=("total",))
+def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
+    """Add the product of two thin matrices where it belongs: torch.addmm of another result copies `total` first."""
+    total.addmm_(x, factor)
+
+
 class Augmented(torch.autograd.Function):
     """tokens x in → tokens x (out of all the layers together, and r columns of nothing: room for what the backward pass
     puts beside the gradient). `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block; behind it

@@ -101,7 +101,10 @@ class _Mlp:
         group = _group(self)
         parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_together(group, x), None]
         gated: torch.Tensor = SwiGlu.apply(*parts, self.gate_proj.out_features)
-        return self.down_proj(gated.view(*x.shape[:-1], -1))
+        shape, down = (*x.shape[:-1], -1), _group(self.down_proj)
+        if down is None or down.columns:  # it would read and leave room that is not there
+            return self.down_proj(gated.view(shape))
+        return _together(down, gated).view(shape)
 
 
 @lru_cache
@@ -118,6 +121,7 @@ def replace_forward(layer: Any) -> None:
     pairs = [(layer, _Layer), (attention, _Attention)]
     if hasattr(mlp, "gate_proj"):  # experts have kernels of their own
         _join(mlp, mlp.gate_proj, mlp.up_proj)
+        _join(mlp.down_proj, mlp.down_proj)
         pairs.append((mlp, _Mlp))
     for module, ours in pairs:
         module.__class__ = _with_kernels(type(module), ours)  # type: ignore[arg-type]

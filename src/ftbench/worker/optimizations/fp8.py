@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.adapter_products import siblings, split_gradients
+from ftbench.worker.kernels.adapter_products import add_product, siblings, split_gradients
 from ftbench.worker.kernels.te_linear import RECIPES, TeLinear
 from ftbench.worker.model.parts import base_model
 
@@ -113,7 +113,9 @@ class AdaptedProduct(torch.autograd.Function):
         mid = x @ a.t()
         ctx.save_for_backward(x, mid, turned, turned_factor, maxima, a, b, *adapters)
         ctx.recipe, ctx.scales = recipe, scales
-        return torch.addmm(multiply(x, weight, factor, recipe, maxima), mid, b.t())
+        made = multiply(x, weight, factor, recipe, maxima)
+        add_product(made, mid, b.t())
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -121,7 +123,8 @@ class AdaptedProduct(torch.autograd.Function):
         (dy,) = gradients
         dx, dmid = None, dy @ b
         if ctx.needs_input_grad[0]:
-            dx = torch.addmm(multiply_back(dy, turned, factor, ctx.recipe, maxima), dmid, a)
+            dx = multiply_back(dy, turned, factor, ctx.recipe, maxima)
+            add_product(dx, dmid, a)
         of_adapters = split_gradients(dmid.t() @ x, dy.t() @ mid, ctx.scales, adapters)
         return dx, None, None, None, None, None, None, None, None, None, *of_adapters
 
