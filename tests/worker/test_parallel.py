@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from transformers.integrations import tensor_parallel
+from transformers.integrations import sdpa_attention, tensor_parallel
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment, Model
@@ -43,6 +44,54 @@ def test_a_model_that_cannot_be_divided_so_is_refused_with_a_way_out(strategy, s
 
 def test_a_model_whose_layers_all_see_the_whole_sequence_can_be_cut():
     assert loading("cp", 2, layer_types=["full_attention"], sliding_window=8) == {}
+
+
+@pytest.mark.parametrize("strategy", ["tp", "tp+fsdp"])
+def test_a_peft_that_leaves_adapters_whole_is_refused(monkeypatch, strategy):
+    monkeypatch.delattr("peft.tuners.lora.model.get_tp_plan_and_mesh")
+    with pytest.raises(SpecError, match=r"wants peft 0.21.2 or newer, .* pip install -U peft, or use fsdp"):
+        loading(strategy, 4, num_key_value_heads=4)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("kind", "way"), [(torch.optim.SGD, "foreach"), (torch.optim.AdamW, "fused")])
+def test_what_is_spread_over_ranks_is_stepped_apart_from_what_is_whole(alone, kind, way):
+    """All of a group at once, as torch does on a GPU without being told."""
+    spread, whole = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    spread = torch.nn.Parameter(distribute_tensor(spread.detach(), alone, [Shard(0)]))
+    for each in (spread, whole):
+        each.grad = each.detach().clone()
+
+    def create():
+        group = {"params": [spread, whole], "weight_decay": 0.0}
+        return kind([group], lr=0.5, **{way: True})
+
+    with pytest.raises(RuntimeError, match="mixed"):
+        create().step()
+    trainer = SimpleNamespace(create_optimizer=create)
+    parallel.load("ep").attach(trainer, None)
+    for each in (spread, whole):
+        each.data.fill_(1.0)
+    trainer.create_optimizer().step()
+    assert spread.full_tensor().tolist() == whole.tolist() == pytest.approx([0.5] * 3)
+
+
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_attention_that_goes_round_repeats_keys_in_32_bits(monkeypatch, dtype, groups):
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+    cp = parallel.load("cp")
+    monkeypatch.setattr(cp.ring, "_templated_ring_attention", cp.ring._templated_ring_attention)
+    monkeypatch.setattr(cp.fsdp, "prepare", lambda made: None)
+    cp.prepare(SimpleNamespace(device=torch.device("cuda")))
+    key = torch.ones(1, 2, 4, 8, dtype=dtype)
+    assert sdpa_attention.use_gqa_in_sdpa(None, key, key) is groups
 
 
 # --- what is refused while libraries do not do it: once one of these fails, a refusal can go -------------------------

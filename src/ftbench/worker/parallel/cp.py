@@ -10,6 +10,7 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+from transformers.integrations import sdpa_attention
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
@@ -43,9 +44,12 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Count the rounds. On a CPU let accelerate shard, and torch's ring take the attention that there is: it knows
-    those of GPUs alone."""
+    """Count the rounds, and let attention in 32 bits repeat its keys: no kernel that the ring knows takes fewer heads
+    of keys there. On a CPU let accelerate shard, and torch's ring take the attention that there is: it knows those of
+    GPUs alone."""
     fsdp.prepare(made)
+    grouped = sdpa_attention.use_gqa_in_sdpa
+    sdpa_attention.use_gqa_in_sdpa = lambda mask, key, value: key.itemsize < 4 and grouped(mask, key, value)
     ring._templated_ring_attention = _counted(ring._templated_ring_attention)
     if made.device.type == "cpu":
         ring.custom_ops |= {_ON_CPU: _attend, _BACK_ON_CPU: _attend_back}

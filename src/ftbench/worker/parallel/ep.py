@@ -37,6 +37,25 @@ def arguments(spec: Experiment) -> dict[str, Any]:
     return {}
 
 
+def attach(trainer: Any, spec: Experiment) -> None:
+    """Let the optimizer step experts that are spread over ranks apart from what is whole: on a GPU torch steps all of a
+    group at once, and takes no mixture."""
+    create = trainer.create_optimizer
+
+    def created(*args: Any) -> Any:
+        optimizer = create(*args)
+        optimizer.param_groups = [part for group in optimizer.param_groups for part in _unmixed(group)]
+        return optimizer
+
+    trainer.create_optimizer = created
+
+
+def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a group of parameters as one of those that are spread over ranks and one of the others."""
+    kinds = [[p for p in group["params"] if isinstance(p, DTensor) is spread] for spread in (True, False)]
+    return [group | {"params": kind} for kind in kinds if kind]
+
+
 def verify(trainer: Any, spec: Experiment) -> list[str]:
     """Return what is not sharded. A library that was told too late multiplies with all experts, and says nothing."""
     if applied(trainer)["sharded"]:

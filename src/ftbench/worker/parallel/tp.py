@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import torch.distributed as dist
+from peft.tuners.lora import model as peft_model
 from transformers.distributed import DistributedConfig
 
 from ftbench.errors import SpecError
@@ -19,7 +21,17 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     """Return what from_pretrained is told, which shards the weights as it reads them. Raise SpecError for heads that
     cannot be dealt evenly."""
     require_even(spec, config, "launch.gpus", spec.launch.ranks)
+    require_shared_adapters(spec)
     return {"distributed_config": DistributedConfig(tp_size=spec.launch.ranks)}
+
+
+def require_shared_adapters(spec: Experiment) -> None:
+    """Raise SpecError for a peft that would leave adapters whole beside matrices of which a rank has a share."""
+    if spec.method.adapters and not hasattr(peft_model, "get_tp_plan_and_mesh"):
+        raise SpecError(
+            f"launch.strategy: {spec.launch.strategy} with adapters wants peft 0.21.2 or newer, and peft "
+            f"{peft.__version__} does not divide them: pip install -U peft, or use fsdp"
+        )
 
 
 def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:

@@ -45,6 +45,7 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     halves."""
     tensor, shares = _numbers(spec)
     tp.require_even(spec, config, "launch.tp", tensor)
+    tp.require_shared_adapters(spec)
     LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
     distributed = DistributedConfig(tp_size=tensor, fsdp_size=shares)
     full = spec.method.name == "full" and spec.train.precision != "fp32"

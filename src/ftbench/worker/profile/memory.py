@@ -119,7 +119,7 @@ def owned(loop: Any) -> dict[int, tuple[str, int]]:
     storages: dict[int, tuple[str, int]] = {}
     for tensor, kind in kept_tensors(loop.model, innermost(loop.optimizer)):
         if tensor.numel():
-            storage = tensor.untyped_storage()
+            storage = _of_rank(tensor).untyped_storage()
             storages.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
     return storages
 
@@ -127,7 +127,12 @@ def owned(loop: Any) -> dict[int, tuple[str, int]]:
 def gradients(loop: Any) -> set[int]:
     """Return the addresses of the gradients that there are."""
     present = (p.grad for p in loop.model.parameters() if p.grad is not None and p.grad.numel())
-    return {gradient.untyped_storage().data_ptr() for gradient in present}
+    return {_of_rank(gradient).untyped_storage().data_ptr() for gradient in present}
+
+
+def _of_rank(tensor: Any) -> Any:
+    """Return this rank's share of a tensor that is spread over ranks, whose own storage there is none of."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def from_entries(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], int | None]:
