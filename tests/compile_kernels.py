@@ -23,8 +23,10 @@ def cases(norm: bool):
     """Each kernel with its constants; a width that is no power of two, and both ways through each branch."""
     row = rms_norm._block(5120)
     head = rotary._blocks(28, 4, 128)
-    yield delayed_cast._cast, {"LIMIT": 57344.0, "AGAIN": norm, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
-    yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
+    short = {"LIMIT": 57344.0, "AGAIN": norm}
+    yield delayed_cast._cast, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
+    yield swiglu._swiglu_backward, {**short, "BLOCK": swiglu.BLOCK}
+    yield swiglu._swiglu_backward, {"LIMIT": 0.0, "AGAIN": False, "BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
     yield rms_norm._rms_norm_backward, {"SUM": norm, "WIDE": norm, **row}
     yield rotary._rotary_forward, {"NORM": norm, **head}

@@ -99,8 +99,10 @@ class _Mlp:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         group = _group(self)
-        parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_together(group, x), None]
-        gated: torch.Tensor = SwiGlu.apply(*parts, self.gate_proj.out_features)
+        gated: torch.Tensor | None = None if group is None else group.gated(_rows(x))
+        if gated is None:
+            parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_together(group, x), None]
+            gated = SwiGlu.apply(*parts, self.gate_proj.out_features)
         shape, down = (*x.shape[:-1], -1), _group(self.down_proj)
         if down is None or down.columns:  # it would read and leave room that is not there
             return self.down_proj(gated.view(shape))

@@ -65,11 +65,12 @@ def multiply(
 
 
 def multiply_back(
-    dy: torch.Tensor, turned: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None
-) -> torch.Tensor:
+    dy: torch.Tensor, turned: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
+    short: Any = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the gradient of `multiply`'s input, of the transposed weight, in x out. It adds up in 32 bits (torchao:
-    use_fast_accum only in the forward pass), but for the recipes in FAST."""
-    small, scale = _cast(dy, GRADIENT[recipe], recipe, None if maxima is None else maxima[1])
+    use_fast_accum only in the forward pass), but for the recipes in FAST. `short`: dy as it is cast, if there."""
+    small, scale = short or _cast(dy, GRADIENT[recipe], recipe, None if maxima is None else maxima[1])
     factors = (torch.ones_like(factor[0, 0]),) * 2 if recipe == ROWWISE else (scale, factor)
     dx = torch._scaled_mm(small, turned.t(), *factors, out_dtype=_out(dy, recipe), use_fast_accum=recipe in FAST)
     if recipe == ROWWISE:  # torchao: the product by rows is slow with 32-bit sums, so it is scaled after
@@ -97,36 +98,63 @@ class Product(torch.autograd.Function):
         return dx, None, None, None, None, None, None
 
 
+def _adapted(ctx: Any, x: torch.Tensor, given: Any) -> tuple[torch.Tensor, list[Any]]:
+    """Return the product with what the adapters add, and what its backward pass reads; see `AdaptedProduct`."""
+    weight, factor, turned, turned_factor, recipe, maxima, a, b, scales, *adapters = given
+    mid = x @ a.t()
+    ctx.recipe, ctx.scales, ctx.count = recipe, scales, len(given)
+    made = multiply(x, weight, factor, recipe, maxima)
+    add_product(made, mid, b.t())
+    return made, [x, mid, turned, turned_factor, maxima, a, b, *adapters]
+
+
+def _adapted_back(ctx: Any, dy: torch.Tensor, saved: Any, short: Any = None) -> tuple[Any, ...]:
+    """Return the gradients of all that `AdaptedProduct` takes; `short`: dy in 8 bits and its factor, if there."""
+    x, mid, turned, factor, maxima, a, b, *adapters = saved
+    dx, dmid = None, dy @ b
+    if ctx.needs_input_grad[0]:
+        dx = multiply_back(dy, turned, factor, ctx.recipe, maxima, short)
+        add_product(dx, dmid, a)
+    of_adapters = split_gradients(dmid.t() @ x, dy.t() @ mid, ctx.scales, adapters)
+    return dx, *[None] * (ctx.count - len(adapters)), *of_adapters
+
+
 class AdaptedProduct(torch.autograd.Function):
     """`Product` of layers side by side, with what their adapters add, by one product with A and one with B each way,
     which adds to what the 8-bit product wrote: for what reads the sum by kernels of its own, so that no pass for the
-    sum alone is left. `a` is A of all layers, (layers r) x in; `b` is s B of all, block by block, out x (layers r);
-    then the scales, and A and B of each layer in turn for their gradients alone, as in `Beside`."""
+    sum alone is left. `given` is what `Product` takes, A of all layers, (layers r) x in, s B of all, block by block,
+    out x (layers r); then the scales, and A and B of each layer in turn for their gradients alone, as in `Beside`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, turned: torch.Tensor,
-        turned_factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
-        *scales_and_adapters: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        scales, *adapters = scales_and_adapters
-        mid = x @ a.t()
-        ctx.save_for_backward(x, mid, turned, turned_factor, maxima, a, b, *adapters)
-        ctx.recipe, ctx.scales = recipe, scales
-        made = multiply(x, weight, factor, recipe, maxima)
-        add_product(made, mid, b.t())
+    def forward(ctx: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        made, saved = _adapted(ctx, x, given)
+        ctx.save_for_backward(*saved)
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        x, mid, turned, factor, maxima, a, b, *adapters = ctx.saved_tensors
-        (dy,) = gradients
-        dx, dmid = None, dy @ b
-        if ctx.needs_input_grad[0]:
-            dx = multiply_back(dy, turned, factor, ctx.recipe, maxima)
-            add_product(dx, dmid, a)
-        of_adapters = split_gradients(dmid.t() @ x, dy.t() @ mid, ctx.scales, adapters)
-        return dx, None, None, None, None, None, None, None, None, None, *of_adapters
+        return _adapted_back(ctx, *gradients, ctx.saved_tensors)
+
+
+class GatedProduct(torch.autograd.Function):
+    """`AdaptedProduct` of an MLP's gate and up, and silu(gate) * up of it, whose backward pass hands the gradient over
+    in 8 bits, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        made, saved = _adapted(ctx, x, given)
+        ctx.save_for_backward(made, *saved)
+        gate, up = made.chunk(2, 1)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        from ftbench.worker.kernels.swiglu import swiglu_backward_and_cast
+
+        made, *saved = ctx.saved_tensors
+        maxima = saved[4]
+        dy, *short = swiglu_backward_and_cast(*gradients, *made.chunk(2, 1), maxima[1], GRADIENT[ctx.recipe])
+        return _adapted_back(ctx, dy, saved, short)
 
 
 def _out(like: torch.Tensor, recipe: str) -> torch.dtype:

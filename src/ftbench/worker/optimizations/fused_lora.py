@@ -52,6 +52,10 @@ class AdapterGroup(torch.nn.Module):
         biases = (layer.get_base_layer().bias for layer in self.layers)
         return self.layers == tuple(layers) and all(bias is None for bias in biases)
 
+    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return silu(gate) * up of an MLP's first layers, where their product knows a way of its own."""
+        return None
+
     def is_on(self) -> bool:
         """Return whether the adapters take part now."""
         return not any(layer.disable_adapters or layer.merged for layer in self.layers)
@@ -127,8 +131,14 @@ class BesideGroup(AdapterGroup):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the layers make of x, tokens x width, side by side."""
+        return self._by(fp8.AdaptedProduct, x)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None if self.joined[0].maxima is None else self._by(fp8.GatedProduct, x)
+
+    def _by(self, product: Any, x: torch.Tensor) -> torch.Tensor:
         operands = (*self.joined[0].operands(), self.a, self.blocks, self.scales, *self.adapters())
-        made: torch.Tensor = fp8.AdaptedProduct.apply(x.to(self.a.dtype), *operands)
+        made: torch.Tensor = product.apply(x.to(self.a.dtype), *operands)
         return made
 
     def holds(self, layers: Sequence[Any]) -> bool:
