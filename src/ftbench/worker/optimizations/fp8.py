@@ -133,7 +133,7 @@ class AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _adapted_back(ctx, *gradients, ctx.saved_tensors)
+        return _adapted_back(ctx, gradients[0], ctx.saved_tensors)
 
 
 class GatedProduct(torch.autograd.Function):
@@ -152,8 +152,8 @@ class GatedProduct(torch.autograd.Function):
         from ftbench.worker.kernels.swiglu import swiglu_backward_and_cast
 
         made, *saved = ctx.saved_tensors
-        maxima = saved[4]
-        dy, *short = swiglu_backward_and_cast(*gradients, *made.chunk(2, 1), maxima[1], GRADIENT[ctx.recipe])
+        gate, up = made.chunk(2, 1)
+        dy, *short = swiglu_backward_and_cast(gradients[0], gate, up, saved[4][1], GRADIENT[ctx.recipe])
         return _adapted_back(ctx, dy, saved, short)
 
 
