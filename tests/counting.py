@@ -22,3 +22,21 @@ def calls_of(function: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(before)
     return count
+
+
+def lines_of(function: Callable[[], Any]) -> int:
+    """Return how many lines `function` runs, one for each turn of a loop or a comprehension too."""
+    count = 0
+
+    def heard(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return heard
+
+    before = sys.gettrace()
+    sys.settrace(heard)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count

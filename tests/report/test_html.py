@@ -185,7 +185,7 @@ def test_runs_of_different_models_are_not_ranked_together(tmp_path):
     shown = view(Report(records))
     assert len(shown.workloads) == 2
     assert shown.workloads[0].startswith("Qwen3-8B")  # that of most runs
-    assert [len(shown.cells_of(place)) for place in (0, 1)] == [2, 1]
+    assert [len(cells) for cells in shown.cells] == [2, 1]
     assert head.title(shown, 1).startswith("Qwen3-0.6B on NVIDIA H200: lora at batch 1 is fastest")
 
 

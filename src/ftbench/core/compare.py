@@ -85,8 +85,8 @@ def differences(
     compared: facts that both know and do not agree on, facts that one of them lacks, and, unknown on both sides, those
     without which nothing is proven (`UNPROVEN`). An empty list is an iso pair."""
     keys = dict.fromkeys([*baseline, *candidate, *UNPROVEN])
-    every = (Difference(key, baseline.get(key), candidate.get(key)) for key in keys if not implied(key))
-    return [fact for fact in every if fact.baseline != fact.candidate or fact.baseline is None]
+    every = ((key, baseline.get(key), candidate.get(key)) for key in keys)
+    return [Difference(key, a, b) for key, a, b in every if (a != b or a is None) and not implied(key)]
 
 
 # --- ratios ----------------------------------------------------------------------------------------------------------

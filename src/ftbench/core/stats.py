@@ -78,6 +78,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     return (ordered[k - 1], ordered[-k]) if k else None
 
 
+@lru_cache(maxsize=256)  # of few lengths of runs, and asked for each figure of each pair
 def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
     """Return the largest k whose k-th smallest and k-th largest of n values cover `confidence`, and what they really
     cover; 0 where even the extremes do not."""

@@ -3,6 +3,7 @@ learn the same. The records here belong to no format: report/compare/table.py ma
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -108,7 +109,7 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
         memory=core.ratio_of_runs(baseline.values(PEAK), cell.values(PEAK)), first_step=_first_steps(baseline, cell),
         energy=_ratio(baseline, cell, ENERGY, noise),
         break_even=core.break_even(paces[0], paces[1]) if known_speed and paces[0] and paces[1] else None,
-        learning=_learning(baseline, cell), reason=_weakness(baseline, cell),
+        learning=learning_of(baseline, cell), reason=_weakness(baseline, cell),
     )  # fmt: skip
 
 
@@ -151,8 +152,16 @@ def _steps(path: Path, modified: float, warmup: int) -> steps_csv.Steps:
 
 def steps_of(run: Run) -> steps_csv.Steps:
     """Return the steps of a run, from its steps.csv."""
-    modified = run.dir.steps.stat().st_mtime if run.dir.steps.exists() else 0.0
+    try:
+        modified = os.stat(run.dir.steps).st_mtime
+    except OSError:
+        modified = 0.0
     return _steps(run.dir.path, modified, int(figure(run.record, "steps.warmup") or 0))
+
+
+@lru_cache(maxsize=256)
+def _per_step(steps: steps_csv.Steps, name: str) -> Mapping[int, float]:
+    return steps.per_step(*_PER_STEP[name])
 
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
@@ -162,7 +171,7 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     if ratio is None or len(baseline.ok) > 1 or len(cell.ok) > 1:
         return ratio
     first, second = baseline.ok[0], cell.ok[0]
-    below, above = (steps_of(run).per_step(*_PER_STEP[name]) for run in (first, second))
+    below, above = (_per_step(steps_of(run), name) for run in (first, second))
     common = sorted(below.keys() & above.keys())
     paired = len(common) >= min(len(below), len(above)) / 2
     paired = paired and _same_tokens(baseline, cell) and _same_samples(first, second)
@@ -192,14 +201,14 @@ def _went_wrong(cell: Cell) -> Learning | None:
     return Learning(NOT_FINITE, broken[0]) if broken and not cell.ok else None
 
 
-def _learning(baseline: Cell, cell: Cell) -> Learning:
-    """Judge whether both learn the same: the first run of each that ended well, and that no run of the cell went
-    wrong."""
+def learning_of(baseline: Cell, cell: Cell) -> Learning:
+    """Judge whether two cells that ended well learn the same: the first run of each that did, and that no run of the
+    second went wrong."""
     first, second = baseline.ok[0], cell.ok[0]
     for run in cell.runs:
         broken = run.record["reason"] if run.record["state"] == STATE_NOT_FINITE else None
         checked = run.record.get("learning.state")  # by its summary, in newer runs: no need to read all steps again
-        if broken := broken or (run.ok and not checked and not_finite(steps_of(run).learning())):
+        if broken := broken or (run.ok and not checked and not_finite(steps_of(run).learning)):
             return Learning(NOT_FINITE, broken if len(cell.runs) == 1 else f"{run.run_id}: {broken}")
     if "dataset.order_hash" not in baseline.facts or "dataset.order_hash" not in cell.facts:
         return Learning(CANNOT_TELL, "the order of the tokens is not known")
@@ -208,7 +217,7 @@ def _learning(baseline: Cell, cell: Cell) -> Learning:
     if not paired and not (allowed.another_order and _same_samples_asked_for(baseline, cell)):
         same = _same_tokens(baseline, cell)
         return Learning(CANNOT_TELL, "other samples in a step" if same else "other tokens, or another order")
-    sides = steps_of(first).learning(), steps_of(second).learning()
+    sides = steps_of(first).learning, steps_of(second).learning
     return learning_verdict(*sides, allowed.share, paired=paired)
 
 
@@ -218,7 +227,7 @@ def _same_tokens(baseline: Cell, cell: Cell) -> bool:
 
 
 def _same_samples(first: Run, second: Run) -> bool:
-    before, after = steps_of(first).samples_by_step(), steps_of(second).samples_by_step()
+    before, after = steps_of(first).samples_by_step, steps_of(second).samples_by_step
     common = before.keys() & after.keys()
     return bool(common) and all(before[step] == after[step] for step in common)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,8 +57,8 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
     if named is None:
         if plain := [value for value in _UNOPTIMIZED.get(axis, ()) if value in values]:
             return plain[0]
-        counts = [sum(bool(cell.ok) for cell in cells if value_at(axis, cell.facts) == value) for value in values]
-        return values[counts.index(max(counts))]
+        counts = Counter(value_at(axis, cell.facts) for cell in cells if cell.ok)
+        return max(values, key=counts.__getitem__)
     if named in values:
         return named
     fitting = [value for value in values if named.casefold() in value.casefold()]

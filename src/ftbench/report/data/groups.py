@@ -258,18 +258,17 @@ def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
     """Return a text for each cell that no other has: facts of the spec, or else the first run."""
     keys = [axis] if axis else []
     keys += by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
-    chosen: list[str] = []
+    chosen: dict[str, list[str]] = {}
+    told: list[Any] = [()] * len(group)
     for key in keys:
-        if len(set(_facts_of(group, [*chosen, key]))) > len(set(_facts_of(group, chosen))):
-            chosen.append(key)
-    texts = _facts_of(group, chosen)
-    return texts if len(set(texts)) == len(group) else [cell.runs[0].run_id for cell in group]
-
-
-def _facts_of(group: Sequence[Cell], keys: Sequence[str]) -> list[str]:
-    names = headings(keys)
-    pairs = list(zip(keys, names, strict=True))
-    return [", ".join(f"{name} {short_value(cell.facts.get(key, 'unknown'))}" for key, name in pairs) for cell in group]
+        values = [short_value(cell.facts.get(key, "unknown")) for cell in group]
+        more = list(zip(told, values, strict=True))
+        if len(set(more)) > len(set(told)):
+            told, chosen[key] = more, values
+    if len(set(told)) < len(group):
+        return [cell.runs[0].run_id for cell in group]
+    names = headings(chosen)
+    return [", ".join(map("{} {}".format, names, values)) for values in zip(*chosen.values(), strict=True)]
 
 
 def short_value(text: str) -> str:

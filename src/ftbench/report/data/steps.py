@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ftbench.core.learning import TrainedStep
 from ftbench.store.rundir import RunDir
@@ -14,7 +15,7 @@ _LEARNING = ("samples", "label_tokens", "loss", "grad_norm")
 _NAMES = ("step", "step_time_s", "real_tokens", "energy_j", *_LEARNING)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Steps:
     """The train steps of one run whose time is known, in order: columns of steps.csv by their names (None is unknown),
     and how many of the steps are warm-up."""
@@ -22,7 +23,7 @@ class Steps:
     columns: Mapping[str, Sequence[float | None]]
     warmup: int
 
-    @property
+    @cached_property
     def numbers(self) -> list[int]:
         return [int(number or 0) for number in self.columns["step"]]
 
@@ -31,10 +32,12 @@ class Steps:
         steady = list(zip(self.numbers, self.columns[above], self.columns[below], strict=True))[self.warmup :]
         return {step: a / b for step, a, b in steady if a and b and a > 0 and b > 0}
 
+    @cached_property
     def learning(self) -> list[TrainedStep]:
         """Return what each step says about learning."""
         return list(map(TrainedStep, self.numbers, *(self.columns[name] for name in _LEARNING)))
 
+    @cached_property
     def samples_by_step(self) -> dict[int, float]:
         return {step: count for step, count in zip(self.numbers, self.columns["samples"], strict=True) if count}
 

@@ -71,7 +71,7 @@ def page(report: Report) -> str:
     text = environment.from_string(_asset("page.html")).render(
         title=head.title(shown, 0), view=shown, grids=grids(shown), data=_data(shown, drawn),
         bullets=_bullets(report, shown),
-        cards=[head.cards(shown.cells_of(index)) for index in range(len(shown.workloads))], **_placed(report, shown),
+        cards=list(map(head.cards, shown.cells)), **_placed(report, shown),
         points=points if longest > points else None, footnote=FOOTNOTE, version=__version__, script=script,
         drawn=len(drawn), with_steps=sum(not row.profiled for row in shown.rows),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(), style=_asset("report.css"),

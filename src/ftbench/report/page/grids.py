@@ -28,11 +28,11 @@ class FitGrid:
 def grids(view: View) -> list[FitGrid]:
     """Return a grid for each workload and GPU on which something was tried at several batches, or failed."""
     listed = []
-    for workload in range(len(view.workloads)):
+    for workload, cells in enumerate(view.cells):
         groups: dict[str, list[Cell]] = {}
-        for cell in view.cells_of(workload):
+        for cell in cells:
             groups.setdefault(str(cell.facts["gpu"]), []).append(cell)
-        listed += [grid for gpu, cells in groups.items() if (grid := _grid(workload, gpu, cells)).lines]
+        listed += [grid for gpu, own in groups.items() if (grid := _grid(workload, gpu, own)).lines]
     return listed
 
 

@@ -37,7 +37,7 @@ def _gpus(count: int) -> str:
 
 def title(view: View, workload: int) -> str:
     """Return the answer of a workload in one sentence; how many runs it has where none can be relied on."""
-    cells, model = view.cells_of(workload), view.workloads[workload].split(",")[0]
+    cells, model = view.cells[workload], view.workloads[workload].split(",")[0]
     if fastest := [ranked[0] for own in _by_count(cells).values() if (ranked := fastest_first(own))]:
         best, *others = fastest
         where = "" if best.facts["gpu"] == CPU else f" on {best.facts['gpu']}"
@@ -116,14 +116,14 @@ def _failed_card(cells: Sequence[Cell]) -> Card:
     failed = [(run, cell) for cell in cells for run in cell.runs if not run.ok]
     if not failed:
         return ("Failed", "nothing", f"{count} of {count} runs ended well", "")
-    states: dict[str, dict[str, None]] = {}
+    states: dict[str, dict[int, Cell]] = {}
     for run, cell in failed:
-        states.setdefault(str(run.record["state"]), {})[_where(cell, cells)] = None
+        states.setdefault(str(run.record["state"]), {})[id(cell)] = cell
     listed = []
-    for state, names in states.items():
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    for state, own in states.items():
+        more = f" and {len(own) - _MOST_NAMES} more" if len(own) > _MOST_NAMES else ""
         words = "Out of memory" if state == "oom" else state.capitalize()
-        listed.append(f"{words}: {'; '.join(list(names)[:_MOST_NAMES])}{more}.")
+        listed.append(f"{words}: {'; '.join(_where(cell, cells) for cell in list(own.values())[:_MOST_NAMES])}{more}.")
     return ("Failed", f"{len(failed)} of {count} runs", " ".join(listed), "")
 
 

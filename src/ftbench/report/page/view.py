@@ -91,10 +91,14 @@ class View:
     columns: list[RunColumn]
     context: str
 
-    def cells_of(self, workload: int) -> list[Cell]:
-        """Return the groups of repeats of a workload, in the order of their first, without profiled runs."""
-        rows = (row for row in self.rows if row.workload == workload and not row.profiled)
-        return list({id(row.cell): row.cell for row in rows}.values())
+    @cached_property
+    def cells(self) -> list[list[Cell]]:
+        """The groups of repeats of each workload, in the order of their first, without profiled runs."""
+        cells: list[dict[int, Cell]] = [{} for _ in self.workloads]
+        for row in self.rows:
+            if not row.profiled:
+                cells[row.workload][id(row.cell)] = row.cell
+        return [list(each.values()) for each in cells]
 
     @cached_property
     def by_path(self) -> dict[str, RunRow]:
@@ -132,8 +136,9 @@ def view(report: Report) -> View:
     cells = [by_path[record["path"]] for record in records]
     names = [_workload(cell) for cell in cells]
     workloads = [name for name, _ in Counter(names).most_common()]
+    place = {name: index for index, name in enumerate(workloads)}
     rows = [
-        RunRow(int(number_of(record) or row_number), record, cell, workloads.index(name))
+        RunRow(int(number_of(record) or row_number), record, cell, place[name])
         for row_number, (record, cell, name) in enumerate(zip(records, cells, names, strict=True), start=1)
     ]
     shared = [*(workloads if len(workloads) == 1 else []), *_only(str(cell.facts["gpu"]) for cell in cells)]

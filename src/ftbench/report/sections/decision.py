@@ -9,7 +9,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.stats import MINIMUM_STEADY
-from ftbench.report.compare.pairs import Noise, Pair, noise_of, pair_of
+from ftbench.report.compare.pairs import Noise, Pair, learning_of, noise_of, pair_of
 from ftbench.report.compare.words import change_in_words, differences_text
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.render.document import Point, Section
@@ -17,6 +17,7 @@ from ftbench.report.render.document import Point, Section
 LESS_MEMORY = 0.95  # a recipe that needs more than this share of another's memory is not called smaller
 NEARLY_LEAST = 1.10  # within this of the least memory, the fastest is the one to take
 _MOST_GROUPS = 6
+_MOST_HELD, _MOST_NAMED = 50, 6  # ways held against the fastest, whose every step is read; and named of a kind
 _NAMED = ("method.", "optimizations.", "applied.", "train.optimizer", "train.batch_size",
           "train.gradient_accumulation_steps")  # fmt: skip
 
@@ -64,7 +65,7 @@ def _points(group: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     if len(best) > 1:
         yield _many_steps(best[0], best[1], _pair(best[0], best[1], noise))
         yield from _few_steps(best, noise)
-        yield from _other_learning(best, noise)
+        yield from _other_learning(best[0], best[1:])
 
 
 def _best_of_each_way(measured: Sequence[Cell]) -> list[Cell]:
@@ -119,7 +120,8 @@ def _limits(group: Sequence[Cell]) -> Iterator[Point]:
             parts.append(f"{way} fits up to batch {max(fits)} and not {min(failing)}" if fits else
                          f"{way} does not fit at batch {min(failing)}")  # fmt: skip
     if parts:
-        yield _point("Out of memory: " + ", ".join(parts) + ".", *failed)
+        more = f" and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
+        yield _point(f"Out of memory: {', '.join(parts[:_MOST_NAMED])}{more}.", *failed)
 
 
 def _batch(cell: Cell) -> int:
@@ -159,11 +161,16 @@ def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
         )  # fmt: skip
 
 
-def _other_learning(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
-    for cell in best[1:]:
-        learning = _pair(best[0], cell, noise).learning
-        if learning is not None and learning.failed:
-            yield _point(f"{best[0].name} and {cell.name} do not learn the same: {learning.reason}.", best[0], cell)
+def _other_learning(best: Cell, others: Sequence[Cell]) -> Iterator[Point]:
+    """Yield which of the next fastest do not learn what the best does, the first with the reason."""
+    verdicts = [(cell, learning_of(cell, best)) for cell in others[:_MOST_HELD]]
+    failed = [(cell, learning) for cell, learning in verdicts if learning.failed]
+    for cell, learning in failed[:_MOST_NAMED]:
+        yield _point(f"{best.name} and {cell.name} do not learn the same: {learning.reason}.", best, cell)
+    if more := [cell for cell, _ in failed[_MOST_NAMED:]]:
+        yield _point(f"{best.name} and {len(more)} more of the next fastest do not learn the same.", best, *more)
+    if (left := len(others) - _MOST_HELD) > 0:
+        yield _point(f"Not held against {best.name} in what it learns: the {left:,} slowest other ways.")
 
 
 def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:

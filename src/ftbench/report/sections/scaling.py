@@ -143,13 +143,13 @@ def _curves(records: Sequence[Record]) -> list[str]:
 def _lines(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
     """Return the points of each recipe, batch and strategy, which begin with one GPU of that batch, where it ran."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    for record in records:
-        alone = [each for each in records if each["gpus"] == 1 and each["recipe"] == record["recipe"]
-                 and each["batch"] == record["batch"]]  # fmt: skip
-        key = f"{record['recipe']}, batch {record['batch']}: {record['strategy']}"
+    alone: dict[str, list[tuple[int, float]]] = {}
+    for record in sorted(records, key=lambda record: record["gpus"] > 1):
+        key, point = f"{record['recipe']}, batch {record['batch']}", (record["gpus"], record["tokens_per_s"])
         if record["gpus"] > 1:
-            line = lines.setdefault(key, [(1, each["tokens_per_s"]) for each in alone[:1]])
-            line.append((record["gpus"], record["tokens_per_s"]))
+            lines.setdefault(f"{key}: {record['strategy']}", [*alone.get(key, [])]).append(point)
+        else:
+            alone.setdefault(key, [point])
     return lines
 
 
