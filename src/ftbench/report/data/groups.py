@@ -259,13 +259,13 @@ def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
     keys = [axis] if axis else []
     keys += by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
     chosen: dict[str, list[str]] = {}
-    told: list[Any] = [()] * len(group)
+    kinds: list[Any] = [()] * len(group)
     for key in keys:
         values = [short_value(cell.facts.get(key, "unknown")) for cell in group]
-        more = list(zip(told, values, strict=True))
-        if len(set(more)) > len(set(told)):
-            told, chosen[key] = more, values
-    if len(set(told)) < len(group):
+        more = list(zip(kinds, values, strict=True))
+        if len(set(more)) > len(set(kinds)):
+            kinds, chosen[key] = more, values
+    if len(set(kinds)) < len(group):
         return [cell.runs[0].run_id for cell in group]
     names = headings(chosen)
     return [", ".join(map("{} {}".format, names, values)) for values in zip(*chosen.values(), strict=True)]

@@ -136,9 +136,9 @@ def view(report: Report) -> View:
     cells = [by_path[record["path"]] for record in records]
     names = [_workload(cell) for cell in cells]
     workloads = [name for name, _ in Counter(names).most_common()]
-    place = {name: index for index, name in enumerate(workloads)}
+    indices = {name: index for index, name in enumerate(workloads)}
     rows = [
-        RunRow(int(number_of(record) or row_number), record, cell, place[name])
+        RunRow(int(number_of(record) or row_number), record, cell, indices[name])
         for row_number, (record, cell, name) in enumerate(zip(records, cells, names, strict=True), start=1)
     ]
     shared = [*(workloads if len(workloads) == 1 else []), *_only(str(cell.facts["gpu"]) for cell in cells)]
