@@ -22,6 +22,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="pip install play
 from page_runs import HOSTILE, JAPANESE, made, study  # noqa: E402
 
 from ftbench.report.command import Request, report  # noqa: E402
+from ftbench.store import rundir  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -58,6 +59,27 @@ def crowded(tmp_path_factory) -> Path:
         made(folder / "runs", method, batch, gpu=gpu, steps=12, speed=20 * batch / (peak + place % 9), peak=peak,
              name="a-name-of-an-experiment-that-somebody-chose")  # fmt: skip
     made(folder / "runs", "lora", 4, model="Qwen/Qwen3-0.6B", steps=12)
+    path = folder / "report.html"
+    path.write_text(report(Request([folder / "runs"], "html")).text, "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def diverse(tmp_path_factory) -> Path:
+    """The page of seventy specs on one GPU, none of which fits."""
+    folder = tmp_path_factory.mktemp("diverse")
+    for number in range(70):
+        run = made(
+            folder / "runs",
+            "lora",
+            4,
+            state="oom",
+            reason=f"out of memory in forward of step 2, {number}.25 GiB asked for beyond it",
+        )
+        spec = rundir.read_json(run.spec_json)
+        spec["train"]["learning_rate"] = (number + 1) / 1000
+        rundir.write_json(run.spec_json, spec)
+        run.summary.unlink()
     path = folder / "report.html"
     path.write_text(report(Request([folder / "runs"], "html")).text, "utf-8")
     return path
@@ -263,6 +285,19 @@ def test_of_very_many_runs_the_first_rows_are_laid_out_and_the_others_are_a_clic
         page.click("#whole")
         assert len(rows(page)) == 99
         assert not page.is_visible("#whole")
+
+
+@pytest.mark.parametrize(("section", "entry"), [("#frontier", "tbody tr"), ("#notes", "li")])
+def test_a_long_list_begins_with_a_few_and_the_others_are_a_search_or_a_click_away(opened, diverse, section, entry):
+    with opened(file=diverse) as page:
+        entries = page.locator(f"{section} {entry}:visible")
+        assert entries.count() == 24
+        page.locator(f"{section} input[type=search]").fill("rate 0.069" if section == "#frontier" else " 69.25 gib")
+        assert entries.count() == 1
+        page.locator(f"{section} input[type=search]").fill("")
+        page.locator(section).get_by_role("button", name="Show all 70").click()
+        assert entries.count() == 70
+        assert page.locator(section).get_by_role("button", name="Show all 70").count() == 0
 
 
 def test_names_and_legends_say_what_varies(opened):

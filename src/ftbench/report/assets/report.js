@@ -26,11 +26,41 @@
     const grids = $("frontier");
     if (grids) grids.hidden = ![...grids.querySelectorAll(".scroll")].some(isAbout);
     $("title").textContent = document.title = data.titles[workload()];
+    shorten.forEach((list) => list());
     vary();
     filter();
     pickFirst();
     ["pareto-figure", "bars-figure", "curves-figure"].forEach(draw);
   }
+
+  // Of a long list the first entries are shown, with a search for the others.
+  const LONG = 60, SHORT = 24;
+  const wordsIn = (input) => input.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const shorten = [...document.querySelectorAll("[data-long]")].filter((list) => list.children.length > LONG).map((list) => {
+    const entries = [...list.children], texts = entries.map((entry) => entry.textContent.toLowerCase());
+    const tools = make("div", null, { class: "tools long" }), label = make("label", "Search ");
+    const search = make("input", null, { type: "search" }), all = make("button", null, { type: "button" });
+    let most = SHORT;
+    const show = () => {
+      const words = wordsIn(search);
+      let found = 0;
+      entries.forEach((entry, i) => {
+        const fits = isAbout(entry) && words.every((word) => texts[i].includes(word));
+        found += fits;
+        entry.hidden = !fits || found > most;
+      });
+      all.hidden = found <= most;
+      all.textContent = `Show all ${found}`;
+    };
+    const whole = () => { most = Infinity; show(); };
+    search.addEventListener("input", () => { most = SHORT; show(); });
+    all.addEventListener("click", whole);
+    addEventListener("beforeprint", whole);
+    label.append(search);
+    tools.append(label, all);
+    (list.closest("table") || list).before(tools);
+    return show;
+  });
 
   // What tells some things apart, each of which has a way of training, a batch and a GPU; and what all of them share.
   const PARTS = [(item) => item.way, (item) => `batch ${item.batch}`, (item) => item.gpu.replace(/^NVIDIA /, "")];
@@ -53,7 +83,7 @@
   let most = MOST_ROWS;
 
   function filter() {
-    const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const words = wordsIn($("filter"));
     const numbers = words.filter((word) => /^runs?:/.test(word)).flatMap((word) => word.split(/[:,]/).slice(1));
     const others = words.filter((word) => !/^runs?:/.test(word)), state = $("state").value;
     const every = numbers.length || ($("every") && $("every").checked);
@@ -486,7 +516,7 @@
   }
 
   function list() {
-    const words = $("pick-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const words = wordsIn($("pick-filter"));
     const own = ofChosen(), { names } = apart(own.map((index) => data.runs[index]));
     const labels = own.map((index, i) => [index, `${data.runs[index].number}: ${names[i]}${data.runs[index].state === "ok" ? "" : ` (${data.runs[index].state})`}`]);
     const found = labels.filter(([index, label]) => {

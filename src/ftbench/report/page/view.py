@@ -106,12 +106,13 @@ class View:
 
     @cached_property
     def notes(self) -> list[tuple[str, list[RunRow]]]:
-        """The warnings of all runs and the reasons that a table has no room for, each once with its runs."""
+        """The warnings of all runs and the reasons that a table has no room for, each once with its runs, those of most
+        runs first."""
         about: dict[str, list[RunRow]] = {}
         for row in self.rows:
             for warning in filter(None, [long_reason(row.record), *map(str, row.record["warnings"])]):
                 about.setdefault(warning, []).append(row)
-        return list(about.items())
+        return sorted(about.items(), key=lambda note: -len(note[1]))
 
     def workloads_of(self, run_ids: str) -> str:
         """Return the places of the workloads of some runs, given by their ids, with spaces between them."""
