@@ -65,6 +65,24 @@ def test_an_unknown_key_is_named_with_the_nearest_one(refused):
     assert "spec.yaml:1: train.batch_sise: no such key; did you mean batch_size?" in err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("objective=GRPO", "'GRPO' is not allowed; did you mean grpo?"),
+        ("method=ＬＯＲＡ", "'ＬＯＲＡ' is not allowed; did you mean lora?"),
+        ("Train.batch_size=1", "Train: no such key; did you mean train?"),
+        (
+            "launch.strategy={tp: 2, fsdp: 4}",
+            "launch.strategy: {'tp': 2, 'fsdp': 4} is not allowed (allowed: none, ddp",
+        ),
+        ("launch={tp: 2, fdsp: 4}", "launch.fdsp: no such key; did you mean fsdp?"),
+        ("objective={nam: grpo}", "objective.nam: no such key; did you mean name?"),
+    ],
+)
+def test_a_value_that_is_none_is_shown_as_it_was_given_with_the_nearest(refused, text, said):
+    assert said in refused("--set", text)
+
+
 def test_two_mistakes_are_told_at_once(refused):
     err = refused(train={"batch_size": 0}, dataset={"name": "smaple"})
     assert len(err.splitlines()) == 2
@@ -87,6 +105,45 @@ def test_a_model_directory_without_weights(refused, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     err = refused(model={"id": "mine", "path": "model"})
     assert "no weights" in err
+    assert "model.weights=random" in err
+
+
+def header_of(tensors, size):
+    text = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, end]} for name, end in tensors.items()})
+    return len(text).to_bytes(8, "little") + text.encode() + b"\0" * size
+
+
+INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00001.safetensors"
+DAMAGED_WEIGHTS = {
+    "cut short": ({"model.safetensors": header_of({"x": 4}, 2)}, "model.safetensors: is cut short or damaged"),
+    "with more behind": ({"model.safetensors": header_of({"x": 4}, 9)}, "is cut short or damaged"),
+    "empty": ({"model.safetensors": b""}, "is cut short or damaged"),
+    "of noise": ({"model.safetensors": b"\xff" * 99}, "is cut short or damaged"),
+    "with a list for a header": ({"model.safetensors": b"\2" + b"\0" * 7 + b"[]"}, "is cut short or damaged"),
+    "without a shard": ({INDEX: {SHARD: SHARD}, "other.safetensors": b""}, f"{SHARD}: cannot be read"),
+    "with an index that leads out": ({INDEX: {"x": "../x.safetensors"}, SHARD: b""}, "is no file beside it"),
+    "with an absolute index": ({INDEX: {"x": "/etc/passwd"}, SHARD: b""}, "is no file beside it"),
+    "with an index that is a list": ({INDEX: b"[]", SHARD: b""}, "is no index of weights"),
+    "with an index without files": ({INDEX: b'{"metadata": {}}', SHARD: b""}, "is no index of weights"),
+    "with an index that is no JSON": ({INDEX: b"{", SHARD: b""}, "cannot be read as JSON"),
+    "that is a pipe": ({"model.safetensors": None}, "is cut short or damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGED_WEIGHTS)
+def test_a_damaged_checkpoint_is_refused_before_anything_is_started(refused, tmp_path, damage):
+    files, said = DAMAGED_WEIGHTS[damage]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name, content in files.items():
+        if content is None:
+            os.mkfifo(tmp_path / "model" / name)
+        elif isinstance(content, dict):
+            (tmp_path / "model" / name).write_text(json.dumps({"metadata": {}, "weight_map": content}))
+        else:
+            (tmp_path / "model" / name).write_bytes(content)
+    err = refused(model={"id": "mine", "path": "model"})
+    assert said in err
     assert "model.weights=random" in err
 
 
@@ -378,9 +435,33 @@ def test_an_output_that_takes_nothing_is_a_sentence(ftbench, study, name, code, 
     assert "Traceback" not in err
 
 
+def test_links_in_a_circle_are_a_sentence_wherever_a_path_is_given(ftbench, study, tmp_path):
+    circle, spec = tmp_path / "circle", write_spec(tmp_path)
+    circle.symlink_to(circle)
+    for arguments in (
+        ("report", study, "-o", circle), ("bundle", study, "-o", circle), ("bundle", circle, "-o", tmp_path / "b"),
+        ("run", spec, "--out", circle), ("sweep", spec, "--axis", "train.batch_size=1,2", "--out", circle),
+    ):  # fmt: skip
+        code, out, err = ftbench(*arguments)
+        assert (code in (2, 3), out, f"{circle}" in err, circle.is_symlink()) == (True, "", True, True), (
+            arguments,
+            err,
+        )
+
+
 def ftbench_process(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ftbench", *map(str, arguments)]
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+def test_a_folder_that_is_gone_is_a_sentence(tmp_path):
+    for arguments in (["doctor"], ["env", "create", "axolotl"], ["run", write_spec(tmp_path), "--out", "here"]):
+        (tmp_path / "gone").mkdir()
+        command = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
+        shell = ["sh", "-c", command, "sh", tmp_path / "gone", sys.executable, "-m", "ftbench"]
+        done = subprocess.run([*shell, *arguments], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (3, ""), done.stderr
+        assert done.stderr == "ftbench: the folder that this command was started in is gone: go to another\n"
 
 
 def test_a_full_stdout_is_told_by_the_exit_code():

@@ -14,6 +14,7 @@ import yaml
 
 import ftbench
 from ftbench.core.redact import REDACTED, clean, redact, secretless
+from ftbench.core.table import text_table
 
 TOKEN = "hf_" + "AbCdEfGhIj" * 3
 HARD = "pa\"ss\\wo'rd <1>é"
@@ -98,3 +99,17 @@ def test_no_sentence_of_ours_is_taken_for_a_secret():
                 texts.append(node.value)
     assert len(texts) > 5000
     assert [text for text in texts if redact(text, {})[1]] == []
+
+
+def test_a_secret_goes_before_its_lines_and_spaces_do(monkeypatch):
+    monkeypatch.setenv("DB_PASS", "first\tword\nsecond line and  more of it")
+    secret = os.environ["DB_PASS"]
+    table = text_table(["name", "what"], [["a", secret], ["b", f"behind {secret}"]], width=40)
+    assert table.count(REDACTED) == 2
+    assert not {"first", "second", "more"} & set(table.split())
+
+
+@pytest.mark.parametrize("shown", ["https://mine@db.test/1", "https:/mine@db.test/1", Path("https://mine@db.test/1")])
+def test_an_address_is_a_secret_also_where_it_is_taken_for_a_path(shown):
+    assert redact(f"{shown}: no such file", {"DB_DSN": "https://mine@db.test/1"})[0] == f"{REDACTED}: no such file"
+    assert "word" not in redact(str(shown).replace("mine", "me:word"), {})[0]

@@ -17,9 +17,11 @@ from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.recommend import command as recommend
 from ftbench.estimate.recommend import text as recommend_text
 from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.workload import images
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import shape_of
 from ftbench.families.vision import ImageSize
+from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment, resolve
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llava-next.yaml"
@@ -131,6 +133,13 @@ def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "b.png")
     with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be looked at .*no plain file"):
         estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
+
+
+def test_a_row_whose_turns_are_none_has_no_images(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"text": "a"}, {"messages": -5}, {"conversations": True}, {"messages": {"a": "b"}}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = Dataset(name="file", path=str(tmp_path / "rows.jsonl"))
+    assert [images._images(row, data) for row in rows] == [[], [], [], []]
 
 
 def test_beans_are_known_and_other_sets_are_not_before_they_are_read() -> None:

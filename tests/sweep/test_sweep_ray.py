@@ -11,7 +11,12 @@ from sweeps import sweep, write_sweep
 
 @pytest.mark.parametrize(
     ("on", "said"),
-    [("ray://127.0.0.1:1", "nobody answers at 127.0.0.1:1"), ("ray://nowhere", "nobody answers"), ("pbs", "allowed")],
+    [
+        ("ray://127.0.0.1:1", "nobody answers at 127.0.0.1:1"),
+        ("ray://nowhere", "nobody answers at nowhere (no port is named)"),
+        ("ray://me:word@127.0.0.1:1", "nobody answers at 127.0.0.1:1"),
+        ("pbs", "allowed"),
+    ],
 )
 def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path, on, said):
     done = sweep(write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out", "--on", on)

@@ -128,6 +128,8 @@ def test_what_the_cluster_does_not_have_is_a_sentence(cluster, tmp_path, setting
     ("tasks: 0", ":1: tasks: 0: must be greater than or equal to 1"),
     ("options: [-p debug]", "'-p debug' is no long option of sbatch"),
     ("options: [--array=1-3]", "--array is for ftbench to say: use `tasks`"),
+    ("options: [--arra=1-3]", "--array is for ftbench to say: use `tasks`"),
+    ("options: [--wra=date]", "--wrap is for ftbench to say"),
     ("options: [--partition=debug]", "--partition is for ftbench to say: use `partition`"),
     ("- debug", "slurm.yaml"), ("partition: {", "slurm.yaml"),
 ], ids=str)  # fmt: skip

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ftbench.errors import MissingError
+from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Model
 from ftbench.store.summary import summarise
+from ftbench.worker.model import loading
 from ftbench.worker.model.random_weights import materialise
 
 INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00001.safetensors"
@@ -68,3 +69,25 @@ def test_a_head_may_be_missing_only_where_it_is_tied_to_the_embedding(trained_fr
         trained_from(lambda weights: weights.pop("lm_head.weight", None), values={"tie_word_embeddings": False})
     run = trained_from(lambda weights: weights.pop("lm_head.weight", None), values={"tie_word_embeddings": True})
     assert not any("checkpoint" in warning for warning in summarise(run).warnings)
+
+
+def test_a_damaged_description_of_a_model_is_a_sentence(trained_from):
+    with pytest.raises(SpecError, match=r"model: ValueError: `num_hidden_layers` \(3\) must be equal"):
+        trained_from(lambda weights: None, values={"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2})
+
+
+@pytest.mark.parametrize("content", [b"", b"noise"])
+def test_a_damaged_file_of_pickled_weights_is_a_sentence(tmp_path, content):
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(MissingError, match="its weights are damaged"):
+        loading.reach(Model(id="mine", path=str(tmp_path)), lambda: torch.load(tmp_path / "pytorch_model.bin"))
+
+
+def test_what_a_parser_says_of_a_models_description_is_a_sentence():
+    def parse():
+        raise KeyError("rope_type")
+
+    with pytest.raises(
+        SpecError, match=r"model mine: its configuration.* \(KeyError: 'rope_type'\): get the files again"
+    ):
+        loading.reach_description(Model(id="mine"), parse)

@@ -101,10 +101,13 @@ def _to_nowhere(number: int, flags: int = os.O_RDWR) -> None:
 
 
 def _fail_for_file(error: OSError) -> None:
-    """Say which file it was; what names none and is no full disk is an error of ours."""
+    """Say which file it was; what names none, and is neither a full disk nor a folder that is gone, is an error of
+    ours."""
     if error.filename is not None:
         code = SpecError.exit_code if error.errno == errno.ENAMETOOLONG else MissingError.exit_code
         _fail(f"{os.fsdecode(error.filename)}: {file_problem(error, '{}')}", code)
+    if error.errno == errno.ENOENT:  # os.getcwd, which relative paths need
+        _fail("the folder that this command was started in is gone: go to another", MissingError.exit_code)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF):
         raise error
     _to_nowhere(sys.stdout.fileno())  # what is left of it is not tried again

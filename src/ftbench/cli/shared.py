@@ -125,7 +125,7 @@ def deliver(text: str, output: Path | None) -> None:
 
 def emit(result: object, end: str = "\n") -> None:
     """Print a result on stdout, a document as JSON, without characters that would move the cursor or change colours."""
-    text = result if isinstance(result, str) else json.dumps(clean(result), ensure_ascii=False)
+    text = secretless(result) if isinstance(result, str) else json.dumps(clean(result), ensure_ascii=False)
     print(printable(text), end=end)
 
 

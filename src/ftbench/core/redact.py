@@ -32,7 +32,7 @@ _SHAPES = re.compile(
     re.DOTALL,
 )
 # A quote within a password is told from one that ends a text by what follows it.
-_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s/:@\"']*:)(?:[^\s/@\"']|[\"'](?![,:;)}\]>\s]))+(?=@)")
+_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://?[^\s/:@\"']*:)(?:[^\s/@\"']|[\"'](?![,:;)}\]>\s]))+(?=@)")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/-]{12,}=*")
 _VALUE = (
     r"\"(?:[^\"\\\n]|\\.){4,}\""
@@ -109,7 +109,7 @@ _ISSUED = ("hf_", "sk-", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", 
 _NAMING = ("token", "secret", "pass", "key", "credential", "_pwd", "_auth", "_pat", "_dsn")
 _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str], tuple[tuple[str, ...], ...]], ...] = (
     (_SHAPES, REDACTED, (_ISSUED,)),
-    (_IN_URL, rf"\1{REDACTED}", (("://",), ("@",))),
+    (_IN_URL, rf"\1{REDACTED}", ((":/",), ("@",))),
     (_BEARER, rf"\1{REDACTED}", (("bearer",),)),
     (_NAMED, _keep_quotes, ((":", "="), _NAMING)),
 )
@@ -135,5 +135,6 @@ def _forms(values: tuple[str, ...]) -> tuple[str, ...]:
         in_json = {json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False)}
         forms |= in_json | {json.dumps(text)[1:-1] for text in in_json}
         forms |= {html.escape(text) for text in (value, *in_json)}
+        forms |= {re.sub("/+", "/", value)}  # as a path
         forms |= {value.replace('"', '""'), value.replace("'", "''"), repr(value)[1:-1], quote(value, safe="")}
     return tuple(sorted(forms, key=lambda value: (-len(value), value)))

@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Sequence
 
+from ftbench.core.redact import clean
+
 NARROWEST = 12  # a column of words is not folded below this
 _NAME = 28  # nor the first one, which names the row, unless a line is shorter than three of it
 _LEAST_TERMINAL, _PAGE = 40, 120
@@ -40,7 +42,8 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
     text are left out.
     """
     width = width or terminal_width()
-    columns, rows = [plain(name) for name in columns], [[plain(cell) for cell in row] for row in rows]
+    # Secrets first: of what is folded or loses its line feeds none would be known any more.
+    columns, rows = [plain(name) for name in columns], [[plain(cell) for cell in row] for row in clean(list(rows))]
     least = _least_widths(columns, rows, width or _UNLIMITED)
     kept = len(columns) if width is None or not all(columns) else _fitting(least, width)
     rows = [row[:kept] for row in rows]

@@ -13,7 +13,7 @@ from typing import Any
 from ftbench.core.redact import secretless
 from ftbench.core.rows import RunSummary
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import ending, family, nodes, process
+from ftbench.launch import checkpoints, ending, family, nodes, process
 from ftbench.launch.follow import Follower, Watchdog
 from ftbench.launch.launchers import command_of, launcher_of
 from ftbench.launch.ranks import too_many
@@ -199,16 +199,8 @@ def _path_problems(spec: Experiment) -> list[str]:
     if spec.dataset.path and not Path(spec.dataset.path).exists():
         problems.append(f"dataset.path: {spec.dataset.path}: no such file or folder")
     if spec.model.path and spec.model.weights == "pretrained":
-        folder = Path(spec.model.path)
-        if not folder.is_dir():
-            problems.append(f"model.path: {folder}: no such directory")
-        elif not (folder / "config.json").is_file():
-            problems.append(f"model.path: {folder}: holds no config.json, so it is no model directory")
-        elif not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-            problems.append(
-                f"model.path: {folder}: holds a config.json and no weights (*.safetensors); copy them there, or set "
-                "model.weights=random to measure the same shape without them"
-            )
+        problem = checkpoints.problem(Path(spec.model.path))
+        problems += [f"model.path: {problem}"] if problem else []
     if spec.model.path and spec.model.weights == "random":
         file = Path(spec.model.path)
         if not (file / "config.json" if file.is_dir() else file).is_file():
@@ -217,7 +209,8 @@ def _path_problems(spec: Experiment) -> list[str]:
 
 
 def check_disk(out: Path) -> None:
-    existing = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
+    whole = Path(os.path.realpath(out))
+    existing = next(path for path in (whole, *whole.parents) if path.exists())
     if not os.access(existing, os.W_OK) or not existing.is_dir():
         raise MissingError(f"{existing}: cannot be written; choose another place with --out")
     if (free := shutil.disk_usage(existing).free) < MINIMUM_FREE_BYTES:

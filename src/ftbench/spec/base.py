@@ -48,11 +48,14 @@ Word = BeforeValidator(_word)  # YAML reads a bare off as false, and a bare on a
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return `; did you mean x?` for the closest of `words`, or nothing when none is close."""
+    """Return `; did you mean x?` for the closest of `words` in whatever case or width of letters, or nothing when none
+    is close."""
     import difflib
+    import unicodedata
 
-    close = difflib.get_close_matches(word, list(words), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    by_letters = {unicodedata.normalize("NFKC", each).casefold(): each for each in words}
+    close = difflib.get_close_matches(unicodedata.normalize("NFKC", word).casefold(), by_letters, n=1)
+    return f"; did you mean {by_letters[close[0]]}?" if close else ""
 
 
 def known(word: str, words: Iterable[str], kind: str) -> str:

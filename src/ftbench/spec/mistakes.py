@@ -12,13 +12,15 @@ from pydantic import BaseModel, ValidationError
 from ftbench.spec.base import nearest, shown
 from ftbench.spec.reading import location
 
+_READ: dict[tuple[Any, ...], tuple[str, ...]] = {("launch",): ("fsdp",)}  # keys that become others as they are read
+
 
 def sentence(problem: Any, root: type[BaseModel], beside: Sequence[str] = ()) -> str:
     """Return what is wrong at the place of a pydantic problem, without naming its key. `root` is the model that was
     validated, `beside` are keys that may stand beside its own."""
     kind, value, where = problem["type"], problem["input"], problem["loc"]
     if kind == "extra_forbidden":
-        allowed = [*(beside if len(where) == 1 else ()), *keys_at(root, where[:-1])]
+        allowed = [*(beside if len(where) == 1 else ()), *keys_at(root, where[:-1]), *_READ.get(where[:-1], ())]
         return f"no such key{nearest(str(where[-1]), allowed)} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"
@@ -28,7 +30,7 @@ def sentence(problem: Any, root: type[BaseModel], beside: Sequence[str] = ()) ->
     if kind in ("literal_error", "union_tag_invalid"):
         expected = str(problem["ctx"].get("expected", problem["ctx"].get("expected_tags")))
         allowed = [word.strip(" '\"") for word in expected.replace(" or ", ", ").split(",")]
-        value = value.get("name") if isinstance(value, dict) else value
+        value = value.get("name", value) if isinstance(value, dict) else value
         return f"{shown(value)} is not allowed{nearest(str(value), allowed)} (allowed: {', '.join(allowed)})"
     if kind == "value_error":
         text = str(problem["ctx"]["error"])

@@ -51,8 +51,9 @@ class SlurmSettings(Part):
             name = option.removeprefix("--").partition("=")[0]
             if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
                 raise ValueError(f"{option!r} is no long option of sbatch with its value, for example --mem=64G")
-            if name in _OWN:
-                raise ValueError(f"--{name} is for ftbench to say" + (f": use `{_OWN[name]}`" if _OWN[name] else ""))
+            # sbatch takes the beginning of a name for it: --arra is --array.
+            if own := name if name in _OWN else next((each for each in _OWN if each.startswith(name)), None):
+                raise ValueError(f"--{own} is for ftbench to say" + (f": use `{_OWN[own]}`" if _OWN[own] else ""))
         return value
 
 

@@ -183,7 +183,7 @@ def _mesh(launch: Mapping[str, object]) -> dict[str, object]:
         return words
     if type(tp) is not int or type(fsdp) is not int or not 2 <= min(tp, fsdp) <= max(tp, fsdp) <= 512:
         raise ValueError(
-            "the two numbers of a mesh are `tp` and `fsdp`, both 2 or more; for one set `gpus` and `strategy`"
+            "the two numbers of a mesh are `tp` and `fsdp`, each from 2 to 512; for one set `gpus` and `strategy`"
         )
     if launch.get("gpus", tp * fsdp) != tp * fsdp:
         raise ValueError(f"`gpus` is another than `tp` and `fsdp` say, {tp * fsdp}: leave it out")

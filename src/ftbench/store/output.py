@@ -13,13 +13,16 @@ from ftbench.store.rundir import disk_error, write_text
 
 def output_file(path: Path, stream: bool = True) -> Path:
     """Return the file that a path names, with symbolic links followed, so that a link stays one. Raise SpecError for a
-    directory, and for a device or a pipe unless a `stream` can go there; MissingError where its folder is not there."""
+    directory, a link to itself, and a device or a pipe unless a `stream` can go there; MissingError where its folder is
+    not there."""
     try:
         is_folder, is_special = path.is_dir(), path.exists() and not path.is_file()
         # The link /dev/stdout names a pipe by what is no path.
-        target = path.resolve() if path.is_symlink() and not is_special else path
+        target = Path(os.path.realpath(path)) if path.is_symlink() and not is_special else path
     except (OSError, ValueError) as error:
         raise SpecError(f"-o {str(path)!r}: cannot be written ({error})") from None
+    if target.is_symlink() and not is_special:
+        raise SpecError(f"-o {path}: is a link that leads back to itself; name a file")
     if is_folder:
         raise SpecError(f"-o {path}: is a directory; name a file")
     if is_special and not stream:

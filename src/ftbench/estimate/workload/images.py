@@ -161,8 +161,8 @@ def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
     if column is not None:
         value = row.get(column)
         return value if isinstance(value, list) else [] if value is None else [value]
-    turns = row.get("messages") or row.get("conversations") or []
-    contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
+    turns = row.get("messages") or row.get("conversations")
+    contents = (turn.get("content") for turn in (turns if isinstance(turns, list) else ()) if isinstance(turn, dict))
     parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
     return [image for part in parts if (image := part.get("image") or part.get("path"))]
 

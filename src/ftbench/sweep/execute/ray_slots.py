@@ -109,12 +109,14 @@ def _connect(on: str, stack: ExitStack) -> Any:
 
 def _knock(on: str, address: str) -> None:
     """Raise MissingError where nobody listens: Ray itself would try for a quarter of an hour."""
+    address = address.rpartition("@")[2]  # what stands before it may be a password
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except (OSError, ValueError) as error:
+        why = error if isinstance(error, OSError) else "no port is named"
         raise MissingError(
-            f"--on {on}: nobody answers at {address} ({error}); write ray://host:port with the port of Ray's client "
+            f"--on {on}: nobody answers at {address} ({why}); write ray://host:port with the port of Ray's client "
             "server (10001 unless told otherwise), or --on ray on a machine of the cluster"
         ) from None
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, ProcessorMixin
 
-from ftbench.errors import MissingError, SpecError
+from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.store.machine import cache_dir
 from ftbench.worker import parallel
@@ -54,14 +57,14 @@ def load_config(model: Model, source: Source) -> Any:
     """Return the model's configuration. Raises MissingError where it cannot be reached."""
     if not isinstance(source, str):
         return source.config
-    return reach(model, lambda: AutoConfig.from_pretrained(source, **hub_arguments(model)))
+    return reach_description(model, lambda: AutoConfig.from_pretrained(source, **hub_arguments(model)))
 
 
 def load_tokenizer(model: Model, source: Source) -> Any:
     """Return the model's tokenizer, with a padding token."""
     if not isinstance(source, str):
         return source.tokenizer()
-    tokenizer = reach(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
+    tokenizer = reach_description(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -74,12 +77,12 @@ def load_pixels(spec: Experiment, source: Source, config: Any, tokenizer: Any) -
     if not vision.reads_images(config):
         return None
     kind = vision.processor_class(config.model_type)
-    processor = reach(
+    processor = reach_description(
         model,
         lambda: kind.from_pretrained(source, **hub_arguments(model)) if isinstance(source, str) else source.processor(),
     )
     if not tokenizer.chat_template and isinstance(source, str):
-        described = reach(model, lambda: ProcessorMixin.get_processor_dict(source, **hub_arguments(model)))
+        described = reach_description(model, lambda: ProcessorMixin.get_processor_dict(source, **hub_arguments(model)))
         tokenizer.chat_template = described[0].get("chat_template")
     if longest and hasattr(processor, "image_grid_pinpoints"):
         processor.image_grid_pinpoints = vision.limited_pinpoints(config, longest)
@@ -167,17 +170,38 @@ def hub_arguments(model: Model) -> dict[str, Any]:
 def reach(model: Model, load: Any) -> Any:
     """Turn the ways in which a model cannot be reached or used into a sentence. What else goes wrong goes on up:
     running out of memory is a result, not a missing model."""
+    name = model.path or model.id
     try:
         return load()
     except ImportError as error:
-        raise MissingError(
-            f"model {model.id} needs a package that is not here: {str(error).strip().splitlines()[0]}"
-        ) from None
+        raise MissingError(f"model {model.id} needs a package that is not here: {_line(error)}") from None
     except OSError as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingError(
-            f"model {model.path or model.id} cannot be loaded: {first} Check the name, give model.path, log in or go "
+            f"model {name} cannot be loaded: {_line(error)} Check the name, give model.path, log in or go "
             "online once, or set model.weights=random to measure the same shape without a download"
         ) from None
-    except ValueError as error:
-        raise SpecError(f"model {model.path or model.id}: {str(error).strip().splitlines()[0]}") from None
+    except (ValueError, StrictDataclassError) as error:
+        raise SpecError(f"model {name}: {_line(error, last=isinstance(error, StrictDataclassError))}") from None
+    except (SafetensorError, UnpicklingError, EOFError) as error:
+        kind = type(error).__name__
+        raise MissingError(
+            f"model {name}: its weights are damaged ({kind}): get them again, or set model.weights=random"
+        ) from None
+
+
+def reach_description(model: Model, load: Any) -> Any:
+    """Call `load` as `reach` does, for files that describe a model: whatever a library says of these is their fault."""
+    try:
+        return reach(model, load)
+    except (FtbenchError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - parsers of broken files raise anything
+        raise SpecError(
+            f"model {model.path or model.id}: its configuration, tokenizer or processor cannot be used "
+            f"({type(error).__name__}: {_line(error)}): get the files again"
+        ) from None
+
+
+def _line(error: Exception, last: bool = False) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if last else 0].strip()
