@@ -9,14 +9,15 @@ import re
 import sys
 from inspect import signature
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ftbench.worker.kernels import delayed_cast, rms_norm, rotary, swiglu
+from ftbench.worker.kernels import adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu
 
 SCALARS = {"eps": "fp32"}  # every other scalar is a whole number
-NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|eps|size")
+NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|eps|size|tokens|rank")
 
 
 def cases(norm: bool):
@@ -25,8 +26,11 @@ def cases(norm: bool):
     head = rotary._blocks(28, 4, 128)
     short = {"LIMIT": 57344.0, "AGAIN": norm}
     yield delayed_cast._cast, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
-    yield swiglu._swiglu_backward, {**short, "BLOCK": swiglu.BLOCK}
-    yield swiglu._swiglu_backward, {"LIMIT": 0.0, "AGAIN": False, "BLOCK": swiglu.BLOCK}
+    yield (
+        adapted_swiglu._gate,
+        {**short, "BACKWARD": norm, **adapted_swiglu._product(8, torch.bfloat16), **adapted_swiglu.TILE},
+    )
+    yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
     yield rms_norm._rms_norm_backward, {"SUM": norm, "WIDE": norm, **row}
     yield rotary._rotary_forward, {"NORM": norm, **head}

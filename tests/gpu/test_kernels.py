@@ -12,8 +12,8 @@ import pytest
 
 from tritons import DEVICE, module, torch
 
-delayed_cast, rms_norm, rotary, swiglu = (
-    module(f"kernels.{name}") for name in ("delayed_cast", "rms_norm", "rotary", "swiglu")
+adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu = (
+    module(f"kernels.{name}") for name in ("adapted_swiglu", "delayed_cast", "rms_norm", "rotary", "swiglu")
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
@@ -178,18 +178,28 @@ def test_a_cast_of_rows_that_are_not_together_and_of_nothing_but_zeros():
 
 
 @with_8_bits
+@each_dtype
 @pytest.mark.parametrize("known", [0.0, 0.7])
-@pytest.mark.parametrize(("tokens", "inner"), [(1, 96), (3, 1100)])
-def test_the_gradient_of_a_gate_is_cast_as_it_is_written(tokens, inner, known):
-    """In float32, where what is cast is what is written."""
-    dout, gate, up = (drawn(tokens, inner, dtype=torch.float32) for _ in range(3))
-    maxima, same = (torch.tensor([known, 0.0], device=DEVICE) for _ in range(2))
-    both, small, factor = swiglu.swiglu_backward_and_cast(dout, gate, up, maxima, SMALL[1])
-    assert torch.equal(both, swiglu.swiglu_backward(dout, gate, up, 0))
-    expected, of_expected = delayed_cast.cast_by_last(both, same, SMALL[1])
-    assert torch.equal(small.float(), expected.float())
-    assert torch.equal(factor, of_expected)
-    assert torch.equal(maxima, same)
+@pytest.mark.parametrize(("tokens", "inner", "rank"), [(1, 96, 16), (67, 300, 6), (130, 1100, 40)])
+def test_a_gate_with_adapters_and_its_gradient_written_in_8_bits_too(tokens, inner, rank, known, dtype):
+    torch.manual_seed(0)
+    dout, base, mid = (drawn(tokens, size, dtype=dtype) for size in (inner, 2 * inner, rank))
+    b = drawn(2 * inner, rank, dtype=dtype)
+    both = (base.double() + mid.double() @ b.double().t()).requires_grad_()
+    gate, up = both.chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up
+    (gradient,) = torch.autograd.grad(expected, both, dout.double())
+    maxima = torch.tensor([[known, 0.0], [known, 0.0]], device=DEVICE)
+    ours = adapted_swiglu.gate_and_cast(base, mid, b, maxima[0], SMALL[0])
+    back = adapted_swiglu.gate_backward_and_cast(dout, base, mid, b, maxima[1], SMALL[1])
+    for (found, small, factor), plain, (_, seen) in zip((ours, back), (expected, gradient), maxima, strict=True):
+        assert (found.double() - plain).norm() <= 4 * torch.finfo(dtype).eps * plain.norm()
+        assert seen.item() == pytest.approx(plain.abs().max().item(), rel=1e-4)
+        limit = torch.finfo(small.dtype).max
+        assert factor.item() == pytest.approx((2 * known or seen.item()) / limit, rel=1e-6)
+        if dtype == torch.float32:  # what is cast is what is written
+            again = delayed_cast.cast_by_last(found, torch.stack([maxima[0, 0], seen]), small.dtype)
+            assert torch.equal(small.float(), again[0].float())
 
 
 def test_maxima_go_from_step_to_step_and_past_evaluations():
@@ -206,8 +216,12 @@ def test_maxima_go_from_step_to_step_and_past_evaluations():
 
 OPERATORS = {
     "cast_by_last": lambda: (delayed_cast.cast_by_last, drawn(3, 40), drawn(2).abs(), torch.float8_e5m2),
-    "swiglu_backward_and_cast": lambda: (
-        swiglu.swiglu_backward_and_cast, drawn(3, 40), drawn(3, 40), drawn(3, 40), drawn(2).abs(), torch.float8_e5m2,
+    "gate_and_cast": lambda: (
+        adapted_swiglu.gate_and_cast, drawn(3, 40), drawn(3, 8), drawn(40, 8), drawn(2).abs(), torch.float8_e4m3fn,
+    ),
+    "gate_backward_and_cast": lambda: (
+        adapted_swiglu.gate_backward_and_cast, drawn(3, 20), drawn(3, 40), drawn(3, 8), drawn(40, 8), drawn(2).abs(),
+        torch.float8_e5m2,
     ),
     "swiglu_backward": lambda: (swiglu.swiglu_backward, drawn(3, 40), drawn(3, 40), drawn(3, 40), 8),
     "rms_norm_forward": lambda: (rms_norm.rms_norm_forward, drawn(3, 48), drawn(3, 40), drawn(40), EPS, 8),

@@ -180,6 +180,44 @@ def in_torch(monkeypatch):
     monkeypatch.setattr(delayed, "cast_by_last", cast)
 
 
+def test_an_mlp_whose_gate_hands_over_8_bits_learns_what_its_parts_do(kernels, in_torch, monkeypatch):
+    """By kernels as plain torch says them: what they are given, and where it goes."""
+    gate, cast = module("kernels.adapted_swiglu"), module("kernels.delayed_cast").cast_by_last
+
+    def gated(both):
+        gate, up = both.chunk(2, 1)
+        return torch.nn.functional.silu(gate) * up
+
+    def forward(base, mid, b, maxima, dtype):
+        out = gated(torch.addmm(base, mid, b.t()))
+        return out, *cast(out, maxima, dtype)
+
+    def backward(dout, base, mid, b, maxima, dtype):
+        with torch.enable_grad():
+            both = torch.addmm(base, mid, b.t()).requires_grad_()
+            (out,) = torch.autograd.grad(gated(both), both, dout)
+        return out, *cast(out, maxima, dtype)
+
+    monkeypatch.setattr(gate, "gate_and_cast", forward)
+    monkeypatch.setattr(gate, "gate_backward_and_cast", backward)
+    model = in_8_bits("tensorwise-delayed")
+    mlp = decoder_layers(model)[0].mlp
+    groups = [layer.group for layer in (mlp.up_proj, mlp.down_proj)]
+    x, dy, found = *torch.randn(2, 2, 9, 48, device=DEVICE, dtype=torch.bfloat16), []
+    for whole in (True, False):
+        if not whole:
+            monkeypatch.setattr(fused_lora.BesideGroup, "gated", lambda *_: None)
+        model.zero_grad()
+        for group in groups:
+            group.refresh()
+        given = x.clone().requires_grad_()
+        made = mlp(given)
+        made.backward(dy)
+        found.append([made, given.grad, *(part.grad.clone() for group in groups for part in group.adapters())])
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine.float() - theirs.float()).norm() < 0.05 * theirs.float().norm()
+
+
 def maxima_of(model):
     return torch.stack([layer.maxima for layer in model.modules() if type(layer) is fp8.Fp8Linear])
 

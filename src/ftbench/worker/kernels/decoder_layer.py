@@ -98,12 +98,12 @@ class _Mlp:
     """In front of the class of a gated MLP."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        group = _group(self)
-        gated: torch.Tensor | None = None if group is None else group.gated(_rows(x))
-        if gated is None:
-            parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_together(group, x), None]
-            gated = SwiGlu.apply(*parts, self.gate_proj.out_features)
-        shape, down = (*x.shape[:-1], -1), _group(self.down_proj)
+        shape, group, down = (*x.shape[:-1], -1), _group(self), _group(self.down_proj)
+        whole = None if group is None else group.gated(_rows(x), down)
+        if whole is not None:
+            return whole.view(shape)
+        parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_together(group, x), None]
+        gated: torch.Tensor = SwiGlu.apply(*parts, self.gate_proj.out_features)
         if down is None or down.columns:  # it would read and leave room that is not there
             return self.down_proj(gated.view(shape))
         return _together(down, gated).view(shape)

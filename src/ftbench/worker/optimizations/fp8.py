@@ -56,11 +56,12 @@ def _cast(
 
 
 def multiply(
-    x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
+    short: Any = None,
+) -> torch.Tensor:  # fmt: skip
     """Return tokens x in → tokens x out, of a weight in 8 bits, out x in. `maxima`: those of the input and of the
-    gradient, where they give the scales."""
-    small, scale = _cast(x, WEIGHT, recipe, None if maxima is None else maxima[0])
+    gradient, where they give the scales; `short`: x as it is cast, if there."""
+    small, scale = short or _cast(x, WEIGHT, recipe, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor.t(), out_dtype=_out(x, recipe), use_fast_accum=True)
 
 
@@ -98,25 +99,21 @@ class Product(torch.autograd.Function):
         return dx, None, None, None, None, None, None
 
 
-def _adapted(ctx: Any, x: torch.Tensor, given: Any) -> tuple[torch.Tensor, list[Any]]:
-    """Return the product with what the adapters add, and what its backward pass reads; see `AdaptedProduct`."""
-    weight, factor, turned, turned_factor, recipe, maxima, a, b, scales, *adapters = given
-    mid = x @ a.t()
-    ctx.recipe, ctx.scales, ctx.count = recipe, scales, len(given)
-    made = multiply(x, weight, factor, recipe, maxima)
-    add_product(made, mid, b.t())
-    return made, [x, mid, turned, turned_factor, maxima, a, b, *adapters]
+def _saved(x: torch.Tensor, mid: torch.Tensor, given: Any) -> list[Any]:
+    """Return what `_adapted_back` reads."""
+    return [x, mid, *given[2:4], given[5], *given[6:8], *given[9:]]
 
 
-def _adapted_back(ctx: Any, dy: torch.Tensor, saved: Any, short: Any = None) -> tuple[Any, ...]:
+def _adapted_back(
+    dy: torch.Tensor, saved: Any, recipe: str, scales: Any, short: Any = None, wanted: bool = True
+) -> list[Any]:
     """Return the gradients of all that `AdaptedProduct` takes; `short`: dy in 8 bits and its factor, if there."""
     x, mid, turned, factor, maxima, a, b, *adapters = saved
     dx, dmid = None, dy @ b
-    if ctx.needs_input_grad[0]:
-        dx = multiply_back(dy, turned, factor, ctx.recipe, maxima, short)
+    if wanted:
+        dx = multiply_back(dy, turned, factor, recipe, maxima, short)
         add_product(dx, dmid, a)
-    of_adapters = split_gradients(dmid.t() @ x, dy.t() @ mid, ctx.scales, adapters)
-    return dx, *[None] * (ctx.count - len(adapters)), *of_adapters
+    return [dx, *[None] * 9, *split_gradients(dmid.t() @ x, dy.t() @ mid, scales, adapters)]
 
 
 class AdaptedProduct(torch.autograd.Function):
@@ -127,34 +124,52 @@ class AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
-        made, saved = _adapted(ctx, x, given)
-        ctx.save_for_backward(*saved)
+        weight, factor, _, _, ctx.recipe, maxima, a, b, ctx.scales, *_ = given
+        mid = x @ a.t()
+        ctx.save_for_backward(*_saved(x, mid, given))
+        made = multiply(x, weight, factor, ctx.recipe, maxima)
+        add_product(made, mid, b.t())
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _adapted_back(ctx, gradients[0], ctx.saved_tensors)
+        wanted = ctx.needs_input_grad[0]
+        return tuple(_adapted_back(gradients[0], ctx.saved_tensors, ctx.recipe, ctx.scales, None, wanted))
 
 
-class GatedProduct(torch.autograd.Function):
-    """`AdaptedProduct` of an MLP's gate and up, and silu(gate) * up of it, whose backward pass hands the gradient over
-    in 8 bits, too."""
+class GatedMlp(torch.autograd.Function):
+    """An MLP: `AdaptedProduct` of gate and up, silu(gate) * up, `AdaptedProduct` of that. What is between is computed
+    by kernels that add the adapters' part themselves and hand over 8 bits (`kernels/adapted_swiglu.py`). `given` are
+    both products', `count` the first one's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
-        made, saved = _adapted(ctx, x, given)
-        ctx.save_for_backward(made, *saved)
-        gate, up = made.chunk(2, 1)
-        return torch.nn.functional.silu(gate) * up
+    def forward(ctx: Any, x: torch.Tensor, count: int, *given: Any) -> torch.Tensor:
+        from ftbench.worker.kernels.adapted_swiglu import gate_and_cast  # needs triton
+
+        first, second = given[:count], given[count:]
+        weight, factor, _, _, ctx.recipe, maxima, a, b, ctx.scales, *_ = first
+        of_down, down_factor, _, _, _, down_maxima, down_a, down_b, ctx.down_scales, *_ = second
+        mid, base = x @ a.t(), multiply(x, weight, factor, ctx.recipe, maxima)
+        gated, *short = gate_and_cast(base, mid, b, down_maxima[0], WEIGHT)
+        down_mid = gated @ down_a.t()
+        saved = _saved(x, mid, first)
+        ctx.count = len(saved)
+        ctx.save_for_backward(base, *saved, *_saved(gated, down_mid, second))
+        made = multiply(gated, of_down, down_factor, ctx.recipe, down_maxima, short)
+        add_product(made, down_mid, down_b.t())
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        from ftbench.worker.kernels.swiglu import swiglu_backward_and_cast
+        from ftbench.worker.kernels.adapted_swiglu import gate_backward_and_cast
 
-        made, *saved = ctx.saved_tensors
-        gate, up = made.chunk(2, 1)
-        dy, *short = swiglu_backward_and_cast(gradients[0], gate, up, saved[4][1], GRADIENT[ctx.recipe])
-        return _adapted_back(ctx, dy, saved, short)
+        base, *saved = ctx.saved_tensors
+        first, second = saved[: ctx.count], saved[ctx.count :]
+        dgated, *of_down = _adapted_back(gradients[0], second, ctx.recipe, ctx.down_scales)
+        _, mid, _, _, maxima, _, b, *_ = first
+        dy, *short = gate_backward_and_cast(dgated, base, mid, b, maxima[1], GRADIENT[ctx.recipe])
+        dx, *of_first = _adapted_back(dy, first, ctx.recipe, ctx.scales, short)
+        return dx, None, *of_first, *of_down
 
 
 def _out(like: torch.Tensor, recipe: str) -> torch.dtype:

@@ -52,8 +52,9 @@ class AdapterGroup(torch.nn.Module):
         biases = (layer.get_base_layer().bias for layer in self.layers)
         return self.layers == tuple(layers) and all(bias is None for bias in biases)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return silu(gate) * up of an MLP's first layers, where their product knows a way of its own."""
+    def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
+        """Return what a whole MLP makes, of which these are the first layers and `down` is the group of the last, where
+        there is a way of its own."""
         return None
 
     def is_on(self) -> bool:
@@ -131,14 +132,18 @@ class BesideGroup(AdapterGroup):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the layers make of x, tokens x width, side by side."""
-        return self._by(fp8.AdaptedProduct, x)
+        made: torch.Tensor = fp8.AdaptedProduct.apply(x.to(self.a.dtype), *self.operands())
+        return made
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        return None if self.joined[0].maxima is None else self._by(fp8.GatedProduct, x)
+    def operands(self) -> tuple[Any, ...]:
+        """Return what their product takes besides its input."""
+        return *self.joined[0].operands(), self.a, self.blocks, self.scales, *self.adapters()
 
-    def _by(self, product: Any, x: torch.Tensor) -> torch.Tensor:
-        operands = (*self.joined[0].operands(), self.a, self.blocks, self.scales, *self.adapters())
-        made: torch.Tensor = product.apply(x.to(self.a.dtype), *operands)
+    def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
+        if self.joined[0].maxima is None or not isinstance(down, BesideGroup):
+            return None
+        first = self.operands()
+        made: torch.Tensor = fp8.GatedMlp.apply(x.to(self.a.dtype), len(first), *first, *down.operands())
         return made
 
     def holds(self, layers: Sequence[Any]) -> bool:
