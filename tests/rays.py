@@ -50,15 +50,17 @@ class Cluster:
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         self._own = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self._own |= {**auth, **SETTINGS, MARK: str(self.folder)}
-        self.nodes: list[subprocess.Popen[bytes]] = []
+        self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         port = _free_port()
+        self._joins = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={port}"]
         try:
-            self._start(0, "--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={port}")
+            self.start(0)
             found = self._wait(0, "session_latest/gcs_server_port_*")
             self.address = f"{ADDRESSES[0]}:{found}"
             self.client = f"ray://{ADDRESSES[0]}:{port}"
             self.environment = auth | {"RAY_ADDRESS": self.address}
-            self._start(1, f"--address={self.address}")
+            self._joins = [f"--address={self.address}"]
+            self.start(1)
             for node in (0, 1):
                 self._wait(node, "ray_current_cluster")
         except BaseException:
@@ -66,16 +68,16 @@ class Cluster:
             raise
         return self
 
-    def _start(self, node: int, *arguments: str) -> None:
+    def start(self, node: int) -> None:
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={ADDRESSES[node]}",
             f"--temp-dir={self.folder / str(node)}", "--object-store-memory=80000000", "--include-log-monitor=false",
-            "--min-worker-port=0", "--max-worker-port=0", "--num-cpus=1", "--num-gpus=0", *arguments,
+            "--min-worker-port=0", "--max-worker-port=0", "--num-cpus=1", "--num-gpus=0", *self._joins,
         ]  # fmt: skip
         with (self.folder / f"{node}.out").open("wb") as out:
-            self.nodes.append(subprocess.Popen(
+            self.nodes[node] = subprocess.Popen(
                 command, env=self._own, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            ))  # fmt: skip
+            )
 
     def _wait(self, node: int, pattern: str) -> str:
         def written() -> str:
@@ -88,7 +90,7 @@ class Cluster:
 
     def processes(self, node: int | None = None) -> list[psutil.Process]:
         """What runs of this cluster, or of one of its nodes, with what the nodes' tasks have started."""
-        sessions = {process.pid for process in (self.nodes if node is None else [self.nodes[node]])}
+        sessions = {process.pid for name, process in self.nodes.items() if node in (None, name)}
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -97,22 +99,31 @@ class Cluster:
                     found.append(process)
         return found
 
-    def settings(self, folder: Path) -> None:
+    def settings(self, folder: Path, text: str = "") -> None:
         """Write what a sweep needs beside its spec: nothing."""
 
     def runs(self) -> list[psutil.Process]:
         """Return the processes that train, on both nodes."""
         return training(self.processes())
 
-    def lose(self, node: int) -> None:
-        """At once, as by a power cut."""
+    def workers(self) -> list[psutil.Process]:
+        """Return Ray's own processes that see to the training ones, on both nodes."""
+        found = []
+        for process in self.processes():
+            with suppress(psutil.Error):
+                found += [process] if process.cmdline()[0].startswith("ray::train") else []
+        return found
+
+    def lose(self, node: int, everything: bool = True) -> None:
+        """At once, as by a power cut; or its raylet alone."""
         for process in self.processes(node):
             with suppress(psutil.Error):
-                process.kill()
+                if everything or process.name() == "raylet":
+                    process.kill()
         self.nodes[node].wait()
 
     def __exit__(self, *_: object) -> None:
-        for node in reversed(self.nodes):
+        for node in reversed(self.nodes.values()):
             if node.poll() is None:
                 node.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 8
@@ -121,7 +132,7 @@ class Cluster:
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
-        for node in self.nodes:
+        for node in self.nodes.values():
             node.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 

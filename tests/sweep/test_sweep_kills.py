@@ -4,8 +4,11 @@ process is left behind, and the table in the morning is that of an undisturbed n
 from __future__ import annotations
 
 import csv
+import importlib.util
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +17,12 @@ import psutil
 import pytest
 
 from ftbench.store import rundir
+from slurms import SKIP
 from sweeps import Folder, Night, sweep, write_sweep
 from waiting import eventually, processes_about
 
+ROOT = Path(__file__).resolve().parents[2]
+RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: ftbench[ray]")
 KILLS = int(os.environ.get("FTBENCH_KILLS", "15"))  # a night of them: FTBENCH_KILLS=500
 AXES = {
     "method": ["lora", "qlora", "full"],
@@ -168,3 +174,13 @@ def test_a_sweep_that_is_done_does_nothing_more(disturbed):
     assert sweep(disturbed.spec, disturbed.folder.out).code == 0
     assert disturbed.folder.started() == begun
     assert disturbed.folder.table() == before
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("on", [pytest.param("ray", marks=RAY), pytest.param("slurm", marks=[pytest.mark.slurm, SKIP])])
+def test_a_cluster_may_be_taken_apart_meanwhile(on):
+    """A hundred cells and ten kills are `scripts/cluster-kills` as it is."""
+    command = [sys.executable, str(ROOT / "scripts/cluster-kills"), "--on", on, "--cells", "12", "--kills", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "none lost, none changed, each there once" in ended.stdout

@@ -6,6 +6,10 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ftbench[ray]'")
 
+import types
+
+from ftbench.sweep.execute import ray_slots, remote
+from ftbench.sweep.execute.ray_slots import RaySlot
 from sweeps import sweep, write_sweep
 
 
@@ -23,3 +27,50 @@ def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path, on, said):
     assert done.code == (2 if on == "pbs" else 3)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+A, B = "127.0.0.2", "127.0.0.3"
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Return a function that runs a cell on the slot of node `a` in a cluster of nodes, by name and address, while
+    each of its trials is lost as told; it returns how the cell ended, and on which nodes it was tried."""
+
+    def run(nodes, losses=()):
+        tried, losses = [], list(losses)
+
+        def train(slot, job, source, control, node):
+            tried.append(node)
+            if losses:
+                raise losses.pop(0)("gone")
+            return b""
+
+        monkeypatch.setattr(ray_slots, "claim", lambda job: "claimed")
+        monkeypatch.setattr(ray_slots, "unpack", lambda packed, run: None)
+        monkeypatch.setattr(remote, "finished", lambda run: "ok")
+        monkeypatch.setattr(remote, "ended", lambda run, state, reason: reason)
+        monkeypatch.setattr(RaySlot, "_train", train)
+        monkeypatch.setattr("ray.nodes", lambda: [
+            {"NodeID": name, "NodeManagerAddress": address, "Alive": True, "Resources": {"CPU": 1}}
+            for name, address in nodes.items()
+        ])  # fmt: skip
+        control = types.SimpleNamespace(show=lambda text: None, say=lambda text: None)
+        return slot.run(types.SimpleNamespace(what="a cell"), b"", control), tried
+
+    slot = RaySlot(A, "a", {"num_gpus": 0, "num_cpus": 1}, shared=False)
+    return run
+
+
+def test_a_lost_worker_costs_its_node_no_other_cell(trained):
+    nodes = {"b": B, "a": A}
+    for _ in range(3):
+        assert trained(nodes, [ray_slots._Lost]) == ("ok", ["a", "b"])
+    assert trained({"a": A}, [ray_slots._Lost]) == ("ok", ["a", "a"])
+    assert trained(nodes, [ray_slots._Lost] * 2) == ("two workers were lost with it: gone", ["a", "b"])
+
+
+def test_lost_nodes_are_no_fault_of_the_cell_and_are_used_again_when_they_are_back(trained):
+    assert trained({"b": B, "a": A}, [ray_slots._NodeLost] * 3) == ("ok", ["a", "b", "a", "a"])
+    assert trained({"b": B, "a2": A}) == ("ok", ["a2"])
+    assert trained({"b": B}) == ("ok", ["b"])

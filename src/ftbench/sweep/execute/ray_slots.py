@@ -14,7 +14,7 @@ import socket
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,41 +142,48 @@ class RaySlot:
     needs: dict[str, Any]
     shared: bool
     trains: bool = field(default=True, init=False)
-    _lost: set[str] = field(default_factory=set, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
-        """Train on the node; on another one if that is lost, once. Raise MissingError when no node is left."""
+        """Train on the node; elsewhere as often as a node is lost, and once where a worker alone is, which the run may
+        have brought about. Raise MissingError when no node is left."""
         claimed = claim(job)
         control.show(f"on {self.name}")
-        for attempt in (1, 2):
-            node = self._alive()
+        lost, workers = set[str](), 0
+        while True:
+            node = self._choose(lost)
             try:
                 packed = self._train(job, source, control, node)
-            except _Lost as lost:
-                self._lost.add(node)
-                if attempt == 1:
-                    control.say(f"{self.name} was lost ({lost}): trying {job.what} elsewhere")
-                    continue
-                return remote.ended(claimed, "error", f"two workers were lost with it: {lost}")
+            except _Lost as loss:
+                lost.add(node)
+                workers += not isinstance(loss, _NodeLost)
+                if workers == 2:
+                    return remote.ended(claimed, "error", f"two workers were lost with it: {loss}")
+                control.say(f"{self.name} was lost ({loss}): trying {job.what} elsewhere")
+                continue
             if packed is None:
                 return remote.ended(
                     claimed, "interrupted", "interrupted by a signal, or the sweep's time budget ran out"
                 )
             unpack(packed, claimed)
             return remote.finished(claimed)
-        raise AssertionError("unreachable")
 
-    def _alive(self) -> str:
-        """Return this slot's node, or another of the cluster that can do the same where it is gone."""
+    def _choose(self, lost: Collection[str]) -> str:
+        """Return this slot's node, or what has come back at its address, or another that can do the same; one that a
+        run has not been lost on, where there is one."""
         import ray
 
-        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self._lost}
-        fits = [name for name, node in nodes.items()
-                if node["Resources"].get("GPU", 0) >= self.needs["num_gpus"]
+        fits = [node for node in ray.nodes()
+                if node["Alive"] and node["Resources"].get("GPU", 0) >= self.needs["num_gpus"]
                 and node["Resources"].get("CPU", 0) >= self.needs["num_cpus"]]  # fmt: skip
         if not fits:
             raise MissingError("no node of the Ray cluster is left; the same command goes on once there is one")
-        return self.node if self.node in fits else fits[0]
+        address = self.name.partition("/")[0]
+        best = max(
+            fits, key=lambda node: (
+                node["NodeID"] not in lost, node["NodeID"] == self.node, node["NodeManagerAddress"] == address
+            )
+        )  # fmt: skip
+        return str(best["NodeID"])
 
     def _train(self, job: Job, source: bytes, control: RunControl, node: str) -> bytes | None:
         """Return the packed files of the run; None if it was told to end."""
@@ -194,7 +201,7 @@ class RaySlot:
                 other["Alive"] for other in ray.nodes() if other["NodeID"] == node
             ):  # a node that hangs says nothing
                 ray.cancel(ref, force=True)
-                raise _Lost("the cluster gave its node up")
+                raise _NodeLost("the cluster gave its node up")
         try:
             packed, notes = ray.get(ref)
             for note in notes:
@@ -204,12 +211,18 @@ class RaySlot:
             if isinstance(error.cause, FtbenchError):
                 raise error.cause from None
             raise
+        except ray.exceptions.NodeDiedError as error:
+            raise _NodeLost(_reason(error)) from None
         except ray.exceptions.RayError as error:
             raise _Lost(_reason(error)) from None
 
 
 class _Lost(Exception):
-    """The worker or its node went away."""
+    """The worker went away."""
+
+
+class _NodeLost(_Lost):
+    """And its whole node with it."""
 
 
 def train(
