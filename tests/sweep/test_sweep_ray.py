@@ -8,6 +8,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'ftbench[ra
 
 import types
 
+from ftbench.errors import MissingError
+from ftbench.spec.load import load
 from ftbench.sweep.execute import ray_slots, remote
 from ftbench.sweep.execute.ray_slots import RaySlot
 from sweeps import sweep, write_sweep
@@ -74,3 +76,25 @@ def test_lost_nodes_are_no_fault_of_the_cell_and_are_used_again_when_they_are_ba
     assert trained({"b": B, "a": A}, [ray_slots._NodeLost] * 3) == ("ok", ["a", "b", "a", "a"])
     assert trained({"b": B, "a2": A}) == ("ok", ["a2"])
     assert trained({"b": B}) == ("ok", ["b"])
+
+
+def test_a_node_that_goes_away_while_it_is_asked_is_done_without(monkeypatch, tmp_path):
+    gone = {"TaskUnschedulableError": "no such node", "NodeDiedError": "dead"}
+
+    def ask(name, timeout):
+        if name in gone:
+            raise getattr(errors, name)(gone[name])
+        return {"name": name}
+
+    class Task:
+        def options(self, scheduling_strategy, **_):
+            return types.SimpleNamespace(remote=lambda values, visible: scheduling_strategy)
+
+    errors = pytest.importorskip("ray").exceptions
+    monkeypatch.setattr(ray_slots, "_only", lambda node: {"scheduling_strategy": node})
+    ray = types.SimpleNamespace(exceptions=errors, remote=lambda task: Task(), get=ask)
+    spec = load(write_sweep(tmp_path))
+    nodes = [{"NodeID": name} for name in (*gone, "here")]
+    assert ray_slots._describe_nodes(ray, "ray", spec, nodes) == {"here": {"name": "here"}}
+    with pytest.raises(MissingError, match="a node cannot run ftbench: dead"):
+        ray_slots._describe_nodes(ray, "ray", spec, nodes[:2])

@@ -51,29 +51,36 @@ def cluster_slots(on: str, spec: Experiment, stack: ExitStack) -> tuple[Sequence
     }  # fmt: skip
     described = _describe_nodes(ray, on, spec, chosen)
     slots = []
-    for node in chosen:
+    for node in (node for node in chosen if node["NodeID"] in described):
         count = int(node["Resources"].get("GPU", 0)) if with_gpu else 1
         address = node["NodeManagerAddress"]
         slots += [RaySlot(f"{address}/{slot}" if count > 1 else address, node["NodeID"], needs, count > 1)
                    for slot in range(count)]  # fmt: skip
-    return slots, described
+    return slots, next(iter(described.values()))
 
 
-def _describe_nodes(ray: Any, on: str, spec: Experiment, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the machine.json of the first node. Raise where one cannot run ftbench, or is of another kind."""
+def _describe_nodes(ray: Any, on: str, spec: Experiment, nodes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the machine.json of each node by its id, without those that go away meanwhile. Raise where one cannot run
+    ftbench, or is of another kind."""
     free: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0}
     task, values = ray.remote(remote.describe), spec.model_dump(mode="json")
-    refs = [task.options(**free, **_only(node["NodeID"])).remote(values, "0") for node in nodes]
-    try:
-        described = ray.get(refs, timeout=_ASK_S)
-    except Exception as error:  # noqa: BLE001 - whatever keeps a node from answering
-        raise MissingError(f"--on {on}: a node cannot run ftbench: {_reason(error)}") from None
-    kinds = {runner.gpu_name(machine) for machine in described}
+    refs = [(node["NodeID"], task.options(**free, **_only(node["NodeID"])).remote(values, "0")) for node in nodes]
+    described, why = dict[str, dict[str, Any]](), ""
+    for node, ref in refs:
+        try:
+            described[node] = ray.get(ref, timeout=_ASK_S)
+        except (ray.exceptions.NodeDiedError, ray.exceptions.TaskUnschedulableError) as error:
+            why = _reason(error)
+        except Exception as error:  # noqa: BLE001 - whatever keeps a node from answering
+            raise MissingError(f"--on {on}: a node cannot run ftbench: {_reason(error)}") from None
+    if not described:
+        raise MissingError(f"--on {on}: a node cannot run ftbench: {why}")
+    kinds = {runner.gpu_name(machine) for machine in described.values()}
     if len(kinds) > 1:
         raise SpecError(
             f"--on {on}: the cluster has {' and '.join(sorted(map(str, kinds)))}: one sweep runs on one kind of GPU"
         )
-    return dict(described[0])
+    return described
 
 
 def _connect(on: str, stack: ExitStack) -> Any:
