@@ -180,7 +180,7 @@ def test_a_sweep_that_is_done_does_nothing_more(disturbed):
 @pytest.mark.parametrize("on", [pytest.param("ray", marks=RAY), pytest.param("slurm", marks=[pytest.mark.slurm, SKIP])])
 def test_a_cluster_may_be_taken_apart_meanwhile(on):
     """A hundred cells and ten kills are `scripts/cluster-kills` as it is."""
-    command = [sys.executable, str(ROOT / "scripts/cluster-kills"), "--on", on, "--cells", "12", "--kills", "3"]
+    command = [sys.executable, str(ROOT / "scripts/cluster-kills"), "--on", on, "--cells", "24", "--kills", "3"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "none lost, none changed, each there once" in ended.stdout
