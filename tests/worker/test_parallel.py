@@ -16,6 +16,7 @@ from transformers.integrations import sdpa_attention, tensor_parallel
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker import parallel
+from ftbench.worker.data.collate import Collator
 from ftbench.worker.model.random_weights import materialise
 from warm import returned
 
@@ -92,6 +93,14 @@ def test_attention_that_goes_round_repeats_keys_in_32_bits(monkeypatch, dtype, g
     cp.prepare(SimpleNamespace(device=torch.device("cuda")))
     key = torch.ones(1, 2, 4, 8, dtype=dtype)
     assert sdpa_attention.use_gqa_in_sdpa(None, key, key) is groups
+
+
+@pytest.mark.parametrize(("precision", "length"), [("bf16", 12), ("fp32", 128)])
+def test_parts_of_a_sequence_are_what_attention_in_32_bits_adds_up(precision, length):
+    values = {"name": "a", "model": {"id": "tiny/qwen3"}, "launch": {"gpus": 2, "strategy": "cp"}}
+    spec = Experiment.model_validate(values | {"train": {"precision": precision}})
+    batch = Collator(spec, 0, 64, None)([{"input_ids": range(9), "labels": range(9), "lengths": [9]}])
+    assert batch["input_ids"].shape == (1, length)
 
 
 # --- what is refused while libraries do not do it: once one of these fails, a refusal can go -------------------------

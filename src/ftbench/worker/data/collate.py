@@ -17,6 +17,8 @@ from ftbench.worker.measure.batch_count import COUNT, BatchCount
 
 NO_TOKENS = (np.empty(0, dtype=np.int64),) * 2
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that is told where samples begin
+# Of a part of a sequence, in 32 bits: torch's kernel pads what it returns to so many, and the ring adds those up.
+ROWS_IN_32_BITS = 32
 
 
 class Collator:
@@ -33,6 +35,8 @@ class Collator:
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
         self._parts = spec.launch.parts_of_sequence
+        if self._parts > 1 and spec.train.precision == "fp32":
+            self._parts *= ROWS_IN_32_BITS
         self._fixed = self._even(longest) if on.fixed_shape else None
         self._rows = spec.train.batch_size
         self._pixels, self._pictures = pixels, pictures

@@ -38,8 +38,8 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Let the optimizer step experts that are spread over ranks apart from what is whole: on a GPU torch steps all of a
-    group at once, and takes no mixture."""
+    """Let the optimizer step what is spread over ranks apart from what is whole, or spread otherwise: on a GPU torch
+    steps all of a group at once, and takes no mixture."""
     create = trainer.create_optimizer
 
     def created(*args: Any) -> Any:
@@ -51,9 +51,11 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 
 def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a group of parameters as one of those that are spread over ranks and one of the others."""
-    kinds = [[p for p in group["params"] if isinstance(p, DTensor) is spread] for spread in (True, False)]
-    return [group | {"params": kind} for kind in kinds if kind]
+    """Return a group of parameters as one for each mesh that some are spread over, and one of what is whole."""
+    kinds: dict[Any, list[Any]] = {}
+    for parameter in group["params"]:
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [group | {"params": kind} for kind in kinds.values()]
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:

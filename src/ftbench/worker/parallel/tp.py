@@ -12,6 +12,7 @@ from transformers.distributed import DistributedConfig
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.parallel import ep
 from ftbench.worker.parallel.ep import applied, arguments
 
 __all__ = ["applied", "arguments", "attach", "loading", "verify"]
@@ -48,7 +49,9 @@ def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
 
 def attach(trainer: Any, spec: Experiment) -> None:
     """Sum the gradients of norms within heads as they are made: every rank has all of their weights and computes its
-    heads' part. transformers sums what has accumulated, with each batch again what was summed before."""
+    heads' part. transformers sums what has accumulated, with each batch again what was summed before. What is spread
+    over ranks is stepped apart from what is whole."""
+    ep.attach(trainer, spec)
     for module in trainer.model.modules():
         for key, hook in [*module._backward_hooks.items()]:
             if getattr(hook, "__name__", "") == "_all_reduce_grads":
