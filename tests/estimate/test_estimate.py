@@ -260,7 +260,8 @@ def test_an_unknown_model_says_how_to_give_its_shape(tmp_path: Path, file: Path)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [({"gpu": "RTX 9999"}, "--memory-gb"), ({"memory_gb": 0.0}, "above 0"), ({"memory_gb": float("nan")}, "above 0"),
-     ({"memory_gb": 80.0, "gpu": "L4"}, "give one"), ({"gpu": "L4", "gpus": 0}, "1 or more"),
+     ({"memory_gb": 80.0, "gpu": "L4"}, "give one"), ({"gpu": "L4", "gpus": 0}, "from 1 to 1,024"),
+     ({"memory_gb": 1e308}, "at most 1,000,000"), ({"gpu": "L4", "gpus": 10**20, "strategy": "ddp"}, "from 1 to 1,024"),
      ({"gpu": "L4", "gpus": 2}, "--strategy"), ({"gpu": "L4", "gpus": 2, "strategy": "none"}, "--strategy"),
      ({"gpu": "L4", "gpus": 2, "strategy": "magic"}, "none of"),
      ({"gpu": "L4", "config": Path("/nowhere/config.json")}, "no such file"),

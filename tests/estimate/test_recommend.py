@@ -328,7 +328,8 @@ def test_estimate_tells_time_energy_and_cost_of_a_night(ftbench, spec_file):
     (["--strategy", "zero3"], "add --gpus 2, or leave it out"), (["--strategy", "zero3", "--gpus", "1"], "--gpus"),
     (["--simulate", "--set", "optimizations.liger=on"], "--set optimizations.liger=off"),
     (["--calibrate", "results"], "leave"),
-    (["--hours", "inf"], "--hours inf"), (["--prices", "/nowhere"], "/nowhere: no such file"),
+    (["--hours", "inf"], "--hours inf"), (["--hours", "1e308"], "at most 1,000,000"),
+    (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip
 def test_estimate_refuses_amounts_that_are_none(ftbench, spec_file, arguments, sentence):
     code, _, err = ftbench("estimate", spec_file, "--gpu", "H200", *arguments)

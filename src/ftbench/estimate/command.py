@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,9 +28,11 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
 from ftbench.spec.reading import read_config
+from ftbench.spec.strategies import MOST_GPUS
 from ftbench.store import machine
 
-ALL, MOST_GPUS = "all", 64  # of --strategy, of --gpus
+ALL, _MOST_COMPARED = "all", 64  # of --strategy, of --gpus beside it
+_MOST_MEMORY_GB = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,10 @@ def _every_strategy(request: EstimateRequest, store: Store) -> Answer:
     config = None if request.config is None else read_config(request.config)
     name, gpu, total = gpus_of(request, store.path)[0]
     most = 8 if request.gpus is None else request.gpus
-    if not 2 <= most <= MOST_GPUS:
-        raise SpecError(f"--gpus {most}: --strategy {ALL} compares ways to share the work of 2 to {MOST_GPUS} GPUs")
+    if not 2 <= most <= _MOST_COMPARED:
+        raise SpecError(
+            f"--gpus {most}: --strategy {ALL} compares ways to share the work of 2 to {_MOST_COMPARED} GPUs"
+        )
     table = strategies_table.rows(spec, gpu, most, store, config, total)
     best = min(VERDICTS.index(row.memory.verdict) for row in table if row.memory)
     text, document = (write(spec, name, table) for write in (strategies_table.as_text, strategies_table.as_document))
@@ -141,8 +144,8 @@ def launch_sets(request: EstimateRequest) -> list[str]:
 
 def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:
     """Return the spec on so many GPUs that share the work in this way; its own `launch` says what is left out."""
-    if gpus is not None and gpus < 1:
-        raise SpecError(f"--gpus {gpus}: there must be 1 or more")
+    if gpus is not None and not 1 <= gpus <= MOST_GPUS:
+        raise SpecError(f"--gpus {gpus}: how many GPUs there are, from 1 to {MOST_GPUS:,}")
     if strategy is not None and strategy not in STRATEGIES:
         raise SpecError(f"--strategy {strategy}: is none of {', '.join(STRATEGIES)}")
     count = spec.launch.gpus if gpus is None else gpus
@@ -162,8 +165,10 @@ def gpus_of(request: EstimateRequest, store: Path | None) -> list[tuple[str, Gpu
     if request.memory_gb is not None:
         if request.gpu is not None:
             raise SpecError("--memory-gb and --gpu both say how much memory there is: give one")
-        if not math.isfinite(request.memory_gb) or request.memory_gb <= 0:
-            raise SpecError(f"--memory-gb {request.memory_gb}: must be a number of GiB above 0")
+        if not 0 < request.memory_gb <= _MOST_MEMORY_GB:
+            raise SpecError(
+                f"--memory-gb {request.memory_gb:g}: must be a number of GiB above 0, at most {_MOST_MEMORY_GB:,}"
+            )
         return [(f"a GPU of {request.memory_gb:g} GiB", request.memory_gb, None)]
     if request.gpu is not None:
         return [(gpu.name, probed(gpu, store), None) for gpu in listed(request.gpu)]

@@ -18,7 +18,7 @@ from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.objectives import Objective, Sft
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals
-from ftbench.spec.strategies import launch_in_full
+from ftbench.spec.strategies import MOST_GPUS, launch_in_full
 
 
 def experiment_name(value: str) -> str:
@@ -170,8 +170,8 @@ def _patience(value: object) -> object:
 class Launch(Part):
     """How the spec becomes processes."""
 
-    gpus: Int = Field(1, ge=1, le=1024, description="GPUs that one run trains on, a process each")
-    nodes: Int = Field(1, ge=1, le=1024, description="machines over which these GPUs are spread evenly")
+    gpus: Int = Field(1, ge=1, le=MOST_GPUS, description="GPUs that one run trains on, a process each")
+    nodes: Int = Field(1, ge=1, le=MOST_GPUS, description="machines over which these GPUs are spread evenly")
     strategy: Literal["none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp", "ulysses"] = Field(
         "none", description="how a run uses several GPUs; ddp if left out beside several"
     )

@@ -9,6 +9,8 @@ from ftbench.spec.base import Experiment
 from ftbench.spec.methods import GPT_OSS, family
 from ftbench.spec.optimizations.declaration import Capability
 
+MOST_GPUS = 1024
+
 
 @dataclass(frozen=True)
 class Strategy:

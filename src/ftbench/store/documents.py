@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ftbench.errors import file_problem
 from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file, parse_document, read_bytes, read_document
 
 SHARED = ("spec_json", "machine", "applied")
@@ -45,6 +46,8 @@ def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:
         open_plain_file(run.steps, MOST_CSV_BYTES).close()
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        problems.append(f"{run.steps.name}: {file_problem(error)}")
+    except ValueError as error:
         problems.append(f"{run.steps.name}: {error}")
     return documents, problems[0] if problems else None

@@ -23,6 +23,7 @@ from ftbench.spec.prices import Prices
 
 NIGHT_H = 8.0
 MOST_SAMPLES = 10**15
+_MOST_HOURS = 1_000_000
 _SHOWN = 4  # terms of a step that are named
 _BASIS = "samples/h, nights and costs follow from tokens/s and the mean length of the data: {} tokens ({})"
 
@@ -53,8 +54,8 @@ def scope_of(samples: float | None, hours: float | None, prices: Prices | None) 
         raise SpecError(f"--samples {samples:g}: how many samples to train on, from 1 to 10^15")
     if samples is not None and samples % 1:
         raise SpecError(f"--samples {samples:g}: samples are whole: ask for {math.ceil(samples)}")
-    if hours is not None and not 0 < hours <= 1e6:
-        raise SpecError(f"--hours {hours:g}: how long a night is, in hours, above 0")
+    if hours is not None and not 0 < hours <= _MOST_HOURS:
+        raise SpecError(f"--hours {hours:g}: how long a night is, in hours, above 0, at most {_MOST_HOURS:,}")
     return Scope(samples, NIGHT_H if hours is None else hours, prices)
 
 
