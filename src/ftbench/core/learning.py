@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import mul
 
 FOLLOWS, DIFFERS, CANNOT_TELL, NOT_FINITE = "follows", "does not follow", "cannot tell", "not finite"
 FEWEST_STEPS = 6  # with fewer, what a run has learned is not told from noise
@@ -95,8 +96,9 @@ def learning_verdict(
 def not_finite(steps: Sequence[TrainedStep]) -> str:
     """Return a clause that names the steps whose loss or gradient norm is NaN or infinite; empty where none is."""
     for noun in ("loss", "grad_norm"):
-        values = ((step.step, getattr(step, noun)) for step in steps)
-        if broken := [step for step, value in values if value is not None and not math.isfinite(value)]:
+        if broken := [
+            step.step for step in steps if (value := getattr(step, noun)) is not None and not math.isfinite(value)
+        ]:
             name = noun.replace("grad_norm", "gradient norm")
             return f"the {name} is not a number in {len(broken)} steps, first in step {broken[0]}"
     return ""
@@ -104,11 +106,10 @@ def not_finite(steps: Sequence[TrainedStep]) -> str:
 
 def mean_loss(steps: Sequence[TrainedStep]) -> float | None:
     """Return the mean loss a label token, in nats; where label tokens are unknown, the mean of the steps."""
-    known = [(step.labels or 0.0, step.loss) for step in steps if step.loss is not None]
-    if not known:
-        return None
-    weights = [labels for labels, _ in known] if all(labels for labels, _ in known) else [1.0] * len(known)
-    return math.fsum(weight * loss for weight, (_, loss) in zip(weights, known, strict=True)) / math.fsum(weights)
+    losses = [step.loss for step in steps if step.loss is not None]
+    labels = [step.labels for step in steps if step.labels and step.loss is not None]
+    weights = labels if len(labels) == len(losses) else [1.0] * len(losses)
+    return math.fsum(map(mul, weights, losses)) / math.fsum(weights) if losses else None
 
 
 def learned(steps: Sequence[TrainedStep]) -> float | None:

@@ -69,6 +69,8 @@ def report(request: Request) -> Rendered:
     gpus = {record["gpu"] for record in records if isinstance(record["gpu"], str)}
     prices = None if request.prices is None else load_prices(request.prices, gpus)
     sections = _sections(request, records, prices)
+    if request.compare is not None and request.format != "html":  # then no table of runs is shown
+        return Rendered(formats.render(Report((), sections=sections, runs=False), request.format))
     shown = repeats.merge_repeats(records) if request.repeats == "merge" else records
     shown, axes = repeats.with_axes(cost.with_costs(shown, prices, request.hours or cost.NIGHT_H))
     shown, columns = select.arranged(shown, request.sort, request.columns)

@@ -16,13 +16,14 @@ SHARED = ("spec_json", "machine", "applied")
 
 def shared_bytes(path: Path) -> bytes:
     """Return what a JSON file holds, read once for as long as it is the same file. Raises as `open_plain_file`."""
-    status = os.stat(path)
-    return _shared_bytes(path, status.st_ino, status.st_size, status.st_mtime_ns)
+    name = os.fspath(path)  # a key of a cache in half the time that a path is
+    status = os.stat(name)
+    return _shared_bytes(name, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=8192)
-def _shared_bytes(path: Path, *_: int) -> bytes:
-    return read_bytes(path)
+def _shared_bytes(name: str, *_: int) -> bytes:
+    return read_bytes(Path(name))
 
 
 @lru_cache(maxsize=8192)

@@ -125,7 +125,7 @@ def _numbers(name: str, texts: Sequence[str]) -> list[float | None]:
     """Return the numbers of a column. Raises ValueError where one of them is none that the column can have."""
     numbers: list[float | None] = [*map(float, texts)] if all(texts) else [float(t) if t else None for t in texts]
     known = list(filter(None, numbers))
-    finite = list(filter(math.isfinite, known))
+    finite = known if math.isfinite(sum(known)) else list(filter(math.isfinite, known))
     if len(finite) < len(known) and name not in rows.MAY_DIVERGE:
         raise ValueError(name)
     if finite and not (rows.can_hold(name, min(finite)) and rows.can_hold(name, max(finite))):

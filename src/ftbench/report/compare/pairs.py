@@ -12,13 +12,13 @@ from pathlib import Path
 from ftbench.core import compare as core
 from ftbench.core.compare import BreakEven, Difference, Ratio
 from ftbench.core.learning import CANNOT_TELL, NOT_FINITE, Learning, learning_verdict, not_finite
-from ftbench.report.compare.partners import axis_key, baseline_value, partners
+from ftbench.report.compare.partners import along, baseline_value, partners
 from ftbench.report.data import steps as steps_csv
 from ftbench.report.data.axes import implied, value_at
 from ftbench.report.data.collect import NOT_FINITE as STATE_NOT_FINITE
 from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
-from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, cells_of
+from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run
 from ftbench.spec.loss_tolerance import tolerance
 from ftbench.store.rundir import RunDir
 
@@ -81,8 +81,7 @@ class Comparison:
 def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, strict: bool = False) -> Comparison:
     """Hold runs against each other along `axis`: a short name (`gpu`, `method`, `batch`, …), a key of the spec, or a
     fact of the machine. Raises SpecError for an axis or a baseline that is not there."""
-    key = axis_key(axis, runs)
-    cells = cells_of(runs, key)
+    key, cells = along(axis, runs)
     chosen, noise = baseline_value(key, cells, baseline), noise_of(cells)
     find = partners(key, [cell for cell in cells if value_at(key, cell.facts) == chosen])
     pairs = [pair_of(key, cell, *find(cell), noise) for cell in cells if value_at(key, cell.facts) != chosen]

@@ -30,8 +30,9 @@ _UNOPTIMIZED = {
 Find = Callable[[Cell], tuple[Cell | None, str]]
 
 
-def axis_key(axis: str, runs: Sequence[Run]) -> str:
-    """Return the fact that `--compare axis` means. Raises SpecError where no run has it, or where all agree on it."""
+def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
+    """Return the fact that `--compare axis` means, and the groups of runs by it. Raises SpecError where no run has it,
+    or where all agree on it."""
     key = SHORT.get(axis, axis)
     present = dict.fromkeys(name for run in runs for name in (*run.spec, *run.ran))
     if key not in (*present, "gpu", OPTIMIZATIONS, RECIPE):
@@ -40,13 +41,13 @@ def axis_key(axis: str, runs: Sequence[Run]) -> str:
             f"--compare {axis}: no run has such a key{nearest(axis, names)} (gpu, method, batch, optimization, recipe, "
             "framework, model, or a key of `ftbench list keys`)"
         )
-    values = dict.fromkeys(value_at(key, cell.facts) or "unknown" for cell in cells_of(runs, key))
+    cells = cells_of(runs, key)
+    values = dict.fromkeys(value_at(key, cell.facts) or "unknown" for cell in cells)
     if len(values) < 2:
-        cells = cells_of(runs)
         varying = [name for name in SHORT.values() if len({value_at(name, cell.facts) for cell in cells}) > 1]
         others = f": what varies here is {', '.join(dict.fromkeys(varying))}" if varying else ""
         raise SpecError(f"--compare {axis}: all runs have {next(iter(values))}, there is nothing to compare{others}")
-    return key
+    return key, cells
 
 
 def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:

@@ -10,12 +10,12 @@ from ftbench.core import units
 from ftbench.core.stats import quantile
 from ftbench.report.data.axes import in_order
 from ftbench.report.data.collect import figure
+from ftbench.report.data.facts import clean_document
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, Run
 from ftbench.report.render.document import Section, table_of
 from ftbench.report.sections.cost import NIGHT_H
 from ftbench.report.sections.profiles import generations
 from ftbench.report.sections.rows import Record, field, first_of, named_rows, names_of, section
-from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_columns
 
 _BEFORE = ("import", "prepare_data", "load", "setup")  # weights are made once on a machine
@@ -166,5 +166,5 @@ def _parameters(*kinds: str) -> Callable[[Record], str]:
 
 
 def _by_kind(run: Run) -> dict[str, int]:
-    kinds = read_json(run.dir.applied).get("parameters", {}).get("by_kind", {})
+    kinds = clean_document(run.dir.applied).get("parameters", {}).get("by_kind", {})
     return {kind: line["trainable"] for kind, line in kinds.items() if line.get("trainable") is not None}
