@@ -15,6 +15,7 @@ from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import methods
 from ftbench.worker.kernels.adapter_products import Augmented, Beside
+from ftbench.worker.kernels.small_products import GRADIENT
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
@@ -233,7 +234,7 @@ def test_a_weight_cast_once_multiplies_as_the_values_that_8_bits_hold(recipe):
     expected = held(x.detach(), torch.float8_e4m3fn) @ weight.t() + base.bias
     assert (layer(x) - expected).abs().max() < 2 * BF16 * expected.abs().max()  # the product and its bias are rounded
     turned = held(base.weight.t(), torch.float8_e4m3fn)
-    gradient = held(dy, fp8.GRADIENT[recipe]) @ turned.t()
+    gradient = held(dy, GRADIENT[recipe]) @ turned.t()
     assert (x.grad - gradient).abs().max() < 2 * BF16 * gradient.abs().max()
     assert (layer(x) - base(x)).norm() < 0.05 * base(x).norm()
 

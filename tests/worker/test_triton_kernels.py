@@ -20,6 +20,7 @@ from ftbench.spec.optimizations import OPTIMIZATIONS
 from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
+from ftbench.worker.kernels.small_products import AdaptedProduct
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, fused_lora, triton_kernels
@@ -133,7 +134,7 @@ def learned_in_16_bits(model):
 def test_kernels_read_what_8_bit_products_and_adapters_make_side_by_side(kernels, monkeypatch):
     """Four products each way of what were seven, each written into by its adapters', and one graph for all layers."""
     plain, ours = in_8_bits("tensorwise", kernels=False), in_8_bits("tensorwise")
-    made = fp8.AdaptedProduct
+    made = AdaptedProduct
     calls = []
     monkeypatch.setattr(made, "apply", lambda *given, plain=made.apply: calls.append(1) or plain(*given))
     expected = learned_in_16_bits(plain)

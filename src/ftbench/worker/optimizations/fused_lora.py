@@ -14,6 +14,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, Beside, siblings
 from ftbench.worker.kernels.expert_products import group_adapters
+from ftbench.worker.kernels.small_products import AdaptedProduct, GatedMlp
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import fp8
 
@@ -132,7 +133,7 @@ class BesideGroup(AdapterGroup):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the layers make of x, tokens x width, side by side."""
-        made: torch.Tensor = fp8.AdaptedProduct.apply(x.to(self.a.dtype), *self.operands())
+        made: torch.Tensor = AdaptedProduct.apply(x.to(self.a.dtype), *self.operands())
         return made
 
     def operands(self) -> tuple[Any, ...]:
@@ -143,7 +144,7 @@ class BesideGroup(AdapterGroup):
         if self.joined[0].maxima is None or not isinstance(down, BesideGroup):
             return None
         first = self.operands()
-        made: torch.Tensor = fp8.GatedMlp.apply(x.to(self.a.dtype), len(first), *first, *down.operands())
+        made: torch.Tensor = GatedMlp.apply(x.to(self.a.dtype), len(first), *first, *down.operands())
         return made
 
     def holds(self, layers: Sequence[Any]) -> bool:
