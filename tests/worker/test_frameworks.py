@@ -334,6 +334,18 @@ def test_what_another_trainer_did_is_recorded_and_read_back(framework_run):
     assert "warnings" not in applied
 
 
+def test_a_loss_divided_by_more_than_its_tokens_is_told(framework_run, monkeypatch):
+    """transformers 4 counts labels before they are shifted: a row's first token, which nothing predicts, among them."""
+
+    def every_label(self, batches, device):
+        return sum((batch["labels"] != -100).sum() for batch in batches)
+
+    monkeypatch.setattr(Ordered, "_get_num_items_in_batch", every_label)
+    applied, steps = framework_run(pick=lambda data: [row | {"labels": row["input_ids"]} for row in data])
+    assert applied["loss_normalisation"] == "label tokens of the step, and first tokens of rows"
+    assert [step.label_tokens for step in steps] == [8, 10, 10]
+
+
 @pytest.mark.parametrize(
     ("given", "launch", "said"),
     [

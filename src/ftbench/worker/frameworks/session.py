@@ -72,8 +72,9 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -
         recorder = run.recorder = recorder_of(spec, run.directory)
         trainer.data_collator = counted(trainer.data_collator)
         HfRecording(recorder, run.phases).attach(trainer)
-        trainer.compute_loss = _counting(trainer.compute_loss, seen)
-        trainer.add_callback(_RecipeCheck(run, trainer))
+        check = _RecipeCheck(run, trainer)
+        trainer.compute_loss = _counting(trainer.compute_loss, seen, check)
+        trainer.add_callback(check)
         name = spec.launch.framework
         version = importlib.metadata.version(FRAMEWORKS[name].package)
         best = frameworks.load(name).best(spec) if spec.launch.settings == "best" else {}
@@ -94,12 +95,18 @@ class _RecipeCheck(TrainerCallback):
 
     def __init__(self, run: TrainingRun, trainer: Any) -> None:
         self._run, self._trainer = run, trainer
+        self._labels, self._divisor = 0, None
+
+    def take(self, labels: int, divisor: Any) -> None:
+        """Take the label tokens of a micro-batch, and by what the trainer divides the loss of its step."""
+        if self._trainer.state.global_step == 0:
+            self._labels, self._divisor = self._labels + labels, divisor
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step != 1:
             return
         run = self._run
-        run.write_facts(**live.of_trainer(self._trainer))
+        run.write_facts(**live.of_trainer(self._trainer, self._labels, self._divisor))
         run.require_applied(live.trainer_problems(self._trainer, run.spec))
         if run.recorder:
             run.recorder.restart()
@@ -127,12 +134,13 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     return count
 
 
-def _counting(compute: Callable[..., Any], seen: Counter[int]) -> Callable[..., Any]:
+def _counting(compute: Callable[..., Any], seen: Counter[int], check: _RecipeCheck) -> Callable[..., Any]:
     """Return compute_loss without the counts that travel in a batch, which no model takes; `seen` keeps their rows."""
 
     def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if (count := inputs.pop(COUNT, None)) is not None:
             seen.update(map(hash, count.tokens))
+            check.take(count.labels, kwargs.get("num_items_in_batch"))
         return compute(model, inputs, *args, **kwargs)
 
     return compute_loss
