@@ -66,8 +66,8 @@ OPTIMIZATION = Optimization(
     default="off",
     description="products with the frozen base layers in 8-bit floats cast once: faster where compiled; "
     "tensorwise-fast adds up in fewer bits in the backward pass, too, tensorwise-delayed is that with each cast scaled "
-    "by the step before; te-current, te-delayed and te-mxfp8 are Transformer Engine's scalings; these five were not "
-    "tried on a GPU so far",
+    "by the step before; te-current, te-delayed and te-mxfp8 are Transformer Engine's scalings; tensorwise-fast and "
+    "these three were not tried on a GPU so far",
     verified="no frozen layer that fits still multiplies in 16 bits",
     tolerance=Tolerance(COARSE),
     unsloth="its fused functions multiply in 16 bits: leave it off, or use method lora",

@@ -21,7 +21,7 @@ def _refusals(spec: Experiment) -> Iterator[str]:
 
 OPTIMIZATION = Optimization(
     description="our own kernels for norms with the sums before them, for heads with their norms and rotation, and for "
-    "the gradient of the MLP's gate, which write what a product of fused_lora reads; not tried on a GPU so far",
+    "the gradient of the MLP's gate, which write what a product of fused_lora reads",
     verified="every layer of the decoder computes by them",
     tolerance=Tolerance(ROUNDING),
     unsloth="it has kernels of its own: leave it off",
