@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from waiting import eventually, training
+from waiting import Holder, eventually, training
 
 MARK = "FTBENCH_TEST_CLUSTER"
 # Two addresses of the loopback: Ray turns 127.0.0.1 into the machine's outside one.
@@ -37,7 +37,7 @@ SETTINGS = {
 }
 
 
-class Cluster:
+class Cluster(Holder):
     """A context. `environment` is what a driver needs, `client` another address for `--on`."""
 
     on = "ray"
@@ -49,7 +49,7 @@ class Cluster:
         token.write_text(secrets.token_hex(32))
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         self._own = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        self._own |= {**auth, **SETTINGS, MARK: str(self.folder)}
+        self._own |= {**auth, **SETTINGS, MARK: str(self.folder), **self.holding()}
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         port = _free_port()
         self._joins = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={port}"]

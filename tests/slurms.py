@@ -5,6 +5,7 @@ The nodes offer no GPU: a mock run, or one on the CPU, is all that is trained he
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import secrets
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from waiting import eventually, training
+from waiting import Holder, eventually, training
 
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
@@ -68,7 +69,7 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 
-class Cluster:
+class Cluster(Holder):
     """A context. `environment` is what Slurm's commands need."""
 
     on = client = "slurm"
@@ -113,9 +114,15 @@ class Cluster:
                 start_new_session=True,
             )  # fmt: skip
 
-    def settings(self, folder: Path, text: str = "") -> None:
-        """Write slurm.yaml beside a sweep's spec: a cell takes a node."""
-        (folder / "slurm.yaml").write_text(text or "partition: debug\ntime: 5\noptions: [--exclusive]\n")
+    def settings(self, folder: Path, text: str = "partition: debug\ntime: 5\noptions: [--exclusive]\n") -> None:
+        """Write slurm.yaml beside a sweep's spec: a cell takes a node unless `text` says otherwise."""
+        words = " ".join(f'{name}="{value}"' for name, value in self.holding().items())
+        preamble = "" if "preamble" in text else f"preamble: {json.dumps(f'export {words}')}\n"
+        (folder / "slurm.yaml").write_text(text + preamble)
+
+    def submitted(self) -> int:
+        """Return how many jobs the controller has taken."""
+        return (self.folder / "slurmctld.log").read_text(errors="replace").count("_submit_batch_job: JobId=")
 
     def runs(self) -> list[psutil.Process]:
         """Return the processes that train, on both nodes."""

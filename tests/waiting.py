@@ -39,6 +39,23 @@ def training(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
+class Holder:
+    """A cluster on whose nodes mock runs wait in their first step between `hold` and `release` (tests/held)."""
+
+    folder: Path
+
+    def holding(self) -> dict[str, str]:
+        """Return the variables that a run's environment must have for that."""
+        path = f"{Path(__file__).parent / 'held'}:{os.environ.get('PYTHONPATH', '')}"
+        return {"PYTHONPATH": path.rstrip(":"), "FTBENCH_TEST_HELD": str(self.folder / "held")}
+
+    def hold(self) -> None:
+        (self.folder / "held").touch()
+
+    def release(self) -> None:
+        (self.folder / "held").unlink(missing_ok=True)
+
+
 def eventually(holds: Callable[[], Any], what: str = "waited too long") -> Any:
     """Return the first true value of `holds`; fail the test with `what` if there is none in LIMIT_S. Looking takes a
     quarter of the time at most: what is waited for needs the processor."""

@@ -28,8 +28,7 @@ from sweeps import ENVIRONMENT, Folder, Night, sweep, write_sweep
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
-AXES = {"train.batch_size": [1, 2]}
-SLOW = {"launch": {"mock": "slow"}, "train": {"max_steps": 4}}
+AXES, SETTINGS = {"train.batch_size": [1, 2]}, "partition: debug\ntime: 5\n"
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +37,19 @@ def cluster() -> Iterator[Cluster]:
         yield found
 
 
-def written(folder: Path, axes: dict[str, object], settings: str = "partition: debug\ntime: 5\n", **parts) -> Path:
-    spec = write_sweep(folder, axes, **parts)
+@pytest.fixture
+def held(cluster) -> Iterator[Cluster]:
+    """The cluster, whose runs wait until they are released."""
+    cluster.hold()
+    yield cluster
+    cluster.release()
+
+
+def written(folder: Path, axes: dict[str, object], settings: str = SETTINGS, cluster: Cluster | None = None) -> Path:
+    spec = write_sweep(folder, axes)
     (folder / "slurm.yaml").write_text(settings)
+    if cluster:
+        cluster.settings(folder, settings)
     return spec
 
 
@@ -56,35 +65,40 @@ def test_a_run_that_is_moved_to_its_place_while_it_is_looked_for_is_no_error(tmp
 
 @pytest.mark.slurm
 @slurms.SKIP
-def test_a_sweep_that_was_killed_finds_its_tasks_in_the_queue(cluster, tmp_path):
-    spec = written(tmp_path, {"train.batch_size": [1, 2, 4, 8]}, launch={"mock": "slow"}, train={"max_steps": 12})
-    with Night(spec, tmp_path / "out", "--on", "slurm", env=cluster.environment) as night:
-        eventually(lambda: len(cluster.runs()) == 4)
-        running = {process.pid for process in cluster.runs()}
-        night.process.kill()
+def test_a_sweep_that_was_killed_finds_its_tasks_in_the_queue(held, tmp_path):
+    spec = written(tmp_path, {"train.batch_size": [1, 2, 4, 8]}, cluster=held)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as night:
+        eventually(lambda: len(held.runs()) == 4)
+        running, submitted = {process.pid for process in held.runs()}, held.submitted()
+        night.process.kill()  # of whose runs none is on this side
         night.process.communicate()
-        assert {process.pid for process in cluster.runs()} == running
-        done = sweep(spec, tmp_path / "out", "--on", "slurm", env=cluster.environment)
-    assert done.code == 0, done.stderr
+        assert {process.pid for process in held.runs()} == running
+        made = {run.parent.name: run.parent.stat().st_ino for run in night.path.glob(".slurm/*/*/*/state.json")}
+        with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as again:
+            again.until(lambda: len(night.events("begin")) == 2)
+            held.release()
+            assert again.finish().code == 0, again.stderr
     assert night.told() == ["ok"] * 4
+    assert {run.run_id: run.path.stat().st_ino for run in night.runs()} == made
+    assert held.submitted() == submitted
     assert not night.superseded()
-    begun = night.events("begin")[1]["at"]
-    assert all(rundir.read_json(run.state)["started_at"] < begun for run in night.runs())
     assert not [*night.path.glob(".slurm/*/")]
 
 
 @pytest.mark.slurm
 @slurms.SKIP
-def test_a_cancelled_task_and_a_preempted_one_run_again(cluster, tmp_path):
-    spec = written(tmp_path, AXES, "partition: debug\noptions: [--exclusive]\n", **SLOW)
-    with Night(spec, tmp_path / "out", "--on", "slurm", env=cluster.environment) as night:
-        eventually(lambda: len(cluster.runs()) == 2)
-        board = status(night.path)
+def test_a_cancelled_task_and_a_preempted_one_run_again(held, tmp_path):
+    spec = written(tmp_path, AXES, "partition: debug\noptions: [--exclusive]\n", cluster=held)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as night:
+        eventually(lambda: len(held.runs()) == 2)
+        running, board = {process.pid for process in held.runs()}, status(night.path)
         assert board["alive"]
         assert len(board["running"]) == 2
-        tasks = cluster.said("squeue", "--me", "-h", "-r", "-t", "RUNNING", "-o", "%F_%K").split()
-        cluster.said("scancel", tasks[0])
-        cluster.said("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+        tasks = held.said("squeue", "--me", "-h", "-r", "-t", "RUNNING", "-o", "%F_%K").split()
+        held.said("scancel", tasks[0])
+        held.said("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+        eventually(lambda: running.isdisjoint(process.pid for process in held.runs()))
+        held.release()
         assert night.finish(120).code == 0, night.stderr
     assert night.told() == ["ok", "ok"]
     assert {rundir.read_json(run.state)["state"] for run in night.superseded()} <= {"error", "interrupted"}
@@ -92,13 +106,14 @@ def test_a_cancelled_task_and_a_preempted_one_run_again(cluster, tmp_path):
 
 @pytest.mark.slurm
 @slurms.SKIP
-def test_a_controller_that_is_away_is_waited_for(cluster, tmp_path):
-    spec = written(tmp_path, AXES, **SLOW)
-    with Night(spec, tmp_path / "out", "--on", "slurm", env=cluster.environment) as night:
-        eventually(lambda: len(cluster.runs()) == 2)
-        cluster.kill("slurmctld")
-        eventually(lambda: night.told() == ["ok", "ok"] or night.events("note"))
-        cluster.start("slurmctld")
+def test_a_controller_that_is_away_is_waited_for(held, tmp_path):
+    spec = written(tmp_path, AXES, cluster=held)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as night:
+        eventually(lambda: len(held.runs()) == 2)
+        held.kill("slurmctld")
+        eventually(lambda: night.events("note"))
+        held.release()
+        held.start("slurmctld")
         assert night.finish(120).code == 0, night.stderr
     assert night.told() == ["ok", "ok"]
 
