@@ -35,7 +35,7 @@ SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock,cred_expire=5
+AuthInfo=socket={folder}/munge.sock,cred_expire=8
 CryptoType=crypto/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -55,9 +55,9 @@ JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
 ReturnToService=2
 KillWait=5
-MessageTimeout=5
+MessageTimeout=20
 SlurmctldTimeout=10
-SlurmdTimeout=6
+SlurmdTimeout=60
 InactiveLimit=0
 MinJobAge=5
 PreemptType=preempt/partition_prio
@@ -129,8 +129,9 @@ class Cluster(Holder):
         return training([process for node in NODES for process in self.steps(node)])
 
     def lose(self, node: int) -> None:
-        """At once, as by a power cut."""
+        """At once, as by a power cut; somebody has seen it and says so, where the controller would wait."""
         self.kill(NODES[node], everything=True)
+        self.said("scontrol", "update", f"NodeName={NODES[node]}", "State=DOWN", "Reason=lost")
 
     def start(self, name: str) -> None:
         """Start the controller or a node."""
