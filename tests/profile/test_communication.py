@@ -17,11 +17,13 @@ def nccl(trace, name, begin, length, **args):
 @pytest.fixture
 def two_steps(tmp_path):
     """In each of two steps of 1 ms a product from 100 to 500 µs; an all-reduce from 400 to 700, and an all-gather from
-    650 to 750: 350 µs of sending, 100 of them behind the product."""
+    650 to 750: 350 µs of sending, 100 of them behind the product. Beside a kernel stands the operator that began it."""
     trace = GpuTrace()
     for number, at in enumerate((0, 1000)):
         trace.step(number, at, 1000)
         trace.launch(GEMM, at + 90, at + 100, 400)
+        trace.add("cpu_op", "c10d::allreduce_", at + 395, 4, 1)
+        trace.add("cpu_op", "c10d::_allgather_base_", at + 645, 4, 1)
         nccl(trace, REDUCE, at + 400, 300, **{"Collective name": "allreduce", "In msg nelems": 250_000,
              "Out msg nelems": 250_000, "dtype": "Float"})  # fmt: skip
         nccl(trace, GATHER, at + 650, 100, **{"Collective name": "_allgather_base", "In msg nelems": 100_000,

@@ -48,11 +48,12 @@ class Span:
 @dataclass(slots=True)
 class Collective:
     """Something that the ranks of a run did together: the `elements` of the whole tensor on all ranks and their `width`
-    in bytes, None where the trace does not tell."""
+    in bytes, None where the trace does not tell; as a GPU's kernel or as the operator that asked for it."""
 
     name: str
     elements: int
     width: int | None
+    is_kernel: bool = False
 
     @property
     def size(self) -> int | None:
@@ -156,7 +157,8 @@ def _collective(kind: str | None, name: str, details: dict[str, Any]) -> Collect
     began it, with its shapes where the profiler wrote them."""
     if kind == "kernel" and "Collective name" in details:
         elements = max(int(details.get(side, 0)) for side in ("In msg nelems", "Out msg nelems"))
-        return Collective(str(details["Collective name"]), elements, _BYTES.get(str(details.get("dtype", "")).lower()))
+        width = _BYTES.get(str(details.get("dtype", "")).lower())
+        return Collective(str(details["Collective name"]), elements, width, is_kernel=True)
     if kind != "cpu_op" or not name.startswith("c10d::"):
         return None
     return Collective(name, _elements(details), _width(details))
@@ -190,8 +192,11 @@ def _shapes(value: Any) -> Iterator[list[int]]:
 
 
 def _settle(trace: Trace) -> None:
-    """Count times from the first step, put everything in order, give each span the one around it. The type of what an
-    operator sends in a list is that of what gloo sent, where all of as many elements were of one."""
+    """Count times from the first step, put everything in order, give each span the one around it. Where kernels tell of
+    what was sent, the operators that asked for them do not tell it again. The type of what an operator sends in a list
+    is that of what gloo sent, where all of as many elements were of one."""
+    if any(each.is_kernel for each in trace.collectives):
+        trace.collectives = [each for each in trace.collectives if each.is_kernel]
     for each in trace.collectives:
         known = trace.gloo_widths.get(each.elements, set())
         each.width = each.width or (next(iter(known)) if len(known) == 1 else None)
