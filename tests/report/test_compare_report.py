@@ -24,7 +24,7 @@ from ftbench.report.compare.pairs import compare
 from ftbench.report.data import axes, repeats
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
-from ftbench.report.render.formats import csv_text
+from ftbench.report.render.formats import cell, csv_text
 from ftbench.spec.load import recipe
 from ftbench.spec.recipes import FOLDER
 from ftbench.store import rundir
@@ -463,6 +463,26 @@ def test_a_csv_holds_every_text_in_its_own_cell_and_no_formula(records):
     assert not any(unicodedata.normalize("NFKC", part[:1]) in tuple("=+-@") for part in parts)
     outside = "".join(text.split('"')[::2])  # a quote within a cell is doubled, so every other piece is in none
     assert not {"\r", ";"} & {*outside}
+
+
+@pytest.mark.parametrize("unseen", ["\x00", "\x0b", "\x1b", "\x7f", "\x85", "\u2028", "\u200b", "\ufeff"])
+def test_no_formula_hides_behind_what_is_not_seen(unseen):
+    text = csv_text([{f"{unseen}=a": f"{unseen}=cmd|x", "b": f"x\r{unseen}﹦1"}])
+    assert [cell.replace(unseen, "") for line in csv.reader(io.StringIO(text, newline="")) for cell in line] == [
+        "'=a", "b", "'=cmd|x", "x\r'﹦1"
+    ]  # fmt: skip
+    assert not {"\x0b", "\x85", "\u2028"} & {*"".join(text.split('"')[::2])}  # readers begin a line behind these
+
+
+def test_a_cell_of_a_markdown_table_is_no_markup():
+    assert cell("![x](http://a.test) <b>\x1b[31m|") == "!\\[x](http://a.test) &lt;b>\\[31m\\|"
+
+
+def test_a_file_holds_what_is_printed_without_what_moves_the_cursor(tmp_path, ftbench):
+    make_run(tmp_path / "runs", "a", state={"state": "error", "reason": "a\x1b[2Jb\x9bc"})
+    for format in ("md", "csv", "json", "latex", "table", "html"):
+        assert ftbench("report", tmp_path / "runs", "--format", format, "-o", tmp_path / "out")[0] == 0
+        assert not {"\x1b", "\x9b"} & {*(tmp_path / "out").read_text()}, format
 
 
 # --- the plain table -------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import inspect
 import json
-import re
 import shutil
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from ftbench.core.redact import clean, secretless
+from ftbench.core.table import printable
 from ftbench.errors import MissingError, SpecError
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ftbench.sweep.output.table import Tables
 
 _HALF = 1000  # characters of either end of a line on stderr
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -141,11 +140,6 @@ def tell(text: str) -> None:
     if (more := len(line) - 2 * _HALF) > 0:
         line = f"{line[:_HALF]}… ({more:,} characters more) …{line[-_HALF:]}"
     print(line, file=sys.stderr)
-
-
-def printable(text: str) -> str:
-    """Return text without control characters but for line feeds and tabs."""
-    return _CONTROL.sub("", text)
 
 
 def train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> FinishedRun:

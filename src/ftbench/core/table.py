@@ -14,6 +14,7 @@ _NAME = 28  # nor the first one, which names the row, unless a line is shorter t
 _LEAST_TERMINAL, _PAGE = 40, 120
 _UNLIMITED = 10_000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_CURSOR = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _in_full = False
 
 
@@ -125,3 +126,8 @@ def _fitting(least: Sequence[int], width: int) -> int:
 def plain(text: str) -> str:
     """Return one line without control characters, also without those that turn the direction of writing."""
     return text if text.isascii() and text.isprintable() else _CONTROL.sub("", " ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    """Return text without control characters but for line feeds and tabs."""
+    return _CURSOR.sub("", text)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ftbench.core.redact import secretless
+from ftbench.core.table import printable
 from ftbench.errors import MissingError, SpecError
 from ftbench.store.rundir import disk_error, write_text
 
@@ -33,9 +34,9 @@ def output_file(path: Path, stream: bool = True) -> Path:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write text without secrets to what `-o` names. Raise SpecError where it cannot be a file, MissingError where the
-    disk does not take it."""
-    target, text = output_file(path), secretless(text)
+    """Write text without secrets and control characters to what `-o` names. Raise SpecError where it cannot be a file,
+    MissingError where the disk does not take it."""
+    target, text = output_file(path), printable(secretless(text))
     if not target.exists() or target.is_file():
         write_text(target, text)
         return

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ftbench.core.rows import SCHEMA
-from ftbench.core.table import folded, text_table
+from ftbench.core.table import folded, plain, text_table
 from ftbench.errors import SpecError
 from ftbench.report.data.collect import Record, named_paths
 from ftbench.report.render.document import Report, Table
@@ -22,7 +22,8 @@ from ftbench.report.render.runs_table import FOOTNOTE, NUMBER, runs_table
 from ftbench.spec.base import nearest
 
 # Also full-width signs, and what a spreadsheet that separates by semicolons or tabs takes for the beginning of a cell.
-_FORMULA = re.compile(r"^(?=\s*[\t\r])|(?:^|(?<=[;\t\r\n]))(?=\s*[=+\-@＝＋－＠])")
+_UNSEEN = r"[\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]*"
+_FORMULA = re.compile(rf"^(?={_UNSEEN}[\t\r])|(?:^|(?<=[;\t\r\n]))(?={_UNSEEN}[=+\-@＝＋－＠﹦﹢﹣﹫])")
 MOST_NOTES = 10  # below a table for people
 
 
@@ -86,8 +87,8 @@ def markdown(table: Table, footnote: str = "") -> str:
 
 def cell(text: str) -> str:
     """Return text that stays one cell and one line, and is no markup."""
-    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return text.replace("\\", "\\\\").replace("|", "\\|")
+    text = " ".join(plain(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("[", "\\[")
 
 
 # --- whole reports ---------------------------------------------------------------------------------------------------
@@ -140,10 +141,11 @@ def csv_text(records: Sequence[Record]) -> str:
     flat = [n for n in names if not any(isinstance(record.get(n), (list, dict)) for record in records)]
     lines: list[str] = []
     # A line ends with a line feed; the writer quotes what holds a character of its lineterminator.
-    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n;")
+    ending = "\r\n;\x0b\x0c\x85\u2028\u2029"
+    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator=ending)
     rows: list[list[Any]] = [flat, *([record.get(name) for name in flat] for record in records)]
     writer.writerows([_harmless(value) for value in row] for row in rows)
-    return "".join(line.removesuffix("\r\n;") + "\n" for line in lines)
+    return "".join(line.removesuffix(ending) + "\n" for line in lines)
 
 
 def _harmless(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.redact import secretless
 from ftbench.core.rows import RunSummary
+from ftbench.core.table import printable
 from ftbench.report import select
 from ftbench.report.data import repeats
 from ftbench.report.data.collect import collect, records
@@ -41,8 +42,8 @@ class Tables:
             self._put("summary.csv", formats.render(report, "csv"))
 
     def _put(self, name: str, text: str) -> None:
-        """Replace a file for people, which holds no secrets."""
-        rundir.write_text(self.folder / name, secretless(text))
+        """Replace a file for people, which holds no secrets and no control characters."""
+        rundir.write_text(self.folder / name, printable(secretless(text)))
 
     @property
     def written(self) -> bool:
