@@ -22,6 +22,7 @@ from ftbench.store.rundir import RunDir, write_json
 from ftbench.worker.methods import unsloth
 from ftbench.worker.model.parts import base_model, decoder_layers
 from ftbench.worker.optimizations import chunked_loss, fp8
+from ftbench.worker.optimizations.fused_lora import BesideGroup
 
 SCHEMA = 1
 _NO_PADDING = ("varlen", "flex_attention")  # one takes no padded batch, the other compiles for every length
@@ -155,6 +156,9 @@ def _with_plain_products(model: Any, undo: ExitStack) -> None:
         if fp8.multiplies_in_8_bits(module):
             module.forward = module.forward_in_16_bits
             undo.callback(module.__dict__.pop, "forward")
+        if isinstance(module, BesideGroup):
+            undo.callback(setattr, module, "joined", module.joined)
+            module.joined = (None,)
 
 
 def _with_attention_for_padding(model: Any, undo: ExitStack) -> None:

@@ -147,6 +147,9 @@ class BesideGroup(AdapterGroup):
         made: torch.Tensor = GatedMlp.apply(x.to(self.a.dtype), len(first), *first, *down.operands())
         return made
 
+    def is_on(self) -> bool:
+        return self.joined[0] is not None and super().is_on()
+
     def holds(self, layers: Sequence[Any]) -> bool:
         return self.joined[0] is not None and super().holds(layers)
 
