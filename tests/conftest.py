@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from ftbench import cli
+from ftbench.core.table import show_in_full
 
 WITH_TORCH = {"worker", "gpu"}  # the folders of tests that all need it
 collect_ignore = [] if importlib.util.find_spec("torch") else [*WITH_TORCH]
@@ -65,8 +66,10 @@ def signals() -> None:
 
 @pytest.fixture(autouse=True)
 def _unlimited_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw tables as for a pipe, whatever the shell around the suite exports."""
+    """Draw tables as for a pipe, whatever the shell around the suite exports, and whatever a command in this process
+    was asked for before."""
     monkeypatch.delenv("COLUMNS", raising=False)
+    show_in_full(False)
 
 
 @pytest.fixture
