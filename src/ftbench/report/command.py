@@ -133,7 +133,7 @@ def _of_measured(
     if request.estimates:
         from ftbench.report.sections import estimates
 
-        parts += [estimates.memory(runs), estimates.time(runs)]
+        parts += [estimates.memory(cells), estimates.time(cells)]
     return parts
 
 

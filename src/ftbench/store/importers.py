@@ -47,6 +47,10 @@ class About:
     dataset: str | None = None
     samples: int | None = None
 
+    @property
+    def step_samples(self) -> int | None:
+        return self.batch_size and self.batch_size * self.gradient_accumulation_steps
+
 
 def import_run(file: Path, about: About, out: Path) -> RunDir:
     """Write the run directory of a file and return it. Raises SpecError for a file that is neither kind or is broken,
@@ -137,7 +141,6 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     rows = [row for row in rows if row.phase in (None, "train")]
     if not rows:
         raise SpecError(f"{file}: holds no step" + (f" ({notes[0]})" if notes else ""))
-    batch = about.batch_size and about.batch_size * about.gradient_accumulation_steps
     for row in rows:
         row.phase = "train"
     _time_all(file, rows, about, from_zero=True)
@@ -145,7 +148,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     every = max(int(row.step or 0) - int(last.step or 0) for last, row in pairwise([before, *rows]))
     if every > 1:
         notes.append(f"a line stands for up to {every} steps and holds their mean: single steps are not known")
-    if batch and about.samples is None:
+    if about.step_samples and about.samples is None:
         notes.append("every step is counted as a full batch: `ftbench import --samples` tells the last of an epoch")
     if (progress := rows[-1].progress_ratio) is not None and progress < 0.999:
         notes.append(f"the file ends at {progress:.0%} of the planned steps")
@@ -155,8 +158,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
 
 def _time_all(file: Path, rows: Sequence[StepRow], about: About, from_zero: bool) -> None:
     """Give each line of training the mean time of its steps; the first one none where times do not begin with it."""
-    batch = about.batch_size and about.batch_size * about.gradient_accumulation_steps
-    samples_of = _samples_of_step(batch, about.samples)
+    samples_of = _samples_of_step(about.step_samples, about.samples)
     train = [row for row in rows if row.phase == "train"]
     before = [StepRow(step=0, elapsed_time_sec=0.0)] if from_zero else []
     for last, row in pairwise([*before, *train]):

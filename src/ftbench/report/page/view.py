@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,15 +12,10 @@ from ftbench.report.data.axes import MOST_AXES, headings
 from ftbench.report.data.collect import Record
 from ftbench.report.data.groups import Cell, Run, cells_of, long_reason, runs_of, state_of
 from ftbench.report.data.names import number_of
-from ftbench.report.page.figures import FIGURES, NUMBERS, number
+from ftbench.report.page.figures import NUMBERS, number
 from ftbench.report.render.document import Column, Report
+from ftbench.report.render.runs_table import FIGURES
 from ftbench.store.summary import PROFILED
-
-# Figures that have a column from the start; a reader can choose the others.
-_FIRST = {
-    "samples_per_hour": "samples/h", "tokens_per_s.real": "tokens/s", "memory_gb.allocated_peak": "peak GiB",
-    "step_time_s.median": "step", "first_step_s": "first step", "mfu": "MFU", "loss.eval": "eval loss",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -161,19 +156,16 @@ def _columns(rows: Sequence[RunRow], report: Report, workloads: Sequence[str]) -
     """Return the columns: what names a run, how it ended, its figures, and then what varies; those that the command
     names, where it names some."""
     if report.columns:
-        return [_named_column(column, [row.record for row in rows]) for column in report.columns]
+        return [_figures(column, [row.record for row in rows]) for column in report.columns]
     axes = report.axes
-    formats: dict[str, Callable[[float], str]] = {source: text for _, source, text in FIGURES}
     columns = [
         _words("trained by", [row.cell.way for row in rows]),
         _counts("batch", [row.cell.batch for row in rows], varies=False),
         _words("state", [state_of(row.record) for row in rows]),
     ]
-    for source, heading in _FIRST.items():
-        values = [number(row.record.get(source)) if row.state == "ok" else None for row in rows]
-        if any(value is not None for value in values):
-            texts = [formats[source](value) if value is not None else "" for value in values]
-            columns.append(RunColumn(heading, texts, values))
+    ended_well = [row.record if row.state == "ok" else {} for row in rows]
+    figures = (_figures(column, ended_well) for column in FIGURES)  # a reader can choose more
+    columns += [column for column in figures if not column.in_words]
     more = {"GPU": [str(row.cell.facts["gpu"]) for row in rows], "method": [str(row.record["method"]) for row in rows],
             "workload": [workloads[row.workload] for row in rows]}  # fmt: skip
     columns += [_words(name, texts, varies=True) for name, texts in more.items() if len(set(texts)) > 1]
@@ -184,7 +176,7 @@ def _columns(rows: Sequence[RunRow], report: Report, workloads: Sequence[str]) -
     return columns
 
 
-def _named_column(column: Column, records: Sequence[Record]) -> RunColumn:
+def _figures(column: Column, records: Sequence[Record]) -> RunColumn:
     values = [record.get(column.source) for record in records]
     texts = ["" if value is None else column.text(value) for value in values]
     return RunColumn(column.heading, texts, [number(value) for value in values])

@@ -13,31 +13,29 @@ from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import TimedRun, timed_run
 from ftbench.estimate.time.run_index import Store
 from ftbench.report.data.facts import CPU
-from ftbench.report.data.groups import Run, cells_of
+from ftbench.report.data.groups import Cell
 from ftbench.report.render.document import Section
 from ftbench.report.sections.rows import Record, field, names_of, section
 
 _TITLE = "Memory: estimated and measured"
 
 
-def memory(runs: Sequence[Run]) -> Section | None:
+def memory(cells: Sequence[Cell]) -> Section | None:
     """Return each run's memory as `ftbench estimate` predicts it for the batch that it had, with the constants in use.
     Of runs without a GPU it says that they have no row; None where there are neither."""
     records: list[Record] = []
     rows: list[calibrate.RunErrors] = []
     stored: list[measured.Measured] = []
-    for cell in cells_of(runs):
-        for run in cell.runs:
-            known = measured.measured(run.dir)
-            if known is None:
-                continue
-            stored.append(known)
-            if not known.fits:
-                records.append(names_of(cell) | _ended(known))
-            elif known_rows := calibrate.rows([known], constants.constants()):
-                rows += known_rows
-                records.append(names_of(cell) | _record(known_rows[0]))
-    without = _without_gpu(runs)
+    for of_cell, run in ((cell, run) for cell in cells for run in cell.runs):
+        known = measured.measured(run.dir)
+        if known is None:
+            continue
+        stored.append(known)
+        ended = calibrate.RunErrors(known, known.estimate(constants.constants()), {})
+        of_run = calibrate.rows([known], constants.constants()) if known.fits else [ended]
+        rows += of_run
+        records += [names_of(of_cell) | _record(row) for row in of_run]
+    without = _without_gpu(cells)
     if not records:
         return Section("estimates", _TITLE, None, without) if without else None
     columns = {f"{tier} GiB": _measured(tier) for tier in measured.TIERS}
@@ -45,9 +43,9 @@ def memory(runs: Sequence[Run]) -> Section | None:
     return section("estimates", _TITLE, records, columns, [*_errors(rows, stored), *without], text=("verdict",))
 
 
-def _without_gpu(runs: Sequence[Run]) -> list[str]:
+def _without_gpu(cells: Sequence[Cell]) -> list[str]:
     """Return a sentence on the runs that have no row for want of a GPU."""
-    count = sum(len(cell.runs) for cell in cells_of(runs) if cell.facts["gpu"] == CPU)
+    count = sum(len(cell.runs) for cell in cells if cell.facts["gpu"] == CPU)
     if not count:
         return []
     ran = "A run without a GPU has" if count == 1 else f"{units.count(count)} runs without a GPU have"
@@ -55,19 +53,14 @@ def _without_gpu(runs: Sequence[Run]) -> list[str]:
 
 
 def _record(row: calibrate.RunErrors) -> Record:
-    fields: Record = {"verdict": row.estimate.verdict, "state": "ok"}
+    fits = row.run.fits  # the peaks of one that ran out of memory say only what it had when it ended
+    fields: Record = {"verdict": row.estimate.verdict, "state": "ok" if fits else "oom"}
     for tier in measured.TIERS:
-        fields |= {tier: getattr(row.run, tier), f"{tier}_estimated": getattr(row.estimate, tier).expected}
-        fields[f"{tier}_error"] = row.errors.get(tier)
-    return fields
-
-
-def _ended(run: measured.Measured) -> Record:
-    """Return a run that ran out of memory: its peaks say only what it had when it ended."""
-    estimate = run.estimate(constants.constants())
-    fields: Record = {"verdict": estimate.verdict, "state": "oom"}
-    for tier in measured.TIERS:
-        fields |= {tier: None, f"{tier}_estimated": getattr(estimate, tier).expected, f"{tier}_error": None}
+        fields |= {
+            tier: getattr(row.run, tier) if fits else None,
+            f"{tier}_estimated": getattr(row.estimate, tier).expected,
+            f"{tier}_error": row.errors.get(tier),
+        }
     return fields
 
 
@@ -95,12 +88,10 @@ def _errors(rows: Sequence[calibrate.RunErrors], stored: Sequence[measured.Measu
     return [f"Errors: {'; '.join(parts)}. {misjudged}" if parts else misjudged]
 
 
-def time(runs: Sequence[Run]) -> Section | None:
+def time(cells: Sequence[Cell]) -> Section | None:
     """Return each run's step as `ftbench estimate` predicts it from the other runs given, without those of the same
     step; None where no run on a GPU of the table has enough steps to tell."""
-    stored = [
-        (cell, known) for cell in cells_of(runs) for run in cell.runs if (known := timed_run(run.dir)) is not None
-    ]
+    stored = [(cell, known) for cell in cells for run in cell.runs if (known := timed_run(run.dir)) is not None]
     store = Store(runs=[known for _, known in stored])
     records = []
     for cell, known in stored:
