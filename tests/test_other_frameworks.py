@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from ftbench.launch import frameworks
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
 
+ROOT = Path(__file__).resolve().parents[1]
 SPEC = """model: {id: tiny/qwen3, weights: random}
 dataset: {name: sample, samples: 8, max_length: 128}
 train: {max_steps: 2}
@@ -179,3 +181,23 @@ def test_an_interpreter_that_prints_without_end_is_read_no_further(tmp_path):
     python.write_text("#!/bin/sh\nyes\n")
     python.chmod(0o755)
     assert 64 < len(frameworks._version(str(python), "axolotl")) < 200
+
+
+def test_the_page_s_figures_are_those_of_the_committed_runs(ftbench):
+    page = (ROOT / "docs/frameworks.md").read_text().partition("**On two H200")[2]
+    told = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")
+    ]
+    command = ("report", ROOT / "results/h200/frameworks", "--compare", "framework", "--format", "json")
+    found = {
+        (row["method"], row["value"], row["launch.settings"]): (
+            f"{row['samples_per_hour']:,.0f}", f"{row['memory_gb.allocated_peak']:.1f}"
+        )
+        for row in json.loads(ftbench(*command)[1])["comparison"]["records"]
+    }  # fmt: skip
+    assert {
+        (method, name, settings): tuple(figures)
+        for method, name, *both in told
+        for settings, figures in (("plain", both[:2]), ("best", both[2:]))
+        if any(figures)
+    } == found

@@ -376,6 +376,7 @@ def test_any_key_of_the_spec_or_the_machine_is_an_axis(tmp_path, axis):
 # What two runs of the sample on a tiny model left, LoRA at batch 2: axolotl 0.19.0 and LLaMA-Factory 0.9.5 beside ours.
 OURS = {
     "trained_dtype": "float32",
+    "model.weights_gb_by_dtype": {"bfloat16": 15.3, "float32": 0.08},
     "loss_normalisation": "label tokens of the step",
     "loss": "chunked_nll",
     "padding": "to the longest of a batch",
@@ -384,7 +385,8 @@ OURS = {
 }
 AXOLOTL = {"loss": "axolotl.core.trainers.base.AxolotlTrainer", "loss_normalisation": "label tokens of a micro-batch"}
 LLAMA_FACTORY = {"loss": "llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "padding": "to a multiple of 8"}
-OTHERS = {"trained_dtype": "bfloat16", "parameters.trainable": 3, "model.attention": "eager",
+OTHERS = {"trained_dtype": "bfloat16", "model.weights_gb_by_dtype": {"float32": 4.6, "uint8": 3.2, "bfloat16": 0.04},
+          "parameters.trainable": 3, "model.attention": "eager",
           "optimizer": {"class": "torch.optim.adamw.AdamW", "state": {"exp_avg: bfloat16": 28}},
           "dataset.order_hash": "f" * 64}  # fmt: skip
 
@@ -400,7 +402,8 @@ def test_frameworks_that_did_not_do_the_same_work_are_told_apart(tmp_path, ftben
     assert told["axolotl"] == ("applied.loss_normalisation: label tokens of the step → label tokens of a micro-batch")
     assert told["llamafactory"] == "applied.padding: to the longest of a batch → to a multiple of 8"
     for said in (
-        "applied.trained_dtype: float32 → bfloat16", "applied.attention: sdpa → eager", "applied.trainable: ",
+        "applied.trained_dtype: float32 → bfloat16", "applied.weights_dtype: bfloat16 → float32, uint8",
+        "applied.attention: sdpa → eager", "applied.trainable: ",
         "applied.optimizer_state: exp_avg: float32, exp_avg_sq: float32 → exp_avg: bfloat16", "dataset.order_hash: ",
         "versions.torch: ",
     ):  # fmt: skip

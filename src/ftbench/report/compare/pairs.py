@@ -112,7 +112,8 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
     )  # fmt: skip
 
 
-_TOLD_LATELY = ("applied.trained_dtype", "applied.loss_normalisation", "applied.padding")  # not by runs of before
+# Not by runs of before.
+_TOLD_LATELY = ("applied.trained_dtype", "applied.weights_dtype", "applied.loss_normalisation", "applied.padding")
 
 
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:

@@ -25,6 +25,7 @@ _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes"
 # What names the file that an imported run was made of tells no recipe.
 _NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
               "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip
+_FEW = 0.05  # of all bytes of weights
 IMPORTED = "imported.from"  # the kind of log that a run was made of
 _NO_MATTER_WITHIN = ("measure.generate",)
 _NOT_RUN = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")
@@ -108,10 +109,17 @@ def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
         "dataset.hash": (data.get("hash") or "")[:12],
         "dataset.order_hash": (data.get("order_hash") or "")[:12],
         **{f"applied.{name}": values.get(name) for name in _APPLIED},
+        "applied.weights_dtype": _held_in(applied.get("model", {}).get("weights_gb_by_dtype", {})),
         "applied.optimizer": optimizer.get("class"),
         "applied.optimizer_state": ", ".join(sorted(optimizer.get("state") or ())),
         "applied.trainable": applied.get("parameters", {}).get("trainable"),
     }
+
+
+def _held_in(gib: Mapping[str, Any]) -> str:
+    """Return the types in which the weights are held, without those of a few, as of adapters and norms."""
+    known = {name: amount for name, amount in gib.items() if amount}
+    return ", ".join(sorted(name for name, amount in known.items() if amount >= _FEW * sum(known.values())))
 
 
 def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
