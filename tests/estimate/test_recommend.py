@@ -322,6 +322,14 @@ def test_estimate_tells_time_energy_and_cost_of_a_night(ftbench, spec_file):
     assert "kWh" in out
 
 
+@pytest.mark.parametrize("count", [2**63 - 1, 10**17])
+def test_as_many_samples_as_a_spec_can_name_are_estimated(ftbench, spec_file, count):
+    data = f"dataset={{name: synthetic, mean_length: 200, samples: {count}, max_length: 2048}}"
+    for command in ("estimate", "recommend"):
+        code, _, err = ftbench(command, spec_file, "--gpu", "H200", "--set", data)
+        assert (code in (0, 1), "Traceback" in err) == (True, False), err
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--samples", "0"], "--samples 0"), (["--samples", "nan"], "--samples nan"), (["--hours", "-1"], "--hours -1"),
     (["--samples", "2.5"], "--samples 2.5: samples are whole: ask for 3"),

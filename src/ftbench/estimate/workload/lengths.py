@@ -108,7 +108,8 @@ def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[tuple[int, ...
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int:
     """Return the median of the longest of `count` log-normal lengths with this mean (before the cut at `longest`)."""
-    quantile = NormalDist().inv_cdf(0.5 ** (1 / max(count, 1)))
+    # From the other end: the share that is shorter, 0.5 ** (1 / count), is 1 as a float from 10^16 on.
+    quantile = -NormalDist().inv_cdf(-math.expm1(-math.log(2) / max(count, 1)))
     return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
 
 
