@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_in_the_childs_words(child, tmp_p
 def test_a_child_that_goes_on_for_more_than_a_minute_is_stopped(monkeypatch, tmp_path):
     clock = iter([100.0, 159.0, 161.0])
     monkeypatch.setattr(process.family, "end_orphans", lambda: None)
-    monkeypatch.setattr(process.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     seen = []
 
     def run_child(argv, env, log, asked, watch):

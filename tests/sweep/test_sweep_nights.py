@@ -81,19 +81,25 @@ def test_a_signal_ends_the_run_that_is_on_and_the_same_command_goes_on(tmp_path,
     assert "still to come" not in again.table()
 
 
-def patient() -> None:
-    """Wait ten minutes for a run that was asked to end."""
-    process.GRACE_S = 600.0
+def patient(asked: Path) -> None:
+    """Wait ten minutes for a run that was asked to end, and tell that it was."""
+    process.GRACE_S, killpg = 600.0, os.killpg
+
+    def ask(group: int, number: int) -> None:
+        killpg(group, number)
+        asked.touch()
+
+    os.killpg = ask
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_run_that_does_not_listen(tmp_path):
     spec = write_sweep(tmp_path, BATCHES, launch={"mock": "hang"}, train={"max_steps": 5})
-    with Night(spec, tmp_path / "out", before=patient) as night:
+    with Night(spec, tmp_path / "out", before=partial(patient, tmp_path / "asked")) as night:
         night.until_training(3)
         (child,) = night.workers()
         night.until(lambda: ignores(child.pid, signal.SIGTERM))
         night.send(signal.SIGINT)
-        time.sleep(0.7)
+        night.until((tmp_path / "asked").exists)
         night.send(signal.SIGINT)
         night.finish()
     assert night.code == 130, night.stderr
@@ -123,8 +129,8 @@ def test_a_run_that_others_ask_to_end_leaves_the_sweep_going_and_is_still_to_com
 
 
 def impatient() -> None:
-    """Take a run for hung a second after its third step."""
-    follow.STEP_S, follow.PATIENCE = 1.0, 0
+    """Take a run for hung a second after its third step, and kill it a second after it was asked to end."""
+    follow.STEP_S, follow.PATIENCE, process.GRACE_S = 1.0, 0, 1.0
 
 
 def test_a_run_that_hangs_is_ended_with_its_family_only_and_the_sweep_goes_on(tmp_path):

@@ -255,7 +255,6 @@ def test_the_time_that_is_left_is_slurms(tmp_path, monkeypatch, told, seconds):
 
 
 def test_a_sweep_on_another_machine_holds_its_folder_while_it_shows_life(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "DEAD_S", 1.5)
     monkeypatch.setattr(journal.fcntl, "flock", lambda *_: None)  # a disk whose locks other machines do not see
     elsewhere = process_identity.this_process() | {"host": "login2", "pid": 7}
     (tmp_path / journal.LOCK).write_text(json.dumps(elsewhere))

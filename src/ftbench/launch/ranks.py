@@ -30,7 +30,7 @@ from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
-GRACE_S = 3.0  # between TERM and KILL; ftbench itself waits longer
+GRACE_S = 8.0  # between TERM and KILL; ftbench itself waits more than twice as long
 _RANK_GB = 0.5  # GiB that a process has taken once torch and trl are imported
 LISTENER = "FTBENCH_RENDEZVOUS"  # the environment variable that tells rank 0 the descriptor of its socket
 MEETING = (nodes.ADDRESS, nodes.PORT)
