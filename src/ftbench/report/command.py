@@ -95,26 +95,26 @@ def _sections(request: Request, records: Sequence[Record], prices: Prices | None
 
     measured = [record for record in records if PROFILED not in record["warnings"]]
     runs = runs_of(measured) if request.any_measured or with_images else []
-    cells = cells_of(runs_of(profiled))
-    parts = _of_measured(request, runs, cells, prices) if request.any_measured else []
+    cells, of_profiles = cells_of(runs), cells_of(runs_of(profiled))
+    parts = _of_measured(request, runs, cells, of_profiles, prices) if request.any_measured else []
     if with_images:
         from ftbench.report.sections import image_study
 
-        parts += image_study.sections(cells_of(runs))
-    parts.append(profiles.groups(cells))
+        parts += image_study.sections(cells)
+    parts.append(profiles.groups(of_profiles))
     if request.every_answer:
-        parts += [profiles.memory(cells), profiles.kernels([*cells_of(runs), *cells])]
+        parts += [profiles.memory(of_profiles), profiles.kernels([*cells, *of_profiles])]
     return [part for part in parts if part is not None]
 
 
 def _of_measured(
-    request: Request, runs: Sequence[Run], profiled: Sequence[Cell], prices: Prices | None
+    request: Request, runs: Sequence[Run], cells: Sequence[Cell], profiled: Sequence[Cell], prices: Prices | None
 ) -> list[Section | None]:
     from ftbench.report.compare import pairs, table
     from ftbench.report.sections import decision, references, scaling
     from ftbench.report.sections.answers import answers
 
-    cells, hours = cells_of(runs), request.hours or cost.NIGHT_H
+    hours = request.hours or cost.NIGHT_H
     parts: list[Section | None] = []
     if request.compare is not None:
         if not runs:

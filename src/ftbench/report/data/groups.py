@@ -261,10 +261,12 @@ def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
     chosen: dict[str, list[str]] = {}
     kinds: list[Any] = [()] * len(group)
     for key in keys:
-        values = [short_value(cell.facts.get(key, "unknown")) for cell in group]
-        more = list(zip(kinds, values, strict=True))
-        if len(set(more)) > len(set(kinds)):
-            kinds, chosen[key] = more, values
+        facts = [cell.facts.get(key, "unknown") for cell in group]
+        if len(set(facts)) > 1:  # few do
+            values = list(map(short_value, facts))
+            more = list(zip(kinds, values, strict=True))
+            if len(set(more)) > len(set(kinds)):
+                kinds, chosen[key] = more, values
     if len(set(kinds)) < len(group):
         return [cell.runs[0].run_id for cell in group]
     names = headings(chosen)
