@@ -112,7 +112,7 @@ class Command(Left):
                 process.kill()
         self.process.communicate()
 
-    def finish(self, within: float = 120.0) -> Command:
+    def finish(self, within: float = 300.0) -> Command:
         """Waits for the end and keeps what was printed."""
         self.stdout, self.stderr = self.process.communicate(timeout=within)
         self.code = self.process.returncode

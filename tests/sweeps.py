@@ -169,7 +169,7 @@ class Night(Folder):
                 process.kill()
         self.process.communicate()
 
-    def finish(self, within: float = 120.0) -> Night:
+    def finish(self, within: float = 300.0) -> Night:
         self.stdout, self.stderr = self.process.communicate(timeout=within)
         self.code = self.process.returncode
         return self
@@ -203,7 +203,7 @@ class Night(Folder):
         return training()[0]
 
 
-def sweep(spec: Path | None, out: Path, *arguments: str, within: float = 120.0, **more: Any) -> Night:
+def sweep(spec: Path | None, out: Path, *arguments: str, within: float = 300.0, **more: Any) -> Night:
     """A sweep from its start to its end."""
     with Night(spec, out, *arguments, **more) as night:
         night.finish(within)

@@ -739,7 +739,7 @@ def test_a_shell_gets_its_completion(tmp_path, typed, completed):
 
     def bash(text: str) -> list[str]:
         ended = subprocess.run(
-            ["bash", "-c", text], env=environment, capture_output=True, text=True, check=False, timeout=60
+            ["bash", "-c", text], env=environment, capture_output=True, text=True, check=False, timeout=300
         )
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.split()
@@ -754,7 +754,7 @@ def test_an_error_of_a_thousand_lines_is_cut(ftbench, tmp_path):
     spec = write_spec(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "ftbench", "sweep", spec, "--batch-size", "1,2", "--dry-run", "--on", "slurm"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 21

@@ -161,7 +161,7 @@ def test_what_was_ended_half_way_is_never_taken_for_whole_and_is_made_anew(uv, t
     )  # fmt: skip
     eventually((tmp_path / "installing").exists)
     running.send_signal(number)
-    assert running.wait(60) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    assert running.wait(300) == (130 if number == signal.SIGINT else -signal.SIGKILL)
     if number == signal.SIGKILL:
         assert frameworks.interpreter_problem(str(place / "bin/python")) == "its environment was never finished"
         (place / "of before").mkdir()

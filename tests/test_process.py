@@ -214,7 +214,7 @@ class Parent:
         return pids
 
     def end(self):
-        return self.process.communicate(timeout=90)[0].strip()
+        return self.process.communicate(timeout=300)[0].strip()
 
 
 @pytest.fixture
@@ -359,7 +359,7 @@ os.kill = kill
 supervisor.main("", ["sh", "-c", "setsid sleep 600 >/dev/null & echo $!; exit 3"])
 """
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
-        assert supervisor.wait(60) == 3
+        assert supervisor.wait(300) == 3
         os.kill(int(supervisor.stdout.read()), signal.SIGKILL)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 
 def processes_about(folder: Path) -> list[psutil.Process]:

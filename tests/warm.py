@@ -192,7 +192,7 @@ class Warm:
 def run(arguments: Iterable[object], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Return what a command has printed when it has ended."""
     process = Warm([str(argument) for argument in arguments], env)
-    output, errors = process.communicate(120)
+    output, errors = process.communicate(300)
     return subprocess.CompletedProcess("ftbench", process.returncode, output, errors)
 
 

@@ -30,7 +30,7 @@ machine.gpu = lambda uuid: {"uuid": uuid, "memory_used_before_gb": 0.5}
 phases = Phases(directory, "import")
 gpu_lock.acquire(directory, phases)
 phases.enter("load")
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -115,7 +115,7 @@ class Service(reporter.TrainerCallback):
     def _hear(self, event, state, **told):
         self.threads.add(threading.get_ident())
         if self.gate and event == "on_log":
-            assert self.gate.wait(60)
+            assert self.gate.wait(300)
         if event == self.fails_in:
             raise ConnectionError("no route")
         self.told.append((event, state.global_step, told.get("logs")))
