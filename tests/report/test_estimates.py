@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from ftbench.estimate.memory import measured
 from ftbench.estimate.recorded import is_older
 from ftbench.estimate.time.history import says_step_time
 from ftbench.report.command import Request, report
@@ -59,3 +62,15 @@ def test_runs_without_a_gpu_are_told_to_have_no_row(tmp_path):
     assert section["text"][-1].startswith("2 runs without a GPU have no row")
     assert said not in report(Request([tmp_path], "md")).text
     assert "no row" not in report(Request([Path("results/h200/study")], "md", estimates=True)).text
+
+
+@pytest.mark.parametrize(
+    "spec", [{"optimizations.triton_kernels": True}, {"launch.framework": "axolotl", "launch.python": "/nowhere"}]
+)
+def test_a_run_of_which_no_formula_knows_leaves_the_others_their_estimates(tmp_path, spec):
+    known = measured.measured(make_run(tmp_path, "a"))
+    make_run(tmp_path, "b", spec=spec)
+    assert known is not None
+    assert measured.read([tmp_path]) == [known]
+    found = json.loads(report(Request([tmp_path], "json", estimates=True)).text)
+    assert len(found["estimates"]["records"]) == 1

@@ -12,6 +12,7 @@ from ftbench.estimate.memory.constants import Constants
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.recorded import recorded
 from ftbench.estimate.workload.largest import BatchShape, Largest
+from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import is_rough, shape_of
 from ftbench.families.vision import ImageSize
 from ftbench.spec.experiment import Experiment
@@ -58,13 +59,19 @@ def read(paths: Iterable[Path]) -> list[Measured]:
 
 def measured(run: RunDir) -> Measured | None:
     """Return one run; None where it says nothing of the memory that today's code takes, or its model's configuration is
-    not on this machine."""
+    not on this machine, no formula knows what it asks for, or another framework trained it."""
     known = recorded(run)
     state = known.summary.get("state") if known else None
-    if known is None or is_rough(known.spec) or state not in ("ok", "oom") or not known.gpu.get("memory_gb"):
+    if (
+        known is None
+        or known.spec.launch.framework != "trl"
+        or is_rough(known.spec)
+        or state not in ("ok", "oom")
+        or not known.gpu.get("memory_gb")
+    ):
         return None
     try:
-        shape_of(known.spec.model)
+        recipe_of(known.spec, shape_of(known.spec.model))
     except SpecError:
         return None
     ended_well, memory = state == "ok", known.summary.get("memory_gb", {}) if state == "ok" else {}
