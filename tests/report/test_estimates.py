@@ -32,15 +32,15 @@ def test_the_errors_of_the_store_are_told_in_words():
     assert "Memory: estimated" not in report(Request([Path("results/h200/study")], "md")).text
 
 
-def had_its_gpu(spec):
-    return not spec["measure"].get("share_gpu")
+def is_estimated(spec):
+    return not (spec["measure"].get("share_gpu") or spec["optimizations"].get("triton_kernels"))
 
 
 def test_every_step_has_its_estimate_from_the_other_runs_beside_it():
     found = json.loads(report(Request([Path("results/h200")], "json", estimates=True)).text)
     records = found["estimated_times"]["records"]
     paths = [path for path in Path("results/h200").rglob("summary.json") if not is_older(RunDir(path.parent))]
-    paths = [path for path in paths if had_its_gpu(read_json(path.parent / "spec.json"))]
+    paths = [path for path in paths if is_estimated(read_json(path.parent / "spec.json"))]
     summaries = [json.loads(path.read_text("utf-8")) for path in paths]
     timed = [each for each in summaries if each["step_time_s"] and says_step_time(each)]
     assert len(records) == len(timed)
