@@ -17,8 +17,14 @@ from ftbench.spec.reading import read_config
 
 def check_modelled(spec: Experiment) -> None:
     """Raise SpecError, with the nearest spec that is estimated, for one whose step no formula describes: a method that
-    trains neither every weight nor adapters; an objective that generates; of unsloth what was never measured."""
+    trains neither every weight nor adapters; an objective that generates; another framework at its best; of unsloth
+    what was never measured."""
     method, on = spec.method, spec.optimizations
+    if spec.launch.settings == "best":
+        raise SpecError(
+            f"what {spec.launch.framework} takes at its best no formula knows: estimate with --set "
+            "launch.settings=plain, or train a few steps with --set train.max_steps=5"
+        )
     if spec.objective.prompts:
         raise SpecError(
             f"objective {spec.objective.name}: no formula knows what generating takes, nor how long completions get: "
@@ -49,8 +55,11 @@ def check_modelled(spec: Experiment) -> None:
 
 def is_rough(spec: Experiment) -> bool:
     """Return whether a step is known in its order of size alone: of unsloth's own packing one run on a large model took
-    14 % more memory than rows of one sample would, and more than twice the time (results/h200/headline/short-equal)."""
-    return isinstance(spec.method, Unsloth) and spec.optimizations.packing
+    14 % more memory than rows of one sample would, and more than twice the time (results/h200/headline/short-equal);
+    other frameworks took 17 % more, and with QLoRA 19 % less, than ftbench's own loop (results/h200/frameworks); with
+    weights in host memory a run took 21 % more memory (results/h200/smallest)."""
+    on = spec.optimizations
+    return (isinstance(spec.method, Unsloth) and on.packing) or on.weight_offload or spec.launch.framework != "trl"
 
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
