@@ -10,7 +10,7 @@ from typing import Any
 from ftbench.core.hardware import find_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import Constants, shipped
-from ftbench.estimate.memory.estimate import UNSEEN_SPREAD, MemoryEstimate, SlackBasis, slack_basis_of
+from ftbench.estimate.memory.estimate import ALLOCATED_SPREAD, MemoryEstimate, SlackBasis, slack_basis_of
 from ftbench.estimate.memory.measured import TIERS, Measured
 
 # The constants of the slack, and what runs may not have that tell them.
@@ -58,10 +58,10 @@ def fit(runs: Sequence[Measured]) -> Constants:
 
 
 def _confirmed(runs: Sequence[Measured], fitted: Constants) -> tuple[str, ...]:
-    """Return the strategies all of whose runs on several GPUs took what is estimated, within UNSEEN_SPREAD."""
+    """Return the strategies all of whose runs on several GPUs took what is estimated, within ALLOCATED_SPREAD."""
     several = [row for row in rows(runs, fitted) if row.run.spec.launch.gpus > 1]
     strategies = {row.run.spec.launch.strategy for row in several}
-    missed = {row.run.spec.launch.strategy for row in several if abs(row.errors["allocated"]) > UNSEEN_SPREAD}
+    missed = {row.run.spec.launch.strategy for row in several if abs(row.errors["allocated"]) > ALLOCATED_SPREAD}
     return tuple(sorted(strategies - missed))
 
 

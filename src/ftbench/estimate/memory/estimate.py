@@ -179,7 +179,6 @@ def _spread(plan: MemoryPlan, known: Constants) -> float:
     unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
     family = plan.model.vision.family if plan.model.vision else plan.model.family
     unseen = recipe.attention == "flash" or recipe.mxfp4 or unsloths or family not in MEASURED
-    unseen |= plan.division.gpus > 1  # strategies are confirmed to that
     unseen |= recipe.streamed or bool(recipe.in_backward)
     unseen |= (recipe.compiled and (recipe.full or recipe.quantised)) or "torchao" in recipe.optimizer or recipe.graphed
     unseen |= recipe.loss == "pairs"  # no committed run trains them: held against simulations
