@@ -48,11 +48,12 @@ def fit(observations: Sequence[Observation]) -> dict[str, float]:
 @dataclass(frozen=True)
 class StepSum:
     """`speeds.step` as arrays: seconds at the ceilings by group and name, of the device and of the host, and of the
-    update by name."""
+    update by name; `beside` are the columns of what is copied beside the work, and the shares of it that hide them."""
 
     device: np.ndarray
     host: np.ndarray
     update: np.ndarray
+    beside: tuple[tuple[int, tuple[float, ...]], ...]
 
     @classmethod
     def of(cls, ideal: StepWork, names: Sequence[str]) -> StepSum:
@@ -64,11 +65,15 @@ class StepSum:
         update = np.zeros(len(names))
         for name, value in ideal.update.items():
             update[columns[name]] = value
-        return cls(device, host, update)
+        return cls(device, host, update, tuple((columns[name], shares) for name, shares in speeds.BESIDE.items()))
 
     def parts(self, coefficients: np.ndarray) -> np.ndarray:
         """Return what each coefficient adds to the step: of a group the slower side counts."""
         device, host = self.device * coefficients, self.host * coefficients
+        copied = {column: device[:, column].copy() for column, _ in self.beside}
+        computed = device.sum(axis=1) - sum(copied.values())
+        for column, shares in self.beside:
+            device[:, column] = sum(np.maximum(0.0, copied[column] - share * computed) for share in shares)
         slower = np.where((host.sum(axis=1) > device.sum(axis=1))[:, None], host, device)
         total: np.ndarray = slower.sum(axis=0) + self.update * coefficients
         return total

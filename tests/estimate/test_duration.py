@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ftbench.estimate.time.duration import (
     epochs_samples,
     estimate_duration,
 )
-from ftbench.estimate.time.history import timed_runs
+from ftbench.estimate.time.history import step_key, timed_runs
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of, per_step
@@ -419,6 +420,16 @@ def test_what_a_run_waited_for_is_no_part_of_the_next_ones_start(tmp_path):
 
 def test_a_run_that_shared_its_gpu_tells_nothing_of_a_step(tmp_path):
     assert changed(tmp_path, spec={"measure": {"share_gpu": True}}) == []
+
+
+def test_a_run_of_another_framework_tells_of_its_own_step_alone():
+    ours = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
+    launch = ours.spec.launch.model_copy(update={"framework": "axolotl"})
+    spec = ours.spec.model_copy(update={"launch": launch})
+    store = Store(None, (other := replace(ours, spec=spec, key=step_key(spec)),))
+    assert store.same(spec, H200) == [other]
+    assert store.same(ours.spec, H200) == []
+    assert store.observations(H200) == []
 
 
 def test_packed_rows_hold_as_many_samples_as_their_lengths_say(store):

@@ -25,7 +25,7 @@ from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.speeds import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
 from ftbench.estimate.workload.division import on_gpus
-from ftbench.estimate.workload.largest import largest
+from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.lengths import sample_lengths
 from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.spec.batches import synthetic_lengths
@@ -88,8 +88,28 @@ def test_the_small_recipe_is_as_small_as_its_tensors_added_up() -> None:
     assert estimate_memory(at_batch_4("small"), H200).allocated.expected == pytest.approx(7.44, rel=0.03)
 
 
+def test_our_kernels_keep_copied_values_and_no_scales_and_the_last_norm_its_input_alone() -> None:
+    """Of 8,192 positions in 36 layers: 1,024 values; scales of both norms, of 32 heads and of 8; 4,096 in float32."""
+    fastest = at_batch_4("fastest")
+    on = fastest.optimizations.model_copy(update={"triton_kernels": True})
+    shape = BatchShape(1, 8192, 8188)
+    whole = Largest(shape, shape, False, True, "whole rows")
+    plain, ours = (estimate_memory(each, H200, batch=whole)
+                   for each in (fastest, fastest.model_copy(update={"optimizations": on})))  # fmt: skip
+    more = 8192 * (36 * (2 * 1024 - 4 * (2 + 32 + 8)) - 2 * 4096) / 2**30
+    assert ours.allocated.expected - plain.allocated.expected == pytest.approx(more, rel=0.02)
+
+
+def test_our_kernels_are_estimated_for_the_layers_that_they_know() -> None:
+    other = spec(model={"id": "openai/gpt-oss-20b", "weights": "random"}, optimizations={"triton_kernels": True})
+    with pytest.raises(SpecError, match=r"triton_kernels knows no layers of gpt_oss: set it to off"):
+        estimate_memory(other, H200)
+
+
 # Of Qwen3-8B, by hand: q and o, k and v, gate, up and down of a layer; the words' table.
 MATRICES, WORDS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288, 151_936 * 4096
+# What fused_lora copies of adapters of rank 8: A, B, and B block by block, where q, k, v and gate, up stand together.
+COPIES = 36 * 8 * (9 * 4096 + 38912 + (3 * 6144 + 4096 + 2 * 24576 + 4096)) * 2 / 2**30
 NF4 = (1 / 2 + 1 / 64) / 2**30  # GiB a weight: four bits, and a byte for 64 of them
 
 
@@ -97,7 +117,7 @@ NF4 = (1 / 2 + 1 / 64) / 2**30  # GiB a weight: four bits, and a byte for 64 of 
     ("name", "buffers", "on_host"),
     [
         ("smallest", 2 * MATRICES * NF4, 36 * MATRICES * NF4 + 2 * WORDS * 2 / 2**30),
-        ("smallest-exact", 2 * MATRICES * 2 / 2**30, (36 * MATRICES + 2 * WORDS) * 2 / 2**30),
+        ("smallest-exact", 2 * MATRICES * 2 / 2**30 + COPIES, (36 * MATRICES + 2 * WORDS) * 2 / 2**30),
     ],
 )
 def test_weights_in_host_memory_leave_two_layers_and_for_the_loss_the_head(name, buffers, on_host) -> None:

@@ -240,7 +240,7 @@ def test_the_largest_batch_is_that_of_the_memory_estimate():
 
 def test_weighing_every_way_is_little_work():
     goal = Goal(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, store=Store.read(ROOT / "results"))
-    assert calls_of(lambda: recommend(goal)) < 2_300_000
+    assert calls_of(lambda: recommend(goal)) < 2_600_000, "it grows with the runs of the store"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

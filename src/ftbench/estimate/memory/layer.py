@@ -27,12 +27,12 @@ def norms(layer: Layer, recipe: Recipe, of: Sequence[Norm] | None = None) -> flo
     """Return what a layer's norms save (or some of them): each its input in float32 (4 h) and a scale (4); a trained
     one what it normed, in the type that its weight is multiplied in. A LayerNorm written out saves its centred input
     twice. Liger's saves the input as it is, which before the attention and the MLP is the residual stream itself
-    (LigerRMSNormFunction), and unsloth's likewise."""
+    (LigerRMSNormFunction), and unsloth's likewise; our kernels make the scale again (worker/kernels/rms_norm.py)."""
     total = 0.0
     for norm in layer.norms if of is None else of:
         given = recipe.product if norm.position == "head" else recipe.stream
-        if recipe.liger or recipe.unsloth:
-            total += given * norm.width + FLOAT * norm.groups
+        if recipe.norms_keep_inputs:
+            total += given * norm.width + (0 if recipe.triton else FLOAT * norm.groups)
             continue
         normed = (given if layer.norm_kind == "plain" else FLOAT) if recipe.full else 0
         copies = 2 if layer.norm_kind == "centred" else 1
@@ -43,7 +43,7 @@ def norms(layer: Layer, recipe: Recipe, of: Sequence[Norm] | None = None) -> flo
 def saved_twice(layer: Layer, recipe: Recipe) -> float:
     """Return what two operations of an eager norm save, its input in float32. trl's offloading moves what is saved
     first and keeps on the GPU what is saved again (activation_offloading.py, the deduplication of storages)."""
-    if recipe.liger or recipe.unsloth or recipe.compiled:
+    if recipe.norms_keep_inputs or recipe.compiled:
         return 0.0
     return float(FLOAT * sum(norm.width for norm in layer.norms))
 
@@ -96,10 +96,12 @@ def fused_outputs(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     """Return what is kept because a group's outputs are parts of one buffer, beside those of them that are saved: of
     gate and up the columns left free; of queries, keys and values those too, and queries and keys as they came, where
     attention saves the values themselves. Repeated values are a copy: then the buffer stays only where a compiled norm
-    of heads saves queries and keys as they came, and the values in it come on top."""
+    of heads saves queries and keys as they came, and the values in it come on top. Our kernel copies the values, too,
+    and always saves the buffer (worker/kernels/rotary.py)."""
     if recipe.fused != "augmented":
         return 0.0
-    copied, kept = repeats(layer, recipe, batch), recipe.compiled and layer.head_norms
+    copied = recipe.triton or repeats(layer, recipe, batch)
+    kept = recipe.triton or (recipe.compiled and layer.head_norms)
     freed = copied and not kept
     columns = sum(
         group.columns for group in groups(recipe, layer)
@@ -148,6 +150,16 @@ def attention(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     return c * (layer.query + layer.output + spread) + before + FLOAT * layer.heads + mask + gate
 
 
+def before_rotation(layer: Layer, recipe: Recipe) -> float:
+    """Return what is kept of queries and keys as they came, but in the buffers that `fused_outputs` counts: a compiled
+    norm of heads makes itself again from them; our kernel saves them always, and with them the values where the
+    projections are one product."""
+    together = recipe.fused == "augmented" and recipe.targets >= _PROJECTIONS
+    if together or not (layer.head_norms or recipe.triton):
+        return 0.0
+    return recipe.compute * (layer.query + layer.key + (layer.value if recipe.joined else 0))
+
+
 def delta(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     """Return what linear attention by the gated delta rule saves in torch's own chunks of 64 positions (transformers,
     causal_conv1d_fn, torch_chunk_gated_delta_rule and the gated norm behind it); kernels of other packages keep less.
@@ -172,10 +184,11 @@ def delta(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
 
 
 def mlp(layer: Layer, recipe: Recipe) -> float:
-    """Return what a gated MLP saves: gate, the activation of gate, and up, 3 i in the product's type. Liger's SwiGLU
-    and unsloth's make the activation again in the backward pass: 2 i. A gate of the whole keeps what it multiplies."""
+    """Return what a gated MLP saves: gate, the activation of gate, and up, 3 i in the product's type. Liger's SwiGLU,
+    unsloth's and ours make the activation again in the backward pass: 2 i. A gate of the whole keeps what it
+    multiplies."""
     gated = recipe.compute * (layer.hidden + 1) if layer.gated_expert else 0
-    return recipe.product * (2 if recipe.liger or recipe.unsloth else 3) * layer.inner + gated
+    return recipe.product * (2 if recipe.norms_keep_inputs else 3) * layer.inner + gated
 
 
 def experts(layer: Layer, recipe: Recipe) -> float:
@@ -223,18 +236,18 @@ def expert_copies(layer: Layer, recipe: Recipe) -> float:
 
 def compiled(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     """Return what a compiled layer saves. Inductor's partitioner makes again what is cheap: norms, rotation, the
-    activation are made from what products put out. Left are the two residual streams, the two normed inputs, queries
-    and keys before and after rotation, values, the attention's output as it is and as o reads it (which with adapters
-    `beside` is the same), gate, up and their product."""
-    h, q, k, c = layer.hidden, layer.query, layer.key, recipe.compute
-    together = recipe.fused == "augmented" and recipe.targets >= _PROJECTIONS
-    before = c * (q + k) if layer.head_norms and not together else 0
+    activation are made from what products put out (and our kernels keep no scales). Left are the two residual streams,
+    the two normed inputs, queries and keys before and after rotation, values, the attention's output as it is and as o
+    reads it (which with adapters `beside`, or in its type, is the same), gate, up and their product."""
+    h, c = layer.hidden, recipe.compute
+    before = before_rotation(layer, recipe)
     middle = c * 3 * layer.inner + experts(layer, recipe) + router(layer, recipe)
-    scales = FLOAT * (2 + layer.heads + layer.kv_heads)
+    scales = 0 if recipe.triton else FLOAT * (2 + layer.heads + layer.kv_heads)
     between = float(c * recipe.rank * recipe.adapted(layer))
     if recipe.fused == "augmented":  # the inputs and outputs above, in buffers that are wider
         between = c * sum(group.columns for group in groups(recipe, layer)) + fused_outputs(layer, recipe, batch)
-    out = c * layer.output if recipe.targets and recipe.fused != "beside" else 0
+    copied = recipe.fused == "augmented" or (recipe.fused == "off" and recipe.adapter != c)
+    out = c * layer.output if recipe.targets and copied else 0
     return (2 * recipe.stream + 2 * c) * h + before + attention(layer, recipe, batch) + out + middle + scales + between
 
 
@@ -245,6 +258,7 @@ def saved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     else:
         each = norms(layer, recipe) + linear_inputs(layer, recipe) + attention(layer, recipe, batch)
         each += inside(layer, recipe) + fused_outputs(layer, recipe, batch)
+        each += before_rotation(layer, recipe) if recipe.triton and not layer.head_norms else 0
     return each * batch.tokens + expert_copies(layer, recipe)
 
 

@@ -16,17 +16,17 @@ UNSLOTH_ROWS = 1024  # whose logits unsloth's fused loss holds, fitted: unsloth 
 
 def tail(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     """Return what is saved after the last layer: the final norm's input in float32 (and normed, where trained), and
-    the hidden states of the label positions, gathered. Liger and unsloth save the norm's input as it is, and the
-    gradient of the hidden states that their fused loss makes in the forward pass."""
+    the hidden states of the label positions, gathered. Kernels save the norm's input as it is; the losses of Liger and
+    unsloth save the gradient of the hidden states, which they make in the forward pass."""
     normed = recipe.stream
-    norm = recipe.stream if recipe.liger or recipe.unsloth else FLOAT + (recipe.stream if recipe.full else 0)
+    norm = recipe.stream if recipe.norms_keep_inputs else FLOAT + (recipe.stream if recipe.full else 0)
     return float((norm + normed) * model.hidden * batch.tokens)
 
 
 def final_norm_peak(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     """Return what the final norm's backward pass needs: five float32 copies of the hidden states, less the gathered
     ones that are freed."""
-    if recipe.liger or recipe.unsloth:
+    if recipe.norms_keep_inputs:
         return 0.0
     return float((5 * FLOAT - recipe.stream) * model.hidden * batch.tokens)
 

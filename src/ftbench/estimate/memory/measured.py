@@ -59,16 +59,13 @@ def read(paths: Iterable[Path]) -> list[Measured]:
 
 def measured(run: RunDir) -> Measured | None:
     """Return one run; None where it says nothing of the memory that today's code takes, or its model's configuration is
-    not on this machine, no formula knows what it asks for, or as good as none (`is_rough`)."""
+    not on this machine, no formula knows what it asks for, or as good as none (`is_rough`), or
+    others had a part of its GPU."""
     known = recorded(run)
     state = known.summary.get("state") if known else None
-    if (
-        known is None
-        or known.spec.model.id.startswith("tiny/")
-        or is_rough(known.spec)
-        or state not in ("ok", "oom")
-        or not known.gpu.get("memory_gb")
-    ):
+    if known is None or known.spec.measure.share_gpu or is_rough(known.spec):
+        return None
+    if state not in ("ok", "oom") or not known.gpu.get("memory_gb"):
         return None
     try:
         recipe_of(known.spec, shape_of(known.spec.model))
@@ -85,7 +82,7 @@ def measured(run: RunDir) -> Measured | None:
         fits=ended_well,
         allocated=memory.get("allocated_peak"),
         reserved=reserved,
-        device=None if late or known.spec.measure.share_gpu else device,
+        device=None if late else device,
         batch=realised(run, known.spec) if ended_well else None,
     )
 

@@ -46,7 +46,7 @@ def resident(plan: MemoryPlan) -> Parts:
     kept += transient.checkpoint_buffers(model.hidden, recipe, plan.batch)
     return {
         "weights": weights.weights(model, recipe) * part.weights,
-        GATHERED: share.gathered(model, recipe, part),
+        GATHERED: share.gathered(model, recipe, part).forward,
         "reference model": weights.weights(model, recipe) if recipe.reference == "second model" else 0.0,
         "adapters": weights.adapters(model, recipe) * part.weights,
         "optimizer state": share.optimizer_state(model, recipe, part),
@@ -105,6 +105,8 @@ def _activations(plan: MemoryPlan, recipe: Recipe) -> _Activations:
         behind += saved[kind] if keep and not recipe.offload else 0.0
     first, keep = model.order[frozen], keeps[frozen]
     forward = transient.peak(model.kinds[kind_at][0], recipe, batch, backward=False)
+    if not all(keeps[frozen:]):
+        forward = max(forward, *(transient.unkept(each, recipe, batch) for each, _ in model.kinds))
     return _Activations(kept, marks, there, again, peak, forward, saved[first] if keep else 0.0, 0.0 if keep else mark,
                         0.0 if keep else saved[first] - shared, peaks[keep][first], away,
                         max((transient.ungraded(each, recipe) for each in model.layers[:frozen]), default=0.0)
@@ -152,6 +154,8 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     gradients = {"gradients": base["gradients"] + (0.0 if plan.keeps_gradients else top)}
     left, step = share.update(model, kept, part)
     shown, encoded, read, remade = _of_images(plan)
+    beside = share.gathered(model, kept, part)
+    back = base | {GATHERED: beside.backward}
     tensor = plan.division.tensor > 1  # what is read as a share of matrices is dealt on once it is there
     head = {"head": weights.fetched_head(model, kept)}
     held, first = held | {"images": encoded}, first | {"images": encoded}
@@ -164,12 +168,12 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
         "forward, frozen layers": base | {"images": shown, "one layer": acts.ungraded},
         "forward": base | held | head | {"images": encoded + shown, "one layer": acts.forward_peak + stream},
         "loss": base | held | head | {
-            "activations": acts.kept - acts.away, "hidden states": tail, "logits": final,
+            GATHERED: beside.loss, "activations": acts.kept - acts.away, "hidden states": tail, "logits": final,
         },
-        "backward, last layer": base | held | gradients | {"one layer": acts.again + acts.peak},
-        "backward, first layer": base | first | grown | {"one layer": acts.first_again + acts.first_peak},
-        "backward, images": base | grown | {"images": encoded, "one layer": remade},
-        "backward, embedding": base | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
+        "backward, last layer": back | held | gradients | {"one layer": acts.again + acts.peak},
+        "backward, first layer": back | first | grown | {"one layer": acts.first_again + acts.first_peak},
+        "backward, images": back | grown | {"images": encoded, "one layer": remade},
+        "backward, embedding": back | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
         "optimizer step": base | {GATHERED: 0.0, "gradients": left, "one step": step},
     }  # fmt: skip
     return _stepped_in_backward(plan, named, held | {"hidden states": tail}) if recipe.in_backward else named

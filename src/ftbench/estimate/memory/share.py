@@ -8,7 +8,7 @@ what is trained in float32; DistributedDataParallel.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ftbench.estimate.memory import weights
 from ftbench.estimate.workload.division import Division
@@ -103,18 +103,36 @@ def update(model: ModelShape, recipe: Recipe, part: Share) -> tuple[float, float
     return width * (held - updated), max(step, (width + FLOAT) * updated)
 
 
-def gathered(model: ModelShape, recipe: Recipe, part: Share) -> float:
-    """Return the weights that are whole for a while: ZeRO-3's layer at work and the next one that is fetched meanwhile,
-    or the embedding or head; FSDP's root,
-    which keeps embedding and head until the step ends, and two layers; of trained layers also the gradients of one and
-    what is made of them to be summed (torch's FSDPMemTracker counts the same)."""
+class Gathered(NamedTuple):
+    """Weights that are whole for a while: beside a layer's forward pass, the loss, a layer's backward pass."""
+
+    forward: float
+    loss: float
+    backward: float
+
+
+def gathered(model: ModelShape, recipe: Recipe, part: Share) -> Gathered:
+    """Return what is gathered of weights that GPUs divide: by ZeRO-3 the layer at work and the next one that is fetched
+    meanwhile, or the embedding or head.
+
+    FSDP2 as accelerate divides it (fsdp2_prepare_model): the embedding, each layer, and the head with the last norm are
+    units. In the forward pass a unit is there twice, in its place and as it was received, which is freed when the next
+    one comes or the pass ends; in the backward pass the next one comes meanwhile. So beside the loss there is the last
+    layer as received with a head that our loss gathers by itself, or the head twice. A head that is the embedding stays
+    from the first use to the end. Trained units are there as gradients, too, and as what is made of them to be
+    summed."""
     if not part.gathered:
-        return 0.0
-    layers = 2 * model.largest_layer
-    if part.keeper == "fsdp":
-        layers *= 2 if recipe.full else 1
-        return float(recipe.compute * (layers + model.parameters["embedding"] + model.parameters["head"]))
-    return float(recipe.compute * max(layers, model.vocab * model.hidden))
+        return Gathered(0.0, 0.0, 0.0)
+    largest, c = model.largest_layer, float(recipe.compute)
+    if part.keeper != "fsdp":
+        return Gathered(*[c * max(2 * largest, model.vocab * model.hidden)] * 3)
+    embedding, head = model.parameters["embedding"], model.parameters["head"]
+    kept = embedding if model.tied else 0
+    by_itself = model.tied or (recipe.loss == "chunked" and not recipe.full)
+    backward = max(4 * largest, largest + 2 * head, 0 if model.tied else 3 * embedding) if recipe.full else 2 * largest
+    return Gathered(
+        c * (kept + 2 * largest), c * (kept + head + (largest if by_itself else head)), c * (kept + backward)
+    )
 
 
 def whole_gradient(model: ModelShape, recipe: Recipe, part: Share) -> float:

@@ -3,7 +3,7 @@ are those of `layer.py`."""
 
 from __future__ import annotations
 
-from ftbench.estimate.memory.layer import CHUNK, FLOAT, expert_copies, inside, kernel, mlp, norms
+from ftbench.estimate.memory.layer import CHUNK, FLOAT, expert_copies, inside, kernel, mlp, norms, saved
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.method import Recipe
 from ftbench.families.shape import Layer
@@ -50,6 +50,21 @@ def mlp_peak(layer: Layer, recipe: Recipe, backward: bool = True) -> float:
     if recipe.adapter > c:
         return (c + recipe.adapter) * i + 5 * c * h
     return 2 * p * i + 3 * recipe.stream * h
+
+
+def unkept(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
+    """Return the bytes that the forward pass of a checkpointed layer needs at once, beside its input. Compiled: all
+    that it would save, which a graph hands over at its end, and what adapters put out for gate and up, or what it puts
+    out itself. Else the residual stream and its norm with the most of its MLP: gate, what up's base and its adapters
+    put out and their sum (peft adds out of place); bases, adapters and sums of both (`beside`); both in one buffer with
+    two tensors of the gate function (`augmented`); that, up and their product (no adapters, unsloth)."""
+    h, i = recipe.stream * layer.hidden, recipe.product * layer.inner
+    adapted = "up_proj" in recipe.targets and not recipe.unsloth
+    if recipe.compiled:
+        beside = 2 * i if adapted and recipe.fused != "augmented" else h
+        return saved(layer, recipe, batch) + (beside - h) * batch.tokens
+    wide = {"off": 4, "beside": 6, "augmented": 4}[recipe.fused] if adapted else 3
+    return float((wide * i + 2 * h) * batch.tokens)
 
 
 def experts_peak(layer: Layer, recipe: Recipe, backward: bool) -> float:

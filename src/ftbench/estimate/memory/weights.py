@@ -40,8 +40,8 @@ def _whole(model: ModelShape, recipe: Recipe) -> float:
     linear = model.linear_parameters
     if not recipe.quantised:
         eight = linear if recipe.fp8 else 0
-        return (model.total - eight) * recipe.weight + 2 * eight + augmented(model, recipe)
-    return four_bit(linear, recipe.double_quant) + (model.total - linear) * recipe.upcast
+        return (model.total - eight) * recipe.weight + 2 * eight + fused(model, recipe)
+    return four_bit(linear, recipe.double_quant) + (model.total - linear) * recipe.upcast + fused(model, recipe)
 
 
 def matrices(layer: Layer, recipe: Recipe) -> float:
@@ -74,12 +74,13 @@ def buffers(model: ModelShape, recipe: Recipe) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Adapted layers that fused_lora computes together: their input and its width, their outputs together, and the
-    columns that their buffers are wider by."""
+    """Adapted layers that fused_lora computes together: their input and its width, their outputs together, the ranks of
+    all, and the columns that their buffers are wider by."""
 
     reads: str
     inputs: int
     outputs: int
+    ranks: int
     columns: int
 
 
@@ -93,22 +94,24 @@ def groups(recipe: Recipe, layer: Layer) -> list[Group]:
             linears[0].reads,
             linears[0].inputs,
             sum(linear.outputs for linear in linears),
+            recipe.rank * len(linears),
             -(-recipe.rank * len(linears) // ALIGNED) * ALIGNED,
         )
         for linears in together.values()
     ]
 
 
-def augmented(model: ModelShape, recipe: Recipe) -> float:
-    """Return what fused_lora's matrices hold beyond the weights in them."""
-    if recipe.fused != "augmented":
-        return 0.0
-    more = sum(
-        count * ((group.outputs + group.columns) * (group.inputs + group.columns) - group.outputs * group.inputs)
-        for layer, count in model.kinds
-        for group in groups(recipe, layer)
-    )
-    return float(recipe.weight * more)
+def fused(model: ModelShape, recipe: Recipe) -> float:
+    """Return what fused_lora's matrices hold beyond the weights in them (`augmented`), or its copies of the adapters of
+    a group, A of all, B of all, and that block by block (`beside`), in the type of products."""
+    every = [(count, group) for layer, count in model.kinds for group in groups(recipe, layer)]
+    if recipe.fused == "augmented":
+        more = sum(count * ((each.outputs + each.columns) * (each.inputs + each.columns) - each.outputs * each.inputs)
+                   for count, each in every)  # fmt: skip
+        return float(recipe.weight * more)
+    copies = sum(count * (each.ranks * (each.inputs + each.outputs) + recipe.rank * each.outputs)
+                 for count, each in every)  # fmt: skip
+    return float(recipe.compute * copies) if recipe.fused == "beside" else 0.0
 
 
 def loading(model: ModelShape, recipe: Recipe) -> float:

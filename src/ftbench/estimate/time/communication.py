@@ -33,17 +33,20 @@ _HOST_BYTES, _HOST_RATE = 28, 40e9  # AdamW in host memory: bytes of a parameter
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes of an optimizer step that one GPU sends: `hidden` while it computes, as far as that lasts, `waited` for.
-    `calls` are the collectives that it waits for, `to_host` bytes of offloading, `on_host` bytes of the optimizer."""
+    `calls` are the collectives that it waits for, `to_host` bytes of offloading, `on_host` bytes of the optimizer,
+    `copied` those that it reads and writes of its own memory to put what is sent in its place."""
 
     hidden: float = 0.0
     waited: float = 0.0
     calls: float = 0.0
     to_host: float = 0.0
     on_host: float = 0.0
+    copied: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.hidden + other.hidden, self.waited + other.waited, self.calls + other.calls,
-                       self.to_host + other.to_host, self.on_host + other.on_host)  # fmt: skip
+                       self.to_host + other.to_host, self.on_host + other.on_host,
+                       self.copied + other.copied)  # fmt: skip
 
 
 def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> Traffic:
@@ -74,7 +77,9 @@ def _of_states(division: Division, recipe: Recipe, shape: TrainableShape, passes
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
     weights, layers = ring * shape.model.weight_bytes(HALF), len(shape.model.layers)
     first = weights / layers  # nothing computes while the first layer comes, forward and back
-    return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes)
+    # FSDP2 copies each unit out of what it received, and gradients into what it sends (_fsdp_collectives.py)
+    copied = 2 * passes * (2 * weights + sixteen) / ring if states == "fsdp" else 0.0
+    return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes, copied=copied)
 
 
 def _offloaded(division: Division, shape: TrainableShape, passes: int) -> Traffic:
@@ -118,4 +123,5 @@ def exposed_seconds(sent: Traffic, division: Division, limits: Ceilings, device_
     hidden, room = sent.hidden / limits.network, _HIDES.get(division.states, _HIDES_GATHERED) * device_s
     late, beside = max(0.0, hidden - room), _BESIDE * min(hidden, room) + _SLOWEST * device_s
     waited = sent.waited / limits.network + sent.calls * CALL_S
+    waited += sent.copied / limits.memory
     return late + beside + waited + sent.to_host / limits.link + sent.on_host / _HOST_RATE

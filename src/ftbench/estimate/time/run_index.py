@@ -114,7 +114,7 @@ class Store:
 
     def observations(self, gpu: Gpu) -> list[Observation]:
         """Return the runs on such a GPU with their work; not those of a model whose shape is not known, in a precision
-        of which no rate is, or whose work is known roughly."""
+        of which no rate is, or whose work is known roughly, as another framework's is."""
         if gpu not in self._seen:
             self._seen[gpu] = []
             # what GPUs waited for each other is no work of theirs

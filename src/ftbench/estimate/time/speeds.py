@@ -21,7 +21,7 @@ _FORWARD = 0.3
 # What is copied while layers compute, and the shares of their work beside which it is: weights in each of the two
 # passes, states in the backward pass. What comes later than that is waited for.
 WEIGHTS, STATES = "offload.weights", "offload.states"
-_BESIDE = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
+BESIDE = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
 HOST_OPERATIONS_S = (
     1e5  # operations of Python and their launches in a second; the coefficient says what they really are
 )
@@ -100,9 +100,9 @@ def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
         spent = {name: coefficients[name] * value * weight * ideal_step.passes for name, value in terms.items()}
         read = spent.pop("images", 0.0)
         started = spent.pop("host") + read
-        computed = sum(value for name, value in spent.items() if name not in _BESIDE)
-        for name in _BESIDE.keys() & spent.keys():
-            spent[name] = sum(max(0.0, spent[name] - share * computed) for share in _BESIDE[name])
+        computed = sum(value for name, value in spent.items() if name not in BESIDE)
+        for name in BESIDE.keys() & spent.keys():
+            spent[name] = sum(max(0.0, spent[name] - share * computed) for share in BESIDE[name])
         alone = sum(spent.values())
         for name, value in spent.items():
             parts[name] += value

@@ -17,6 +17,7 @@ Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
 Fused = Literal["off", "augmented", "beside"]
 
 CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
+KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # worker/kernels/decoder_layer.py
 DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
@@ -30,8 +31,9 @@ class Recipe:
     and `experts` where the fused experts have. mxfp4: the experts stay in 4 bits as gpt-oss is published.
     checkpointing: `offload` and `unsloth` keep layer inputs in host memory. chunk: label tokens of a chunk of our loss.
     graphed: forward and backward pass are replayed, and gradients stay where they were recorded. fused: how fused_lora
-    multiplies adapters. streamed: frozen weights wait on the host. attention: `masked` is sdpa with a mask, made where
-    rows hold padding or several samples. reference: what a step of dpo compares with."""
+    multiplies adapters. triton: our own kernels are between the products. streamed: frozen weights wait on the host.
+    attention: `masked` is sdpa with a mask, made where rows hold padding or several samples. reference: what a step of
+    dpo compares with."""
 
     full: bool = False
     quantised: bool = False
@@ -56,6 +58,7 @@ class Recipe:
     graphed: bool = False
     fp8: bool = False
     fused: Fused = "off"
+    triton: bool = False
     streamed: bool = False
     in_backward: Literal[False, True, "offload"] = False
     vision: Trained = "frozen"
@@ -79,6 +82,16 @@ class Recipe:
         return self.adapter == self.stream == self.compute
 
     @property
+    def norms_keep_inputs(self) -> bool:
+        """Whether norms are kernels that save their input as it is, of which eager ones save a float32 copy."""
+        return self.liger or self.unsloth or self.triton
+
+    @property
+    def joined(self) -> bool:
+        """Whether the projections of an input, adapters and all, are one product whose output our kernels read."""
+        return self.triton and (self.fused == "augmented" or (self.fused == "beside" and self.fp8))
+
+    @property
     def kernels(self) -> Literal["eager", "liger", "compiled", "unsloth"]:
         """Whose kernels do the elementwise work."""
         return "unsloth" if self.unsloth else "compiled" if self.compiled else "liger" if self.liger else "eager"
@@ -92,8 +105,8 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
     """Return the recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
     `whole` that rows are of one length, each one sample."""
     method, on = spec.method, spec.optimizations
-    if on.triton_kernels:
-        raise SpecError("what optimizations.triton_kernels takes is not known before it runs: estimate with it off")
+    if on.triton_kernels and model.family not in KERNEL_FAMILIES:
+        raise SpecError(f"optimizations.triton_kernels knows no layers of {model.family}: set it to off")
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
     return Recipe(
@@ -120,6 +133,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         fp8=in_8_bits(on.fp8),
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
         fused=fused(spec),
+        triton=on.triton_kernels,
         streamed=on.weight_offload,
         in_backward=on.optimizer_in_backward,
         vision=getattr(method, "vision", "full") if model.vision else "frozen",

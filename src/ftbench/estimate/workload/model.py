@@ -56,10 +56,9 @@ def check_modelled(spec: Experiment) -> None:
 def is_rough(spec: Experiment) -> bool:
     """Return whether a step is known in its order of size alone: of unsloth's own packing one run on a large model took
     14 % more memory than rows of one sample would, and more than twice the time (results/h200/headline/short-equal);
-    other frameworks took 17 % more, and with QLoRA 19 % less, than ftbench's own loop (results/h200/frameworks); with
-    weights in host memory a run took 21 % more memory (results/h200/smallest)."""
-    on = spec.optimizations
-    return (isinstance(spec.method, Unsloth) and on.packing) or on.weight_offload or spec.launch.framework != "trl"
+    other frameworks took 17 % more, and with QLoRA 19 % less, than ftbench's own loop (results/h200/frameworks)."""
+    packed = isinstance(spec.method, Unsloth) and spec.optimizations.packing
+    return packed or spec.launch.framework != "trl"
 
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
