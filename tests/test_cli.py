@@ -436,7 +436,7 @@ def test_an_output_that_takes_nothing_is_a_sentence(ftbench, study, name, code, 
 
 
 def test_links_in_a_circle_are_a_sentence_wherever_a_path_is_given(ftbench, study, tmp_path):
-    circle, spec = tmp_path / "circle", write_spec(tmp_path)
+    circle, spec = tmp_path / "circle", write_spec(tmp_path, launch={"mock": "ok"})
     circle.symlink_to(circle)
     for arguments in (
         ("report", study, "-o", circle), ("bundle", study, "-o", circle), ("bundle", circle, "-o", tmp_path / "b"),
@@ -455,7 +455,8 @@ def ftbench_process(*arguments: object, **options: object) -> subprocess.Complet
 
 
 def test_a_folder_that_is_gone_is_a_sentence(tmp_path):
-    for arguments in (["doctor"], ["env", "create", "axolotl"], ["run", write_spec(tmp_path), "--out", "here"]):
+    spec = write_spec(tmp_path, launch={"mock": "ok"})
+    for arguments in (["doctor"], ["env", "create", "axolotl"], ["run", spec, "--out", "here"]):
         (tmp_path / "gone").mkdir()
         command = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
         shell = ["sh", "-c", command, "sh", tmp_path / "gone", sys.executable, "-m", "ftbench"]

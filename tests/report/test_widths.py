@@ -105,11 +105,19 @@ def test_what_says_most_stands_before_what_says_least(ftbench, tmp_path):
 def test_notes_refer_to_rows_by_number_and_of_many_the_rest_is_counted(ftbench, tmp_path):
     for number in range(13):
         make_run(tmp_path, f"r{number:02}", steps(seed=number), spec={"dataset.seed": number},
-                 applied={"warnings": [f"warning {number}"]})  # fmt: skip
+                 applied={"warnings": [f"warning {chr(97 + number)}"]})  # fmt: skip
     out = ftbench("report", tmp_path)[1]
     notes = [line for line in out.splitlines() if line.startswith("note: ")]
-    assert notes[0] == "note: #1: warning 0"
+    assert notes[0] == "note: #1: warning a"
     assert (len(notes), notes[-1]) == (11, "note: 3 more notes: --format json has all")
+
+
+def test_notes_that_differ_in_figures_alone_are_one(ftbench, tmp_path):
+    for number, watts in enumerate((789, 791.5, 789, 800)):
+        make_run(tmp_path, f"r{number}", steps(seed=number), spec={"dataset.seed": number},
+                 applied={"warnings": [f"single steps show up to {watts} W"]})  # fmt: skip
+    notes = [line for line in ftbench("report", tmp_path)[1].splitlines() if line.startswith("note: ")]
+    assert notes == ["note: #1, #3: single steps show up to 789 W (alike: #2, #4)"]
 
 
 def test_a_merged_row_says_which_repeat_a_note_is_about(ftbench, tmp_path):

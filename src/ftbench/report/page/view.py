@@ -14,7 +14,7 @@ from ftbench.report.data.groups import Cell, Run, cells_of, long_reason, runs_of
 from ftbench.report.data.names import number_of
 from ftbench.report.page.figures import NUMBERS, number
 from ftbench.report.render.document import Column, Report
-from ftbench.report.render.runs_table import FIGURES
+from ftbench.report.render.runs_table import FIGURES, alike
 from ftbench.store.summary import PROFILED
 
 
@@ -102,12 +102,13 @@ class View:
     @cached_property
     def notes(self) -> list[tuple[str, list[RunRow]]]:
         """The warnings of all runs and the reasons that a table has no room for, each once with its runs, those of most
-        runs first."""
-        about: dict[str, list[RunRow]] = {}
-        for row in self.rows:
-            for warning in filter(None, [long_reason(row.record), *map(str, row.record["warnings"])]):
-                about.setdefault(warning, []).append(row)
-        return sorted(about.items(), key=lambda note: -len(note[1]))
+        runs first; of those that differ in figures alone the first."""
+        told = [(text, row) for row in self.rows
+                for text in filter(None, [long_reason(row.record), *map(str, row.record["warnings"])])]  # fmt: skip
+        notes = [
+            (f"{text} (the others: alike)" if others else text, first + others) for text, first, others in alike(told)
+        ]
+        return sorted(notes, key=lambda note: -len(note[1]))
 
     def workloads_of(self, run_ids: str) -> str:
         """Return the places of the workloads of some runs, given by their ids, with spaces between them."""

@@ -67,7 +67,8 @@ def terminal(table: Table, footnote: str = "") -> str:
 def shown_notes(notes: Sequence[str]) -> list[str]:
     """Return the first notes, and how many more there are."""
     left = len(notes) - MOST_NOTES
-    return [*notes[:MOST_NOTES], *([f"{left} more notes: --format json has all"] if left > 0 else [])]
+    more = [f"{left} more note{'s' if left > 1 else ''}: --format json has all"] if left > 0 else []
+    return [*notes[:MOST_NOTES], *more]
 
 
 def markdown(table: Table, footnote: str = "") -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ftbench.core import units
 from ftbench.report.data.axes import MOST_AXES, headings
@@ -21,6 +22,8 @@ FOOTNOTE = (
 )
 _IN_COLUMNS = ("model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations")
 _NAMED = 4  # runs by name in a note
+_FIGURE = re.compile(r"\d+([.,]\d+)*")
+Subject = TypeVar("Subject")
 NUMBER, NAME, LABEL = "#", "name", "label"
 
 # Those that most readers look for stand before the state, which a narrow terminal shows too.
@@ -109,15 +112,28 @@ def _text(record: Mapping[str, Any], column: Column) -> str:
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
-    """Return the warnings of all runs, each once with the runs it is about, and the reasons that a row has no room
-    for."""
-    about: dict[str, list[str]] = {}
-    for record in records:
-        for warning in filter(None, [long_reason(record), *record["warnings"]]):
-            about.setdefault(warning, []).append(run_of(record))
-    return [
-        warning if len(runs) == len(records) > 1 else f"{named(runs)}: {warning}" for warning, runs in about.items()
-    ]
+    """Return the warnings of all runs and the reasons that a row has no room for, each once with the runs it is about;
+    of those that differ in figures alone the first, with the runs that have the others."""
+    told = [(text, run_of(record)) for record in records
+            for text in filter(None, [long_reason(record), *record["warnings"]])]  # fmt: skip
+    notes = []
+    for text, first, others in alike(told):
+        if len(first) == len(records) > 1:
+            notes.append(text)
+        else:
+            notes.append(f"{named(first)}: {text}" + (f" (alike: {named(others)})" if others else ""))
+    return notes
+
+
+def alike(told: Iterable[tuple[str, Subject]]) -> list[tuple[str, list[Subject], list[Subject]]]:
+    """Return each sentence with the runs that it is about, and those with one that differs in its figures alone."""
+    found: dict[str, tuple[str, list[Subject], list[Subject]]] = {}
+    for text, run in told:
+        known, first, others = found.setdefault(_FIGURE.sub("0", text), (text, [], []))
+        runs = first if text == known else others
+        if not runs or runs[-1] != run:  # one run's sentences come one after the other
+            runs.append(run)
+    return [*found.values()]
 
 
 def named(runs: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.learning import CANNOT_TELL
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import Noise, Pair, learning_of, noise_of, pair_of
 from ftbench.report.compare.words import change_in_words, differences_text
@@ -96,7 +97,7 @@ def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
         )  # fmt: skip
     elif needs < LESS_MEMORY * most:
         pair = _pair(small, fast, noise)
-        rest = "" if needs == least else f" (the least is {units.gibibytes(least)} GiB)"
+        rest = "" if needs == least else f" (the least, {units.gibibytes(least)} GiB, is slower)"
         yield _point(
             f"Memory short: {small.name} needs {units.gibibytes(needs)} GiB{rest}, {fast.name} "
             f"{units.gibibytes(most)} GiB; the price is speed, {change_in_words(pair.speed)}.",
@@ -154,9 +155,10 @@ def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     if pair.break_even is None or pair.break_even.when != "after" or pair.break_even.steps is None:
         return
     if (ahead := round(pair.break_even.steps)) >= 1:
+        steps = f"{ahead:,} steps" if ahead > 1 else "step"
         yield _point(
-            f"Few steps: {quick.name} is ahead for the first {f'{ahead:,} steps' if ahead > 1 else 'step'} of the "
-            f"other, whose warm-up costs {units.seconds(own.start_s - other.start_s)} more.",
+            f"Few steps: {quick.name} is ahead for the first {steps}; the warm-up of {fast.name} costs "
+            f"{units.seconds(own.start_s - other.start_s)} more.",
             quick, fast, also=_also(pair),
         )  # fmt: skip
 
@@ -167,6 +169,11 @@ def _other_learning(best: Cell, others: Sequence[Cell]) -> Iterator[Point]:
     failed = [(cell, learning) for cell, learning in verdicts if learning.failed]
     for cell, learning in failed[:_MOST_NAMED]:
         yield _point(f"{best.name} and {cell.name} do not learn the same: {learning.reason}.", best, cell)
+    if verdicts and all(learning.verdict == CANNOT_TELL for _, learning in verdicts):
+        yield _point(
+            f"Whether {best.name} learns what the others learn cannot be told from these runs: `ftbench parity` says.",
+            best,
+        )
     if more := [cell for cell, _ in failed[_MOST_NAMED:]]:
         yield _point(f"{best.name} and {len(more)} more of the next fastest do not learn the same.", best, *more)
     if (left := len(others) - _MOST_HELD) > 0:
