@@ -103,11 +103,10 @@ class View:
     def notes(self) -> list[tuple[str, list[RunRow]]]:
         """The warnings of all runs and the reasons that a table has no room for, each once with its runs, those of most
         runs first; of those that differ in figures alone the first."""
-        told = [(text, row) for row in self.rows
+        sentences = [(text, row) for row in self.rows
                 for text in filter(None, [long_reason(row.record), *map(str, row.record["warnings"])])]  # fmt: skip
-        notes = [
-            (f"{text} (the others: alike)" if others else text, first + others) for text, first, others in alike(told)
-        ]
+        kinds = alike(sentences)
+        notes = [(f"{text} (the others: alike)" if others else text, own + others) for text, own, others in kinds]
         return sorted(notes, key=lambda note: -len(note[1]))
 
     def workloads_of(self, run_ids: str) -> str:

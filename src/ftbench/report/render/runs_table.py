@@ -114,10 +114,10 @@ def _text(record: Mapping[str, Any], column: Column) -> str:
 def _notes(records: Sequence[Record]) -> list[str]:
     """Return the warnings of all runs and the reasons that a row has no room for, each once with the runs it is about;
     of those that differ in figures alone the first, with the runs that have the others."""
-    told = [(text, run_of(record)) for record in records
+    sentences = [(text, run_of(record)) for record in records
             for text in filter(None, [long_reason(record), *record["warnings"]])]  # fmt: skip
     notes = []
-    for text, first, others in alike(told):
+    for text, first, others in alike(sentences):
         if len(first) == len(records) > 1:
             notes.append(text)
         else:
@@ -125,15 +125,15 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return notes
 
 
-def alike(told: Iterable[tuple[str, Subject]]) -> list[tuple[str, list[Subject], list[Subject]]]:
+def alike(sentences: Iterable[tuple[str, Subject]]) -> list[tuple[str, list[Subject], list[Subject]]]:
     """Return each sentence with the runs that it is about, and those with one that differs in its figures alone."""
-    found: dict[str, tuple[str, list[Subject], list[Subject]]] = {}
-    for text, run in told:
-        known, first, others = found.setdefault(_FIGURE.sub("0", text), (text, [], []))
+    kinds: dict[str, tuple[str, list[Subject], list[Subject]]] = {}
+    for text, run in sentences:
+        known, first, others = kinds.setdefault(_FIGURE.sub("0", text), (text, [], []))
         runs = first if text == known else others
         if not runs or runs[-1] != run:  # one run's sentences come one after the other
             runs.append(run)
-    return [*found.values()]
+    return [*kinds.values()]
 
 
 def named(runs: Sequence[str]) -> str:
