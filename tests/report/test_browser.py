@@ -74,7 +74,9 @@ def diverse(tmp_path_factory) -> Path:
             "lora",
             4,
             state="oom",
-            reason=f"out of memory in forward of step 2 of {'abcdefghij'[number // 10]}{'abcdefghij'[number % 10]}",
+            reason="out of memory in forward of step 2, asked for beyond it by "
+            + "abcdefghij"[number // 10]
+            + "abcdefghij"[number % 10],
         )
         spec = rundir.read_json(run.spec_json)
         spec["train"]["learning_rate"] = (number + 1) / 1000
@@ -292,7 +294,7 @@ def test_a_long_list_begins_with_a_few_and_the_others_are_a_search_or_a_click_aw
     with opened(file=diverse) as page:
         entries = page.locator(f"{section} {entry}:visible")
         assert entries.count() == 24
-        page.locator(f"{section} input[type=search]").fill("rate 0.069" if section == "#frontier" else " step 2 of gj")
+        page.locator(f"{section} input[type=search]").fill("rate 0.069" if section == "#frontier" else " by gj")
         assert entries.count() == 1
         page.locator(f"{section} input[type=search]").fill("")
         page.locator(section).get_by_role("button", name="Show all 70").click()
