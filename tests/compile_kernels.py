@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from ftbench.worker.kernels import adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu
 
 SCALARS = {"eps": "fp32"}  # every other scalar is a whole number
-NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|eps|size|tokens|rank")
+NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|eps|size|tokens|.*rank")
 
 
 def cases(norm: bool):
@@ -26,10 +26,9 @@ def cases(norm: bool):
     head = rotary._blocks(28, 4, 128)
     short = {"LIMIT": 57344.0, "AGAIN": norm}
     yield delayed_cast._cast, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
-    yield (
-        adapted_swiglu._gate,
-        {**short, "BACKWARD": norm, **adapted_swiglu._product(8, torch.bfloat16), **adapted_swiglu.TILE},
-    )
+    gate = adapted_swiglu.constants_of(24, torch.bfloat16 if norm else torch.float32, torch.float8_e5m2, False)
+    yield adapted_swiglu._gate, {**gate, "AGAIN": norm}
+    yield adapted_swiglu._gate_back, {**gate, "AGAIN": norm, "SMALL": norm}
     yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
     yield rms_norm._rms_norm_backward, {"SUM": norm, "WIDE": norm, **row}
@@ -40,7 +39,8 @@ def cases(norm: bool):
 def compiled(kernel, constants, dtype, architecture):
     """What Triton makes of a kernel whose tensors have this type."""
     warps = {"num_warps": constants.pop("num_warps", 4)}
-    types_of_8_bits = {"small": "*fp8e5", "factor": "*fp32", "maxima": "*fp32"}
+    sums = dict.fromkeys(("factor", "maxima", "of_rows", "of_columns"), "*fp32")
+    types_of_8_bits = {"small": "*fp8e5", **sums} | ({"made": "*fp8e5"} if constants.get("SMALL") else {})
     names = list(signature(kernel.fn).parameters)
     types = {name: SCALARS.get(name, "i32") if NUMBERS.fullmatch(name) else f"*{dtype}" for name in names}
     types |= {name: kind for name, kind in types_of_8_bits.items() if name in types}

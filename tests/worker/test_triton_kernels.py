@@ -76,6 +76,22 @@ def test_loss_and_every_gradient_are_those_of_the_familys_own_code(kernels, fami
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
 
 
+def test_an_mlp_keeps_gate_and_up_and_not_what_they_make(kernels):
+    ours = model_of()
+    fused_lora.apply(ours, ON)
+    kernels.apply(ours, ON)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda part: kept.append(part.shape[-1]) or part, lambda part: part):
+        ours(input_ids=IDS, labels=IDS, use_cache=False)
+    group = decoder_layers(ours)[0].mlp.up_proj.group
+    down = decoder_layers(ours)[0].mlp.down_proj.group
+    inner, outside_the_kernels = SHAPE["intermediate_size"], 17
+    assert 2 * inner in kept
+    assert kept.count(inner + down.columns) == SHAPE["num_hidden_layers"], "its weight alone"
+    group.rank = outside_the_kernels
+    assert group.gated(torch.randn(2, SHAPE["hidden_size"]), down) is None
+
+
 def test_adapters_that_are_switched_off_leave_the_base_model(kernels):
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)
@@ -205,18 +221,19 @@ def test_an_mlp_whose_gate_hands_over_8_bits_learns_what_its_parts_do(kernels, i
         gate, up = both.chunk(2, 1)
         return torch.nn.functional.silu(gate) * up
 
-    def forward(base, mid, b, maxima, dtype):
+    def forward(base, mid, b, a, maxima, dtype):
         out = gated(torch.addmm(base, mid, b.t()))
-        return out, *cast(out, maxima, dtype)
+        return *cast(out, maxima, dtype), out @ a.t()
 
-    def backward(dout, base, mid, b, maxima, dtype):
+    def backward(dout, base, mid, b, thin, a, maxima, dtype, room):
         with torch.enable_grad():
             both = torch.addmm(base, mid, b.t()).requires_grad_()
-            (out,) = torch.autograd.grad(gated(both), both, dout)
-        return out, *cast(out, maxima, dtype)
+            out = gated(both)
+            (dy,) = torch.autograd.grad(out, both, torch.addmm(dout, thin, a))
+        return *cast(dy, maxima, dtype), dy @ b, dy.t() @ mid, thin.t() @ out.detach()
 
     monkeypatch.setattr(gate, "gate_and_cast", forward)
-    monkeypatch.setattr(gate, "gate_backward_and_cast", backward)
+    monkeypatch.setattr(gate, "gate_gradients", backward)
     model = in_8_bits("tensorwise-delayed")
     mlp = decoder_layers(model)[0].mlp
     groups = [layer.group for layer in (mlp.up_proj, mlp.down_proj)]

@@ -1,10 +1,12 @@
-"""The gate of an MLP over 8-bit products, both ways: the adapters' part of gate and up is added where they are read,
-and what is written is written in 8 bits, too, for the product that follows (`delayed_cast` has the scales).
+"""The gate of an MLP, silu(gate) * up, and what the adapters around it make of its tiles while they are at hand: of
+8-bit products forward and backward, of others backward.
 
-Passes over the activations of tokens x inner, forward: gate and up read, the product of both written, and half as much:
-3.5, where the adapters' product would read and write gate and up once more and a cast would read again: 8.5. Backward:
-gate, up and the gradient read, two gradients written, and half as much: 6, where a cast would read two more. The
-adapters' numbers are small: tokens x rank, and inner x rank, which the cache holds.
+Passes over the activations of tokens x inner. Forward, 8 bits: gate and up read, half as much written: 2.5; what down's
+adapter makes of it, tokens x rank, is a sum over the tiles. Backward: gate, up and the gradient read, 3, the gradients
+of both written, 2 (in 8 bits 1, and nothing else reads them). Products of their own would read these five times more:
+for the gradients of B of gate and up (2) and of A of down (1), and for what A's gradients and the input's are made of
+(2). Tiles of a column of them add up in registers over many rows; what is summed over the columns is written for each
+of them, tokens x rank, and added up after: half a pass for each 16 of rank.
 """
 
 from __future__ import annotations
@@ -18,129 +20,187 @@ from triton.language import constexpr, tensor
 
 from ftbench.worker.kernels.delayed_cast import scale_to, shortened
 
-TILE = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
-PARTS = 8  # of the columns: a program for ROWS rows and one part
+TILE = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
+PARTS = 8  # forward of the columns, backward of the rows: a program goes through the tiles of one
 
 
 @triton.jit
-def _adapted(
-    base: tensor, thin: tensor, b: tensor, row: tensor, column: tensor, start: tensor, tokens: tensor, columns: tensor,
-    rank: tensor, RANK: constexpr, PRECISION: constexpr,
-) -> tensor:  # fmt: skip
-    """Return a tile of what the base product made, rows x columns from `start` on, with what the adapters add."""
-    r, at = tl.arange(0, RANK), start + column
-    values = tl.load(
-        base + row[:, None] * 2 * columns + at[None, :],
-        mask=(row < tokens)[:, None] & (column < columns)[None, :],
-        other=0.0,
-    )
-    factor = tl.load(
-        b + at[None, :] * rank + r[:, None], mask=(r < rank)[:, None] & (column < columns)[None, :], other=0.0
-    )
-    return values.to(tl.float32) + tl.dot(thin, factor.to(tl.float32), input_precision=PRECISION)
+def _tile(x: tensor, row: tensor, column: tensor, width: tensor, rows: tensor, columns: tensor) -> tensor:
+    """Return a tile, zeros beyond its rows and columns; rows lie `width` apart."""
+    there = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + row[:, None] * width + column[None, :], mask=there, other=0.0)
 
 
 @triton.jit
 def _put(
-    to: tensor, values: tensor, row: tensor, column: tensor, width: tensor, start: tensor, tokens: tensor,
-    columns: tensor,
+    to: tensor, values: tensor, row: tensor, column: tensor, width: tensor, rows: tensor, columns: tensor
 ) -> None:  # fmt: skip
-    there = (row < tokens)[:, None] & (column < columns)[None, :]
-    tl.store(to + row[:, None] * width + (start + column)[None, :], values.to(to.dtype.element_ty), mask=there)
+    there = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(to + row[:, None] * width + column[None, :], values.to(to.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _dot(x: tensor, y: tensor, TYPE: constexpr) -> tensor:
+    """Return the product of tiles of this type, summed in 32 bits."""
+    return tl.dot(x.to(TYPE), y.to(TYPE), input_precision="ieee")
 
 
 @triton.jit
 def _gate(
-    dout: tensor, base: tensor, mid: tensor, b: tensor, out: tensor, small: tensor, factor: tensor, maxima: tensor,
-    tokens: tensor, columns: tensor, rank: tensor, BACKWARD: constexpr, LIMIT: constexpr, AGAIN: constexpr,
-    RANK: constexpr, PRECISION: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+    base: tensor, mid: tensor, b: tensor, a: tensor, small: tensor, factor: tensor, maxima: tensor, of_rows: tensor,
+    tokens: tensor, columns: tensor, mid_row: tensor, b_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor,
+    LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write silu(gate) * up, or with BACKWARD the gradients of both side by side, and that in 8 bits."""
+    """Write silu(gate) * up in 8 bits, and its product with a' over one part of the columns: a program for ROWS rows
+    and that part."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
     scale, largest = scale_to(known, maxima + 1, LIMIT), tl.zeros((ROWS, COLUMNS), tl.float32)
     above, row, r = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, ROWS), tl.arange(0, RANK)
-    tokens -= tl.program_id(0) * ROWS  # from here on of this tile, whose places 32 bits hold
+    left = tokens - tl.program_id(0) * ROWS  # rows from here on, whose places 32 bits hold
     base += above * 2 * columns
-    mid += above * rank
-    dout += above * columns
-    out += above * columns * (1 + BACKWARD)
-    small += above * columns * (1 + BACKWARD)
-    of_mid = (row < tokens)[:, None] & (r < rank)[None, :]
-    thin = tl.load(mid + row[:, None] * rank + r[None, :], mask=of_mid, other=0.0).to(tl.float32)
+    small += above * columns
+    of_rows += (tl.program_id(1).to(tl.int64) * tokens + above) * RANK
+    thin, total = _tile(mid + above * mid_row, row, r, mid_row, left, rank), tl.zeros((ROWS, RANK), tl.float32)
     for first in range(tl.program_id(1) * COLUMNS, columns, tl.num_programs(1) * COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        g = _adapted(base, thin, b, row, column, 0, tokens, columns, rank, RANK, PRECISION)
-        u = _adapted(base, thin, b, row, column, columns, tokens, columns, rank, RANK, PRECISION)
-        s = tl.sigmoid(g)
-        if BACKWARD:
-            there = (row < tokens)[:, None] & (column < columns)[None, :]
-            d = tl.load(dout + row[:, None] * columns + column[None, :], mask=there, other=0.0).to(tl.float32)
-            dgate, dup = d * u * s * (1.0 + g * (1.0 - s)), d * g * s
-            largest = tl.maximum(largest, tl.maximum(tl.abs(dgate), tl.abs(dup)))
-            _put(out, dgate, row, column, 2 * columns, 0, tokens, columns)
-            _put(out, dup, row, column, 2 * columns, columns, tokens, columns)
-            _put(small, shortened(dgate, scale, LIMIT), row, column, 2 * columns, 0, tokens, columns)
-            _put(small, shortened(dup, scale, LIMIT), row, column, 2 * columns, columns, tokens, columns)
-        else:
-            gated = g * s * u
-            largest = tl.maximum(largest, tl.abs(gated))
-            _put(out, gated, row, column, columns, 0, tokens, columns)
-            _put(small, shortened(gated, scale, LIMIT), row, column, columns, 0, tokens, columns)
+        of_gate = _tile(b, column, r, b_row, columns, rank)
+        of_up = _tile(b + columns * b_row, column, r, b_row, columns, rank)
+        g = _tile(base, row, column, 2 * columns, left, columns) + _dot(thin, tl.trans(of_gate), TYPE)
+        u = _tile(base + columns, row, column, 2 * columns, left, columns) + _dot(thin, tl.trans(of_up), TYPE)
+        gated = g * tl.sigmoid(g) * u
+        largest = tl.maximum(largest, tl.abs(gated))
+        total += _dot(gated, tl.trans(_tile(a, r, column, a_row, down_rank, columns)), TYPE)
+        _put(small, shortened(gated, scale, LIMIT), row, column, columns, left, columns)
+    _put(of_rows, total, row, r, RANK, left, RANK)
     tl.atomic_max(maxima + 1, tl.max(tl.max(largest, 1), 0))
     tl.store(factor, 1.0 / scale)
 
 
-def _run(
-    dout: torch.Tensor | None, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, maxima: torch.Tensor,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    tokens, columns, rank = len(base), base.shape[1] // 2, mid.shape[1]
-    out = base.new_empty(tokens, columns if dout is None else 2 * columns)
-    small, factor = torch.empty_like(out, dtype=dtype), maxima.new_empty(())
-    given = (base if dout is None else dout.contiguous(), base, mid.contiguous(), b, out, small, factor, maxima)
-    constants = {"BACKWARD": dout is not None, "LIMIT": torch.finfo(dtype).max, **_product(rank, mid.dtype), **TILE}
-    grid = (triton.cdiv(tokens, TILE["ROWS"]), min(PARTS, triton.cdiv(columns, TILE["COLUMNS"])))
-    for again in (False, True):
-        _gate[grid](*given, tokens, columns, rank, AGAIN=again, **constants)
-    return out, small, factor
+@triton.jit
+def _gate_back(
+    dout: tensor, base: tensor, mid: tensor, b: tensor, thin: tensor, a: tensor, made: tensor, factor: tensor,
+    maxima: tensor, of_columns: tensor, of_rows: tensor, tokens: tensor, columns: tensor, mid_row: tensor,
+    b_row: tensor, thin_row: tensor, a_row: tensor, made_row: tensor, rank: tensor, down_rank: tensor, size: tensor,
+    SMALL: constexpr, LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr,
+    COLUMNS: constexpr,
+) -> None:  # fmt: skip
+    """Write the gradients of gate and up side by side (SMALL: in 8 bits), their products with b of these columns, and
+    the products over these rows that adapters' gradients are: a program for COLUMNS columns and `size` rows."""
+    known = tl.load(maxima)
+    if (known > 0) & AGAIN:
+        return
+    if SMALL:
+        scale, largest = scale_to(known, maxima + 1, LIMIT), tl.zeros((ROWS, COLUMNS), tl.float32)
+    row, r, column = tl.arange(0, ROWS), tl.arange(0, RANK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    of_gate = _tile(b, column, r, b_row, columns, rank)
+    of_up = _tile(b + columns * b_row, column, r, b_row, columns, rank)
+    of_down = _tile(a, r, column, a_row, down_rank, columns)
+    db_gate = tl.zeros((COLUMNS, RANK), tl.float32)
+    db_up, da = db_gate, db_gate
+    start = tl.program_id(1).to(tl.int64) * size
+    of_rows += tl.program_id(0).to(tl.int64) * tokens * RANK
+    for first in range(start, tl.minimum(start + size, tokens), ROWS):
+        left = tokens - first
+        m = _tile(mid + first * mid_row, row, r, mid_row, left, rank)
+        t = _tile(thin + first * thin_row, row, r, thin_row, left, down_rank)
+        g = _tile(base + first * 2 * columns, row, column, 2 * columns, left, columns).to(tl.float32)
+        u = _tile(base + first * 2 * columns + columns, row, column, 2 * columns, left, columns).to(tl.float32)
+        d = _tile(dout + first * columns, row, column, columns, left, columns) + _dot(t, of_down, TYPE)
+        if SMALL:
+            g += _dot(m, tl.trans(of_gate), TYPE)
+            u += _dot(m, tl.trans(of_up), TYPE)
+        s = tl.sigmoid(g)
+        gated, dgate, dup = g * s * u, d * u * s * (1.0 + g * (1.0 - s)), d * g * s
+        da += _dot(tl.trans(gated), t, TYPE)
+        db_gate += _dot(tl.trans(dgate), m, TYPE)
+        db_up += _dot(tl.trans(dup), m, TYPE)
+        _put(of_rows + first * RANK, _dot(dgate, of_gate, TYPE) + _dot(dup, of_up, TYPE), row, r, RANK, left, RANK)
+        if SMALL:
+            largest = tl.maximum(largest, tl.maximum(tl.abs(dgate), tl.abs(dup)))
+            dgate, dup = shortened(dgate, scale, LIMIT), shortened(dup, scale, LIMIT)
+        _put(made + first * made_row, dgate, row, column, made_row, left, columns)
+        _put(made + first * made_row + columns, dup, row, column, made_row, left, columns)
+    of_columns += tl.program_id(1) * 3 * RANK * columns
+    _put(of_columns, db_gate, column, r, RANK, columns, RANK)
+    _put(of_columns + RANK * columns, db_up, column, r, RANK, columns, RANK)
+    _put(of_columns + 2 * RANK * columns, da, column, r, RANK, columns, RANK)
+    if SMALL:
+        tl.atomic_max(maxima + 1, tl.max(tl.max(largest, 1), 0))
+        tl.store(factor, 1.0 / scale)
 
 
-def _product(rank: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the inner width of the adapters' product on tensor cores, and their precision, which holds 16 bits."""
-    precision = "ieee" if dtype == torch.float32 else "tf32"
-    return {"RANK": max(16, triton.next_power_of_2(rank)), "PRECISION": precision}
+def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted: bool) -> dict[str, Any]:
+    """Return a kernel's: its products' inner width is 16 at least on tensor cores. Triton's interpreter has no products
+    of 16 bits."""
+    types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    TYPE = tl.float32 if interpreted else types.get(dtype, tl.float32)
+    return {"RANK": max(16, triton.next_power_of_2(rank)), "TYPE": TYPE, "LIMIT": torch.finfo(small).max, **TILE}
 
 
 @torch.library.custom_op("ftbench::gate_and_cast", mutates_args=())
 def gate_and_cast(
-    base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
+    base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return silu(gate) * up, tokens x inner, of [gate up] = base + mid b', tokens x 2 inner, contiguous; that in 8
-    bits, and its factor. What the maxima are is said by `cast_by_last`."""
-    return _run(None, base, mid, b, maxima, dtype)
+    """Return silu(gate) * up, tokens x inner, of [gate up] = base + mid b', tokens x 2 inner, contiguous, in 8 bits;
+    its factor; and its product with a', tokens x down's rank. What the maxima are is said by `cast_by_last`."""
+    tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
+    constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
+    parts = min(PARTS, triton.cdiv(columns, TILE["COLUMNS"]))
+    small, factor = base.new_empty(tokens, columns, dtype=dtype), maxima.new_empty(())
+    of_rows = maxima.new_empty(parts, tokens, constants["RANK"])
+    sizes = (tokens, columns, mid.stride(0), b.stride(0), a.stride(0), rank, down)
+    for again in (False, True):
+        _gate[(triton.cdiv(tokens, TILE["ROWS"]), parts)](
+            base, mid, b, a, small, factor, maxima, of_rows, *sizes, AGAIN=again, **constants
+        )  # fmt: skip
+    return small, factor, of_rows.sum(0)[:, :down].to(base.dtype).contiguous()
 
 
 @gate_and_cast.register_fake
 def _(
-    base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
+    base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out = base.new_empty(base.shape[0], base.shape[1] // 2)
-    return out, torch.empty_like(out, dtype=dtype), maxima.new_empty(())
+    tokens = base.shape[0]
+    small = base.new_empty(tokens, base.shape[1] // 2, dtype=dtype)
+    return small, maxima.new_empty(()), base.new_empty(tokens, a.shape[0])
 
 
-@torch.library.custom_op("ftbench::gate_backward_and_cast", mutates_args=())
-def gate_backward_and_cast(
-    dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradient of [gate up], that in 8 bits, and its factor."""
-    return _run(dout, base, mid, b, maxima, dtype)
+@torch.library.custom_op("ftbench::gate_gradients", mutates_args=())
+def gate_gradients(
+    dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
+    maxima: torch.Tensor | None, dtype: torch.dtype, room: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of [gate up] side by side, tokens x (2 inner + room); their factor; their product with b,
+    tokens x rank, which stands in the room, too; the gradients of b, 2 inner x rank, and of a, down's rank x inner.
+    That of silu(gate) * up is dout + thin a. With maxima [gate up] is base + mid b', and its gradient is of 8 bits;
+    without it is base, and nothing of 8 bits. Base is contiguous; rows of mid, b, thin and a may lie further apart."""
+    tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
+    constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
+    tiles = triton.cdiv(columns, TILE["COLUMNS"])
+    size = triton.cdiv(triton.cdiv(tokens, TILE["ROWS"]), PARTS) * TILE["ROWS"]
+    wide, real = constants["RANK"], torch.float32
+    made = base.new_empty(tokens, 2 * columns + room, dtype=dtype)
+    of_columns, factor = base.new_empty(PARTS, 3 * columns, wide, dtype=real), base.new_empty((), dtype=real)
+    of_rows = base.new_empty(tiles, tokens, wide, dtype=real)
+    given = (dout.contiguous(), base, mid, b, thin, a, made, factor, factor if maxima is None else maxima)
+    strides = (part.stride(0) for part in (mid, b, thin, a, made))
+    sizes = (tokens, columns, *strides, rank, down, size)
+    for again in (False, True)[: 1 if maxima is None else 2]:
+        _gate_back[(tiles, PARTS)](
+            *given, of_columns, of_rows, *sizes, SMALL=maxima is not None, AGAIN=again, **constants
+        )  # fmt: skip
+    db, da = of_columns.sum(0).to(base.dtype).split([2 * columns, columns])
+    dmid = of_rows.sum(0)[:, :rank].to(base.dtype)
+    made[:, 2 * columns :] = torch.nn.functional.pad(dmid, (0, room - rank)) if room else 0
+    return made, factor, dmid.contiguous(), db[:, :rank].clone(), da[:, :down].t().contiguous()
 
 
-@gate_backward_and_cast.register_fake
+@gate_gradients.register_fake
 def _(
-    dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out = base.new_empty(base.shape)
-    return out, torch.empty_like(out, dtype=dtype), maxima.new_empty(())
+    dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
+    maxima: torch.Tensor | None, dtype: torch.dtype, room: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    made = base.new_empty(base.shape[0], base.shape[1] + room, dtype=dtype)
+    return made, base.new_empty((), dtype=torch.float32), *map(torch.empty_like, (mid, b, a))

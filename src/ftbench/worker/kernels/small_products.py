@@ -48,7 +48,8 @@ def multiply(
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return tokens x in → tokens x out, of a weight in 8 bits, out x in. `maxima`: those of the input and of the
-    gradient, where they give the scales; `short`: x as it is cast, if there."""
+    gradient, where they give the scales; `short`: x as it is cast and its factor, where
+    they are there: then x tells the dtype alone."""
     small, scale = short or _cast(x, WEIGHT, recipe, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor.t(), out_dtype=_out(x, recipe), use_fast_accum=True)
 
@@ -58,7 +59,7 @@ def multiply_back(
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gradient of `multiply`'s input, of the transposed weight, in x out. It adds up in 32 bits (torchao:
-    use_fast_accum only in the forward pass), but for the recipes in FAST. `short`: dy as it is cast, if there."""
+    use_fast_accum only in the forward pass), but for the recipes in FAST. `short`: as of `multiply`."""
     small, scale = short or _cast(dy, GRADIENT[recipe], recipe, None if maxima is None else maxima[1])
     factors = (torch.ones_like(factor[0, 0]),) * 2 if recipe == ROWWISE else (scale, factor)
     dx = torch._scaled_mm(small, turned.t(), *factors, out_dtype=_out(dy, recipe), use_fast_accum=recipe in FAST)
@@ -87,23 +88,6 @@ class Product(torch.autograd.Function):
         return dx, None, None, None, None, None, None
 
 
-def _saved(x: torch.Tensor, mid: torch.Tensor, given: Any) -> list[Any]:
-    """Return what `_adapted_back` reads."""
-    return [x, mid, *given[2:4], given[5], *given[6:8], *given[9:]]
-
-
-def _adapted_back(
-    dy: torch.Tensor, saved: Any, recipe: str, scales: Any, short: Any = None, wanted: bool = True
-) -> list[Any]:
-    """Return the gradients of all that `AdaptedProduct` takes; `short`: dy in 8 bits and its factor, if there."""
-    x, mid, turned, factor, maxima, a, b, *adapters = saved
-    dx, dmid = None, dy @ b
-    if wanted:
-        dx = multiply_back(dy, turned, factor, recipe, maxima, short)
-        add_product(dx, dmid, a)
-    return [dx, *[None] * 9, *split_gradients(dmid.t() @ x, dy.t() @ mid, scales, adapters)]
-
-
 class AdaptedProduct(torch.autograd.Function):
     """`Product` of layers side by side, with what their adapters add, by one product with A and one with B each way,
     which adds to what the 8-bit product wrote: for what reads the sum by kernels of its own, so that no pass for the
@@ -112,52 +96,61 @@ class AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
-        weight, factor, _, _, ctx.recipe, maxima, a, b, ctx.scales, *_ = given
+        weight, factor, turned, turned_factor, ctx.recipe, maxima, a, b, ctx.scales, *adapters = given
         mid = x @ a.t()
-        ctx.save_for_backward(*_saved(x, mid, given))
+        ctx.save_for_backward(x, mid, turned, turned_factor, maxima, a, b, *adapters)
         made = multiply(x, weight, factor, ctx.recipe, maxima)
         add_product(made, mid, b.t())
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        wanted = ctx.needs_input_grad[0]
-        return tuple(_adapted_back(gradients[0], ctx.saved_tensors, ctx.recipe, ctx.scales, None, wanted))
+        x, mid, turned, factor, maxima, a, b, *adapters = ctx.saved_tensors
+        (dy,) = gradients
+        dx, dmid = None, dy @ b
+        if ctx.needs_input_grad[0]:
+            dx = multiply_back(dy, turned, factor, ctx.recipe, maxima)
+            add_product(dx, dmid, a)
+        return dx, *[None] * 9, *split_gradients(dmid.t() @ x, dy.t() @ mid, ctx.scales, adapters)
 
 
 class GatedMlp(torch.autograd.Function):
-    """An MLP: `AdaptedProduct` of gate and up, silu(gate) * up, `AdaptedProduct` of that. What is between is computed
-    by kernels that add the adapters' part themselves and hand over 8 bits (`kernels/adapted_swiglu.py`). `given` are
-    both products', `count` the first one's."""
+    """An MLP: `AdaptedProduct` of gate and up, silu(gate) * up, `AdaptedProduct` of that. What is between is read by
+    kernels that compute all that adapters make of it, and written in 8 bits alone (`kernels/adapted_swiglu.py`).
+    `given` are both products', `count` the first one's."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *given: Any) -> torch.Tensor:
         from ftbench.worker.kernels.adapted_swiglu import gate_and_cast  # needs triton
 
-        first, second = given[:count], given[count:]
-        weight, factor, _, _, ctx.recipe, maxima, a, b, ctx.scales, *_ = first
-        of_down, down_factor, _, _, _, down_maxima, down_a, down_b, ctx.down_scales, *_ = second
+        weight, factor, turned, turned_factor, ctx.recipe, maxima, a, b, *first = given[:count]
+        down, down_factor, down_turned, down_turned_factor, _, down_maxima, down_a, down_b, *second = given[count:]
         mid, base = x @ a.t(), multiply(x, weight, factor, ctx.recipe, maxima)
-        gated, *short = gate_and_cast(base, mid, b, down_maxima[0], WEIGHT)
-        down_mid = gated @ down_a.t()
-        saved = _saved(x, mid, first)
-        ctx.count = len(saved)
-        ctx.save_for_backward(base, *saved, *_saved(gated, down_mid, second))
-        made = multiply(gated, of_down, down_factor, ctx.recipe, down_maxima, short)
+        *short, down_mid = gate_and_cast(base, mid, b, down_a, down_maxima[0], WEIGHT)
+        ctx.scales, ctx.down_scales, ctx.count = first[0], second[0], len(first) - 1
+        of_first, of_down = (turned, turned_factor, maxima, a, b), (down_turned, down_turned_factor, down_maxima)
+        ctx.save_for_backward(x, base, mid, down_mid, *of_first, *of_down, down_a, down_b, *first[1:], *second[1:])
+        made = multiply(base, down, down_factor, ctx.recipe, down_maxima, short)
         add_product(made, down_mid, down_b.t())
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        from ftbench.worker.kernels.adapted_swiglu import gate_backward_and_cast
+        from ftbench.worker.kernels.adapted_swiglu import gate_gradients
 
-        base, *saved = ctx.saved_tensors
-        first, second = saved[: ctx.count], saved[ctx.count :]
-        dgated, *of_down = _adapted_back(gradients[0], second, ctx.recipe, ctx.down_scales)
-        _, mid, _, _, maxima, _, b, *_ = first
-        dy, *short = gate_backward_and_cast(dgated, base, mid, b, maxima[1], GRADIENT[ctx.recipe])
-        dx, *of_first = _adapted_back(dy, first, ctx.recipe, ctx.scales, short)
-        return dx, None, *of_first, *of_down
+        x, base, mid, down_mid, turned, factor, maxima, a, b, *saved = ctx.saved_tensors
+        down_turned, down_factor, down_maxima, down_a, down_b, *adapters = saved
+        (dy,) = gradients
+        dgated, thin = multiply_back(dy, down_turned, down_factor, ctx.recipe, down_maxima), dy @ down_b
+        given = (dgated, base, mid, b, thin, down_a, maxima[1], GRADIENT[ctx.recipe], 0)
+        *short, dmid, db, down_da = gate_gradients(*given)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = multiply_back(dy, turned, factor, ctx.recipe, maxima, short)
+            add_product(dx, dmid, a)
+        of_first = split_gradients(dmid.t() @ x, db, ctx.scales, adapters[: ctx.count])
+        of_down = split_gradients(down_da, dy.t() @ down_mid, ctx.down_scales, adapters[ctx.count :])
+        return dx, None, *[None] * 9, *of_first, *[None] * 9, *of_down
 
 
 def _out(like: torch.Tensor, recipe: str) -> torch.dtype:

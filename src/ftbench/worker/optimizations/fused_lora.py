@@ -12,13 +12,14 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, Beside, siblings
+from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, AugmentedMlp, Beside, siblings
 from ftbench.worker.kernels.expert_products import group_adapters
 from ftbench.worker.kernels.small_products import AdaptedProduct, GatedMlp
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import fp8
 
 ADAPTER = "default"  # peft's name for the only one
+MOST = 32  # columns of adapters that a whole MLP's kernels hold the sums of (`kernels/adapted_swiglu.py`)
 
 
 class AdapterGroup(torch.nn.Module):
@@ -57,6 +58,9 @@ class AdapterGroup(torch.nn.Module):
         """Return what a whole MLP makes, of which these are the first layers and `down` is the group of the last, where
         there is a way of its own."""
         return None
+
+    def columns_used(self) -> int:
+        return self.rank * len(self.layers)
 
     def is_on(self) -> bool:
         """Return whether the adapters take part now."""
@@ -101,6 +105,13 @@ class AugmentedGroup(AdapterGroup):
         and room behind them."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
+    def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
+        if not isinstance(down, AugmentedGroup) or max(self.columns_used(), down.columns_used()) > MOST:
+            return None
+        given = (self.weight, down.weight, self.scales, down.scales, *self.adapters(), *down.adapters())
+        made: torch.Tensor = AugmentedMlp.apply(x.to(self.weight.dtype), *given)
+        return made
+
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         made = self.product(x.reshape(-1, self.width))
         *parts, _ = made.view(*x.shape[:-1], -1).split([*self.sizes, self.columns], -1)
@@ -142,6 +153,8 @@ class BesideGroup(AdapterGroup):
 
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
         if self.joined[0].maxima is None or not isinstance(down, BesideGroup):
+            return None
+        if max(self.columns_used(), down.columns_used()) > MOST:
             return None
         first = self.operands()
         made: torch.Tensor = GatedMlp.apply(x.to(self.a.dtype), len(first), *first, *down.operands())
