@@ -376,16 +376,16 @@ def test_nothing_heavy_stands_behind_the_command_line(module):
     assert done.stdout == "[]\n"
 
 
-def test_a_closed_pipe_is_no_error(study):
-    """`ftbench report … | head -1`"""
+@pytest.mark.parametrize(
+    "command", ["report STUDY --format json", "report STUDY -o /dev/stdout", "list gpus", "--help"]
+)
+def test_a_closed_pipe_ends_a_command_as_it_ends_others(study, command):
+    """`ftbench report … | head -1` is quiet, and no success: with `pipefail` a shell says 141 of any tool."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
-        done = subprocess.run(
-            [sys.executable, "-m", "ftbench", "report", str(study), "--format", "json"],
-            stdout=closed, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
-    assert done.stderr == ""
+        done = ftbench_process(*command.replace("STUDY", str(study)).split(), stdout=closed)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 # --- what leaves -----------------------------------------------------------------------------------------------------

@@ -1,3 +1,5 @@
+import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -5,13 +7,15 @@ import types
 
 import pytest
 
-from ftbench.launch import mock, runner
+from ftbench.launch import mock, process, runner
+from ftbench.report.data.collect import collect
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.documents import read_documents
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.store.steps import read_steps
+from ftbench.sweep.jobs import on_resume, read_standing
 
 LATER = {"timeout_s": 60}  # no test waits for longer
 
@@ -21,7 +25,7 @@ def pretend(tmp_path):
     """Carries out one run of a mock in a process of its own; a second one with the same name replaces the first."""
     reader, writer = os.pipe()
 
-    def run(behaviour, batch=2, method="lora", train=None, **launch):
+    def run(behaviour, batch=2, method="lora", train=None, measure=None, **launch):
         spec = Experiment.model_validate(
             {
                 "name": "exp",
@@ -30,6 +34,7 @@ def pretend(tmp_path):
                 "dataset": {"name": "sample", "samples": 64},
                 "train": {"batch_size": batch} | (train or {}),
                 "launch": {"mock": behaviour} | LATER | launch,
+                "measure": measure or {},
             }
         )
         described = runner.describe(spec)
@@ -132,3 +137,44 @@ def test_a_mock_imports_nothing_that_trains(pretend):
     code = "import sys, ftbench.launch.mock; print({'torch', 'pandas', 'pydantic'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("column", "first", "said"),
+    [
+        (
+            "loss",
+            1,
+            "the loss is not a number in 10 steps, first in step 1: see whether the model's weights are numbers",
+        ),
+        ("loss", 4, "the loss is not a number in 7 steps, first in step 4: lower train.learning_rate"),
+        ("grad_norm", 9, "the gradient norm is not a number in 2 steps, first in step 9: lower train.learning_rate"),
+    ],
+)
+def test_a_run_whose_loss_or_gradient_is_no_number_has_failed(pretend, monkeypatch, column, first, said):
+    """The command's exit code, the run's own files, a sweep and a report agree."""
+    row = mock._row
+
+    def broken(spec, step, steps):
+        return dataclasses.replace(row(spec, step, steps), **({column: math.nan} if step >= first else {}))
+
+    def run_child(command, *_):
+        return process.Exit(mock.main(command[-1]), None, False, 1.0)
+
+    monkeypatch.setattr(mock, "_row", broken)
+    monkeypatch.setattr(mock, "PAUSE_S", 0.0)
+    monkeypatch.setattr(runner.process, "run_child", run_child)
+    result = pretend("ok")
+    assert (result.exit_code, result.summary.state) == (1, "not finite")
+    assert result.summary.reason.startswith(said)
+    state, (record,) = read_json(result.run.state), collect([result.run.path])
+    assert (
+        (state["state"], state["reason"])
+        == (record["state"], record["reason"])
+        == ("not finite", result.summary.reason)
+    )
+    standing = read_standing(result.run)
+    assert standing.done
+    assert not on_resume(standing, True).done
+    spoiled = pretend("ok", measure={"control": "reversed_gradient"})
+    assert (spoiled.exit_code, spoiled.summary.state) == (0, "ok")

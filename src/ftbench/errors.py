@@ -45,6 +45,7 @@ class NotAppliedError(FtbenchError):
 
 
 INTERRUPTED = 130
+UNREAD = 141  # whoever was to read stdout has closed it: as of a tool that SIGPIPE ends
 
 
 def file_problem(error: OSError, what: str = "cannot be read ({})") -> str:

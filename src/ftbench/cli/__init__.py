@@ -17,7 +17,7 @@ import typer
 
 from ftbench import __version__
 from ftbench.cli.shared import app, emit, guard, tell
-from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError, file_problem
+from ftbench.errors import INTERRUPTED, UNREAD, FtbenchError, MissingError, SpecError, file_problem
 
 MODULES = ("train", "plans", "report", "exchange", "estimate", "machine")  # in the order of --help
 _MOST_LINES = 20  # of an error
@@ -57,18 +57,22 @@ def main() -> None:
 
 
 def _command() -> None:
+    stdout = sys.stdout
     try:
         try:
             app(standalone_mode=True)
         finally:
-            sys.stdout.flush()
+            unread = sys.stdout is not stdout  # typer puts another in its place where nobody reads it
+            stdout.flush()
+            if unread:
+                raise BrokenPipeError
     except FtbenchError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        _to_nowhere(sys.stdout.fileno())
-        sys.exit(0)
+        _to_nowhere(stdout.fileno())
+        sys.exit(UNREAD)
     except OSError as error:
         _fail_for_file(error)
 

@@ -40,11 +40,14 @@ class Config:
     def head_dim(self) -> int:
         """Width of one head. Raises ValueError where the hidden size has no room for the heads."""
         hidden, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
-        if self.get("head_dim"):
-            return self.whole("head_dim")
-        if hidden < heads:
+        width = self.whole("head_dim") if self.get("head_dim") else hidden // heads
+        if width < 1:
             raise ValueError(f"config.json: hidden_size {hidden} is too small for its num_attention_heads")
-        return hidden // heads
+        if heads % (groups := self.whole("num_key_value_heads", heads)):
+            raise ValueError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+        if width % 2:
+            raise ValueError(f"config.json: a head is {width} wide, and positions turn pairs: head_dim is even")
+        return width
 
     def kinds(self, sliding: int | None) -> list[str]:
         """Return the kind of attention of each layer: `layer_types`, else every one slides but each `sliding`-th

@@ -24,7 +24,7 @@ from ftbench.spec.dataset_rows import check_file
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.refusals import refusals
-from ftbench.store import ceilings, digests, machine, ranks, rundir, summary
+from ftbench.store import ceilings, digests, health, machine, ranks, rundir, summary
 from ftbench.store.rundir import RunDir
 
 MINIMUM_FREE_BYTES = 32 * 2**20
@@ -223,16 +223,27 @@ def _close(run: RunDir, ended: process.Exit) -> FinishedRun:
     try:
         ranks.write_merged(run)
         state |= _profile(run)
-        rundir.write_json(run.state, state)
-        summarised = summary.summarise(run)
-        rundir.write_json(run.summary, summary.as_dict(summarised))
-        digests.write(run)
+        state, summarised = _conclude(run, state)
         _redact_logs(run)
     except MissingError as error:
         kept = f"\nthe steps that were finished are in {run.steps}" if run.steps.exists() else ""
         raise MissingError(f"{error}{kept}") from None
     run.reserve.unlink(missing_ok=True)
     return FinishedRun(run, summarised, ending.exit_code(state))
+
+
+def _conclude(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSummary]:
+    """Write state, summary and digests of a run whose steps are all there; return the state, which is `not finite` of
+    one that ended well without learning by numbers, unless it was spoiled on purpose, and the summary."""
+    summarised = summary.summarise(run, state)
+    spoiled = rundir.read_json(run.spec_json).get("measure", {}).get("control", "off") != "off"
+    if state["state"] == "ok" and summarised.learning.get("state") == rundir.NOT_FINITE and not spoiled:
+        summarised.state, summarised.reason = rundir.NOT_FINITE, health.reason(summarised.learning, summarised.warnings)
+        state |= {"state": summarised.state, "reason": summarised.reason}
+    rundir.write_json(run.state, state)
+    rundir.write_json(run.summary, summary.as_dict(summarised))
+    digests.write(run)
+    return state, summarised
 
 
 def _redact_logs(run: RunDir) -> None:
@@ -274,8 +285,6 @@ def tidy(run: RunDir) -> None:
     _redact_logs(run)
     state = rundir.read_json(run.state)
     if state.get("state") in ("ok", "oom", "timeout", "error"):
-        rundir.write_json(run.state, {key: value for key, value in state.items() if key != "owner"})
         ranks.write_merged(run)
-        rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
-        digests.write(run)
+        _conclude(run, {key: value for key, value in state.items() if key != "owner"})
         run.reserve.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core.rows import StepRow
+from ftbench.store.rundir import NOT_FINITE
 
 # Shares of the host's CPUs and of the GPU's time that others may have taken before a run counts as contended. A run on
 # the CPU uses all of its CPUs; one on a GPU keeps one or two busy, which it finds while half of them are free. Kernels
@@ -22,7 +23,7 @@ def learning(rows: Sequence[StepRow], loss_scaled: bool) -> dict[str, Any]:
     if not any(row.loss is not None for row in rows):
         return {}
     broken = [row for row in rows if not finite(row.loss) or not (loss_scaled or finite(row.grad_norm))]
-    state = "not finite" if broken else "ok"
+    state = NOT_FINITE if broken else "ok"
     return {"state": state, "first_step": broken[0].step if broken else None, "count": len(broken)}
 
 
@@ -37,6 +38,14 @@ def learning_warnings(rows: Sequence[StepRow], loss_scaled: bool) -> list[str]:
     broken = {text: [row.step for row in rows if not finite(getattr(row, name))] for name, text in columns.items()}
     return [f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}"
             for text, steps in broken.items() if steps]  # fmt: skip
+
+
+def reason(learned: dict[str, Any], sentences: Sequence[str]) -> str:
+    """Return why a run failed whose `learning` is not finite, with a way out. `sentences` are its warnings."""
+    said = next((text for text in sentences if " is not a number in " in text), "an evaluation's loss is not a number")
+    if (learned["first_step"] or 0) <= 1:
+        return f"{said}: see whether the model's weights are numbers (get them again), and train in bf16 or fp32"
+    return f"{said}: lower train.learning_rate, or train in bf16 or fp32"
 
 
 def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any], list[str]]:

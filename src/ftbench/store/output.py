@@ -46,6 +46,8 @@ def write_output(path: Path, text: str) -> None:
         os.set_blocking(handle, True)
         with open(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise MissingError(f"-o {path}: nobody reads from this pipe; start its reader first") from None

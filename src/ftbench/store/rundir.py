@@ -25,7 +25,8 @@ from ftbench.store import process_identity, shapes
 SCHEMA = 1
 MOST_JSON_BYTES, MOST_CSV_BYTES = 64 * 2**20, 256 * 2**20
 SUPERSEDED = ".superseded"
-STATES = ("running", "ok", "oom", "timeout", "error", "interrupted")
+NOT_FINITE = "not finite"  # the state of a run that came to its end with a loss or gradient that is no number
+STATES = ("running", "ok", "oom", "timeout", "error", "interrupted", NOT_FINITE)
 # Signals by which somebody else ends a process; a process that crashes gets others.
 CUT_SHORT = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 WAITING = "wait_for_gpu"  # the phase in which a worker waits until another run's is done

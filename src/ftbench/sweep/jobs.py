@@ -14,8 +14,8 @@ from ftbench.store import rundir
 from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
 from ftbench.store.rundir import RunDir
 
-DONE = ("ok", "oom", "timeout", "error")
-FAILED = ("timeout", "error")
+FAILED = ("timeout", "error", rundir.NOT_FINITE)
+DONE = ("ok", "oom", *FAILED)
 
 
 @dataclass(frozen=True, slots=True)

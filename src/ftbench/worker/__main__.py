@@ -51,11 +51,20 @@ def main(path: str, handed_over: bool = False) -> int:
     except BaseException as error:  # noqa: BLE001 - whatever ends a run is its outcome
         _hold_signals()
         _log(error)
-        outcome = of_exception(error, *(run.position() if run else (phases.current, None)))
+        outcome = of_exception(_blamed(run, error), *(run.position() if run else (phases.current, None)))
         _rescue(run, error)
     _end(directory, outcome)
     phases.close()
     return 0 if outcome["state"] == "ok" else int(outcome.get("exit_code", 1))
+
+
+def _blamed(run: Any, error: BaseException) -> BaseException:
+    """Return the error, or what it says about the files of the user's model."""
+    if run is None:
+        return error
+    from ftbench.worker.model.unusable import blame
+
+    return blame(run.spec.model, error)
 
 
 def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:

@@ -15,11 +15,11 @@ from ftbench.core.learning import CANNOT_TELL, NOT_FINITE, Learning, learning_ve
 from ftbench.report.compare.partners import along, baseline_value, partners
 from ftbench.report.data import steps as steps_csv
 from ftbench.report.data.axes import implied, value_at
-from ftbench.report.data.collect import NOT_FINITE as STATE_NOT_FINITE
 from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
 from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run
 from ftbench.spec.loss_tolerance import tolerance
+from ftbench.store.rundir import NOT_FINITE as STATE_NOT_FINITE
 from ftbench.store.rundir import RunDir
 
 

@@ -14,11 +14,10 @@ from typing import Any
 from ftbench.core.redact import clean
 from ftbench.errors import SpecError
 from ftbench.spec.methods import METHODS
-from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file, read_json, require_runs
+from ftbench.store.rundir import MOST_CSV_BYTES, NOT_FINITE, RunDir, open_plain_file, read_json, require_runs
 from ftbench.store.summary import read_summary
 
 Record = dict[str, Any]
-NOT_FINITE = "not finite"  # the state of a run that ended, and whose loss or gradient is no number
 _NO_NUMBER = "the loss is not a number"  # so the warning of a summary that has no field for it begins
 _BESIDE_RUNS = (".html", ".md", ".csv", ".json", ".yaml", ".txt", ".png", ".tex")  # files that commands write there
 _PER_SAMPLE = "energy.joules_per_1k_samples"

@@ -12,7 +12,7 @@ from ftbench.launch.follow import Follower
 from ftbench.store.rundir import read_document
 from ftbench.sweep.execute import slurm_queue
 from ftbench.sweep.execute.journal import is_held
-from ftbench.sweep.jobs import Standing
+from ftbench.sweep.jobs import FAILED, Standing
 from ftbench.sweep.output.table import BOARD
 from ftbench.sweep.output.view import counted
 
@@ -44,7 +44,7 @@ def as_text(board: dict[str, Any]) -> str:
     lines += [f"  running  {jobs[run]['what']}: {text}" for run, text in board["running"].items()]
     lines += [
         f"  {job['state']:<8} {job['what']}: {job.get('reason')}"
-        for job in jobs.values() if job["state"] in ("error", "timeout", "oom", "skipped")
+        for job in jobs.values() if job["state"] in (*FAILED, "oom", "skipped")
     ]  # fmt: skip
     left = sum(not standing.done for standing in standings)
     if not board["alive"] and left:

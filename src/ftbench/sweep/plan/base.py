@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftbench.store.rundir import NOT_FINITE
 from ftbench.sweep.jobs import PENDING, Job, Standing
 from ftbench.sweep.plan.budget import WallTimes, duration
 
@@ -75,7 +76,7 @@ class Plan:
     def record(self, job: Job, standing: Standing) -> None:
         """Take note of where a job stands, and of how long it took."""
         self.standings[job] = standing
-        if standing.state in ("ok", "timeout") and standing.wall_s is not None:
+        if standing.state in ("ok", "timeout", NOT_FINITE) and standing.wall_s is not None:
             self.wall_times.add(job, standing.wall_s)
 
     def begins_again(self, job: Job, standing: Standing) -> bool:

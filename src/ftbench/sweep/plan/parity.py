@@ -24,6 +24,7 @@ from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.loss_tolerance import tolerance
 from ftbench.spec.optimizations.declaration import ROUNDING
+from ftbench.store.rundir import NOT_FINITE as STATE_NOT_FINITE
 from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.steps import read_steps
 from ftbench.sweep.jobs import Job, job
@@ -164,6 +165,8 @@ class ParityPlan(Grid):
             standing = self.standings[each]
             if not standing.done:
                 return Judgement(name, PENDING)
+            if standing.state == STATE_NOT_FINITE:
+                return Judgement(name, NOT_FINITE, f"{each.what}: {standing.reason}")
             if standing.state != "ok":
                 return Judgement(name, FAILED, f"{each.what}: {standing.reason or standing.state}")
         spread = self.spread()

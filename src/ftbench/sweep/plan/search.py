@@ -11,7 +11,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate import preflight
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import first_gpu, read_json
+from ftbench.store.rundir import NOT_FINITE, first_gpu, read_json
 from ftbench.store.summary import read_summary
 from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, read_standing
 from ftbench.sweep.plan import frontier
@@ -194,7 +194,7 @@ def trial_of(job: Job, now: Standing) -> frontier.Trial:
         if not blames_the_batch(job.run):
             return frontier.Trial(batch, None, reason="out of memory while others used the GPU")
         return frontier.Trial(batch, False, reason=now.reason, oom=read_json(job.run.state).get("oom"))
-    if now.state != "ok":
+    if now.state not in ("ok", NOT_FINITE):
         return frontier.Trial(batch, None, reason=now.reason)
     summary = read_summary(job.run)
     reserved, device = (summary["memory_gb"].get(name) for name in ("reserved_peak", "device_peak"))
