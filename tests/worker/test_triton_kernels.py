@@ -81,13 +81,13 @@ def test_an_mlp_keeps_gate_and_up_and_not_what_they_make(kernels):
     fused_lora.apply(ours, ON)
     kernels.apply(ours, ON)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda part: kept.append(part.shape[-1]) or part, lambda part: part):
+    with torch.autograd.graph.saved_tensors_hooks(lambda part: kept.append(part.shape[-1:]) or part, lambda part: part):
         ours(input_ids=IDS, labels=IDS, use_cache=False)
     group = decoder_layers(ours)[0].mlp.up_proj.group
     down = decoder_layers(ours)[0].mlp.down_proj.group
     inner, outside_the_kernels = SHAPE["intermediate_size"], 17
-    assert 2 * inner in kept
-    assert kept.count(inner + down.columns) == SHAPE["num_hidden_layers"], "its weight alone"
+    assert (2 * inner,) in kept
+    assert kept.count((inner + down.columns,)) == SHAPE["num_hidden_layers"], "its weight alone"
     group.rank = outside_the_kernels
     assert group.gated(torch.randn(2, SHAPE["hidden_size"]), down) is None
 
