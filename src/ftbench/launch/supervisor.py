@@ -53,13 +53,15 @@ def main(group: str, command: list[str]) -> None:
 
 
 def _start_guard(group: str) -> None:
-    """Start the guard, which waits for the end of a pipe that is held by this process and those that it forks."""
+    """Start the guard, which waits for the end of a pipe that is held by this process and those that it forks. It takes
+    no hangup: the kernel sends one where it is stopped when this process ends (setpgid(2), orphaned groups)."""
     reader, _ = os.pipe2(os.O_CLOEXEC)
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     files = [(os.POSIX_SPAWN_DUP2, source, target) for target, source in enumerate((reader, nothing, nothing))]
     arguments = ["sh", "-c", _GUARD, "sh", f"{MARK}={os.environ[MARK]}", group]
     with contextlib.suppress(OSError):  # there are containers without a shell
-        os.posix_spawn("/bin/sh", arguments, {"PATH": os.defpath}, file_actions=files, setpgroup=0)
+        environment = {"PATH": os.defpath}
+        os.posix_spawn("/bin/sh", arguments, environment, file_actions=files, setpgroup=0, setsigmask=[signal.SIGHUP])
     os.close(reader)
     os.close(nothing)
 
