@@ -19,6 +19,7 @@ SPEC = Experiment.model_validate(
 EVERY = ablation.variants("adamw_torch")
 LEFT_OUT = {
     "attention": {"sdpa", "eager"},
+    "compile": {"lean"},  # for memory, and no faster
     "image_size": {True},  # a size is a number
     "fp8": {"tensorwise-delayed", "te-current", "te-delayed", "te-mxfp8"},  # not proven
     "cuda_graph": {True},  # beside three others: a recipe of its own

@@ -241,7 +241,7 @@ def test_another_model_drops_the_revision_and_path_of_the_old(files):
         ("train: {epochs: .nan}", ["train.epochs: nan: must be a finite number"]),
         ("train: {max_steps: 1.5}", ["train.max_steps: 1.5: must be a valid integer"]),
         ("train: {seed: 4294967296}", ["train.seed: 4294967296: must be less than 4294967296"]),
-        ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on, off or dynamic"]),
+        ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on, off, dynamic or lean"]),
         (
             "optimizations: {fp8: on}",
             ["optimizations.fp8: 'on' is not allowed", "off, tensorwise, tensorwise-fast, tensorwise-delayed"],

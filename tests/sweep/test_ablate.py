@@ -373,7 +373,7 @@ def test_an_optimization_that_crashes_does_not_stop_the_rest(tmp_path):
         (["-o", "."], "-o .: is a directory"),
         (["-o", "nowhere/best.yaml"], "its folder does not exist"),
         (["-o", "SPEC"], "is the spec itself"),
-        (["--set", "optimizations.compile=sometimes"], "must be on, off or dynamic"),
+        (["--set", "optimizations.compile=sometimes"], "must be on, off, dynamic or lean"),
         (["--set", "method=unslot"], "did you mean unsloth?"),
     ],
 )

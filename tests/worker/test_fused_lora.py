@@ -123,6 +123,33 @@ def test_one_compiled_graph_serves_all_layers_but_the_first():
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+def test_lean_layers_keep_no_norm_and_no_product_of_the_gate_and_learn_the_same(monkeypatch):
+    """Of a token: two normed inputs and silu(gate) * up. The first layer's input has no gradient: its norm is kept in
+    its place."""
+    compile_layer = torch.nn.Module.compile
+    how = {"backend": "aot_eager_decomp_partition"}  # the partitioner that the compiler has, and none of its code
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compile_layer(self, **how))
+    beside(monkeypatch)
+    kept, made = {}, {}
+    for word in ("lean", True):  # the guards are back in place for what comes after
+        torch._dynamo.reset()
+        model, sizes = model_of(), {}
+        fused_lora.apply(model, ON)
+        compiled.apply(model, spec_of(optimizations={"compile": word}))
+
+        def keep(tensor, sizes=sizes):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(input_ids=IDS, use_cache=False)
+        kept[word], made[word] = sum(sizes.values()), learned(model)
+    width = SHAPE["num_hidden_layers"] * (2 * SHAPE["hidden_size"] + SHAPE["intermediate_size"]) - SHAPE["hidden_size"]
+    assert kept[True] - kept["lean"] == IDS.numel() * width * 4
+    torch.testing.assert_close(made["lean"], made[True], atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize(("name", "experts"), [
     ("tiny/qwen3-moe", True), ("tiny/gpt-oss", False),
     pytest.param("tiny/qwen3-moe", False, marks=pytest.mark.exhaustive),

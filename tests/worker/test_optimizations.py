@@ -400,7 +400,7 @@ IMPOSSIBLE = [
     ({"gradient_checkpointing": "some"}, "must be on, off, selective or offload"),
     ({"chunked_loss": 3}, "label tokens of a chunk"),
     ({"chunked_loss": "big"}, "label tokens of a chunk"),
-    ({"compile": "sometimes"}, "must be on, off or dynamic"),
+    ({"compile": "sometimes"}, "must be on, off, dynamic or lean"),
 ]
 
 

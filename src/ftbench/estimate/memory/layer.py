@@ -238,7 +238,8 @@ def compiled(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     """Return what a compiled layer saves. Inductor's partitioner makes again what is cheap: norms, rotation, the
     activation are made from what products put out (and our kernels keep no scales). Left are the two residual streams,
     the two normed inputs, queries and keys before and after rotation, values, the attention's output as it is and as o
-    reads it (which with adapters `beside`, or in its type, is the same), gate, up and their product."""
+    reads it (which with adapters `beside`, or in its type, is the same), gate, up and their product. A lean one makes
+    the normed inputs and that product again, too, but where they lie in the buffers of `augmented`."""
     h, c = layer.hidden, recipe.compute
     before = before_rotation(layer, recipe)
     middle = c * 3 * layer.inner + experts(layer, recipe) + router(layer, recipe)
@@ -248,7 +249,9 @@ def compiled(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
         between = c * sum(group.columns for group in groups(recipe, layer)) + fused_outputs(layer, recipe, batch)
     copied = recipe.fused == "augmented" or (recipe.fused == "off" and recipe.adapter != c)
     out = c * layer.output if recipe.targets and copied else 0
-    return (2 * recipe.stream + 2 * c) * h + before + attention(layer, recipe, batch) + out + middle + scales + between
+    again = c * (2 * h + layer.inner) if recipe.lean and recipe.fused != "augmented" else 0
+    kept = (2 * recipe.stream + 2 * c) * h + before + attention(layer, recipe, batch) + out + middle
+    return kept + scales + between - again
 
 
 def saved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:

@@ -31,7 +31,8 @@ class Recipe:
     and `experts` where the fused experts have. mxfp4: the experts stay in 4 bits as gpt-oss is published.
     checkpointing: `offload` and `unsloth` keep layer inputs in host memory. chunk: label tokens of a chunk of our loss.
     graphed: forward and backward pass are replayed, and gradients stay where they were recorded. fused: how fused_lora
-    multiplies adapters. triton: our own kernels are between the products. streamed: frozen weights wait on the host.
+    multiplies adapters. lean: compiled layers make again what needs no product. triton: our own kernels are between the
+    products. streamed: frozen weights wait on the host.
     attention: `masked` is sdpa with a mask, made where rows hold padding or several samples. reference: what a step of
     dpo compares with."""
 
@@ -55,6 +56,7 @@ class Recipe:
     chunk: int = CHUNK
     liger: bool = False
     compiled: bool = False
+    lean: bool = False
     graphed: bool = False
     fp8: bool = False
     fused: Fused = "off"
@@ -129,6 +131,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         loss=_loss(spec),
         liger=on.liger,
         compiled=bool(on.compile),
+        lean=on.compile == "lean",
         graphed=on.cuda_graph,
         fp8=in_8_bits(on.fp8),
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,

@@ -13,11 +13,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model, decoder_layers, vision_layers
 
+# What keeps the compiler from making a value again that it could: each guards its time, and none its numbers.
+_GUARDS = ("used_far_apart", "long_fusible_chains", "materialized_backward")
+
 
 def apply(model: Any, spec: Experiment) -> None:
     """Compile the layers. Images give batches many lengths: then graphs of the decoder are for all at once, where no
     fixed shape is asked for, and those of the encoder where the images' own sizes differ."""
     torch._dynamo.config.specialize_float = True  # scales never change: dynamic ones get a C++ kernel on the host
+    for guard in _GUARDS:
+        setattr(torch._functorch.config, f"ban_recompute_{guard}", spec.optimizations.compile != "lean")
     read, always = vision_layers(model), spec.optimizations.compile == "dynamic"
     any_size = always or spec.dataset.has_many_image_sizes
     any_length = always or (bool(read) and spec.dataset.may_have_images and not spec.optimizations.fixed_shape)
