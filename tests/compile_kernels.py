@@ -14,10 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ftbench.worker.kernels import adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu
+from ftbench.worker.kernels import adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu
 
-SCALARS = {"eps": "fp32"}  # every other scalar is a whole number
-NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|eps|size|tokens|.*rank")
+SCALARS = dict.fromkeys(("eps", "lr", "decay", "beta1", "beta2", "root"), "fp32")  # others are whole numbers
+NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|size|seed|tokens|.*rank")
 
 
 def cases(norm: bool):
@@ -29,6 +29,7 @@ def cases(norm: bool):
     gate = adapted_swiglu.constants_of(24, torch.bfloat16 if norm else torch.float32, torch.float8_e5m2, False)
     yield adapted_swiglu._gate, {**gate, "AGAIN": norm}
     yield adapted_swiglu._gate_back, {**gate, "AGAIN": norm, "SMALL": norm}
+    yield adamw._adamw, {"BLOCK": adamw.BLOCK, "num_warps": 8}
     yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
     yield rms_norm._rms_norm_backward, {"SUM": norm, "WIDE": norm, **row}
@@ -42,7 +43,9 @@ def compiled(kernel, constants, dtype, architecture):
     sums = dict.fromkeys(("factor", "maxima", "of_rows", "of_columns"), "*fp32")
     types_of_8_bits = {"small": "*fp8e5", **sums} | ({"made": "*fp8e5"} if constants.get("SMALL") else {})
     names = list(signature(kernel.fn).parameters)
-    types = {name: SCALARS.get(name, "i32") if NUMBERS.fullmatch(name) else f"*{dtype}" for name in names}
+    types = {
+        name: SCALARS.get(name, "i32") if NUMBERS.fullmatch(name) or name in SCALARS else f"*{dtype}" for name in names
+    }
     types |= {name: kind for name, kind in types_of_8_bits.items() if name in types}
     types |= dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}

@@ -12,8 +12,8 @@ import pytest
 
 from tritons import DEVICE, module, torch
 
-adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu = (
-    module(f"kernels.{name}") for name in ("adapted_swiglu", "delayed_cast", "rms_norm", "rotary", "swiglu")
+adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu = (
+    module(f"kernels.{name}") for name in ("adamw", "adapted_swiglu", "delayed_cast", "rms_norm", "rotary", "swiglu")
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
@@ -301,4 +301,39 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path):
     command = [sys.executable, str(script), "80", "90", "120"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 3 * 2 * 8
+    assert len(done.stdout.splitlines()) == 3 * 2 * 9
+
+
+ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_of_adamw_are_torchs(dtype):
+    """Three steps of gradients that are halved; weights in 16 bits, each up or down, are as far as their last bit."""
+    torch.manual_seed(0)
+    weight, size = drawn(3001, dtype=dtype), 3001
+    plain = torch.nn.Parameter(weight.double())
+    oracle = torch.optim.AdamW([plain], **ADAMW)
+    moments = [torch.zeros_like(weight) for _ in range(2)]
+    for step in range(1, 4):
+        gradient = drawn(size, dtype=dtype)
+        plain.grad = gradient.double() / 2
+        oracle.step()
+        adamw.adamw_step(weight, gradient, *moments, torch.tensor(0.5, device=DEVICE), step, 977 * step, ADAMW)
+    apart = 3 * torch.finfo(dtype).eps * (plain.abs() + 1e-2)  # a rounding a step
+    assert ((weight.double() - plain).abs() <= apart).all()
+    torch.testing.assert_close(moments[0].double(), oracle.state[plain]["exp_avg"], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("seed", [1, 77_777, (1 << 31) - 1])
+def test_a_step_below_half_a_bit_moves_weights_by_as_much_on_average(seed):
+    """Below 1 two bfloat16 are 2^-8 apart: a step of 1e-4 is taken by one weight in 39; the mean of n such choices has
+    a deviation of sqrt(q (1 - q) / n) of that distance. Of the second moment likewise."""
+    n, step, apart = 1 << 18, 1e-4, 2.0**-8
+    weight, gradient = torch.ones(2, n, dtype=torch.bfloat16, device=DEVICE)
+    moments = torch.zeros_like(weight), torch.ones_like(weight) * 0.5
+    factor, rate = torch.tensor(1.0, device=DEVICE), step * (0.5005 / 0.001) ** 0.5
+    adamw.adamw_step(weight, gradient, *moments, factor, 1, seed, ADAMW | {"lr": rate, "weight_decay": 0.0})
+    for moved, expected in ((1 - weight.double(), step), (moments[1].double() - 0.5, 0.0005)):
+        share = expected / apart
+        assert abs(moved.mean().item() - expected) <= 5 * apart * (share * (1 - share) / n) ** 0.5

@@ -18,6 +18,7 @@ from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import optimizer
 from ftbench.worker.model.parts import plain_tensors
+from tritons import module
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 NEEDS_TORCHAO = pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed: ftbench[torchao]")
@@ -27,8 +28,8 @@ STATES = {"adamw_torchao_fp32": "float32", "adamw_torchao_bf16": "bfloat16"}
 class Adam(torch.optim.Optimizer):
     """Keeps a moment in what `_new_buffer` makes and steps by the sign of the gradient, as Adam's first step does."""
 
-    def __init__(self, params, lr, bf16_stochastic_round=False):
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params, lr, bf16_stochastic_round=False, **options):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
         self.bf16_stochastic_round = bf16_stochastic_round
 
     @torch.no_grad()
@@ -59,6 +60,21 @@ def test_a_run_keeps_its_state_in_the_type_that_was_asked_for(torchao, train_her
     losses = [step.loss for step in read_steps(run.steps)[0] if step.phase == "train"]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
+
+
+def test_one_kernel_clips_and_steps_as_torch_does(torchao, train_here, monkeypatch):
+    """In 32 bits, where nothing is rounded at random; the gradients are clipped in every step."""
+    module("kernels.adamw")
+    monkeypatch.setattr(optimizer, "_is_plain", lambda parameter: True)
+    steps = {}
+    for name in ("adamw_torch", "adamw_torchao_fp32"):
+        train = {"optimizer": name, "max_grad_norm": 0.1, "weight_decay": 0.1}
+        run = train_here(train=train, method={"name": "full"})
+        steps[name] = [step for step in read_steps(run.steps)[0] if step.phase == "train"]
+    assert read_json(run.applied)["optimizer"]["fused"]
+    for step, expected in zip(*steps.values(), strict=True):
+        assert expected.grad_norm > 0.1
+        assert (step.loss, step.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-4)
 
 
 def test_weights_that_are_rounded_to_the_nearest_are_found_out(torchao, train_here, monkeypatch):

@@ -44,7 +44,66 @@ def _torchao(name: str) -> Any:
     def new_buffer(self: Any, p: torch.Tensor, signed: bool) -> torch.Tensor:
         return torch.zeros_like(p, dtype=dtype)
 
-    return type("AdamW", (optim._AdamW,), {"_new_buffer": new_buffer, "__module__": optim.__name__})
+    own = {"_new_buffer": new_buffer, "__module__": optim.__name__}
+    return type("AdamW", (_SteppedByKernel, optim._AdamW), own)
+
+
+class _SteppedByKernel:
+    """In front of torchao's class, whose step takes the host half a millisecond a parameter. `factor` is what gradients
+    are multiplied by, a number on the device."""
+
+    factor: torch.Tensor | None = None
+
+    def is_by_kernel(self: Any) -> bool:
+        """Return whether our kernel takes every parameter: whole ones, on a GPU."""
+        plain = all(_is_plain(p) for group in self.param_groups for p in group["params"])
+        return plain and self.bf16_stochastic_round and not any(group.get("amsgrad") for group in self.param_groups)
+
+    @torch.no_grad()
+    def step(self: Any, closure: Any = None) -> Any:
+        if closure is not None or not self.is_by_kernel():
+            return super().step(closure)  # type: ignore[misc]
+        from ftbench.worker.kernels.adamw import adamw_step  # needs triton
+
+        self.defaults["fused"] = True
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if self.factor is None:
+                    self.factor = torch.ones((), device=p.device)
+                state = self.state[p]
+                if not state:
+                    moments = self._new_buffer(p, True), self._new_buffer(p, False)
+                    state |= {"step": torch.tensor(0.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+                state["step"] += 1
+                seed = int(torch.randint(1 << 31, ()))
+                given = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.factor, int(state["step"]), seed)
+                adamw_step(*given, group)
+        return None
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    whole = type(parameter) is torch.nn.Parameter and parameter.is_contiguous()
+    return whole and parameter.device.type == "cuda"
+
+
+def attach(loop: Any, spec: Experiment) -> None:
+    """Let a trainer's clipping leave the gradients as they are to a step that multiplies them itself."""
+    original = loop.accelerator.clip_grad_norm_
+
+    def clip_grad_norm(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        stepping = innermost(loop.optimizer)
+        if not stepping.is_by_kernel():
+            return original(parameters, max_norm, *args, **kwargs)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        stepping.factor = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
+        return norm
+
+    cast = spec.train.precision == "fp16" or spec.launch.ranks > 1  # scaled, or not whole
+    kind = arguments(spec).get("optimizer_cls_and_kwargs", (object,))[0]
+    if issubclass(kind, _SteppedByKernel) and not cast and not spec.measure.gradients:
+        loop.accelerator.clip_grad_norm_ = clip_grad_norm
 
 
 def verify(optimizer: Any, spec: Experiment) -> list[str]:

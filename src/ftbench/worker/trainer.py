@@ -123,6 +123,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     )
     if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "attach"):
         strategy.attach(loop, spec)
+    optimizer.attach(loop, spec)
     optimizer_in_backward.attach(loop, spec)
     loop.batches, loop.features, loop.graph = set(), feature_cache.of(model), cuda_graph.of(model)
     loop.shares = spec.launch.shares if spec.launch.parts_of_sequence > 1 else None

@@ -9,8 +9,8 @@ from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Toler
 OPTIMIZATION = Optimization(
     type=Annotated[bool | Literal["dynamic", "lean"], or_words("dynamic", "lean")],
     description="torch.compile each layer of the decoder, and of what reads images: faster steps, a slow start, again "
-    "for each new shape; dynamic compiles for all lengths at once, lean keeps nothing for the backward pass that is made "
-    "again without a product: norms, an MLP's activation",
+    "for each new shape; dynamic compiles for all lengths at once, lean keeps nothing for the backward pass that is "
+    "made again without a product: norms, an MLP's activation",
     verified="every layer is compiled and graphs were counted",
     tolerance=Tolerance(ROUNDING),
     pairs=None,
