@@ -268,6 +268,19 @@ def test_a_warning_that_was_taken_away_is_named(runs, tmp_path):
     assert "does not say: the GPU has counted 3 uncorrected memory errors" in problem
 
 
+def test_a_sentence_as_it_was_written_earlier_agrees(runs, tmp_path):
+    run = RunDir(runs / "study" / "lora-b4-r1")
+    rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200", "foreign_processes": 1}})
+    today = summary.as_dict(summary.summarise(run))
+    (sentence,) = today["warnings"]
+    assert sentence.endswith("1 other process")
+    rundir.write_json(run.summary, today | {"warnings": [f"{sentence}es"]})
+    digests.write(run)
+    pack.make([runs], tmp_path / "x.tar.zst")
+    found = verify(tmp_path / "x.tar.zst")
+    assert (found.problems, found.notes) == ([], [])
+
+
 # --- what feeds no figure, and what no figure is compared with -------------------------------------------------------
 
 

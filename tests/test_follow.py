@@ -121,7 +121,7 @@ def test_after_a_step_a_run_says_where_it_is(run):
     append(run, StepRow(step=7, phase="train", progress_ratio=0.35, step_time_s=0.5, real_tokens=1000,
                         peak_memory_gb=12.3, loss=1.5))  # fmt: skip
     follower.poll()
-    assert follower.text() == "step 7 of 20 · 35% · 2,000 tokens/s · 12.3 GiB · loss 1.500"
+    assert follower.text() == "step 7 of 20 · 35 % · 2,000 tokens/s · 12.3 GiB · loss 1.500"
 
 
 def test_the_rest_is_reckoned_by_recent_steps_and_goes_down_between_them(run, clock):
@@ -156,7 +156,7 @@ def test_after_the_last_step_a_run_says_what_it_does_then(run):
     append(run, StepRow(step=20, phase="train", progress_ratio=1.0))
     phase(run, "train", "save")
     follower.poll()
-    assert follower.text() == "step 20 of 20 · 100% · save"
+    assert follower.text() == "step 20 of 20 · 100 % · save"
 
 
 def test_what_a_step_does_not_know_is_left_out(run):

@@ -107,7 +107,7 @@ def test_a_training_that_was_ended_early_says_so(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("step,elapsed_time_sec,progress_ratio\n" + "".join(f"{i},{i},{i / 100}\n" for i in range(1, 41)))
     _, found = imported(path, tmp_path / "out")
-    assert any("ends at 40% of the planned steps" in warning for warning in found["warnings"])
+    assert any("ends at 40 % of the planned steps" in warning for warning in found["warnings"])
 
 
 def test_a_torn_line_is_left_out_and_told(tmp_path):

@@ -178,23 +178,23 @@ def test_figures_that_hold_together_get_no_remark():
 def test_a_rate_above_the_data_sheet_is_told_from_five_percent_on(rate, told):
     found = remarks(products={"bf16": {**PRODUCT, "best_tflops": rate, "sustained_tflops": rate}})
     assert len(found) == told
-    assert all("7% above the 989 of the data sheet of H200 SXM" in sentence for sentence in found)
+    assert all("7 % above the 989 of the data sheet of H200 SXM" in sentence for sentence in found)
 
 
 def test_a_bandwidth_above_the_data_sheet_is_told():
     (found,) = remarks(memory={"copy_gbs": 9600.0, "triad_gbs": None})
-    assert found.startswith("memory: 9,600 GB/s is 100% above")
+    assert found.startswith("memory: 9,600 GB/s is 100 % above")
 
 
 def test_a_rate_that_does_not_last_is_told_with_its_reason():
     (found,) = remarks(products={"bf16": {**PRODUCT, "sustained_tflops": 700.0, "throttle": "sw_power_cap"}})
-    assert "12% below" in found
+    assert "12 % below" in found
     assert "sw_power_cap" in found
 
 
 def test_a_cpu_that_others_use_shows_in_what_lasts():
     (found,) = remarks(gpu=None, device={"kind": "cpu"}, products={"fp32": {**PRODUCT, "sustained_tflops": 400.0}})
-    assert "50% below" in found
+    assert "50 % below" in found
     assert "was the machine free?" in found
 
 

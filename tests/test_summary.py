@@ -319,7 +319,7 @@ def test_a_single_number_that_is_none_is_a_failure_of_learning(run, column, valu
     found = summarise(run(rows))
     assert found.learning == {"state": "not finite", "first_step": 7, "count": 1}
     word = {"loss": "the loss", "grad_norm": "the gradient norm"}[column]
-    assert f"{word} is not a number in 1 steps, first in step 7" in found.warnings
+    assert f"{word} is not a number in 1 step, first in step 7" in found.warnings
 
 
 def test_an_unknown_gradient_norm_is_no_failure(run):
@@ -482,7 +482,7 @@ def test_a_step_that_was_far_slower_is_named_with_what_came_with_it(run):
     times[14], graphs[14] = 2.5, 3
     made = run(training(times, recompiles=graphs))
     (told,) = warned(made, "far slower")
-    assert told == "1 steps were far slower than the others: step 15 (2.5 times the median, 3 graphs compiled)"
+    assert told == "1 step was far slower than the others: step 15 (2.5 times the median, 3 graphs compiled)"
     (found,) = summarise(made).outliers
     assert (found["step"], found["step_time_s"]) == (15, 2.5)
 
@@ -498,7 +498,7 @@ def test_what_a_run_was_bound_by_is_told_with_its_figures(run):
     made = run(busy, applied=APPLIED | {"gpu_busy_method": "GPM counters"})
     assert summarise(made).bound["verdict"] == "launch-bound"
     assert summarise(made).bound["gpu_busy_method"] == "GPM counters"
-    assert warned(made, "launch-bound: the GPU worked 50% of the time")
+    assert warned(made, "launch-bound: the GPU worked 50 % of the time")
 
 
 def test_the_rate_that_a_probe_measured_is_a_ceiling_of_its_own(run):
@@ -594,7 +594,7 @@ def test_a_gpu_that_was_not_free_is_named(run, change, told):
 @pytest.mark.parametrize(("share", "told"), [(0.0, False), (0.09, False), (0.11, True), (0.5, True)])
 def test_waiting_for_batches_is_named(run, share, told):
     found = warned(run(training(data_time_s=[share * time for time in TIMES])), "data-bound")
-    assert found == [f"data-bound: {share:.0%} of the steady window was spent waiting for batches"] * told
+    assert found == [f"data-bound: {share * 100:.0f} % of the steady window was spent waiting for batches"] * told
 
 
 def test_waiting_during_the_warmup_is_not_named(run):

@@ -103,6 +103,12 @@ def test_a_row_that_failed_has_no_figures_though_it_measured_some():
     assert column(found, "state") == ["ok", "timeout: too long"]
 
 
+def test_how_runs_ended_is_told_where_not_all_ended_well():
+    assert "state" not in table(a_run(), a_run("b-r1")).headings
+    found = table(a_run(), a_run("b-r1", state="oom", reason="out of memory"))
+    assert column(found, "state") == ["ok", "oom"]
+
+
 def test_running_out_of_memory_is_said_in_three_letters():
     found = table(a_run(state="oom", reason="out of memory (allocator) in forward of step 1"))
     assert column(found, "state") == ["oom (allocator) in forward of step 1"]

@@ -57,6 +57,22 @@ def test_a_share_is_a_percentage():
     assert units.percent(0.4234) == "42.3 %"
 
 
+def test_a_change_has_its_sign():
+    assert units.change(0.423) == "+42.3 %"
+    assert units.change(-0.5, 0) == "-50 %"
+    assert units.change(None) == ""
+
+
+def test_sentences_of_older_runs_are_shown_as_they_are_written_today():
+    old = "1 steps were far slower than the others: step 6 (1.8 times the median, 1 graphs compiled)"
+    assert units.reworded(old) == (
+        "1 step was far slower than the others: step 6 (1.8 times the median, 1 graph compiled)"
+    )
+    assert units.reworded("the GPU worked 9% of the time") == "the GPU worked 9 % of the time"
+    kept = "11 steps were far slower than the others: 2.1 times the median in 1,001 steps; 4 % of them"
+    assert units.reworded(kept) == kept
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(8_190_735_360, "8.19 B"), (21_823_488, "21.8 M"), (1_500, "1.5 k"), (999, "999")]
 )

@@ -11,6 +11,8 @@ import pytest
 from ftbench.report.command import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.report.render.document import Report
+from ftbench.report.render.formats import render
 from ftbench.report.sections.answers import answers, frontier, memory, night, trained
 from ftbench.report.sections.decision import decision
 from ftbench.report.sections.profiles import generations, groups, kernels
@@ -289,6 +291,18 @@ def test_two_cards_with_the_same_recipe(tmp_path):
 def test_one_run_decides_nothing(tmp_path):
     make_run(tmp_path, "a")
     assert words(tmp_path) == ""
+
+
+def test_what_to_do_is_a_list_whose_lines_stand_below_its_words(tmp_path, monkeypatch):
+    make_run(tmp_path, "a", steps(peak_memory_gb=60))
+    make_run(tmp_path, "b", steps(seconds=0.9, peak_memory_gb=9), spec=method("qlora"))
+    monkeypatch.setenv("COLUMNS", "80")
+    text = render(Report((), sections=[decision(cells(tmp_path))], runs=False), "table")
+    heading, *lines = text.splitlines()
+    assert heading.endswith("on NVIDIA H200:")
+    assert max(map(len, text.splitlines())) <= 80
+    assert len([line for line in lines if line.startswith("-  ")]) == len(decision(cells(tmp_path)).points) > 1
+    assert all(line.startswith(("-  ", "   ")) for line in lines)
 
 
 def test_only_failures_still_tell_the_limit(tmp_path):

@@ -258,6 +258,10 @@ def test_of_a_hundred_points_those_that_nothing_beats_are_named(opened, crowded,
         names, numbers = page.locator("#pareto-names li").count(), page.locator("#pareto-figure .number").count()
         assert page.locator("#pareto-figure .point").count() == 99
         assert names == numbers > 12
+        shown = page.eval_on_selector_all("#pareto-names li", "items => items.map((item) => String(item.value))")
+        assert shown == page.locator("#pareto-figure .number").all_text_contents()
+        linked = page.eval_on_selector_all("#pareto-names a", "links => links.map((link) => link.hash)")
+        assert linked == [f"#run-{number}" for number in shown], "a run has one number everywhere"
         assert (
             page.eval_on_selector("#pareto-figure .number", "text => parseFloat(getComputedStyle(text).fontSize)") >= 12
         )
@@ -268,7 +272,7 @@ def test_the_chooser_shows_one_workload_at_a_time(opened, crowded):
         assert page.inner_text("#count") == "99 runs"
         page.select_option("#workload", "1")
         assert page.inner_text("h1").startswith("Qwen3-0.6B on NVIDIA H200: lora at batch 4 is fastest")
-        assert page.inner_text("#count") == "1 runs"
+        assert page.inner_text("#count") == "1 run"
         assert page.locator("#bars-figure .bar").count() == page.locator("#pareto-figure .point").count() == 1
         assert page.locator("#curves-figure .series").count() == 1
         assert page.locator(".cards:visible").count() == 1

@@ -164,8 +164,10 @@ def test_an_interval_is_that_of_the_steps_or_of_the_repeats(tmp_path):
     assert high is not None
     assert low < value < high
     assert bars.of_one_run(only, "peak", 20.0) == (20.0, None, None)
-    mean, low, high = bars.of_repeats([9.0, 10.0, 11.0])
-    assert (mean, low, high) == pytest.approx((10.0, 10 - 4.303 / 3**0.5, 10 + 4.303 / 3**0.5), rel=1e-4)
+    mean, low, high = bars.of_repeats([5.0, 10.0, 20.0])
+    assert (mean, high / mean) == pytest.approx((10.0, 2 ** (4.3027 / 3**0.5)), rel=1e-4)
+    assert low is not None
+    assert low * high == pytest.approx(mean**2)
     assert run.run_id == only.run_id
 
 
@@ -228,8 +230,8 @@ def test_sections_stand_in_the_order_of_the_questions(tmp_path):
     sections = [Section(key, key, None, [key]) for key in keys]
     page = Page(render(Report(collect([tmp_path]), sections=sections), "html"))
     assert [attributes["id"] for tag, attributes in page.tags if tag == "section"] == [
-        "decision", "frontier", "pareto", "bars", "answer-energy", "curves", "answer-scaling", "answer-image_guide",
-        "answer-kernels", "all-runs", "answer-trained",
+        "decision", "frontier", "pareto", "bars", "curves", "answer-scaling", "answer-image_guide", "answer-kernels",
+        "all-runs", "answer-energy", "answer-trained",
     ]  # fmt: skip
 
 

@@ -189,7 +189,7 @@ def test_what_does_not_learn_the_same_is_flagged_and_not_taken(ablated, tmp_path
             {"loss": lambda step: 2.0 if step == 1 else math.nan},
             "the loss is not a number in 19 steps, first in step 2",
         ),
-        ({"loss": lambda step: math.inf if step == 13 else 2.0}, "the loss is not a number in 1 steps"),
+        ({"loss": lambda step: math.inf if step == 13 else 2.0}, "the loss is not a number in 1 step"),
         ({"norm": math.nan}, "gradient norm is not a number in 20 steps"),
     ],
 )

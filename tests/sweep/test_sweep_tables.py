@@ -51,7 +51,7 @@ def test_a_run_beside_other_work_is_marked_in_its_row_and_in_a_note(table):
     text = table(0.9)
     states = [line.split("|")[4].strip() for line in text.splitlines() if "| lora |" in line]
     assert states == ["ok, contended", "ok"]
-    assert "contended: other processes used 90% of the host's CPUs" in text
+    assert "contended: other processes used 90 % of the host's CPUs" in text
 
 
 def test_a_run_that_had_the_machine_to_itself_is_not(table):

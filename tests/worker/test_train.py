@@ -184,7 +184,7 @@ def test_gradient_checkpointing_is_on_where_asked_and_changes_no_loss(train_here
 
 def test_an_ignored_optimization_fails_the_run_and_names_the_object(train_here, monkeypatch):
     monkeypatch.setattr(trainer, "arguments", _without_checkpointing(trainer.arguments))
-    with pytest.raises(NotAppliedError, match=r"gradient_checkpointing is True and 0% of the layers do it"):
+    with pytest.raises(NotAppliedError, match=r"gradient_checkpointing is True and 0 % of the layers do it"):
         train_here(optimizations={"gradient_checkpointing": True})
     allowed = train_here(optimizations={"gradient_checkpointing": True}, measure={"allow_fallback": True})
     assert any("gradient_checkpointing" in warning for warning in read_json(allowed.applied)["warnings"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
+from ftbench.core.units import reworded
 
 DATA_BOUND = 0.10  # share of the steady window spent waiting for batches
 UTILIZED = 0.90  # a GPU that works less than this waits for somebody
@@ -65,7 +66,8 @@ def classify_bottleneck(
         thermally_limited=_under(steady, THERMAL),
         sm_clock_mhz=_over_time(steady, [row.sm_clock_mhz for row in steady]),
     )
-    bottleneck.verdict, bottleneck.why = _judge(bottleneck, on_gpu)
+    bottleneck.verdict, why = _judge(bottleneck, on_gpu)
+    bottleneck.why = reworded(why)
     for name, share in (("power-capped", bottleneck.power_capped), ("thermally limited", bottleneck.thermally_limited)):
         if share is not None and share > THROTTLED and name != bottleneck.verdict:
             bottleneck.also.append(name)

@@ -91,8 +91,11 @@ def _folded_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], most: i
 
 
 def folded(text: str, width: int | None = None) -> str:
-    """Return a paragraph in lines of the terminal's width; of a page's where there is none."""
-    return text_table([""], [[text]], width or terminal_width() or _PAGE)
+    """Return a paragraph in lines of the terminal's width; of a page's where there is none. One of a list (`- …`) has
+    its lines below its words."""
+    mark, _, words = text.partition(" ")
+    cells = [mark, words] if mark == "-" else [text]
+    return text_table([""] * len(cells), [cells], width or terminal_width() or _PAGE)
 
 
 def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int]:

@@ -3,6 +3,8 @@
 import re
 
 GIB, JOULES_PER_KWH = 2**30, 3.6e6
+_SHARE = re.compile(r"(?<=\d)%")
+_ONE = re.compile(r"(?<![\d.,])1 ((?:steady |other )?(?:step|graph|time|flush|process))(?:es|s)\b( were)?")
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?", re.ASCII)
 
 
@@ -73,9 +75,21 @@ def money(value: float | None, currency: str) -> str:
     return f"{value:#.3g} {currency}".replace(". ", " ")
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, digits: int = 1) -> str:
     """Return a share of one: `42.3 %`."""
-    return "" if value is None else f"{value * 100:.1f} %"
+    return "" if value is None else f"{value * 100:.{digits}f} %"
+
+
+def change(value: float | None, digits: int = 1) -> str:
+    """Return a share of one by which something is more or less: `+4.2 %`, `-12.0 %`."""
+    return "" if value is None else f"{value * 100:+.{digits}f} %"
+
+
+def reworded(text: str) -> str:
+    """Return a sentence of a run as it is written today: of one thing in the singular, a space before the percent
+    sign. Runs keep the sentences that they ended with."""
+    text = _SHARE.sub(" %", text)
+    return _ONE.sub(lambda match: f"1 {match[1]}{' was' if match[2] else ''}", text)
 
 
 def parameters(value: int | None) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu, gpus, gpus_called
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import gibibytes
@@ -230,7 +231,8 @@ def calibrate(store: Path) -> str:
     lines = [f"fitted to {len(rows)} runs; each estimated by constants fitted to the others:"]
     errors = [(tier, fitting.error(rows, tier)) for tier in measured.TIERS]
     lines.append(text_table(["", ">runs", ">mean", ">worst", ">bias"], [
-        (tier, str(error.count), f"{error.mean:.2%}", f"{error.worst:.2%}", f"{error.bias:+.2%}")
+        (tier, str(error.count), *(units.percent(share, 2) for share in (error.mean, error.worst)),
+         units.change(error.bias, 2))
         for tier, error in errors if error is not None
     ]))  # fmt: skip
     lines.append(text_table(["", ""], [(name, f"{getattr(fitted, name):.4f}") for name in constants.FITTED]))

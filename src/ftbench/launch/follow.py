@@ -6,6 +6,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+from ftbench.core import units
 from ftbench.core.rows import StepRow
 from ftbench.core.units import gibibytes, seconds
 from ftbench.launch.process import Stop
@@ -92,7 +93,7 @@ class Follower:
             return self.phase.replace("_", " ") or "starting"
         last, left = self.last, self.left_s()
         step = f"step {last.step}" + (f" of {self.planned}" if self.planned else "")
-        share = f"{last.progress_ratio:.0%}" if last.progress_ratio is not None else ""
+        share = units.percent(last.progress_ratio, 0) if last.progress_ratio is not None else ""
         rest = f"about {seconds(left)} left" if left and self.phase in ("", "train") else ""
         done = self.phase.replace("_", " ") if self.phase not in ("", "train") else ""
         speed = f"{last.real_tokens / last.step_time_s:,.0f} tokens/s" if last.real_tokens and last.step_time_s else ""

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
@@ -102,7 +103,7 @@ def remarks(document: dict[str, Any]) -> list[str]:
             share = 1 - product["sustained_tflops"] / product["best_tflops"]
             reason = (product.get("throttle") or "none").replace("|", ", ")
             why = "no throttling was seen: was the machine free?" if reason == "none" else f"{reason}, as in training"
-            notes.append(f"{name}: what lasts is {share:.0%} below the best: {why}")
+            notes.append(f"{name}: what lasts is {units.percent(share, 0)} below the best: {why}")
     idle, highest = (document["idle"] or {}).get("sm_clock_mhz"), gpu.get("sm_clock_max_mhz")
     if idle is not None and highest is not None and idle > highest / 2:
         notes.append("idle: the clock had not fallen yet, so this is more than idle power: wait, and measure again")
@@ -122,7 +123,7 @@ def _above_peak(document: dict[str, Any], known: Gpu) -> list[str]:
     memory = document["memory"] or {}
     measured["memory"] = (max(memory.get("copy_gbs") or 0, memory.get("triad_gbs") or 0), known.bandwidth, "GB/s")
     return [
-        f"{name}: {value:,.0f} {unit} is {value / peak - 1:.0%} above the {peak:,.0f} of the data sheet "
+        f"{name}: {value:,.0f} {unit} is {units.percent(value / peak - 1, 0)} above the {peak:,.0f} of the data sheet "
         f"of {known.name}: either this card runs above its data sheet, or the GPU is not the one it is taken for"
         for name, (value, peak, unit) in measured.items()
         if value and peak and value > peak * ABOVE_PEAK

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of, limited_gpu
 from ftbench.core.table import folded
 from ftbench.core.units import gibibytes
@@ -127,7 +128,7 @@ class _Advisor:
             if gain >= _WORTH and memory.verdict != "does not fit":
                 unsure = ", which may not fit" if memory.verdict == "uncertain" else ""
                 effect = (
-                    f"about {gain:+.0%} tokens/s, {gibibytes(memory.device.expected)} of "
+                    f"about {units.change(gain, 0)} tokens/s, {gibibytes(memory.device.expected)} of "
                     f"{gibibytes(memory.total)} GiB{unsure} ({then.confidence})"
                 )
                 offer = gain, self._suggestion(name, effect, settings(changes.items()))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.redact import clean
 from ftbench.core.rows import RunSummary
 from ftbench.core.table import folded, text_table
+from ftbench.core.units import reworded
+from ftbench.report.data.collect import speeds
 from ftbench.store.rundir import RunDir
 
 _LABEL = 10  # letters of the longest, so that all cards look alike
@@ -16,18 +19,19 @@ def card(summary: RunSummary, run: RunDir) -> str:
     """Return what was trained, what it cost, and what makes the figures weak."""
     title = f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")
     said = "" if summary.state == "ok" else f" (what it said: {run.log.name})"
-    lines = [*_lines(summary), *(("warning", warning) for warning in summary.warnings), ("files", f"{run.path}{said}")]
+    warnings = [("warning", reworded(text)) for text in clean(summary.warnings)]
+    lines = [*_lines(summary), *warnings, ("files", f"{run.path}{said}")]
     rows = [("", label.ljust(_LABEL), text) for label, text in lines if text]
     return f"{folded(title)}\n{text_table(['', '', ''], rows)}"
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:
-    steps, trained, bound = summary.steps, summary.parameters.get("trainable"), summary.bound
+    steps, trained, bound = summary.steps, summary.parameters.get("trainable"), clean(summary.bound)
     verdict = bound.get("verdict")
     what = f"{summary.method} of {summary.model} ({summary.weights} weights) on {summary.gpu or 'the CPU'}"
     share = f"{units.parameters(trained)} of {units.parameters(summary.parameters.get('total'))} parameters"
     rates: dict[str, Any] = summary.tokens_per_s
-    joules = (summary.energy or {}).get("joules_per_1k_samples")
+    samples_per_hour, joules = speeds(summary)
     known = rates.get("real") is not None and rates.get("padded")
     judged = "reward_first" in summary.loss  # then the gains of a group, which add up to nothing, are the loss
     losses = {} if judged else {name: loss for name, loss in summary.loss.items() if not name.startswith("reward")}
@@ -40,12 +44,12 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("forward", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.forward_s.items())),
         ("parts", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.parts_s.items())),
         ("first step", units.seconds(summary.first_step_s)),
-        ("speed", _speed(summary)),
+        ("speed", _speed(summary, samples_per_hour)),
         ("ranks", _ranks(summary)),
         ("padding", f"{padding} of the positions computed are padding" if padding else ""),
         ("memory", _memory(summary.memory_gb)),
         ("model", _model(summary)),
-        ("bound by", f"{', '.join([verdict, *bound['also']])}: {bound['why']}" if verdict else ""),
+        ("bound by", f"{', '.join([verdict, *bound['also']])}: {reworded(bound['why'])}" if verdict else ""),
         ("energy", f"{units.rate(joules)} J per 1,000 samples (GPU only)" if joules else ""),
         ("loss", " → ".join(f"{name} {value:.3f}" for name, value in losses.items() if value is not None)),
         ("preferred", _preferred(summary.loss)),
@@ -73,15 +77,15 @@ def _step_time(times: dict[str, Any]) -> str:
     return f"{units.seconds(times['median'])} median{between}"
 
 
-def _speed(summary: RunSummary) -> str:
-    if not summary.samples_per_hour:
+def _speed(summary: RunSummary, samples_per_hour: float | None) -> str:
+    if not samples_per_hour:
         return ""
     tokens = units.rate(summary.tokens_per_s.get("real"))
     images = summary.images_per_s.get("images")
     shown = f", {units.rate(images)} images/s" if images else ""
     generated = units.rate(summary.tokens_per_s.get("generated"))
     apart = f"; {generated} generated tokens/s while generating" if generated else ""
-    return f"{tokens} real tokens/s, {units.rate(summary.samples_per_hour)} samples/h{shown}{apart}"
+    return f"{tokens} real tokens/s, {units.rate(samples_per_hour)} samples/h{shown}{apart}"
 
 
 def _ranks(summary: RunSummary) -> str:

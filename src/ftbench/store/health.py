@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core.rows import StepRow
+from ftbench.core.units import reworded
 from ftbench.store.rundir import NOT_FINITE
 
 # Shares of the host's CPUs and of the GPU's time that others may have taken before a run counts as contended. A run on
@@ -36,7 +37,7 @@ def learning_warnings(rows: Sequence[StepRow], loss_scaled: bool) -> list[str]:
     """Return a sentence for the loss and one for the gradient norm, where they are no numbers."""
     columns = {"loss": "the loss"} | ({} if loss_scaled else {"grad_norm": "the gradient norm"})
     broken = {text: [row.step for row in rows if not finite(getattr(row, name))] for name, text in columns.items()}
-    return [f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}"
+    return [reworded(f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}")
             for text, steps in broken.items() if steps]  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any],
     taken = [f"{share:.0%} of {what[name]} (more than {limits[name]:.0%})" for name, share in shares.items()
              if share is not None and share > limits[name]]  # fmt: skip
     sentence = f"contended: other processes used {' and '.join(taken)}; its speed is no measurement: run it again alone"
-    return {"contended": bool(taken), **shares}, [sentence] if taken else []
+    return {"contended": bool(taken), **shares}, [reworded(sentence)] if taken else []
 
 
 def _over_time(rows: Sequence[StepRow], name: str) -> float | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from ftbench.core import units
 from ftbench.core.rows import StepRow
 from ftbench.errors import SpecError, file_problem
 from ftbench.spec.base import known
@@ -151,7 +152,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     if about.step_samples and about.samples is None:
         notes.append("every step is counted as a full batch: `ftbench import --samples` tells the last of an epoch")
     if (progress := rows[-1].progress_ratio) is not None and progress < 0.999:
-        notes.append(f"the file ends at {progress:.0%} of the planned steps")
+        notes.append(f"the file ends at {units.percent(progress, 0)} of the planned steps")
     lacks = "tokens, losses, energy and the recipe"
     return ForeignLog("the founding study's seven-column CSV", rows, lacks, notes)
 

@@ -11,6 +11,7 @@ from ftbench.core import stats
 from ftbench.core.bottleneck import THERMAL
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
+from ftbench.core.units import reworded
 from ftbench.store.rundir import first_gpu, gpus_of
 
 WALL_TOLERANCE = 0.02  # sum of the steps against the wall clock of the window
@@ -68,7 +69,7 @@ def warnings(
         sentences.append(
             f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes"
         )
-    return sentences
+    return list(map(reworded, sentences))
 
 
 def _above(steady: Sequence[StepRow], limit_w: float) -> list[float]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ftbench.core import hardware, stats
+from ftbench.core import hardware, stats, units
 from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
@@ -183,8 +183,8 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
         ):
             if best and rate > best:
                 summary.warnings.append(
-                    f"{name} would be {rate / best:.0%} of the {word} of {best:.4g} TFLOP/s, which cannot be: it is "
-                    "left out"
+                    f"{name} would be {units.percent(rate / best, 0)} of the {word} of {best:.4g} TFLOP/s, which "
+                    "cannot be: it is left out"
                 )
             elif best:
                 setattr(summary, name, rate / best)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import Band
 from ftbench.estimate.time import speeds
@@ -188,7 +189,8 @@ def _watts(
     if alike:
         return _watts_band(statistics.median(alike), _WATTS_SCALED, gpu), "from runs like it"
     share = _WAITING + _WORKING * min(1.0, step.device / step.seconds)
-    return _watts_band(gpu.watts * share, _WATTS_SPREAD, gpu), f"{share:.0%} of the board's {gpu.watts:.0f} W"
+    basis = f"{units.percent(share, 0)} of the board's {gpu.watts:.0f} W"
+    return _watts_band(gpu.watts * share, _WATTS_SPREAD, gpu), basis
 
 
 def _watts_band(expected: float, spread: float, gpu: Gpu) -> Band:

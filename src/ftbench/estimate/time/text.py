@@ -138,7 +138,7 @@ def _parts(estimate: DurationEstimate) -> str:
     total = sum(estimate.parts.values())
     terms = sorted(estimate.parts.items(), key=lambda pair: -pair[1])[:_SHOWN]
     words = {name: term.word for name, term in speeds.shipped().items()} | {COMMUNICATION: "waiting for other GPUs"}
-    return ", ".join(f"{words[name]} {value / total:.0%}" for name, value in terms)
+    return ", ".join(f"{words[name]} {units.percent(value / total, 0)}" for name, value in terms)
 
 
 def _table(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:

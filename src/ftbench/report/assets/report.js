@@ -10,6 +10,8 @@
     return made;
   };
 
+  const some = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
   // --- light and dark -------------------------------------------------------------------------------------------------
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (document.documentElement.dataset.theme || (dark.matches ? "dark" : "light")) === "dark";
@@ -96,7 +98,7 @@
       found += fits;
       row.hidden = !fits || found > most;
     });
-    $("count").textContent = found === candidates ? `${found} runs` : `${found} of ${candidates} runs`;
+    $("count").textContent = found === candidates ? some(found, "run") : `${found} of ${some(candidates, "run")}`;
     table.classList.remove("first");
     $("rest").hidden = found <= most;
     $("whole").textContent = `Show all ${found} rows`;
@@ -254,7 +256,6 @@
   const SYMBOLS = ["M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0", "M-4.5,-4.5h9v9h-9z", "M0,-6.5L6.5,0L0,6.5L-6.5,0z", "M0,-6L6,5H-6z",
     "M0,6L6,-5H-6z", "M-2,-6h4v4h4v4h-4v4h-4v-4h-4v-4h4z"];
   const DASHES = ["", "7 4", "2 3", "7 3 2 3", "12 5"];
-  const round = (value) => Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 
   // A scale from values to pixels, with round ticks; `zero` says that it starts at nothing.
   function scaled(values, start, end, zero, most) {
@@ -354,18 +355,15 @@
   }
 
   // --- figures --------------------------------------------------------------------------------------------------------
-  // A figure of a group as value, low, high; on several GPUs also for each of them.
-  const figureOf = (cell, metric) => metric !== "each" ? cell.figures[metric] : cell.figures.samples &&
-    cell.figures.samples.map((part) => part === null ? null : part / cell.gpus);
   const order = (key) => [...new Set(data.runs.map((run) => run[key]))];
   const gpus = order("gpu"), methods = order("method");
-  const some = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
   const NAMED = 12; // points that are all named; of more those that nothing beats
   function pareto(box) {
     const cells = data.cells.filter((cell) => cell.workload === workload() && cell.figures.samples && cell.figures.peak);
     const metric = new Set(cells.map((cell) => cell.gpus)).size > 1 ? "each" : "samples", unit = metric === "each" ? "samples/h a GPU" : "samples/h";
-    const x = (cell) => cell.figures.peak[0], y = (cell) => figureOf(cell, metric)[0];
+    const x = (cell) => cell.figures.peak[0], y = (cell) => cell.figures[metric][0];
+    const words = (cell) => [`${cell.texts[metric][0]} ${unit}`, `${cell.texts.peak[0]} GiB`];
     const { names } = apart(cells), nameOf = new Map(cells.map((cell, i) => [cell, names[i]]));
     let top = -Infinity;
     const front = [...cells].sort((a, b) => x(a) - x(b) || y(b) - y(a)).filter((cell) => y(cell) > top && ((top = y(cell)), true));
@@ -379,28 +377,28 @@
     const series = [{ name: "not beaten in both", colour: "var(--quiet)", dash: "2 4", points: front.map(at) }];
     for (const [name, own] of groups) {
       series.push({ name, colour: colour(methods.indexOf(own[0].method)), symbol: gpus.indexOf(own[0].gpu),
-        points: own.map((cell) => ({ ...at(cell), text: `${nameOf.get(cell)}\n${round(y(cell))} ${unit}\n` +
-          `${round(x(cell))} GiB of tensors at the peak\n${some(cell.runs.length, "run")}${cell.warned ? ", with a warning" : ""}` })) });
+        points: own.map((cell) => ({ ...at(cell), text: `${nameOf.get(cell)}\n${words(cell).join("\n")} of tensors at the peak\n` +
+          `${some(cell.runs.length, "run")}${cell.warned ? ", with a warning" : ""}` })) });
     }
     const drawn = plot(box, 400, "GiB of tensors at the peak", metric === "each" ? "samples per hour a GPU" : "samples per hour", true, true, series);
     const named = cells.length > NAMED ? front : [...front, ...cells.filter((cell) => !front.includes(cell)).sort((a, b) => y(b) - y(a))];
-    number(drawn, cells.map((cell) => [drawn.xs.to(x(cell)), drawn.ys.to(y(cell))]), named.map((cell) => cells.indexOf(cell)));
+    number(drawn, cells.map((cell) => [drawn.xs.to(x(cell)), drawn.ys.to(y(cell))]), named.map((cell) => [cells.indexOf(cell), cell.runs[0]]));
     $("pareto-names").replaceChildren(...named.map((cell) => {
-      const item = make("li");
+      const item = make("li", null, { value: cell.runs[0] });
       item.append(make("a", nameOf.get(cell), { class: "evidence", href: `#run-${cell.runs[0]}`, "data-runs": cell.runs.join(" ") }),
-        make("span", ` ${round(y(cell))} ${unit}, ${round(x(cell))} GiB`, { class: "quiet" }));
+        make("span", ` ${words(cell).join(", ")}`, { class: "quiet" }));
       return item;
     }));
   }
 
-  // Writes numbers from 1 beside some of the points, each where it covers nothing, with a line to its point where that is
+  // Writes the number of a run beside some of the points, each where it covers nothing, with a line to its point where that is
   // not at once beside it.
   function number({ svg, inner }, points, chosen) {
     const taken = points.map(([x, y]) => [x - 6, y - 6, x + 6, y + 6]);
     const free = (area) => area[0] >= inner[0] && area[1] >= inner[1] && area[2] <= inner[2] && area[3] <= inner[3] &&
       !taken.some((other) => area[0] < other[2] && area[2] > other[0] && area[1] < other[3] && area[3] > other[1]);
-    chosen.forEach((index, i) => {
-      const text = String(i + 1), wide = 7 * text.length + 4, [x, y] = points[index];
+    chosen.forEach(([index, name]) => {
+      const text = String(name), wide = 7 * text.length + 4, [x, y] = points[index];
       for (const far of [15, 24, 36, 52, 70, 95, 130]) for (let turn = 0; turn < 12; turn++) {
         const angle = -Math.PI / 2 + turn * Math.PI / 6, cx = x + far * Math.cos(angle), cy = y + far * Math.sin(angle);
         const area = [cx - wide / 2, cy - 8, cx + wide / 2, cy + 8];
@@ -416,14 +414,14 @@
   const MOST_BARS = 60, RISING = ["samples", "tokens", "each"];
   function bars(box) {
     const metric = $("metric").value, sign = RISING.includes(metric) ? -1 : 1;
-    const all = data.cells.filter((cell) => cell.workload === workload() && figureOf(cell, metric))
-      .sort((a, b) => sign * (figureOf(a, metric)[0] - figureOf(b, metric)[0]));
+    const all = data.cells.filter((cell) => cell.workload === workload() && cell.figures[metric])
+      .sort((a, b) => sign * (a.figures[metric][0] - b.figures[metric][0]));
     const cells = all.slice(0, MOST_BARS), { names, shared } = apart(cells);
     const key = new Set(cells.map((cell) => cell.gpu)).size > 1 ? "gpu" : "method", groups = key === "gpu" ? gpus : methods;
-    const longest = Math.max(...cells.map((cell) => figureOf(cell, metric)[2] ?? figureOf(cell, metric)[0]));
+    const longest = Math.max(...cells.map((cell) => cell.figures[metric][2] ?? cell.figures[metric][0]));
     box.replaceChildren(...cells.map((cell, i) => {
-      const [value, low, high] = figureOf(cell, metric), share = (part) => `${100 * part / longest}%`;
-      const interval = low === null ? "no interval" : `95 %: ${round(low)} to ${round(high)}`;
+      const [value, low, high] = cell.figures[metric], [text, least, most] = cell.texts[metric], share = (part) => `${100 * part / longest}%`;
+      const interval = low === null ? "no interval" : `95 %: ${least} to ${most}`;
       const item = make("div", null, { class: "bar", role: "listitem", title: `${interval}, ${some(cell.runs.length, "run")}` });
       const track = make("span", null, { class: "track" }), fill = make("span", null, { class: "fill" });
       fill.style.width = share(value);
@@ -435,7 +433,7 @@
         whisker.style.width = share(high - low);
         track.append(whisker);
       }
-      item.append(make("a", names[i], { class: "evidence name", href: `#run-${cell.runs[0]}`, "data-runs": cell.runs.join(" ") }), track, make("span", round(value), { class: "value" }));
+      item.append(make("a", names[i], { class: "evidence name", href: `#run-${cell.runs[0]}`, "data-runs": cell.runs.join(" ") }), track, make("span", text, { class: "value" }));
       return item;
     }));
     $("bars-shared").textContent = (shared ? `All: ${shared}. ` : "") + (all.length > cells.length ? `The best ${cells.length} of ${all.length}.` : "");

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ftbench.core import units
@@ -44,8 +44,8 @@ _HEADING = {
 }  # fmt: skip
 _TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005
-_FIRST = ("speed", "samples/h", "peak GiB", "loss", "recipe", "state")  # what a narrow terminal shows
-TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "recipe", "state", "name")
+_FIRST = ("speed", "samples/h", "peak GiB", "loss", "also differs", "state")  # what a narrow terminal shows
+TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "also differs", "state", "name")
 NOTE = (
     "Changes are against the baseline, with their 95 % interval in brackets; ≈ is not distinguishable, ? is without an "
     "interval (one run a side with fewer than six steady steps, or a figure that a run has only once). Of several runs "
@@ -76,7 +76,7 @@ def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], ke
     shared = {_name(key): _fact(key, comparison.cells[0]) for key in same}
     lists = _lists(comparison)
     figures = {heading: [text(cell, pair) for cell, pair in cells] for heading, text in _FIGURES.items()}
-    figures |= {"recipe": [_recipe(pair, lists) for _, pair in cells], "state": [cell.state for cell, _ in cells]}
+    figures |= {"also differs": [_also(pair, lists) for _, pair in cells], "state": _states(cell for cell, _ in cells)}
     first = {"#": [_number(cell) for cell, _ in cells], "name": cell_names([cell for cell, _ in cells])}
     first |= {heading: figures.pop(heading) for heading in _FIRST}
     several = {"runs": [_runs(cell) for cell, _ in cells]} if any(len(cell.runs) > 1 for cell, _ in cells) else {}
@@ -168,13 +168,20 @@ def _lists(comparison: Comparison) -> dict[str, int]:
     return numbers
 
 
-def _recipe(pair: Pair | None, lists: Mapping[str, int]) -> str:
+def _also(pair: Pair | None, lists: Mapping[str, int]) -> str:
+    """Return what differs beside the axis: `nothing`, or the number of the note that says it."""
     if pair is None:
         return "baseline"
+    number = f"({lists[differences_text(pair)]})" if pair.differences or pair.baseline is None else ""
     if pair.baseline is None:
-        return f"no partner ({lists[differences_text(pair)]})"
-    recipe = f"differs ({lists[differences_text(pair)]})" if pair.differences else "same"
-    return f"{recipe}; {pair.reason}" if pair.reason else recipe
+        return f"no partner {number}"
+    return "; ".join(filter(None, [number or "nothing", pair.reason]))
+
+
+def _states(cells: Iterable[Cell]) -> list[str]:
+    """Return how each cell ended; nothing where all ended well."""
+    states = [cell.state for cell in cells]
+    return [] if set(states) == {"ok"} else states
 
 
 def _changed(name: str, text: Callable[[float | None], str], ratio: str) -> Callable[[Cell, Pair | None], str]:

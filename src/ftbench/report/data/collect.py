@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.redact import clean
+from ftbench.core.rows import RunSummary
+from ftbench.core.units import reworded
 from ftbench.errors import SpecError
 from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import MOST_CSV_BYTES, NOT_FINITE, RunDir, open_plain_file, read_json, require_runs
-from ftbench.store.summary import read_summary
+from ftbench.store.summary import as_dict, read_summary
 
 Record = dict[str, Any]
 _NO_NUMBER = "the loss is not a number"  # so the warning of a summary that has no field for it begins
@@ -43,7 +45,13 @@ def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
     raw = [_flat(values) for values in summaries]
     flat = [row | {key: own[key] for key in ("path",) if key in own} for row, own in zip(clean(raw), raw, strict=True)]
     empty = dict.fromkeys(key for record in flat for key in record)
-    return [_judged(_on_one_basis(empty | record)) for record in flat]
+    return [_judged(_on_one_basis(empty | record | _sentences(record))) for record in flat]
+
+
+def _sentences(record: Record) -> Record:
+    """Return the sentences of a run as they are written today: they are without secrets here, which go first."""
+    said = {"warnings": list(map(reworded, record["warnings"]))}
+    return said | ({"bound.why": reworded(record["bound.why"])} if record.get("bound.why") else {})
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Record:
@@ -70,6 +78,12 @@ def _on_one_basis(record: Record) -> Record:
     if joules := record.get(_PER_SAMPLE):
         record[_PER_SAMPLE] = joules * counted / rate
     return record
+
+
+def speeds(summary: RunSummary) -> tuple[float | None, float | None]:
+    """Return samples an hour and joules per 1,000 samples of a run, as every table has them."""
+    record = _on_one_basis(_flat(as_dict(summary)))
+    return figure(record, "samples_per_hour"), figure(record, _PER_SAMPLE)
 
 
 def _judged(record: Record) -> Record:

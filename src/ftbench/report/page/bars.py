@@ -4,48 +4,63 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ftbench.core import units
 from ftbench.core.compare import TYPICAL_SPREAD
 from ftbench.core.stats import CONFIDENCE, t_quantile
 from ftbench.report.page.figures import NUMBERS
 from ftbench.report.page.view import RunRow, View
 
 Figure = tuple[float, float | None, float | None]
+_TEXTS: dict[str, Callable[[float | None], str]] = {"step": units.seconds, "peak": units.gibibytes}  # the rest: rates
+_EACH = "each"  # samples an hour of one of several GPUs
 _NORMAL = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 def bars(view: View) -> list[dict[str, Any]]:
-    """Return each group with runs that ended well: `runs` are their numbers, `figures` by name value, low, high; no
-    interval is None."""
+    """Return each group with runs that ended well: `runs` are their numbers, `figures` by name value, low, high (no
+    interval is None), and `texts` the same in words."""
     cells: dict[int, list[RunRow]] = {}
     for row in view.rows:
         if row.values:
             cells.setdefault(id(row.cell), []).append(row)
-    return [
-        {
+    listed = []
+    for rows in cells.values():
+        first = rows[0]
+        figures = {name: _figure(rows, name) for name in NUMBERS if any(name in row.values for row in rows)}
+        if samples := figures.get("samples"):
+            value, low, high = (part and part / first.cell.gpus for part in samples)
+            figures[_EACH] = value or 0.0, low, high
+        texts = {name: list(map(_TEXTS.get(name, units.rate), figure)) for name, figure in figures.items()}
+        listed.append({
             "workload": first.workload, "gpu": str(first.cell.facts["gpu"]), "method": str(first.record["method"]),
             "way": first.cell.way, "batch": first.cell.batch, "gpus": first.cell.gpus,
             "runs": [row.number for row in rows], "warned": any(row.record["warnings"] for row in rows),
-            "figures": {name: _figure(rows, name) for name in NUMBERS if any(name in row.values for row in rows)},
-        }
-        for rows in cells.values() for first in rows[:1]
-    ]  # fmt: skip
+            "figures": {name: _rounded(figure) for name, figure in figures.items()}, "texts": texts,
+        })  # fmt: skip
+    return listed
 
 
 def _figure(rows: Sequence[RunRow], name: str) -> Figure:
     values = [row.values[name] for row in rows if name in row.values]
-    figure = of_repeats(values) if len(values) > 1 else of_one_run(rows[0], name, values[0])
-    value, *ends = (None if part is None else float(f"{part:.6g}") for part in figure)
-    return value or 0.0, ends[0], ends[1]
+    return of_repeats(values) if len(values) > 1 else of_one_run(rows[0], name, values[0])
+
+
+def _rounded(figure: Figure) -> list[float | None]:
+    return [None if part is None else float(f"{part:.6g}") for part in figure]
 
 
 def of_repeats(values: Sequence[float]) -> Figure:
-    """Return the mean of runs in fresh processes and its 95 % interval (Student's t)."""
-    mean = statistics.fmean(values)
-    half = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean, max(0.0, mean - half), mean + half
+    """Return the geometric mean of runs in fresh processes, which every table shows, and its 95 % interval (Student's
+    t over the logarithms); the arithmetic mean without one where a value is not positive."""
+    if min(values) <= 0:
+        return statistics.fmean(values), None, None
+    logs = list(map(math.log, values))
+    half = t_quantile((1 + CONFIDENCE) / 2, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.fmean(logs)
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def of_one_run(row: RunRow, name: str, value: float) -> Figure:

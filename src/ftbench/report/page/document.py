@@ -28,10 +28,10 @@ MOST_CURVES = (
 )
 # Where a section stands: what is in none of these comes after the curves.
 _OWN = ("decision", "frontier")  # the page has a better way to show these
-_COMPARED = ("comparison", "gate", "night", "energy", "cost")
+_COMPARED = ("comparison", "gate")
 _LEARNED = ("generations",)
 _KERNELS = ("kernel_groups", "memory_by_category", "kernels")
-_LAST = ("trained", "estimates", "estimated_times", "references")
+_LAST = ("night", "energy", "cost", "memory", "trained", "estimates", "estimated_times", "references")
 _OF_WORKLOAD = ("model", "weights", "data")
 _NAMING = (*_OF_WORKLOAD, "GPU", "batch")  # headings of what a row is called by
 # Marks that turn the direction of writing: text reads in the order in which it is written.

@@ -89,10 +89,8 @@ def _runner_up(ranked: Sequence[Cell], cells: Sequence[Cell]) -> str:
         return "Nothing else was measured." if len(cells) > 1 else "The only one."
     best, second = ranked[:2]
     speed = pair_of("method.name", second, best, noise=noise_of(cells)).speed
-    words = change_in_words(speed).replace("-", "−")
-    return (
-        f"Next: {_where(second, cells)}, {words if speed is None or speed.direction else f'not told apart: {words}'}."
-    )
+    told = "" if speed is None or speed.direction else "not told apart: "
+    return f"Next: {_where(second, cells)}, {told}{change_in_words(speed)}."
 
 
 def _smallest_card(cells: Sequence[Cell]) -> list[Card]:
@@ -105,10 +103,10 @@ def _smallest_card(cells: Sequence[Cell]) -> list[Card]:
     if ranked and rate:
         share = rate / (ranked[0].figure(SAMPLES) or rate) - 1
         own = ranked[0].runs[0].run_id == least.runs[0].run_id
-        speed = "It is also the fastest." if own else f"{units.rate(rate * 3600)} samples/h, {share:+.0%} against the "
-        speed += "" if own else "fastest."
+        slower = f"{units.rate(rate * 3600)} samples/h, {units.change(share, 0)} against the fastest."
+        speed = "It is also the fastest." if own else slower
     figure = f"{units.gibibytes(least.figure(PEAK))} GiB of tensors at the peak{' of each GPU' * (least.gpus > 1)}"
-    return [("Least memory", _where(least, cells), figure, speed.replace("-", "−"))]
+    return [("Least memory", _where(least, cells), figure, speed)]
 
 
 def _failed_card(cells: Sequence[Cell]) -> Card:

@@ -153,16 +153,17 @@ def _only(texts: Iterable[str]) -> list[str]:
 
 
 def _columns(rows: Sequence[RunRow], report: Report, workloads: Sequence[str]) -> list[RunColumn]:
-    """Return the columns: what names a run, how it ended, its figures, and then what varies; those that the command
-    names, where it names some."""
+    """Return the columns: what names a run, how it ended (where not all ended well), its figures, and then what varies;
+    those that the command names, where it names some."""
     if report.columns:
         return [_figures(column, [row.record for row in rows]) for column in report.columns]
     axes = report.axes
     columns = [
         _words("trained by", [row.cell.way for row in rows]),
         _counts("batch", [row.cell.batch for row in rows], varies=False),
-        _words("state", [state_of(row.record) for row in rows]),
     ]
+    states = [state_of(row.record) for row in rows]
+    columns += [_words("state", states)] if set(states) != {"ok"} else []
     ended_well = [row.record if row.state == "ok" else {} for row in rows]
     figures = (_figures(column, ended_well) for column in FIGURES)  # a reader can choose more
     columns += [column for column in figures if not column.in_words]

@@ -77,14 +77,15 @@ def _is_word(text: str) -> bool:
 
 
 def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return the columns of figures, with the state and the number of repeats among them."""
+    """Return the columns of figures, with the number of repeats among them, and the state where not all are ok."""
     figures = {
         column.heading: [_figure(record, column) for record in records] for column in FIGURES
         if column.source not in _OPTIONAL or any(record.get(column.source) is not None for record in records)
     }  # fmt: skip
     first = {heading: figures.pop(heading) for heading in list(figures)[:_FIRST_FIGURES]}
     merged = {RUNS: [str(record[RUNS]) for record in records]} if any(RUNS in record for record in records) else {}
-    return first | {"state": [state_of(record) for record in records]} | merged | figures
+    states = [state_of(record) for record in records]
+    return first | ({"state": states} if set(states) != {"ok"} else {}) | merged | figures
 
 
 def _batches(records: Sequence[Record]) -> list[str]:

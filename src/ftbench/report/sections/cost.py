@@ -177,5 +177,5 @@ def _terms(terms: Rent | Owned) -> str:
         )
     return (
         f"owned: {units.money(terms.price, terms.currency)} over {terms.lifetime_years:g} years at "
-        f"{terms.utilisation:.0%} use, {electricity} ({when})"
+        f"{units.percent(terms.utilisation, 0)} use, {electricity} ({when})"
     )

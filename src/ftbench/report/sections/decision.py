@@ -24,33 +24,34 @@ _NAMED = ("method.", "optimizations.", "applied.", "train.optimizer", "train.bat
 
 
 def decision(cells: Sequence[Cell]) -> Section | None:
-    """Return one paragraph for each workload (model, weights, data) on each number of GPUs of a kind, a sentence for
-    each pair of GPUs that ran the same recipe. Contended runs, failed ones, and speeds of fewer than five steady steps
-    decide nothing."""
+    """Return points for each workload (model, weights, data) on each number of GPUs of a kind, below its name, and one
+    for each pair of GPUs that ran the same recipe. Contended runs, failed ones, and speeds of fewer than five steady
+    steps decide nothing."""
     alone = [own for cell in cells if (own := cell.undisturbed())]
     noise = noise_of(alone)
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in alone:
         groups.setdefault((*cell.workload, cell.gpus, cell.facts["gpu"]), []).append(cell)
     points: list[Point] = []
-    paragraphs = []
+    told = []
     for (model, _, data, count, gpu), group in groups.items():
         about = f"{model.rsplit('/', 1)[-1]}, {data}, on {f'{count} x ' if count > 1 else ''}{gpu}"
         if of_group := [replace(point, about=about) for point in _points(group, noise)]:
             points += of_group
-            paragraphs.append(f"{about}: {' '.join(point.sentence for point in of_group)}")
-    left = len(paragraphs) - _MOST_GROUPS
-    paragraphs[_MOST_GROUPS:] = [f"{left} more workloads: report them one by one."] if left > 0 else []
+            told.append([f"{about}:", *(f"- {point.sentence}" for point in of_group)])
+    left = len(told) - _MOST_GROUPS
+    paragraphs = [text for group in told[:_MOST_GROUPS] for text in group]
+    paragraphs += [f"{left} more workloads: report them one by one."] if left > 0 else []
     between = list(_cards(alone, noise))
     points += between
-    paragraphs += [point.sentence for point in between]
+    paragraphs += [f"- {point.sentence}" for point in between]
     contended = sum(run.contended for cell in cells for run in cell.runs)
     short = sum(bool(cell.figure(SAMPLES)) and not cell.measured for cell in alone)
     left_out = [f"{contended} run{'s' * (contended > 1)} beside other work (contended)"] if contended else []
     left_out += [f"{short} speed{'s' * (short > 1)} of fewer than {MINIMUM_STEADY} steady steps"] if short else []
     if left_out:
-        paragraphs.append(f"Left out: {', '.join(left_out)}.")
-        points.append(Point(paragraphs[-1]))
+        points.append(Point(f"Left out: {', '.join(left_out)}."))
+        paragraphs.append(f"- {points[-1].text}")
     return Section("decision", "What to do", None, paragraphs, points=points) if paragraphs else None
 
 

@@ -71,7 +71,7 @@ def _measured(tier: str) -> Callable[[Record], str]:
 def _estimated(tier: str) -> Callable[[Record], str]:
     def text(record: Record) -> str:
         error = record[f"{tier}_error"]
-        return units.gibibytes(record[f"{tier}_estimated"]) + (f" ({error:+.1%})" if error is not None else "")
+        return units.gibibytes(record[f"{tier}_estimated"]) + (f" ({units.change(error)})" if error is not None else "")
 
     return text
 
@@ -79,7 +79,7 @@ def _estimated(tier: str) -> Callable[[Record], str]:
 def _errors(rows: Sequence[calibrate.RunErrors], stored: Sequence[measured.Measured]) -> list[str]:
     errors = {tier: calibrate.error(rows, tier) for tier in measured.TIERS}
     parts = [
-        f"{tier} {error.mean:.1%} in the mean of {error.count} runs, {error.worst:.1%} at worst"
+        f"{tier} {units.percent(error.mean)} in the mean of {error.count} runs, {units.percent(error.worst)} at worst"
         for tier, error in errors.items()
         if error is not None
     ]
@@ -104,10 +104,11 @@ def time(cells: Sequence[Cell]) -> Section | None:
     if not records:
         return None
     errors = [abs(record["step_s_error"]) for record in records]
-    words = [f"Errors: {sum(errors) / len(errors):.1%} in the mean of {len(errors)} runs, {max(errors):.1%} at worst."]
+    mean, worst = units.percent(sum(errors) / len(errors)), units.percent(max(errors))
+    words = [f"Errors: {mean} in the mean of {len(errors)} runs, {worst} at worst."]
     columns = {
         "mean step": field("step_s", units.seconds), "estimated": field("step_s_estimated", units.seconds),
-        "error": field("step_s_error", "{:+.1%}".format), "from": field("basis"),
+        "error": field("step_s_error", units.change), "from": field("basis"),
     }  # fmt: skip
     return section("estimated_times", "Time: estimated and measured", records, columns, words, text=("from",))
 

@@ -161,7 +161,7 @@ def guide(cells: Sequence[Cell]) -> Section | None:
     rules = "; ".join(f"{rule['take']} where {rule['where']}" for rule in published["guide"])
     words = (
         "By these runs: what has trained so many images first, its start included, of all whose tensors take at most "
-        f"{_ROOM:.0%} of the memory; it holds for more memory until the next line.",
+        f"{units.percent(_ROOM, 0)} of the memory; it holds for more memory until the next line.",
         f"The study's own guide ({published['source']}): {rules}.",
     )
     table = table_of_rows(records, text=("model", "GPU", "data", "take"))

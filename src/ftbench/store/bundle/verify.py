@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import FIELDS, LATER, SCHEMA
+from ftbench.core.units import reworded
 from ftbench.store import digests
 from ftbench.store.bundle import unpack
 from ftbench.store.bundle.pack import files_of
@@ -87,8 +88,8 @@ def _check(run: RunDir, name: str, verdict: Verdict) -> None:
     computed = json.loads(json.dumps(as_dict(summarise(run))))
     computed = {key: value for key, value in computed.items() if key in written or key not in LATER}
     old, new = written.pop("warnings", []), computed.pop("warnings")
-    verdict.problems += [f"{name}: its summary does not say: {text}" for text in new if text not in old]
-    verdict.notes += [f"{name}: its summary says what its files do not show: {text}" for text in old if text not in new]
+    verdict.problems += [f"{name}: its summary does not say: {text}" for text in _beside(new, old)]
+    verdict.notes += [f"{name}: its summary says what its files do not show: {text}" for text in _beside(old, new)]
     for key, said, shown in _leaves(written, computed):
         verdict.figures += 1
         if not _same(said, shown):
@@ -123,9 +124,17 @@ def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, A
         yield key, written, computed
 
 
+def _beside(sentences: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return the sentences that are not among others, as these would be written today."""
+    known = set(map(reworded, others))
+    return [text for text in sentences if reworded(text) not in known]
+
+
 def _same(written: Any, computed: Any) -> bool:
     if _number(written) and _number(computed):
         return math.isclose(written, computed, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(written, str) and isinstance(computed, str):
+        return reworded(written) == reworded(computed)
     return bool(written == computed)
 
 

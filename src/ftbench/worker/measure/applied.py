@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ftbench.core.flops import MatmulShape, VisionMatmulShape
-from ftbench.core.units import GIB
+from ftbench.core.units import GIB, percent
 from ftbench.families import vision as families
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import parallel
@@ -130,7 +130,7 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
         for kind in silent:
             share = kinds[kind]["total"] / applied["parameters"]["total"]
             way = "; method.experts=on trains adapters on them" if kind == "experts" else ""
-            sentences.append(f"{kind} ({share:.0%} of the parameters) get no adapter{way}")
+            sentences.append(f"{kind} ({percent(share, 0)} of the parameters) get no adapter{way}")
     if spec.method.quantised and not spec.method.mxfp4 and kinds["experts"]["total"]:
         sentences.append(
             "the experts are fused matrices, which bitsandbytes does not quantise: they stay as they were loaded"

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ftbench.core.units import GIB
+from ftbench.core.units import GIB, percent
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.kernels.host_offload import HostTensors
 from ftbench.worker.model.parts import decoder_layers
@@ -82,7 +82,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         doing = float(any(_is_on(module) for module in model.modules()))
     wanted = -(-layers // 2) / layers if setting == "selective" else float(bool(setting))
     if doing != wanted:
-        return [f"optimizations.gradient_checkpointing is {setting} and {doing:.0%} of the layers do it"]
+        return [f"optimizations.gradient_checkpointing is {setting} and {percent(doing, 0)} of the layers do it"]
     return _verify_offload(model, layers) if setting == "offload" else []
 
 
