@@ -89,8 +89,8 @@ def _runner_up(ranked: Sequence[Cell], cells: Sequence[Cell]) -> str:
         return "Nothing else was measured." if len(cells) > 1 else "The only one."
     best, second = ranked[:2]
     speed = pair_of("method.name", second, best, noise=noise_of(cells)).speed
-    told = "" if speed is None or speed.direction else "not told apart: "
-    return f"Next: {_where(second, cells)}, {told}{change_in_words(speed)}."
+    doubt = "" if speed is None or speed.direction else "not told apart: "
+    return f"Next: {_where(second, cells)}, {doubt}{change_in_words(speed)}."
 
 
 def _smallest_card(cells: Sequence[Cell]) -> list[Card]:

@@ -33,14 +33,14 @@ def decision(cells: Sequence[Cell]) -> Section | None:
     for cell in alone:
         groups.setdefault((*cell.workload, cell.gpus, cell.facts["gpu"]), []).append(cell)
     points: list[Point] = []
-    told = []
+    lists = []
     for (model, _, data, count, gpu), group in groups.items():
         about = f"{model.rsplit('/', 1)[-1]}, {data}, on {f'{count} x ' if count > 1 else ''}{gpu}"
         if of_group := [replace(point, about=about) for point in _points(group, noise)]:
             points += of_group
-            told.append([f"{about}:", *(f"- {point.sentence}" for point in of_group)])
-    left = len(told) - _MOST_GROUPS
-    paragraphs = [text for group in told[:_MOST_GROUPS] for text in group]
+            lists.append([f"{about}:", *(f"- {point.sentence}" for point in of_group)])
+    left = len(lists) - _MOST_GROUPS
+    paragraphs = [text for group in lists[:_MOST_GROUPS] for text in group]
     paragraphs += [f"{left} more workloads: report them one by one."] if left > 0 else []
     between = list(_cards(alone, noise))
     points += between
