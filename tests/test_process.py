@@ -306,7 +306,18 @@ def test_what_a_kill_of_all_four_leaves_is_ended_by_the_next_command(parent, gro
     strike(one, family_ids, "ftbench", "upper", "lower", "guard")
     one.process.wait()
     family.end_orphans()
-    assert all(map(gone, family_ids))
+    eventually(lambda: all(map(gone, family_ids)))
+
+
+def test_what_has_lost_its_mark_as_it_ends_is_waited_for(monkeypatch):
+    looks, kill, kills = iter([["a mark"]]), os.kill, []
+    with subprocess.Popen(["sleep", "600"]) as ending:
+        monkeypatch.setattr(family, "_marked", lambda: [(ending.pid, mark) for mark in next(looks, [])])
+        monkeypatch.setattr(os, "kill", lambda *call: kill(*call) if kills else kills.append(call))
+        family.end_marked("a mark".__eq__)
+        left = not gone(ending.pid)
+        ending.kill()
+    assert not left
 
 
 WITHOUT_MARK = "import subprocess; subprocess.Popen(['env', '-i', 'setsid', 'sh', '-c', 'echo $$; exec sleep 600']); "

@@ -82,13 +82,16 @@ def end_group(group: Path) -> None:
 
 
 def end_marked(is_meant: Callable[[str], bool]) -> None:
-    """Kill the processes whose mark is meant, until none is left."""
-    end = time.monotonic() + PATIENCE_S
-    while marked := [pid for pid, mark in _marked() if is_meant(mark)]:
-        for pid in marked:
+    """Kill the processes whose mark is meant, until none is left: one whose memory is gone, and its mark with it, may
+    still hold the GPU."""
+    end, killed = time.monotonic() + PATIENCE_S, dict[int, int | None]()
+    while True:
+        killed |= {pid: process_start(pid) for pid, mark in _marked() if is_meant(mark)}
+        killed = {pid: start for pid, start in killed.items() if start is not None and process_start(pid) == start}
+        for pid in killed:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > end:
+        if not killed or time.monotonic() > end:
             return
         time.sleep(_POLL_S)
 
