@@ -411,6 +411,66 @@ def test_frameworks_that_did_not_do_the_same_work_are_told_apart(tmp_path, ftben
     assert "versions.transformers" not in told["ms-swift"]
 
 
+@pytest.fixture
+def of_frameworks(tmp_path):
+    """Two methods through trl and axolotl, plain and at axolotl's best, and trl's QLoRA in another dtype."""
+    work = {"lora": {"dtype": "float32", "seconds": {"trl": 0.101, "plain": 0.1, "best": 0.07}},
+            "qlora": {"dtype": "bfloat16", "seconds": {"trl": 0.15, "plain": 0.1, "best": 0.08}}}  # fmt: skip
+    for number, (name, each) in enumerate(work.items()):
+        for which, seconds in each["seconds"].items():
+            trl = which == "trl"
+            launch = {} if trl else {"launch.framework": "axolotl", "launch.settings": which}
+            applied = OURS | {"trained_dtype": each["dtype"] if trl else "float32"}
+            make_run(
+                tmp_path, f"{name}-{which}", steps(seconds=seconds, seed=number), spec=method(name) | launch,
+                machine={} if trl else {"versions.transformers": "4.0.0"}, applied=applied,
+            )  # fmt: skip
+    return tmp_path
+
+
+def test_which_framework_to_train_with_is_said_for_each_method(of_frameworks, ftbench):
+    out = " ".join(ftbench("report", of_frameworks, "--compare", "framework")[1].split())
+    best = r"axolotl's best lora \([\d,]+ samples/h, [\d.]+ GiB\)"
+    assert re.search(rf"Which framework, lora at batch \d+: {best}, likely \+4\d\.\d % .* against trl lora", out)
+    assert re.search(r"Plain, lora at batch \d+: axolotl, trl are within 1\.\d % of each other\.", out)
+    assert re.search(
+        r"Plain, qlora at batch \d+: axolotl [\d,]+, trl [\d,]+ samples/h \(not the same work in trained", out
+    )
+    assert out.count("trl was run plain alone: its own best are recipes") == 1
+
+
+def test_libraries_of_a_framework_are_told_once_and_its_name_and_settings_by_the_rows(of_frameworks, ftbench):
+    out = " ".join(ftbench("report", of_frameworks, "--compare", "framework")[1].split())
+    assert out.count("transformers 4.0.0") == 1
+    assert "note: libraries of its own: trl has transformers " in out
+    assert "versions.transformers" not in out
+    assert "also differs: launch." not in out
+    assert "axolotl's best lora at batch" in out
+    assert "(framework" not in out
+
+
+def test_the_baseline_s_row_says_how_fast_it_is(of_frameworks, ftbench):
+    out = ftbench("report", of_frameworks, "--compare", "framework")[1]
+    rows = [line for line in out.splitlines() if re.match(r" *\d+  trl ", line)]
+    assert len(rows) == 2
+    assert all(re.search(r"  [\d,]+ tokens/s  ", row) for row in rows)
+
+
+def test_what_always_differs_together_is_one_note(of_frameworks, ftbench):
+    out = " ".join(ftbench("report", of_frameworks, "--compare", "framework")[1].split())
+    notes = re.findall(r"note: \((\d)\) differs: (.*?)(?= note:)", out)
+    assert notes == [("1", "launch.settings: plain → best"), ("2", "applied.trained_dtype: bfloat16 → float32")]
+    assert re.search(r"axolotl's best qlora .*? differs \(1, 2\)", out)
+
+
+def test_repeats_of_two_folders_are_named_by_these(tmp_path, ftbench):
+    for seed, folder in enumerate(("first", "second")):
+        make_run(tmp_path / folder, "a-r1", steps(seed=seed)).path.parent.rename(tmp_path / f"{folder}-gpu")
+    out = ftbench("report", tmp_path)[1]
+    assert "(first-gpu/r1)" in out
+    assert "(second-gpu/r1)" in out
+
+
 def test_what_older_runs_did_not_tell_is_no_difference(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2), machine=gpu(MAX_Q, 300, 300), applied={"padding": "to a multiple of 8"})

@@ -7,7 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftbench.errors import SpecError
-from ftbench.report.data.axes import GPUS, OPTIMIZATIONS, PLAIN, RECIPE, SHORT, STRATEGY, in_order, on_axis, value_at
+from ftbench.report.data.axes import (
+    FRAMEWORK,
+    GPUS,
+    OPTIMIZATIONS,
+    PLAIN,
+    RECIPE,
+    SETTINGS,
+    SHORT,
+    STRATEGY,
+    TRL,
+    in_order,
+    on_axis,
+    value_at,
+)
 from ftbench.report.data.groups import Cell, Run, cells_of
 from ftbench.spec.base import nearest
 
@@ -22,8 +35,8 @@ _UNOPTIMIZED = {
     RECIPE: PLAIN,
     GPUS: ("1",),
     STRATEGY: ("none",),
-    SHORT["framework"]: ("trl",),
-    SHORT["settings"]: ("plain",),
+    FRAMEWORK: (TRL,),
+    SETTINGS: ("plain",),
     SHORT["objective"]: ("sft",),
 }
 

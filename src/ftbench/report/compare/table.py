@@ -13,7 +13,7 @@ from ftbench.report.compare.pairs import Comparison, Pair
 from ftbench.report.compare.words import (
     break_even_text,
     change,
-    differences_text,
+    differences,
     first_step_of,
     first_step_text,
     flat_learning,
@@ -22,10 +22,13 @@ from ftbench.report.compare.words import (
     learning_text,
 )
 from ftbench.report.data.axes import (
+    FRAMEWORK,
+    LIBRARIES,
     MOST_AXES,
     NO_OPTIMIZATION,
     OPTIMIZATIONS,
     RECIPE,
+    SETTINGS,
     headings,
     in_order,
     on_axis,
@@ -74,9 +77,9 @@ def section(comparison: Comparison) -> Section:
 def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], keys: Sequence[str]) -> Table:
     same = [key for key in _CONTEXT if key not in (*keys, comparison.axis) and not _varies(comparison, key)]
     shared = {_name(key): _fact(key, comparison.cells[0]) for key in same}
-    lists = _lists(comparison)
+    lists, numbers = _lists(comparison)
     figures = {heading: [text(cell, pair) for cell, pair in cells] for heading, text in _FIGURES.items()}
-    figures |= {"also differs": [_also(pair, lists) for _, pair in cells], "state": _states(cell for cell, _ in cells)}
+    figures |= {"also differs": [_also(pair, numbers) for _, pair in cells], "state": _states(cell for cell, _ in cells)}
     first = {"#": [_number(cell) for cell, _ in cells], "name": cell_names([cell for cell, _ in cells])}
     first |= {heading: figures.pop(heading) for heading in _FIRST}
     several = {"runs": [_runs(cell) for cell, _ in cells]} if any(len(cell.runs) > 1 for cell, _ in cells) else {}
@@ -143,12 +146,16 @@ def _ordered(comparison: Comparison) -> Iterator[Cell]:
     """Yield each baseline with those held against it, by the order of the axis; those without a partner at the end."""
     rank = {value: i for i, value in enumerate(in_order(comparison.axis, map(comparison.value, comparison.cells)))}
     held: dict[int, list[Pair]] = {}
+
+    def position(cell: Cell) -> tuple[int, bool]:
+        return rank[comparison.value(cell)], cell.facts.get(SETTINGS) == "best"
+
     for pair in comparison.pairs:
         held.setdefault(id(pair.baseline) if pair.baseline else 0, []).append(pair)
     for cell in comparison.cells:
         if comparison.value(cell) == comparison.baseline:
             yield cell
-            yield from (p.cell for p in sorted(held.get(id(cell), []), key=lambda p: rank[comparison.value(p.cell)]))
+            yield from (p.cell for p in sorted(held.get(id(cell), []), key=lambda p: position(p.cell)))
     yield from (pair.cell for pair in held.get(0, []))
 
 
@@ -159,23 +166,33 @@ def _runs(cell: Cell) -> str:
 # --- one row ---------------------------------------------------------------------------------------------------------
 
 
-def _lists(comparison: Comparison) -> dict[str, int]:
-    """Return what differs, in words → the number of its note."""
-    numbers: dict[str, int] = {}
-    for pair in comparison.pairs:
-        if words := differences_text(pair):
-            numbers.setdefault(words, len(numbers) + 1)
-    return numbers
+def _lists(comparison: Comparison) -> tuple[list[str], dict[int, list[str]]]:
+    """Return what differs, in words, and the numbers of those words that each pair needs: what always differs together
+    has one number."""
+    holders: dict[str, list[int]] = {}
+    for index, pair in enumerate(comparison.pairs):
+        for words in differences(pair):
+            holders.setdefault(words, []).append(index)
+    together: dict[tuple[int, ...], list[str]] = {}
+    for words, indexes in holders.items():
+        together.setdefault(tuple(indexes), []).append(words)
+    numbers: dict[int, list[str]] = {}
+    for number, indexes in enumerate(together, 1):
+        for index in indexes:
+            numbers.setdefault(id(comparison.pairs[index]), []).append(str(number))
+    lists = [("differs: " if comparison.pairs[indexes[0]].baseline else "") + "; ".join(words)
+             for indexes, words in together.items()]  # fmt: skip
+    return lists, numbers
 
 
-def _also(pair: Pair | None, lists: Mapping[str, int]) -> str:
-    """Return what differs beside the axis: `nothing`, or the number of the note that says it."""
+def _also(pair: Pair | None, numbers: Mapping[int, Sequence[str]]) -> str:
+    """Return what differs beside the axis: `nothing`, or the numbers of the notes that say it."""
     if pair is None:
         return "baseline"
-    number = f"({lists[differences_text(pair)]})" if pair.differences or pair.baseline is None else ""
+    listed = f"({', '.join(numbers[id(pair)])})" if id(pair) in numbers else ""
     if pair.baseline is None:
-        return f"no partner {number}"
-    return "; ".join(filter(None, [number or "nothing", pair.reason]))
+        return f"no partner {listed}"
+    return "; ".join(filter(None, [listed or "nothing", pair.reason]))
 
 
 def _states(cells: Iterable[Cell]) -> list[str]:
@@ -199,7 +216,7 @@ def _changed(name: str, text: Callable[[float | None], str], ratio: str) -> Call
 
 _FIGURES: dict[str, Callable[[Cell, Pair | None], str]] = {
     "samples/h": lambda cell, _: units.rate(_hourly(cell)),
-    "speed": lambda _, pair: change(pair.speed) if pair else "",
+    "speed": lambda cell, pair: change(pair.speed) if pair else _absolute(cell),
     "peak GiB": _changed(PEAK, units.gibibytes, "memory"),
     "first step": first_step_text,
     "energy": lambda _, pair: change(pair.energy) if pair else "",
@@ -207,6 +224,12 @@ _FIGURES: dict[str, Callable[[Cell, Pair | None], str]] = {
     "loss": lambda _, pair: learning_text(pair.learning) if pair else "",
     "grad norm": lambda _, pair: grad_norm_text(pair.learning) if pair else "",
 }
+
+
+def _absolute(cell: Cell) -> str:
+    """Return the speed that the others' changes are held against."""
+    rate = cell.figure(TOKENS)
+    return "" if rate is None else f"{units.rate(rate)} tokens/s"
 
 
 def _hourly(cell: Cell) -> float | None:
@@ -217,7 +240,7 @@ def _hourly(cell: Cell) -> float | None:
 # --- below the table -------------------------------------------------------------------------------------------------
 
 
-def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Mapping[str, int]) -> Iterator[str]:
+def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) -> Iterator[str]:
     verdicts = [(pair, pair.learning) for pair in comparison.pairs if pair.learning]
     for pair, learning in verdicts:
         if learning.failed:
@@ -226,8 +249,10 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Mapping[str, in
     if comparison.dropped:
         noun = "pair is" if comparison.dropped == 1 else "pairs are"
         yield f"--strict: {comparison.dropped} {noun} not the same recipe and left out"
-    for words, number in lists.items():
+    for number, words in enumerate(lists, 1):
         yield f"({number}) {words}"
+    if comparison.axis == FRAMEWORK:
+        yield from _libraries({comparison.value(cell): cell for cell in cells})
     reasons = dict.fromkeys(learning.reason for _, learning in verdicts if learning.verdict == CANNOT_TELL)
     if reasons:
         yield f"loss, cannot tell: {'; '.join(reasons)}"
@@ -235,6 +260,18 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Mapping[str, in
            if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]  # fmt: skip
     if few:
         yield f"fewer than {MINIMUM_STEADY} steady steps: {named(few)}"
+
+
+def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:
+    """Yield the versions of the libraries that frameworks do not share, which is no difference of what they do."""
+    versions = {name: [cell.facts.get(f"versions.{name}") for cell in by_framework.values()] for name in LIBRARIES}
+    own = [name for name, each in versions.items() if len(set(each)) > 1]
+    had = {framework: ", ".join(f"{name} {version}" for name in own if (version := cell.facts.get(f"versions.{name}")))
+           for framework, cell in by_framework.items()}  # fmt: skip
+    if own:
+        yield "libraries of its own: " + "; ".join(
+            f"{framework} has {names}" for framework, names in had.items() if names
+        )
 
 
 # --- for programs ----------------------------------------------------------------------------------------------------

@@ -72,8 +72,14 @@ def grad_norm_text(learning: Learning | None) -> str:
 
 def differences_text(pair: Pair) -> str:
     """Return all that keeps a pair from being the same recipe, or why there is none."""
+    words = "; ".join(differences(pair))
+    return f"differs: {words}" if words and pair.baseline else words
+
+
+def differences(pair: Pair) -> list[str]:
+    """Return each thing that keeps a pair from being the same recipe, or why there is none."""
     if pair.baseline is None:
-        return pair.reason
+        return [pair.reason]
     words = []
     other_tokens = any(fact.key == "dataset.hash" for fact in pair.differences)
     for fact in pair.differences:
@@ -81,7 +87,7 @@ def differences_text(pair: Pair) -> str:
             continue
         unknown = " (unknown)" if None in (fact.baseline, fact.candidate) else ""
         words.append(_KEYS[fact.key] + unknown if fact.key in _KEYS else str(fact))
-    return "differs: " + "; ".join(words) if words else ""
+    return words
 
 
 def first_step_text(cell: Cell, pair: Pair | None = None) -> str:

@@ -21,6 +21,7 @@ SHORT = {
 }  # fmt: skip
 OPTIMIZATIONS, RECIPE = "optimizations", "recipe"
 GPUS, STRATEGY = "launch.gpus", "launch.strategy"
+FRAMEWORK, SETTINGS, TRL = "launch.framework", "launch.settings", "trl"
 NO_OPTIMIZATION = "none"
 PLAIN = ("plain", NO_OPTIMIZATION)
 
@@ -67,6 +68,13 @@ def recipe_keys() -> dict[str, dict[str, str]]:
     return {name: {key: as_fact(key, value) for key, value in flat(recipe(name, FOLDER))} for name in recipes()}
 
 
+def framework_words(facts: Mapping[str, str]) -> str:
+    """Return `axolotl `, or `axolotl's best ` at its own best, to put before what is trained; empty where no framework
+    is known."""
+    name = facts.get(FRAMEWORK, "")
+    return name and name + ("'s best " if facts.get(SETTINGS) == "best" else " ")
+
+
 def on_axis(axis: str, key: str) -> bool:
     """Return whether a fact is part of the axis itself."""
     if axis == RECIPE and any(key in keys for keys in recipe_keys().values()):
@@ -77,8 +85,8 @@ def on_axis(axis: str, key: str) -> bool:
 _RAN_BY = ("method.", "objective.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer")
 _BY_FRAMEWORK = ("applied.loss", "applied.patched_by")  # each has a loss of its own; the rest is to be the same work
 # What a framework brings along; torch is the same for all, or told.
-_OWN = ("transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
-_LIBRARIES = {f"versions.{name}" for name in _OWN}
+LIBRARIES = ("transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy", "torchao")
+_LIBRARIES = {f"versions.{name}" for name in LIBRARIES}
 
 
 def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
@@ -86,9 +94,9 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
     only one method has; the model's revision; and another GPU's power limit, where both are at their highest."""
     if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
         return True
-    if axis in (SHORT["framework"], SHORT["settings"]) and key in _BY_FRAMEWORK:
+    if axis in (FRAMEWORK, SETTINGS) and key in _BY_FRAMEWORK:
         return True
-    if axis == SHORT["framework"] and key in _LIBRARIES:
+    if key in _LIBRARIES and baseline.get(FRAMEWORK, TRL) != candidate.get(FRAMEWORK, TRL):
         return True
     for name in ("method", "objective"):
         if axis in (f"{name}.name", RECIPE) and key.startswith(f"{name}."):

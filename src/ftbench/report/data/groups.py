@@ -13,6 +13,7 @@ from typing import Any
 from ftbench.core.compare import Pace, geometric_mean
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.data.axes import (
+    FRAMEWORK,
     GPUS,
     NO_OPTIMIZATION,
     OPTIMIZATIONS,
@@ -20,6 +21,7 @@ from ftbench.report.data.axes import (
     RECIPE,
     STRATEGY,
     by_importance,
+    framework_words,
     headings,
     recipe_keys,
     value_at,
@@ -187,8 +189,10 @@ def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
     for run in runs:
         groups.setdefault((identity(run), run.ran.get(axis)), []).append(run)
     facts = [_facts(group) for group in groups.values()]
-    cells = [Cell(own, tuple(group), _way(own)) for own, group in zip(facts, groups.values(), strict=True)]
-    return _told_apart(cells, axis)
+    several = len({own.get(FRAMEWORK) for own in facts}) > 1
+    ways = [framework_words(own) * several + _way(own) for own in facts]
+    parts = zip(facts, groups.values(), ways, strict=True)
+    return _told_apart([Cell(own, tuple(group), way) for own, group, way in parts], axis)
 
 
 def identity(run: Run) -> Any:
@@ -256,8 +260,7 @@ def _told_apart(cells: Sequence[Cell], axis: str) -> list[Cell]:
 
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
     """Return a text for each cell that no other has: facts of the spec, or else the first run."""
-    keys = [axis] if axis else []
-    keys += by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
+    keys = [axis] * bool(axis) + by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
     chosen: dict[str, list[str]] = {}
     kinds: list[Any] = [()] * len(group)
     for key in keys:

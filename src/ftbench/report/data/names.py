@@ -40,9 +40,11 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _repeats(cell: Cell) -> list[str]:
-    """Return `r2` of `…-r2` for each run where that tells the repeats apart, else the runs' whole ids."""
+    """Return `r2` of `…-r2` for each run where that tells the repeats apart, else `second-gpu/r2` with its folder, else
+    the runs' whole ids."""
     ends = [run.run_id.rpartition("-")[2] for run in cell.runs]
-    return ends if len(set(ends)) == len(ends) else [run.run_id for run in cell.runs]
+    within = [f"{run.dir.path.parent.name}/{end}" for run, end in zip(cell.runs, ends, strict=True)]
+    return next((names for names in (ends, within) if len(set(names)) == len(names)), [run.run_id for run in cell.runs])
 
 
 def run_of(record: Mapping[str, Any]) -> str:

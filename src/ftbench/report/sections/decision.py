@@ -12,15 +12,17 @@ from ftbench.core.learning import CANNOT_TELL
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import Noise, Pair, learning_of, noise_of, pair_of
 from ftbench.report.compare.words import change_in_words, differences_text
+from ftbench.report.data.axes import FRAMEWORK, SETTINGS
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.render.document import Point, Section
+from ftbench.report.sections.frameworks import framework_points
 
 LESS_MEMORY = 0.95  # a recipe that needs more than this share of another's memory is not called smaller
 NEARLY_LEAST = 1.10  # within this of the least memory, the fastest is the one to take
 _MOST_GROUPS = 6
 _MOST_HELD, _MOST_NAMED = 50, 6  # ways held against the fastest, whose every step is read; and named of a kind
 _NAMED = ("method.", "optimizations.", "applied.", "train.optimizer", "train.batch_size",
-          "train.gradient_accumulation_steps")  # fmt: skip
+          "train.gradient_accumulation_steps", FRAMEWORK, SETTINGS)  # fmt: skip
 
 
 def decision(cells: Sequence[Cell]) -> Section | None:
@@ -62,6 +64,7 @@ def _point(text: str, *cells: Cell, also: str = "") -> Point:
 def _points(group: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     measured = [cell for cell in group if cell.measured and cell.figure(SAMPLES)]
     best = _best_of_each_way(measured)
+    yield from framework_points(measured, noise)
     yield from _memory_short(measured, noise)
     yield from _limits(group)
     if len(best) > 1:
