@@ -13,7 +13,7 @@ from ftbench.report.compare.pairs import Comparison, Pair
 from ftbench.report.compare.words import (
     break_even_text,
     change,
-    differences,
+    difference_lists,
     first_step_of,
     first_step_text,
     flat_learning,
@@ -77,9 +77,12 @@ def section(comparison: Comparison) -> Section:
 def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], keys: Sequence[str]) -> Table:
     same = [key for key in _CONTEXT if key not in (*keys, comparison.axis) and not _varies(comparison, key)]
     shared = {_name(key): _fact(key, comparison.cells[0]) for key in same}
-    lists, numbers = _lists(comparison)
+    lists, numbers = difference_lists(comparison.pairs)
     figures = {heading: [text(cell, pair) for cell, pair in cells] for heading, text in _FIGURES.items()}
-    figures |= {"also differs": [_also(pair, numbers) for _, pair in cells], "state": _states(cell for cell, _ in cells)}
+    figures |= {
+        "also differs": [_also(pair, numbers) for _, pair in cells],
+        "state": _states(cell for cell, _ in cells),
+    }
     first = {"#": [_number(cell) for cell, _ in cells], "name": cell_names([cell for cell, _ in cells])}
     first |= {heading: figures.pop(heading) for heading in _FIRST}
     several = {"runs": [_runs(cell) for cell, _ in cells]} if any(len(cell.runs) > 1 for cell, _ in cells) else {}
@@ -164,25 +167,6 @@ def _runs(cell: Cell) -> str:
 
 
 # --- one row ---------------------------------------------------------------------------------------------------------
-
-
-def _lists(comparison: Comparison) -> tuple[list[str], dict[int, list[str]]]:
-    """Return what differs, in words, and the numbers of those words that each pair needs: what always differs together
-    has one number."""
-    holders: dict[str, list[int]] = {}
-    for index, pair in enumerate(comparison.pairs):
-        for words in differences(pair):
-            holders.setdefault(words, []).append(index)
-    together: dict[tuple[int, ...], list[str]] = {}
-    for words, indexes in holders.items():
-        together.setdefault(tuple(indexes), []).append(words)
-    numbers: dict[int, list[str]] = {}
-    for number, indexes in enumerate(together, 1):
-        for index in indexes:
-            numbers.setdefault(id(comparison.pairs[index]), []).append(str(number))
-    lists = [("differs: " if comparison.pairs[indexes[0]].baseline else "") + "; ".join(words)
-             for indexes, words in together.items()]  # fmt: skip
-    return lists, numbers
 
 
 def _also(pair: Pair | None, numbers: Mapping[int, Sequence[str]]) -> str:

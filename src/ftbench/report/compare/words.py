@@ -90,6 +90,25 @@ def differences(pair: Pair) -> list[str]:
     return words
 
 
+def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[str]]]:
+    """Return what differs, in words, and the numbers of those words that each pair needs: what always differs together
+    has one number."""
+    holders: dict[str, list[int]] = {}
+    for index, pair in enumerate(pairs):
+        for words in differences(pair):
+            holders.setdefault(words, []).append(index)
+    together: dict[tuple[int, ...], list[str]] = {}
+    for words, indexes in holders.items():
+        together.setdefault(tuple(indexes), []).append(words)
+    numbers: dict[int, list[str]] = {}
+    for number, indexes in enumerate(together, 1):
+        for index in indexes:
+            numbers.setdefault(id(pairs[index]), []).append(str(number))
+    lists = [("differs: " if pairs[indexes[0]].baseline else "") + "; ".join(words)
+             for indexes, words in together.items()]  # fmt: skip
+    return lists, numbers
+
+
 def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
     """Return `1.52 s`, `9.4 s warm (+518.4 %)`, `41.0 s cold, 9.4 s warm`: one figure for each state of the compiler's
     cache."""
