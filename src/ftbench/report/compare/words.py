@@ -101,11 +101,11 @@ def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[s
     for words, indexes in holders.items():
         together.setdefault(tuple(indexes), []).append(words)
     numbers: dict[int, list[str]] = {}
-    for number, indexes in enumerate(together, 1):
-        for index in indexes:
+    for number, group in enumerate(together, 1):
+        for index in group:
             numbers.setdefault(id(pairs[index]), []).append(str(number))
-    lists = [("differs: " if pairs[indexes[0]].baseline else "") + "; ".join(words)
-             for indexes, words in together.items()]  # fmt: skip
+    lists = [("differs: " if pairs[group[0]].baseline else "") + "; ".join(facts)
+             for group, facts in together.items()]  # fmt: skip
     return lists, numbers
 
 
