@@ -665,6 +665,21 @@ def test_nothing_of_a_sweep_s_command_line_is_dropped_in_silence(ftbench, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["report", "STUDY", "--format", ""], 2, "--format : "),
+        (["doctor", "--set", "train.batch_size=8"], 2, "--set: changes a spec: name its file"),
+        (["doctor", "--python", ""], 3, "no such interpreter"),
+        (["verify", "STUDY"], 2, "is a folder; `ftbench bundle"),
+    ],
+)
+def test_nothing_that_is_empty_or_belongs_elsewhere_is_dropped_in_silence(ftbench, study, arguments, code, said):
+    ended, out, err = ftbench(*(word.replace("STUDY", str(study)) for word in arguments))
+    assert ended == code
+    assert said in out + err
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--set", "train.batch_size=8"], "--set train.batch_size=8: does nothing, since the axis train.batch_size"),

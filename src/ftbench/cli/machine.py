@@ -35,9 +35,11 @@ def doctor(
     """Say what is installed, what works on this machine, and what to do about the rest."""
     from ftbench.doctor.examine import examine, examine_environment
 
-    if python and (spec or sets):
+    if python is not None and (spec or sets):
         raise SpecError("--python: a spec's own launch.python is looked at with it: leave one of the two out")
-    diagnosis = examine_environment(python) if python else examine(spec, sets or [], out)
+    if sets and spec is None:
+        raise SpecError("--set: changes a spec: name its file, or leave the change out")
+    diagnosis = examine(spec, sets or [], out) if python is None else examine_environment(python)
     emit(diagnosis.as_dict() if as_json else diagnosis.as_text())
     raise typer.Exit(MissingError.exit_code if diagnosis.can_run is False else 0)
 

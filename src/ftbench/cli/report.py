@@ -46,8 +46,8 @@ def report(
     show_in_full(wide or output is not None)
 
     request = command.Request(
-        paths, format or formats.format_of(output), compare, baseline, strict, repeats, answers, hours, against,
-        fail_above, prices, references, estimates, where or [], sort,
+        paths, formats.format_of(output) if format is None else format, compare, baseline, strict, repeats, answers,
+        hours, against, fail_above, prices, references, estimates, where or [], sort,
         [name.strip() for name in columns.split(",")] if columns is not None else [],
     )  # fmt: skip
     with uncollected():

@@ -21,6 +21,8 @@ _IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 def image_problem(error: Exception) -> str:
     """Return why an image's file cannot be used, in a line and without the object that a decoder had it in."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{str(error.filename)[-120:]}: {file_problem(error, '{}')}"
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r" <_io\..*>", "", said)[:120]
 

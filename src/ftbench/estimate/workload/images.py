@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -172,8 +173,8 @@ def _size_of(image: Any, folder: Path) -> Sides:
     from PIL import Image
 
     source = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
-    if isinstance(source, bytes):
-        with Image.open(BytesIO(source)) as opened:
+    file = BytesIO(source) if isinstance(source, bytes) else open_plain_file(folder / str(source), MOST_BYTES)
+    with file, warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)  # as where it is trained on
+        with Image.open(file) as opened:
             return opened.size
-    with open_plain_file(folder / str(source), MOST_BYTES) as file, Image.open(file) as opened:
-        return opened.size

@@ -36,6 +36,8 @@ _TAIL = 20 * BLOCK  # a tar may be filled up to this
 def unpack(path: Path, folder: Path) -> dict[str, Any]:
     """Unpack a bundle into `folder` (new or empty) and return its manifest, with the hash of each file in `hashes`.
     Raises SpecError for whatever is no bundle; `folder` may then hold a part of it."""
+    if path.is_dir():
+        raise SpecError(f"{path}: is a folder; `ftbench bundle {path}` makes the file of it that can be checked")
     try:
         with open_plain_file(path, MAX_TOTAL) as file:
             if file.read(4) != b"\x28\xb5\x2f\xfd":  # RFC 8878, section 3.1.1
