@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
+import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
-from ftbench.store.rundir import RunDir
+from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file
 
+_PARTS = ("names", "begin", "sketches", "norms")
+_MOST_BYTES = 2**30  # of the arrays together; 20 steps of a thousand weights take a tenth
 SAME_BEGINNING = 0.01  # share by which initial weights may differ: what rounding to 16 bits leaves
 
 
@@ -32,6 +38,10 @@ def agreement(reference: RunDir, candidate: RunDir) -> tuple[list[Agreement], st
         return [], "no gradients were kept"
     if set(before["names"]) != set(after["names"]):
         return [], "other weights are trained"
+    if before["sketches"].shape != after["sketches"].shape:
+        return [], "other steps were kept"
+    if not all(math.isfinite(side[name].sum()) for side in (before, after) for name in _PARTS[1:]):
+        return [], "one of them is no number"
     order = [list(after["names"]).index(name) for name in before["names"]]
     begin, other = before["begin"], after["begin"][order]
     if float(((begin - other) ** 2).sum()) > SAME_BEGINNING**2 * float((begin**2).sum()):
@@ -46,9 +56,26 @@ def agreement(reference: RunDir, candidate: RunDir) -> tuple[list[Agreement], st
 
 
 def _loaded(run: RunDir) -> dict[str, Any]:
+    """Return what `worker/measure/gradients.py` wrote; nothing where that is missing, cut short or something else."""
     import numpy as np
 
-    return dict(np.load(run.gradients, allow_pickle=False)) if run.gradients.exists() else {}
+    try:
+        with open_plain_file(run.gradients, MOST_CSV_BYTES) as file, zipfile.ZipFile(file) as kept:
+            if sum(part.file_size for part in kept.infolist()) > _MOST_BYTES:
+                return {}
+            arrays = {name: np.load(BytesIO(kept.read(f"{name}.npy")), allow_pickle=False) for name in _PARTS}
+    except (OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, MemoryError):
+        return {}
+    count = arrays["names"].size
+    steps, width = arrays["sketches"].shape[:1], arrays["begin"].shape[1:]
+    shapes = {
+        "names": (count,),
+        "begin": (count, *width),
+        "sketches": (*steps, count, *width),
+        "norms": (*steps, count),
+    }
+    numbers = all(arrays[name].dtype.kind == "f" for name in _PARTS[1:])
+    return arrays if numbers and all(arrays[name].shape == shape for name, shape in shapes.items()) else {}
 
 
 def _place_of(name: str) -> tuple[str, int | None]:
