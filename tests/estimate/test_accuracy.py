@@ -112,10 +112,11 @@ def test_calibrating_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "allocated" in told
     assert str(constants.user_file()) in told
     assert constants.constants() != constants.shipped()
-    constants.user_file().write_text("{}")
-    constants.constants.cache_clear()
-    with pytest.raises(DataError, match="calibrate again"):
-        constants.constants()
+    for text in ("{}", "[" * 100_000):
+        constants.user_file().write_text(text)
+        constants.constants.cache_clear()
+        with pytest.raises(DataError, match="calibrate again"):
+            constants.constants()
     constants.user_file().unlink()
     constants.constants.cache_clear()
     assert constants.constants() == constants.shipped()

@@ -49,6 +49,23 @@ def test_an_event_is_on_its_way_to_the_disk_before_the_journal_is_closed(tmp_pat
     written.close()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "device"])
+def test_what_is_no_plain_file_is_neither_waited_for_nor_written_into(tmp_path, kind):
+    mine, path = tmp_path / "mine", tmp_path / LOCK
+    mine.write_text("of great worth")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(mine if kind == "link" else "/dev/zero")
+    (tmp_path / "j").symlink_to(mine)
+    assert not is_held(tmp_path)
+    with pytest.raises(MissingError, match="cannot be written"), locked(tmp_path):
+        pass
+    with pytest.raises(MissingError, match="cannot be written"):
+        Journal(tmp_path / "j")
+    assert mine.read_text() == "of great worth"
+
+
 def test_a_line_torn_at_any_byte_loses_only_itself(tmp_path):
     path = tmp_path / "j"
     write(path, "begin", "first", "second", what="名前 é")

@@ -54,12 +54,10 @@ def constants() -> Constants:
     read."""
     path = user_file()
     try:
-        text = path.read_text("utf-8")
+        return _read(json.loads(rundir.read_bytes(path)), str(path))
     except OSError:
         return shipped()
-    try:
-        return _read(json.loads(text), str(path))
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path}: {error}; calibrate again, or remove it to use the shipped constants") from None
 
 

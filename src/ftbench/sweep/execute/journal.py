@@ -7,10 +7,12 @@ other machines.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import platform
+import stat
 import tempfile
 import threading
 import time
@@ -26,13 +28,23 @@ LOCK, JOURNAL = ".lock", "journal.jsonl"
 BEAT_S, DEAD_S = 5.0, 30.0
 
 
+def _opened(path: Path, flags: int) -> int:
+    """Open a file of a sweep's folder, which may be a stranger's: no link out of it, and no pipe that waits. Raise
+    OSError."""
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "is no plain file", str(path))
+    return file
+
+
 class Journal:
     """Appends whole lines; an unfinished one that a crash left is ended first, so that it spoils no other."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._torn = path, False
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
                 os.write(self._file, b"\n")
@@ -61,7 +73,7 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = _opened(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise rundir.disk_error(path, error) from None
     try:
@@ -128,7 +140,7 @@ def holder_of(folder: Path) -> dict[str, Any]:
 def is_held(folder: Path) -> bool:
     """Return whether a sweep runs in the folder just now."""
     try:
-        file = os.open(folder / LOCK, os.O_RDONLY)
+        file = _opened(folder / LOCK, os.O_RDONLY)
     except OSError:
         return False
     try:
