@@ -17,7 +17,7 @@ from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.store.steps import read_steps
 from ftbench.sweep.jobs import on_resume, read_standing
 
-LATER = {"timeout_s": 60}  # no test waits for longer
+LATER = {"timeout_s": 240}  # no test waits for longer
 
 
 @pytest.fixture

@@ -387,15 +387,17 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path, rank):
     assert command.state()["rank"] == rank
 
 
-def impatient() -> None:
-    """Take a run for hung ten seconds after its third step."""
-    follow.STEP_S, follow.PATIENCE = 10.0, 0
+def impatient(place: Path) -> None:
+    """Take a run for hung once the file is there."""
+    follow.Watchdog.limit_s = lambda _: 0.0 if place.exists() else None
 
 
 def test_a_rank_that_hangs_ends_all_and_is_named(tmp_path):
-    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out", before=impatient) as command:
+    place = tmp_path / "hung"
+    with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out", before=partial(impatient, place)) as command:
         wait_for_ranks(command)
         ranks_of(command)[1].suspend()
+        place.touch()
         command.finish()
     assert_over(command, "timeout", "launch.no_step_s", "rank 1 is behind the others")
 

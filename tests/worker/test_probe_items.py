@@ -202,7 +202,7 @@ def test_the_counters_are_read_while_watched(monkeypatch):
 # --- several processes -----------------------------------------------------------------------------------------------
 
 
-def run_ranks(tmp_path, *codes, timeout_s=20.0):
+def run_ranks(tmp_path, *codes, timeout_s=240.0):
     commands = [[sys.executable, "-S", "-c", code] for code in codes]
     return links.supervise(commands, os.environ, tmp_path, timeout_s)
 
