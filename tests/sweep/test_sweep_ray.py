@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ftbench[ray]'")
 
 import types
+from contextlib import ExitStack
 
 from ftbench.errors import MissingError
 from ftbench.spec.load import load
@@ -29,6 +30,23 @@ def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path, on, said):
     assert done.code == (2 if on == "pbs" else 3)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "why", ["RuntimeError: Starting Ray client server failed.", "psutil.ZombieProcess: PID still exists"]
+)
+def test_a_cluster_whose_server_does_not_begin_is_asked_again(monkeypatch, why):
+    answers = [ConnectionAbortedError(f"Initialization failure from server:\n{why}\n")] * 2
+
+    def init(**options):
+        if answers:
+            raise answers.pop()
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(ray_slots, "_RETRY_S", 0.0)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with ExitStack() as stack:
+        assert ray_slots._connect("ray", stack).init is init
 
 
 A, B = "127.0.0.2", "127.0.0.3"

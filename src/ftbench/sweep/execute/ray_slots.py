@@ -105,9 +105,9 @@ def _connect(on: str, stack: ExitStack) -> Any:
                      configure_logging=False)  # fmt: skip
             break
         except Exception as error:  # noqa: BLE001 - no cluster, another version, Ray's client without its package
-            # Ray's client server starts a process for each driver, and gives up early on a busy machine; and Ray looks
-            # at all processes, of which one may end meanwhile.
-            if tries_left and ("client server failed" in str(error) or type(error).__module__.startswith("psutil")):
+            # Ray's client server starts a process for each driver, and on a busy machine gives up early or is confused
+            # by one that ends.
+            if tries_left and "Initialization failure from server" in str(error):
                 time.sleep(_RETRY_S)
                 continue
             raise MissingError(f"--on {on}: cannot join the Ray cluster: {_reason(error)}") from None
