@@ -41,7 +41,7 @@ def _adamw(
     weight: tensor, gradient: tensor, first: tensor, second: tensor, factor: tensor, size: tensor, seed: tensor,
     lr: tensor, decay: tensor, beta1: tensor, beta2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Step a parameter in place. `lr` is the rate over the first moment's correction, `decay` what is left of the
+    """Change a parameter in place. `lr` is the rate over the first moment's correction, `decay` what is left of the
     weight, `root` one over the root of the second moment's correction."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
@@ -62,7 +62,7 @@ def adamw_step(
     weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor,
     step: int, seed: int, group: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Step a dense parameter by its gradient times `factor` (a number on the device), the `step`th time. `seed`: 32
+    """Change a dense parameter by its gradient times `factor` (a number on the device), the `step`th time. `seed`: 32
     bits, other ones each time; `group` has lr, betas, weight_decay and eps as torch.optim.AdamW."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     numbers = (
