@@ -43,7 +43,7 @@ def page_file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=90_000)
         yield found
         found.close()
 
@@ -112,9 +112,15 @@ def opened(browser, page_file):
 
 
 def draw_all(page: Any) -> None:
-    """Waits until each figure is drawn."""
+    """Waits until each figure is drawn, in the room that it has."""
     for box in page.query_selector_all(".figure"):
         box.wait_for_selector("svg .gridline, .bar", state="attached")
+    lay_out(page)
+
+
+def lay_out(page: Any) -> None:
+    """Waits for two frames: in the first, what has changed its size is drawn again."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def rows(page: Any, column: str | None = None) -> list[str]:
@@ -133,7 +139,7 @@ def test_it_draws_itself_in_every_size_and_light(opened, name, size, scheme, tmp
         draw_all(page)
         if name == "paper":
             page.emulate_media(media="print")
-            page.wait_for_timeout(300)
+            lay_out(page)
         folder = Path(os.environ.get("FTBENCH_SHOTS", tmp_path))
         folder.mkdir(parents=True, exist_ok=True)
         picture = page.screenshot(path=folder / f"{name}-{scheme}.png", full_page=True)
@@ -371,7 +377,7 @@ def test_a_run_opens_with_what_was_applied_and_closes_with_escape(opened):
         assert "Qwen3ForCausalLM" in words
         assert "580.1" in words
         page.keyboard.press("Escape")
-        assert not page.is_visible("dialog")
+        page.wait_for_selector("dialog", state="hidden")
         assert page.evaluate("window.stolen") is None
 
 
