@@ -78,8 +78,8 @@ class _SteppedByKernel:
                     state |= {"step": torch.tensor(0.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
                 state["step"] += 1
                 seed = int(torch.randint(1 << 31, ()))
-                given = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.factor, int(state["step"]), seed)
-                adamw_step(*given, group)
+                given = (p, p.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], self.factor)
+                adamw_step(*given, int(state["step"]), seed, group)
         return None
 
 
