@@ -13,12 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from commands import TINY, write_spec
 from ftbench import __version__
+from ftbench.cli import app
 from ftbench.core import rows
 from ftbench.errors import DataError, MissingError
 from ftbench.launch import runner
+from ftbench.report import catalogue
 from ftbench.store import machine, rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
@@ -775,3 +778,17 @@ def test_an_error_of_a_thousand_lines_is_cut(ftbench, tmp_path):
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 21
     assert "… and 980 more lines" in done.stderr
+
+
+def test_the_list_of_commands_says_of_each_a_whole_sentence(ftbench, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = ftbench("--help")
+    commands = out.partition("Commands:\n")[2].splitlines()
+    assert (code, len(commands)) == (0, len(typer.main.get_command(app).commands))
+    assert all(line.endswith((".", "…")) and not line.endswith("...") for line in commands)
+
+
+def test_a_list_without_a_name_says_which_there_are(ftbench):
+    code, _, err = ftbench("list")
+    assert code == 2
+    assert all(name in err for name in catalogue.LISTS)

@@ -7,13 +7,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import typer
 
 from ftbench.cli import app
-from ftbench.spec.load import load
+from ftbench.report.command import Request, report
+from ftbench.spec.load import load, spec_keys
 from ftbench.spec.slurm import load_settings
 from ftbench.spec.sweep import cells
 from ftbench.store import digests
@@ -149,3 +151,20 @@ def test_a_page_that_a_script_writes_is_up_to_date(script):
 
 def test_the_picture_is_small_enough_for_a_first_page():
     assert (ROOT / "docs" / "report.png").stat().st_size <= 300_000
+
+
+def test_every_heading_of_a_report_stands_in_the_glossary():
+    """Those of sections; a column of the spec's keys is named by `ftbench list keys`, a batch by its number."""
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/glossary.md").read_text("utf-8"), re.MULTILINE)
+    known = f", {', '.join(rows)}, ".replace("`", "").replace(" …", "").casefold()
+    folders = ("headline/full", "several-gpus", "qwen3-8b-frontier", "profiles")
+    paths = [ROOT / "results/h200" / name for name in folders]
+    prices = ROOT / "configs/prices-example.yaml"
+    text = report(Request(paths, "md", answers=True, prices=prices)).text
+    text += report(Request(paths[:1], "md", "recipe")).text
+    heads = [above for above, below in pairwise(text.splitlines()) if below.startswith("|-")]
+    keys = {end for key, *_ in spec_keys() for end in (key, key.rpartition(".")[2].replace("_", " "))}
+    headings = {cell for line in heads for cell in line.strip("| ").split(" | ")} - keys
+    assert len(headings) > 40
+    missing = sorted(name for name in headings if not name.isdigit() and f", {name.casefold()}, " not in known)
+    assert not missing, f"docs/glossary.md does not tell {missing}"

@@ -35,7 +35,7 @@ def test_what_does_a_night_with_an_rtx_4090_make_of_20000_rows_of_my_own(ftbench
     assert re.search(r"in 8 h 00 min the best trains [\d,]+ samples \([\d,]+ to [\d,]+\), [\d,]+ passes", words(out))
     best = load(tmp_path / "best.yaml")
     assert (best.dataset.samples or 20_000, best.dataset.path) == (20_000, str(tmp_path / "own.jsonl"))
-    assert yaml.safe_load(out.partition("(-o FILE writes it):")[2])["name"] == "mine-best"
+    assert yaml.safe_load(out.partition("(`ftbench run best.yaml` trains it):")[2])["name"] == "mine-best"
 
     code, out, _ = ftbench("estimate", "best.yaml", "--gpu", "RTX 4090", "--check")
     assert code == 0

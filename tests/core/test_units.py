@@ -60,6 +60,7 @@ def test_a_share_is_a_percentage():
 def test_a_change_has_its_sign():
     assert units.change(0.423) == "+42.3 %"
     assert units.change(-0.5, 0) == "-50 %"
+    assert units.change(503.67) == "+50,367 %"
     assert units.change(None) == ""
 
 

@@ -187,7 +187,7 @@ def test_memory_short_names_the_smaller_and_its_price(tmp_path):
 def test_the_smallest_that_is_the_fastest_has_no_price(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=0.5, seed=2, peak_memory_gb=20.0), spec=method("qlora"))
-    assert "qlora at batch 4 is the fastest, and needs 20.0 GiB where the least is 20.0 GiB" in words(tmp_path)
+    assert "qlora at batch 4 is the fastest, and needs 20.0 GiB, the least" in words(tmp_path)
 
 
 def test_nearly_the_same_memory_is_no_saving(tmp_path):

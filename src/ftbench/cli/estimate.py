@@ -38,7 +38,7 @@ def estimate(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Say how much memory and time a spec needs, and whether it fits, without training."""
+    """Say what memory and time a spec needs, and whether it fits. Nothing is trained."""
     from ftbench.estimate import command
 
     if calibrate is not None:
@@ -63,7 +63,7 @@ def estimate(
 
 @app.command()
 def data(spec: Spec, sets: Sets = None, as_json: Json = False) -> None:
-    """Show a spec's data set as a model would see it: lengths, what is cut, what packing brings, three samples."""
+    """Show a spec's data set as a model would see it. Its lengths, what is cut, what packing brings, three samples."""
     from ftbench.estimate import preview
 
     document = preview.preview(spec, sets or [])
@@ -92,7 +92,7 @@ def recommend(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Find the best method, optimizations, batch and GPU within a time and a budget; 1 if nothing is."""
+    """Find the best method, batch and GPU for a time and a budget. And the optimizations; 1 if nothing is found."""
     from ftbench.estimate.recommend import command
     from ftbench.estimate.recommend import text as view
 
@@ -100,7 +100,7 @@ def recommend(
         spec, sets or [], gpu, gpus, samples, deadline, max_cost, prices, objective, method, effective_batch, store,
         output, config,
     ))  # fmt: skip
-    emit(view.as_json(answer) if as_json else view.as_text(answer), end="")
+    emit(view.as_json(answer) if as_json else view.as_text(answer, output), end="")
     if output is not None and answer.options:
         deliver(view.as_yaml(answer), output)
     raise typer.Exit(0 if answer.options else 1)

@@ -17,7 +17,7 @@ def bundle(
     output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")],
     with_logs: Annotated[bool, typer.Option("--with-logs", help="also what the libraries printed")] = False,
 ) -> None:
-    """Pack runs into one file that others can report and verify; weights, adapters and secrets stay here."""
+    """Pack runs into one file that others can report and verify. Weights, adapters and secrets stay here."""
     from ftbench.store.bundle import pack
 
     made = pack.make(paths, output, with_logs)
@@ -31,7 +31,7 @@ def bundle(
 def verify(
     bundle: Annotated[Path, typer.Argument(help="an archive of `ftbench bundle`")], as_json: Json = False
 ) -> None:
-    """Check every hash of a bundle, and recompute every figure of its summaries from the steps; 1 for what differs or
+    """Check a bundle's hashes, and recompute its figures. Those of the summaries from the steps; 1 for what differs or
     could not be checked."""
     from ftbench.store.bundle import verify as command
 
@@ -61,7 +61,7 @@ def import_(
     ] = None,
     out: Out = Path("results"),
 ) -> None:
-    """Make a run of a log that ftbench did not write; what the log does not say stays empty."""
+    """Make a run of a log that ftbench did not write. What the log does not say stays empty."""
     from ftbench.store.importers import About, import_run
 
     about = About(name, model, method, None if gpu == "cpu" else gpu, batch_size, accumulation, dataset, samples)

@@ -14,7 +14,7 @@ from ftbench.errors import MissingError, SpecError
 
 @app.command()
 def probe(out: Out = Path("results"), as_json: Json = False) -> None:
-    """Measure this machine's ceilings, in a minute at most: products, memory, links, power."""
+    """Measure this machine's ceilings, in a minute at most. Products, memory, links, power."""
     from ftbench.probe import command
     from ftbench.probe.text import as_text
 
@@ -32,7 +32,7 @@ def doctor(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Say what is installed, what works on this machine, and what to do about the rest."""
+    """Say what works on this machine, and what to do where not. Also what is installed, and in which version."""
     from ftbench.doctor.examine import examine, examine_environment
 
     if python is not None and (spec or sets):
@@ -50,7 +50,7 @@ def env(
     framework: Annotated[str, typer.Argument(help="axolotl, llamafactory or ms-swift")],
     path: Annotated[Path | None, typer.Argument(help="a new folder; environments/FRAMEWORK if left out")] = None,
 ) -> None:
-    """Make an environment of another framework with the versions that were tried, for `launch.python`."""
+    """Make an environment of another framework. With the versions that were tried, for `launch.python`."""
     from ftbench.launch.environments import create
 
     emit(str(create(framework, path, tell)))
@@ -59,11 +59,12 @@ def env(
 @app.command("list")
 def list_(
     what: Annotated[
-        str, typer.Argument(help="methods, objectives, optimizations, recipes, models, datasets, gpus or keys")
+        str,
+        typer.Argument(metavar="methods|objectives|optimizations|recipes|models|datasets|gpus|keys", help="which list"),
     ],
     wide: Wide = False,
 ) -> None:
-    """Show what can be named in a spec."""
+    """Show what can be named in a spec: methods, models, GPUs …"""
     from ftbench.report.catalogue import catalogue
 
     emit(catalogue(what), end="")

@@ -36,7 +36,7 @@ def sweep(
     *,
     options: PlanOptions,
 ) -> None:
-    """Run every cell of a grid, each in a process of its own; goes on where it stopped."""
+    """Run every cell of a grid, each in a process of its own. It goes on where it stopped."""
     if status is not None:
         if spec is not None:
             raise SpecError(f"sweep: --status shows a sweep and runs nothing: leave {spec} out")
@@ -96,7 +96,7 @@ def ablate(
     *,
     options: PlanOptions,
 ) -> None:
-    """Run the plain recipe, then one optimization at a time, then what helped together: what each brings."""
+    """Measure what each optimization brings, alone and together. Plain runs first, then each, then what helped."""
     from ftbench.sweep import ablate as command
 
     request = command.AblationRequest(
@@ -124,7 +124,8 @@ def parity(
     *,
     options: PlanOptions,
 ) -> None:
-    """Train recipes and a reference over several seeds, with controls that must fail: do they learn the same?"""
+    """Say whether recipes learn the same, over several seeds. A reference trains beside them, and controls that must
+    fail."""
     from ftbench.sweep import parity as command
 
     request = command.ParityRequest(

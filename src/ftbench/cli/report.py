@@ -38,7 +38,7 @@ def report(
     columns: Annotated[str | None, typer.Option(help="these columns alone: tokens/s,batch,rank", metavar="A,B")] = None,
     wide: Wide = False,
 ) -> None:
-    """Compare runs, also from other machines: one table, or `--compare gpu|method|batch|optimization|recipe|KEY`."""
+    """Compare runs, also from other machines, in one table. Or `--compare gpu|method|batch|optimization|recipe|KEY`."""
     from ftbench.core.table import show_in_full
     from ftbench.report import command
     from ftbench.report.render import formats
@@ -63,7 +63,7 @@ def show(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Print the card of a finished run again, with what it was bound by and what to try next."""
+    """Print a run's card again: what it was bound by, what to try."""
     from ftbench.report.show import show as shown
 
     answer = shown(run, paths or [Path("results")])

@@ -38,7 +38,8 @@ def profile(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Record what a few steady steps do: kernels by group, idle gaps and their cause, memory by what it is for."""
+    """Record what a few steady steps do, kernel by kernel. Kernels by group, idle gaps and their cause, memory by what
+    it is for."""
     from ftbench.profile import command
     from ftbench.report.card import card
 

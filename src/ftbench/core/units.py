@@ -81,8 +81,8 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def change(value: float | None, digits: int = 1) -> str:
-    """Return a share of one by which something is more or less: `+4.2 %`, `-12.0 %`."""
-    return "" if value is None else f"{value * 100:+.{digits}f} %"
+    """Return a share of one by which something is more or less: `+4.2 %`, `-12.0 %`, `+50,367 %`."""
+    return "" if value is None else f"{value * 100:+,.{digits if abs(value) < 10 else 0}f} %"
 
 
 def reworded(text: str) -> str:

@@ -19,7 +19,7 @@ def as_text(spec: Experiment, rows: Sequence[tuple[str, MemoryEstimate, int | No
     fits."""
     if len(rows) == 1:
         return _card(spec, *rows[0])
-    columns = ["GPU", "verdict", "largest batch", ">device memory", ">for a process"]
+    columns = ["GPU", "verdict", ">largest batch", ">device memory", ">for a process"]
     table = text_table(columns, [
         (name, memory.verdict, _largest(spec, largest) or "none",
          f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)} GiB",

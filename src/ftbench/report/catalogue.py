@@ -28,8 +28,10 @@ def catalogue(what: str) -> str:
         known(what, LISTS, "list")
     except ValueError as error:
         raise SpecError(f"list: {error}") from None
-    rows = [list(row) for row in LISTS[what]()]
-    return text_table([""] * len(rows[0]), rows) + "\n"
+    headings, *rows = [list(row) for row in LISTS[what]()]
+    if what not in _HEADED:
+        headings, rows = [""] * len(headings), [headings, *rows]
+    return text_table(headings, rows) + "\n"
 
 
 def _models() -> Rows:
@@ -39,7 +41,7 @@ def _models() -> Rows:
 
 
 def _gpus() -> Rows:
-    yield "GPU", "dense bf16 TFLOP/s", "memory GB", "usable GiB", "GB/s", "W", "rate of products"
+    yield "GPU", ">bf16 TFLOP/s", ">memory GB", ">usable GiB", ">GB/s", ">W", "rate of products"
     for gpu in gpus():
         figures = (gpu.bf16, gpu.memory_gb, round(capacity(gpu).usable, 2), gpu.bandwidth, gpu.watts)
         yield gpu.name, *("none" if figure is None else f"{figure:g}" for figure in figures), _rate_from(gpu)
@@ -51,6 +53,7 @@ def _rate_from(gpu: Gpu) -> str:
     return source if gpu.compute_capability else f"{source}; no runs on AMD"
 
 
+_HEADED = ("gpus", "keys")
 LISTS: dict[str, Callable[[], Rows]] = {
     "methods": lambda: ((name, method.__doc__ or "") for name, method in METHODS.items()),
     "objectives": lambda: ((name, objective.__doc__ or "") for name, objective in OBJECTIVES.items()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,13 +20,13 @@ from ftbench.store.summary import optimizations_on
 SHOWN = 10
 FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a run in bf16 first"
 _HEADINGS = (
-    ">#", "method", "with", ">time", ">batch", "deadline", ">free GiB", "GPU", ">cost", ">slow end", ">accum", ">kWh",
-    "basis",
+    ">#", "method", "GPU", "with", ">time", ">batch", "deadline", ">free GiB", ">cost", ">slow end", ">passes", ">kWh",
+    "known from",
 )  # fmt: skip
 
 
-def as_text(answer: Recommendation) -> str:
-    """Return the table, what was ruled out, and the best spec."""
+def as_text(answer: Recommendation, output: Path | None = None) -> str:
+    """Return the table, what was ruled out, and the best spec, which stands in `output`."""
     goal = answer.goal
     limits = [*([goal.gpus[0].name] if len(goal.gpus) == 1 else []), f"{units.count(goal.samples)} samples"]
     limits += [f"deadline {units.seconds(goal.deadline_s)}"] if goal.deadline_s else []
@@ -46,7 +47,8 @@ def as_text(answer: Recommendation) -> str:
     if sizes := _image_sizes(answer):
         lines += ["", "the best with images of other sizes:", by_image_size.as_text(sizes, NIGHT_H)]
     if answer.options:
-        lines += ["", "the best as a spec (-o FILE writes it):", as_yaml(answer).rstrip()]
+        where = "(-o FILE writes it)" if output is None else f"(`ftbench run {output}` trains it)"
+        lines += ["", f"the best as a spec {where}:", as_yaml(answer).rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -68,9 +70,10 @@ def _table(options: Sequence[Option], goal: Goal) -> str:
 def _row(rank: int, option: Option, goal: Goal) -> list[str]:
     train, cost = option.spec.train, option.cost
     return [
-        str(rank), method_words(option.spec), switches(option.spec), units.seconds(option.seconds.expected),
-        str(train.batch_size), _keeps(option, goal), units.gibibytes(option.headroom),
+        str(rank), method_words(option.spec),
         place_of(option.spec, option.gpu) if len(goal.gpus) > 1 or goal.counts != (1,) else "",
+        switches(option.spec), units.seconds(option.seconds.expected),
+        str(train.batch_size), _keeps(option, goal), units.gibibytes(option.headroom),
         "" if cost is None else f"{cost} ({cost.way})",
         units.seconds(option.seconds.high), str(train.gradient_accumulation_steps), f"{option.kwh:.3g}",
         option.duration.basis,

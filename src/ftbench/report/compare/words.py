@@ -43,7 +43,7 @@ def change_in_words(ratio: Ratio | None) -> str:
 
 
 def _percent(ratio: float) -> str:
-    return f"{(ratio - 1) * 100:+.1f}"
+    return units.change(ratio - 1).removesuffix(" %")
 
 
 def break_even_text(when: BreakEven | None) -> str:
@@ -115,7 +115,7 @@ def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
     parts = []
     for state, values in sorted(cell.first_steps().items()):
         ratio = pair.first_step.get(state) if pair else None
-        changed = f" ({(ratio.value - 1) * 100:+.1f} %)" if ratio else ""
+        changed = f" ({units.change(ratio.value - 1)})" if ratio else ""
         seconds = units.seconds(sum(values) / len(values))
         parts.append(seconds + ("" if state == "none" else f" {state}") + changed)
     return ", ".join(parts)

@@ -13,6 +13,7 @@ from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import Noise, Pair, learning_of, noise_of, pair_of
 from ftbench.report.compare.words import change_in_words, differences_text
 from ftbench.report.data.axes import FRAMEWORK, SETTINGS
+from ftbench.report.data.facts import CPU
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.render.document import Point, Section
 from ftbench.report.sections.frameworks import framework_points
@@ -37,7 +38,8 @@ def decision(cells: Sequence[Cell]) -> Section | None:
     points: list[Point] = []
     lists = []
     for (model, _, data, count, gpu), group in groups.items():
-        about = f"{model.rsplit('/', 1)[-1]}, {data}, on {f'{count} x ' if count > 1 else ''}{gpu}"
+        where = "the CPU" if gpu == CPU else f"{count} x {gpu}" if count > 1 else gpu
+        about = f"{model.rsplit('/', 1)[-1]}, {data}, on {where}"
         if of_group := [replace(point, about=about) for point in _points(group, noise)]:
             points += of_group
             lists.append([f"{about}:", *(f"- {point.sentence}" for point in of_group)])
@@ -95,10 +97,11 @@ def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     fast = max(known, key=_rate)
     needs, most = peaks[id(small)], peaks[id(fast)]
     if small is fast:
+        beside = "the least" if needs == least else f"where the least is {units.gibibytes(least)} GiB"
         yield _point(
-            f"Memory short or not: {small.name} is the fastest, and needs {units.gibibytes(needs)} GiB where the "
-            f"least is {units.gibibytes(least)} GiB.", small,
-        )  # fmt: skip
+            f"Memory short or not: {small.name} is the fastest, and needs {units.gibibytes(needs)} GiB, {beside}.",
+            small,
+        )
     elif needs < LESS_MEMORY * most:
         pair = _pair(small, fast, noise)
         rest = "" if needs == least else f" (the least, {units.gibibytes(least)} GiB, is slower)"
