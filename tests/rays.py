@@ -115,11 +115,18 @@ class Cluster(Holder):
         return found
 
     def lose(self, node: int, everything: bool = True) -> None:
-        """At once, as by a power cut; or its raylet alone."""
-        for process in self.processes(node):
-            with suppress(psutil.Error):
-                if everything or process.name() == "raylet":
-                    process.kill()
+        """At once, as by a power cut; or its raylet alone, which a node that begins has only after a while."""
+
+        def struck() -> bool:
+            killed = False
+            for process in self.processes(node):
+                with suppress(psutil.Error):
+                    if everything or process.name() == "raylet":
+                        process.kill()
+                        killed = True
+            return killed
+
+        eventually(lambda: struck() or self.nodes[node].poll() is not None)
         self.nodes[node].wait()
 
     def __exit__(self, *_: object) -> None:
