@@ -439,6 +439,14 @@ def test_which_framework_to_train_with_is_said_for_each_method(of_frameworks, ft
     assert out.count("trl was run plain alone: its own best are recipes") == 1
 
 
+def test_a_log_whose_framework_is_not_known_speaks_for_none(tmp_path, ftbench):
+    make_run(tmp_path, "ours", steps(seed=1), spec={"launch.framework": "axolotl"})
+    run = make_run(tmp_path, "imported", steps(seconds=0.5, seed=2))
+    spec = rundir.read_json(run.spec_json)
+    rundir.write_json(run.spec_json, {name: part for name, part in spec.items() if name != "launch"} | {"imported": {}})
+    assert "Which framework" not in ftbench("report", tmp_path, "--answers")[1]
+
+
 def test_libraries_of_a_framework_are_told_once_and_its_name_and_settings_by_the_rows(of_frameworks, ftbench):
     out = " ".join(ftbench("report", of_frameworks, "--compare", "framework")[1].split())
     assert out.count("transformers 4.0.0") == 1

@@ -16,7 +16,8 @@ _CLOSE = 1.05  # speeds within this of each other are told by how much they diff
 
 def framework_points(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     """Yield, for each method, objective and batch that several frameworks trained, the fastest with the next, what the
-    others reach, and what all do without options of their own."""
+    others reach, and what all do without options of their own. Of a log that was imported no framework is known."""
+    measured = [cell for cell in measured if FRAMEWORK in cell.facts]
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in sorted(measured, key=_rate, reverse=True):
         key = (cell.facts.get("method.name", ""), cell.facts.get("objective.name", "sft"), cell.batch)
@@ -63,7 +64,7 @@ def _other_work(plain: dict[str, Cell]) -> str:
 
 
 def _framework(cell: Cell) -> str:
-    return cell.facts.get(FRAMEWORK, TRL)
+    return cell.facts[FRAMEWORK]
 
 
 def _is_plain(cell: Cell) -> bool:
