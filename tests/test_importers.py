@@ -139,6 +139,7 @@ def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path
         ("step,elapsed_time_sec\n1,5.0\n2,2.0\n", "goes back"),
         ("step,elapsed_time_sec\n1,nan\n", "holds no step (log: line 2 cannot be read and was left out)"),
         ("step,elapsed_time_sec\n,1.0\n", "without a step or a time"),
+        ('{"loss": 2.0}\n{"loss": 1.9}\n', "is a log in lines that are not known: give the trainer_state.json"),
         ("{", "is not JSON"),
         ('{"log_history": [{"step": ' + "9" * 5000 + "}]}", "is not JSON (a number of thousands of digits)"),
         ('{"a": ' * 5000, "is not JSON (nested too deeply)"),

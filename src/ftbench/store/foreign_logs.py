@@ -117,6 +117,10 @@ def trainer_state(file: Path, data: bytes) -> ForeignLog:
     try:
         state = json.loads(data)
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+            raise SpecError(
+                f"{file}: is a log in lines that are not known: give the trainer_state.json beside it"
+            ) from None
         raise SpecError(f"{file}: is not JSON ({json_problem(error)})") from None
     history = state.get("log_history")
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
