@@ -387,10 +387,19 @@ def test_half_a_character_is_refused_with_the_row_it_stands_in(
         prepare(dataset, tokenizer, 8192, 2)
 
 
-def test_a_row_that_the_chat_template_refuses_is_named(tokenizer, data_file, monkeypatch):
-    refusing = "{% if messages[0].content == 'No' %}{{ raise_exception('not this one') }}{% endif %}" + CHAT_TEMPLATE
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("{{ raise_exception('not this one') }}", "not this one"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{% for each in range(10 ** 8) %}{% endfor %}", "Range too big"),
+        ("{{ messages[9].content.nothing }}", "has no element 9"),
+    ],
+)
+def test_a_row_that_the_chat_template_refuses_is_named(tokenizer, data_file, monkeypatch, does, said):
+    refusing = f"{{% if messages[0].content == 'No' %}}{does}{{% endif %}}{CHAT_TEMPLATE}"
     monkeypatch.setattr(tokenizer, "chat_template", refusing)
-    with pytest.raises(DataError, match=r"data\.jsonl, line 2: .* refuses it \(not this one\)"):
+    with pytest.raises(DataError, match=rf"data\.jsonl, line 2: .* refuses it \(.*{said}"):
         prepare(data_file([PAIR, PAIR | {"instruction": "No"}]), tokenizer, 8192, 2)
 
 

@@ -10,12 +10,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from ftbench.core import lengths
 from ftbench.core.data_formats import BadRow, Example
 from ftbench.core.time_limit import time_limit
-from ftbench.errors import DataError, SpecError
+from ftbench.errors import DataError, FtbenchError, SpecError
 from ftbench.spec.dataset_rows import row_example, row_format
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
@@ -204,7 +203,9 @@ def _tokens(
             f"{rows.where(index)}: the tokenizer and its chat template have not written it after {ROW_S} s of "
             "computing: split the row, or mend the template if it does not end"
         ) from None
-    except (TypeError, ValueError, TemplateError) as error:
+    except (MemoryError, FtbenchError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a template is a program, and raises anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{rows.where(index)}: the tokenizer or its chat template refuses it ({reason})") from None
 
