@@ -28,7 +28,7 @@ def cases(norm: bool):
     yield delayed_cast._cast, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
     gate = adapted_swiglu.constants_of(24, torch.bfloat16 if norm else torch.float32, torch.float8_e5m2, False)
     yield adapted_swiglu._gate, {**gate, "AGAIN": norm}
-    yield adapted_swiglu._gate_back, {**gate, "AGAIN": norm, "SMALL": norm}
+    yield adapted_swiglu._gate_back, {**gate, "AGAIN": norm}
     yield adamw._adamw, {"BLOCK": adamw.BLOCK, "num_warps": 8}
     yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
@@ -41,7 +41,7 @@ def compiled(kernel, constants, dtype, architecture):
     """What Triton makes of a kernel whose tensors have this type."""
     warps = {"num_warps": constants.pop("num_warps", 4)}
     sums = dict.fromkeys(("factor", "maxima", "of_rows", "of_columns"), "*fp32")
-    types_of_8_bits = {"small": "*fp8e5", **sums} | ({"made": "*fp8e5"} if constants.get("SMALL") else {})
+    types_of_8_bits = {"small": "*fp8e5", **sums}
     names = list(signature(kernel.fn).parameters)
     types = {
         name: SCALARS.get(name, "i32") if NUMBERS.fullmatch(name) or name in SCALARS else f"*{dtype}" for name in names

@@ -185,10 +185,10 @@ def around_a_gate(tokens, inner, rank, down, dtype):
     return [dout, base, *(with_room(part)[:, : part.shape[1]] for part in thin)]
 
 
-def plain_gate(dout, base, mid, b, thin, a, *, joined):
+def plain_gate(dout, base, mid, b, thin, a):
     """In float64: silu(gate) * up, its product with a', the gradient of [gate up], and those of mid, b and a."""
     dout, base, mid, b, thin, a = (part.double() for part in (dout, base, mid, b, thin, a))
-    both = (base if joined else base + mid @ b.t()).requires_grad_()
+    both = (base + mid @ b.t()).requires_grad_()
     gate, up = both.chunk(2, 1)
     gated = torch.nn.functional.silu(gate) * up
     (gradient,) = torch.autograd.grad(gated, both, dout + thin @ a)
@@ -211,11 +211,11 @@ each_gate = pytest.mark.parametrize(("tokens", "inner", "rank", "down"), SHAPES)
 @each_gate
 def test_a_gate_with_adapters_and_its_gradient_written_in_8_bits(tokens, inner, rank, down, known, dtype):
     _, base, mid, b, _, a = given = around_a_gate(tokens, inner, rank, down, dtype)
-    gated, down_mid, gradient, thin_ones = plain_gate(*given, joined=False)
+    gated, down_mid, gradient, thin_ones = plain_gate(*given)
     maxima = torch.tensor([[known, 0.0], [known, 0.0]], device=DEVICE)
     small, factor, found = adapted_swiglu.gate_and_cast(base, mid, b, a, maxima[0], SMALL[0])
     near(found, down_mid, dtype)
-    back, back_factor, *founds = adapted_swiglu.gate_gradients(*given, maxima[1], SMALL[1], 0)
+    back, back_factor, *founds = adapted_swiglu.gate_gradients(*given, maxima[1], SMALL[1])
     for one, other in zip(founds, thin_ones, strict=True):
         near(one, other, dtype)
     casts = ((small, factor, gated), (back, back_factor, gradient))
@@ -225,22 +225,6 @@ def test_a_gate_with_adapters_and_its_gradient_written_in_8_bits(tokens, inner, 
         assert scale.item() == pytest.approx((2 * known or seen.item()) / limit, rel=1e-6)
         within = plain.clamp(-limit * scale.item(), limit * scale.item())
         assert (held(eight, scale) - within).norm() <= 0.2 * within.norm(), "two bits, cut off by the interpreter"
-
-
-@each_dtype
-@pytest.mark.parametrize("room", [0, 40])
-@each_gate
-def test_the_gradients_of_a_gate_and_of_the_adapters_around_it(tokens, inner, rank, down, room, dtype):
-    given = around_a_gate(tokens, inner, rank, down, dtype)
-    _, _, gradient, thin_ones = plain_gate(*given, joined=True)
-    made, _, *founds = adapted_swiglu.gate_gradients(*given, None, dtype, room)
-    near(made[:, : 2 * inner], gradient, dtype)
-    for one, other in zip(founds, thin_ones, strict=True):
-        near(one, other, dtype)
-    assert made.shape == (tokens, 2 * inner + room)
-    if room:
-        assert torch.equal(made[:, 2 * inner :][:, :rank], founds[0])
-        assert not made[:, 2 * inner + rank :].any()
 
 
 def test_maxima_go_from_step_to_step_and_past_evaluations():
@@ -261,10 +245,9 @@ OPERATORS = {
         adapted_swiglu.gate_and_cast, drawn(3, 40), drawn(3, 8), drawn(40, 8), drawn(4, 20), drawn(2).abs(),
         torch.float8_e4m3fn,
     ),
-    "gate_gradients and cast": lambda: (*OPERATORS["gate_gradients"]()[:-3], drawn(2).abs(), torch.float8_e5m2, 0),
-    "gate_gradients": lambda: (
+    "gate_gradients and cast": lambda: (
         adapted_swiglu.gate_gradients, drawn(3, 20), drawn(3, 40), drawn(3, 8), drawn(40, 8), drawn(3, 4), drawn(4, 20),
-        None, torch.float32, 16,
+        drawn(2).abs(), torch.float8_e5m2,
     ),
     "swiglu_backward": lambda: (swiglu.swiglu_backward, drawn(3, 40), drawn(3, 40), drawn(3, 40), 8),
     "rms_norm_forward": lambda: (rms_norm.rms_norm_forward, drawn(3, 48), drawn(3, 40), drawn(40), EPS, 8),

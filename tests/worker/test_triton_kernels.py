@@ -76,22 +76,6 @@ def test_loss_and_every_gradient_are_those_of_the_familys_own_code(kernels, fami
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
 
 
-def test_an_mlp_keeps_gate_and_up_and_not_what_they_make(kernels):
-    ours = model_of()
-    fused_lora.apply(ours, ON)
-    kernels.apply(ours, ON)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda part: kept.append(part.shape[-1:]) or part, lambda part: part):
-        ours(input_ids=IDS, labels=IDS, use_cache=False)
-    group = decoder_layers(ours)[0].mlp.up_proj.group
-    down = decoder_layers(ours)[0].mlp.down_proj.group
-    inner, outside_the_kernels = SHAPE["intermediate_size"], 17
-    assert (2 * inner,) in kept
-    assert kept.count((inner + down.columns,)) == SHAPE["num_hidden_layers"], "its weight alone"
-    group.rank = outside_the_kernels
-    assert group.gated(torch.randn(2, SHAPE["hidden_size"]), down) is None
-
-
 def test_adapters_that_are_switched_off_leave_the_base_model(kernels):
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)
@@ -225,7 +209,7 @@ def test_an_mlp_whose_gate_hands_over_8_bits_learns_what_its_parts_do(kernels, i
         out = gated(torch.addmm(base, mid, b.t()))
         return *cast(out, maxima, dtype), out @ a.t()
 
-    def backward(dout, base, mid, b, thin, a, maxima, dtype, room):
+    def backward(dout, base, mid, b, thin, a, maxima, dtype):
         with torch.enable_grad():
             both = torch.addmm(base, mid, b.t()).requires_grad_()
             out = gated(both)
@@ -250,6 +234,24 @@ def test_an_mlp_whose_gate_hands_over_8_bits_learns_what_its_parts_do(kernels, i
         found.append([made, given.grad, *(part.grad.clone() for group in groups for part in group.adapters())])
     for mine, theirs in zip(*found, strict=True):
         assert (mine.float() - theirs.float()).norm() < 0.05 * theirs.float().norm()
+
+
+def test_an_mlp_of_8_bits_keeps_gate_and_up_and_not_what_they_make(kernels):
+    ours, kept = in_8_bits("tensorwise-delayed"), []
+
+    def keep(part):
+        kept.append(tuple(part.shape))
+        return part
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda part: part), torch.autocast(DEVICE, torch.bfloat16):
+        ours(input_ids=IDS, labels=IDS, use_cache=False)
+    tokens, inner = IDS.numel(), SHAPE["intermediate_size"]
+    assert kept.count((tokens, 2 * inner)) == SHAPE["num_hidden_layers"]
+    assert (tokens, inner) not in kept
+    mlp = decoder_layers(ours)[0].mlp
+    group, down = mlp.up_proj.group, mlp.down_proj.group
+    group.a = group.a.new_zeros(33, SHAPE["hidden_size"])
+    assert group.gated(torch.randn(2, SHAPE["hidden_size"]), down) is None, "more sums than registers hold"
 
 
 def maxima_of(model):

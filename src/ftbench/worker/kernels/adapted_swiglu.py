@@ -1,9 +1,10 @@
-"""The gate of an MLP, silu(gate) * up, and what the adapters around it make of its tiles while they are at hand: of
-8-bit products forward and backward, of others backward.
+"""The gate of an MLP between 8-bit products, silu(gate) * up, and what the adapters around it make of its tiles while
+they are at hand, both ways. Between products of 16 bits, which take the adapters' columns along, the compiler's gate,
+`swiglu`'s gradient and products of the adapters' own were faster on an H200 than this backward pass.
 
-Passes over the activations of tokens x inner. Forward, 8 bits: gate and up read, half as much written: 2.5; what down's
+Passes over the activations of tokens x inner. Forward: gate and up read, half as much written: 2.5; what down's
 adapter makes of it, tokens x rank, is a sum over the tiles. Backward: gate, up and the gradient read, 3, the gradients
-of both written, 2 (in 8 bits 1, and nothing else reads them). Products of their own would read these five times more:
+of both written in 8 bits, 1; nothing else reads them. Products of their own would read these five times more:
 for the gradients of B of gate and up (2) and of A of down (1), and for what A's gradients and the input's are made of
 (2). Tiles of a column of them add up in registers over many rows; what is summed over the columns is written for each
 of them, tokens x rank, and added up after: half a pass for each 16 of rank.
@@ -80,19 +81,17 @@ def _gate(
 
 @triton.jit
 def _gate_back(
-    dout: tensor, base: tensor, mid: tensor, b: tensor, thin: tensor, a: tensor, made: tensor, factor: tensor,
+    dout: tensor, base: tensor, mid: tensor, b: tensor, thin: tensor, a: tensor, small: tensor, factor: tensor,
     maxima: tensor, of_columns: tensor, of_rows: tensor, tokens: tensor, columns: tensor, mid_row: tensor,
-    b_row: tensor, thin_row: tensor, a_row: tensor, made_row: tensor, rank: tensor, down_rank: tensor, size: tensor,
-    SMALL: constexpr, LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr,
-    COLUMNS: constexpr,
+    b_row: tensor, thin_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor, size: tensor, LIMIT: constexpr,
+    AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and up side by side (SMALL: in 8 bits), their products with b of these columns, and
+    """Write the gradients of gate and up side by side in 8 bits, their products with b of these columns, and
     the products over these rows that adapters' gradients are: a program for COLUMNS columns and `size` rows."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
-    if SMALL:
-        scale, largest = scale_to(known, maxima + 1, LIMIT), tl.zeros((ROWS, COLUMNS), tl.float32)
+    scale, largest = scale_to(known, maxima + 1, LIMIT), tl.zeros((ROWS, COLUMNS), tl.float32)
     row, r, column = tl.arange(0, ROWS), tl.arange(0, RANK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     of_gate = _tile(b, column, r, b_row, columns, rank)
     of_up = _tile(b + columns * b_row, column, r, b_row, columns, rank)
@@ -105,30 +104,26 @@ def _gate_back(
         left = tokens - first
         m = _tile(mid + first * mid_row, row, r, mid_row, left, rank)
         t = _tile(thin + first * thin_row, row, r, thin_row, left, down_rank)
-        g = _tile(base + first * 2 * columns, row, column, 2 * columns, left, columns).to(tl.float32)
-        u = _tile(base + first * 2 * columns + columns, row, column, 2 * columns, left, columns).to(tl.float32)
+        g = _tile(base + first * 2 * columns, row, column, 2 * columns, left, columns)
+        u = _tile(base + first * 2 * columns + columns, row, column, 2 * columns, left, columns)
+        g, u = g + _dot(m, tl.trans(of_gate), TYPE), u + _dot(m, tl.trans(of_up), TYPE)
         d = _tile(dout + first * columns, row, column, columns, left, columns) + _dot(t, of_down, TYPE)
-        if SMALL:
-            g += _dot(m, tl.trans(of_gate), TYPE)
-            u += _dot(m, tl.trans(of_up), TYPE)
         s = tl.sigmoid(g)
         gated, dgate, dup = g * s * u, d * u * s * (1.0 + g * (1.0 - s)), d * g * s
         da += _dot(tl.trans(gated), t, TYPE)
         db_gate += _dot(tl.trans(dgate), m, TYPE)
         db_up += _dot(tl.trans(dup), m, TYPE)
         _put(of_rows + first * RANK, _dot(dgate, of_gate, TYPE) + _dot(dup, of_up, TYPE), row, r, RANK, left, RANK)
-        if SMALL:
-            largest = tl.maximum(largest, tl.maximum(tl.abs(dgate), tl.abs(dup)))
-            dgate, dup = shortened(dgate, scale, LIMIT), shortened(dup, scale, LIMIT)
-        _put(made + first * made_row, dgate, row, column, made_row, left, columns)
-        _put(made + first * made_row + columns, dup, row, column, made_row, left, columns)
+        largest = tl.maximum(largest, tl.maximum(tl.abs(dgate), tl.abs(dup)))
+        to = small + first * 2 * columns
+        _put(to, shortened(dgate, scale, LIMIT), row, column, 2 * columns, left, columns)
+        _put(to + columns, shortened(dup, scale, LIMIT), row, column, 2 * columns, left, columns)
     of_columns += tl.program_id(1) * 3 * RANK * columns
     _put(of_columns, db_gate, column, r, RANK, columns, RANK)
     _put(of_columns + RANK * columns, db_up, column, r, RANK, columns, RANK)
     _put(of_columns + 2 * RANK * columns, da, column, r, RANK, columns, RANK)
-    if SMALL:
-        tl.atomic_max(maxima + 1, tl.max(tl.max(largest, 1), 0))
-        tl.store(factor, 1.0 / scale)
+    tl.atomic_max(maxima + 1, tl.max(tl.max(largest, 1), 0))
+    tl.store(factor, 1.0 / scale)
 
 
 def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted: bool) -> dict[str, Any]:
@@ -170,37 +165,29 @@ def _(
 @torch.library.custom_op("ftbench::gate_gradients", mutates_args=())
 def gate_gradients(
     dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
-    maxima: torch.Tensor | None, dtype: torch.dtype, room: int,
+    maxima: torch.Tensor, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of [gate up] side by side, tokens x (2 inner + room); their factor; their product with b,
-    tokens x rank, which stands in the room, too; the gradients of b, 2 inner x rank, and of a, down's rank x inner.
-    That of silu(gate) * up is dout + thin a. With maxima [gate up] is base + mid b', and its gradient is of 8 bits;
-    without it is base, and nothing of 8 bits. Base is contiguous; rows of mid, b, thin and a may lie further apart."""
+    """Return the gradients of [gate up] = base + mid b' side by side, tokens x 2 inner, in 8 bits; their factor; their
+    product with b, tokens x rank; the gradients of b, 2 inner x rank, and of a, down's rank x inner. The gradient of
+    silu(gate) * up is dout + thin a. Base is contiguous; rows of mid, b, thin and a may lie further apart."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
-    tiles = triton.cdiv(columns, TILE["COLUMNS"])
+    tiles, wide = triton.cdiv(columns, TILE["COLUMNS"]), constants["RANK"]
     size = triton.cdiv(triton.cdiv(tokens, TILE["ROWS"]), PARTS) * TILE["ROWS"]
-    wide, real = constants["RANK"], torch.float32
-    made = base.new_empty(tokens, 2 * columns + room, dtype=dtype)
-    of_columns, factor = base.new_empty(PARTS, 3 * columns, wide, dtype=real), base.new_empty((), dtype=real)
-    of_rows = base.new_empty(tiles, tokens, wide, dtype=real)
-    given = (dout.contiguous(), base, mid, b, thin, a, made, factor, factor if maxima is None else maxima)
-    strides = (part.stride(0) for part in (mid, b, thin, a, made))
-    sizes = (tokens, columns, *strides, rank, down, size)
-    for again in (False, True)[: 1 if maxima is None else 2]:
-        _gate_back[(tiles, PARTS)](
-            *given, of_columns, of_rows, *sizes, SMALL=maxima is not None, AGAIN=again, **constants
-        )  # fmt: skip
+    small, factor = torch.empty_like(base, dtype=dtype), maxima.new_empty(())
+    of_columns, of_rows = maxima.new_empty(PARTS, 3 * columns, wide), maxima.new_empty(tiles, tokens, wide)
+    given = (dout.contiguous(), base, mid, b, thin, a, small, factor, maxima, of_columns, of_rows)
+    sizes = (tokens, columns, *(part.stride(0) for part in (mid, b, thin, a)), rank, down, size)
+    for again in (False, True):
+        _gate_back[(tiles, PARTS)](*given, *sizes, AGAIN=again, **constants)
     db, da = of_columns.sum(0).to(base.dtype).split([2 * columns, columns])
     dmid = of_rows.sum(0)[:, :rank].to(base.dtype)
-    made[:, 2 * columns :] = torch.nn.functional.pad(dmid, (0, room - rank)) if room else 0
-    return made, factor, dmid.contiguous(), db[:, :rank].clone(), da[:, :down].t().contiguous()
+    return small, factor, dmid.contiguous(), db[:, :rank].clone(), da[:, :down].t().contiguous()
 
 
 @gate_gradients.register_fake
 def _(
     dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
-    maxima: torch.Tensor | None, dtype: torch.dtype, room: int,
+    maxima: torch.Tensor, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    made = base.new_empty(base.shape[0], base.shape[1] + room, dtype=dtype)
-    return made, base.new_empty((), dtype=torch.float32), *map(torch.empty_like, (mid, b, a))
+    return torch.empty_like(base, dtype=dtype), maxima.new_empty(()), *map(torch.empty_like, (mid, b, a))

@@ -29,7 +29,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 # Columns that a buffer is wider by: 128 bytes of a 16-bit type. Where rows are no multiple of them, torch.compile pads
 # a GPU's buffers (torch._inductor.config.padding_alignment_bytes), and copies them for an operation of another's.
@@ -88,47 +87,6 @@ class Augmented(torch.autograd.Function):
         if dx is not None and ctx.has_room:
             dx = torch.cat([dx, dx.new_zeros(len(dx), wide.shape[1] - width)], 1)
         return dx, None, None, *split_gradients(da, db, ctx.scales, adapters)
-
-
-class AugmentedMlp(torch.autograd.Function):
-    """An MLP: `Augmented` of gate and up, silu(gate) * up, `Augmented` of that, whose output and gradient have no room.
-    Backward, one kernel reads gate and up for all that is made of them (`kernels/adapted_swiglu.py`), so that nothing
-    of silu(gate) * up is kept. `given` are both layers' weights and scales, and the adapters of both."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, down: torch.Tensor, *given: Any) -> torch.Tensor:
-        ctx.scales, ctx.down_scales, *adapters = given
-        width, inner = adapters[0].shape[1], adapters[-2].shape[1]
-        rank, down_rank = len(adapters[0]) * len(ctx.scales), len(adapters[-2]) * len(ctx.down_scales)
-        ctx.has_room = x.shape[1] > width
-        wide = x if ctx.has_room else torch.cat([x, x.new_zeros(len(x), weight.shape[1] - width)], 1)
-        fill_columns(wide, weight[2 * inner :, :width].t(), width)
-        both = wide @ weight[: 2 * inner].t()
-        out, room = down.shape[0] + inner - down.shape[1], down.shape[1] - inner
-        gated = F.silu(both[:, :inner]) * both[:, inner:]
-        gated = torch.cat([gated, gated.new_zeros(len(gated), room)], 1)
-        fill_columns(gated, down[out:, :inner].t(), inner)
-        ctx.ranks = rank, down_rank
-        ctx.save_for_backward(wide, both, gated[:, inner : inner + down_rank].clone(), weight, down, *adapters)
-        return gated @ down[:out].t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        from ftbench.worker.kernels.adapted_swiglu import gate_gradients  # needs triton
-
-        wide, both, down_mid, weight, down, *adapters = ctx.saved_tensors
-        (dy,), (rank, down_rank) = gradients, ctx.ranks
-        width, inner, out = adapters[0].shape[1], both.shape[1] // 2, dy.shape[1]
-        b, a = weight[: 2 * inner, width : width + rank], down[out : out + down_rank, :inner]
-        thin = dy @ down[:out, inner : inner + down_rank]
-        given = (dy @ down[:out, :inner], both, wide[:, width : width + rank], b, thin, a, None, dy.dtype)
-        dboth, _, dmid, db, down_da = gate_gradients(*given, len(weight) - 2 * inner)
-        of_both = split_gradients(dmid.t() @ wide[:, :width], db, ctx.scales, adapters[: 2 * len(ctx.scales)])
-        of_down = split_gradients(down_da, dy.t() @ down_mid, ctx.down_scales, adapters[2 * len(ctx.scales) :])
-        dx = dboth @ weight[:, :width] if ctx.needs_input_grad[0] else None
-        if dx is not None and ctx.has_room:
-            dx = torch.cat([dx, dx.new_zeros(len(dx), wide.shape[1] - width)], 1)
-        return dx, None, None, None, None, *of_both, *of_down
 
 
 def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:

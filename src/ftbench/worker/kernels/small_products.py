@@ -142,7 +142,7 @@ class GatedMlp(torch.autograd.Function):
         down_turned, down_factor, down_maxima, down_a, down_b, *adapters = saved
         (dy,) = gradients
         dgated, thin = multiply_back(dy, down_turned, down_factor, ctx.recipe, down_maxima), dy @ down_b
-        given = (dgated, base, mid, b, thin, down_a, maxima[1], GRADIENT[ctx.recipe], 0)
+        given = (dgated, base, mid, b, thin, down_a, maxima[1], GRADIENT[ctx.recipe])
         *short, dmid, db, down_da = gate_gradients(*given)
         dx = None
         if ctx.needs_input_grad[0]:

@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, AugmentedMlp, Beside, siblings
+from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, Beside, siblings
 from ftbench.worker.kernels.expert_products import group_adapters
 from ftbench.worker.kernels.small_products import AdaptedProduct, GatedMlp
 from ftbench.worker.model.parts import base_model
@@ -59,9 +59,6 @@ class AdapterGroup(torch.nn.Module):
         there is a way of its own."""
         return None
 
-    def columns_used(self) -> int:
-        return self.rank * len(self.layers)
-
     def is_on(self) -> bool:
         """Return whether the adapters take part now."""
         return not any(layer.disable_adapters or layer.merged for layer in self.layers)
@@ -105,13 +102,6 @@ class AugmentedGroup(AdapterGroup):
         and room behind them."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
-    def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
-        if not isinstance(down, AugmentedGroup) or max(self.columns_used(), down.columns_used()) > MOST:
-            return None
-        given = (self.weight, down.weight, self.scales, down.scales, *self.adapters(), *down.adapters())
-        made: torch.Tensor = AugmentedMlp.apply(x.to(self.weight.dtype), *given)
-        return made
-
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         made = self.product(x.reshape(-1, self.width))
         *parts, _ = made.view(*x.shape[:-1], -1).split([*self.sizes, self.columns], -1)
@@ -154,7 +144,7 @@ class BesideGroup(AdapterGroup):
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
         if self.joined[0].maxima is None or not isinstance(down, BesideGroup):
             return None
-        if max(self.columns_used(), down.columns_used()) > MOST:
+        if max(len(self.a), len(down.a)) > MOST:
             return None
         first = self.operands()
         made: torch.Tensor = GatedMlp.apply(x.to(self.a.dtype), len(first), *first, *down.operands())
