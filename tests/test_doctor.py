@@ -386,6 +386,7 @@ def test_every_method_and_every_choice_of_every_optimization_has_a_verdict():
         ("fp8", "rowwise", machine(), "ok", "compile"),
         ("fp8", "rowwise", machine(gpu={"compute_capability": [8, 0]}), "n/a", "8.9"),
         ("fp8", "rowwise", machine(gpu=None), "n/a", "no GPU"),
+        ("fp8", "tensorwise-delayed", machine(modules=("torch",)), "n/a", "pip install triton"),
         ("compile", True, machine(), "ok", "compile"),
         ("compile", True, machine(modules=("torch",)), "n/a", "pip install triton"),
         ("attention", "flash_attention_2", machine(), "n/a", "flash-attn is not installed"),

@@ -89,6 +89,17 @@ def test_the_shipped_recipes_are_among_the_ways():
     assert {True, False} == {each.optimizations.fused_lora for each in found}
 
 
+def test_our_kernels_are_offered_where_they_know_the_layers_and_what_no_run_had_is_told():
+    found = ask()
+    on = [option.spec.optimizations for option in found.options]
+    assert {"off", "tensorwise", "tensorwise-delayed"} <= {each.fp8 for each in on if each.triton_kernels}
+    assert found.options[0].spec.optimizations.triton_kernels
+    assert "basis other settings: no run had all these settings" in " ".join(as_text(found).split())
+    other = ask(spec={"model": {"id": "openai/gpt-oss-20b", "weights": "random"}})
+    assert other.options
+    assert not any(option.spec.optimizations.triton_kernels for option in other.options)
+
+
 def test_the_same_matrices_are_trained_unless_others_are_asked_for():
     assert {option.spec.method.name for option in ask().options} == {"lora", "qlora", "unsloth"}
     assert {option.spec.method.rank for option in ask().options} == {16}

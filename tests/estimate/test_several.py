@@ -22,9 +22,12 @@ from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.memory.measured import Measured, realised
 from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
 from ftbench.estimate.recommend import command as recommend
+from ftbench.estimate.time import accuracy, speeds
 from ftbench.estimate.time.ceilings import ceilings
 from ftbench.estimate.time.communication import traffic
 from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.work import update
 from ftbench.estimate.workload.batches import batches_of
 from ftbench.estimate.workload.division import Division, division_of, on_gpus, rank_batch, rank_model
 from ftbench.estimate.workload.largest import BatchShape
@@ -184,6 +187,42 @@ def test_what_each_strategy_sends_is_what_its_paper_says() -> None:
     for strategy, times in {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "fsdp": 3}.items():
         found = sent(shared(strategy, 8))
         assert found.hidden + found.waited == pytest.approx(times * ring * 2 * N, rel=1e-3), strategy
+
+
+def test_committed_steps_of_several_gpus_are_estimated_within_the_bound_that_the_recipes_have() -> None:
+    store = Store.read(Path(__file__).resolve().parents[2] / "results" / "h200" / "several-gpus")
+    rows = accuracy.several_gpus(store, speeds.values(speeds.shipped()))
+    assert {row.run.spec.launch.strategy for row in rows} >= {"ddp", "fsdp"}
+    assert all(abs(row.bare_error) <= 0.15 for row in rows)
+    assert all(row.is_inside for row in rows)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero3"])
+def test_a_gpu_updates_its_own_share_in_float32(strategy: str) -> None:
+    """Of each parameter foreach AdamW reads and writes the weight, reads the gradient, reads and writes two moments;
+    clipping reads the gradient twice and writes it once: ten times 4 bytes."""
+    spec = shared(strategy, 8)
+    assert update(spec, trainable_shape(spec)) == {"optimizer": pytest.approx(40 * N / 8)}
+    offloaded = on_gpus(spec, 8, strategy, "optimizer" if strategy == "zero1" else "params")
+    assert update(offloaded, trainable_shape(offloaded)) == {"optimizer": 0}
+
+
+def test_fsdp_casts_its_shares_of_float32_into_what_is_sent_and_copies_what_comes() -> None:
+    """Twice 4 bytes of an eighth are read and 2 written, 2 of all read and written; of gradients 2 of all read and
+    written, and of an eighth 2 read and 4 written. Frozen shares are kept in 16 bits."""
+    assert sent(shared("fsdp", 8)).copied == pytest.approx(N * (2 * (6 / 8 + 4) + 4 + 6 / 8), rel=1e-3)
+    frozen = shared("fsdp", 8, method={"name": "lora"})
+    assert sent(frozen).copied == pytest.approx(N * 2 * (4 / 8 + 4), rel=0.01)
+
+
+def test_a_step_that_fills_the_memory_flushes_it_and_says_so() -> None:
+    gpu = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
+    free, full = (
+        estimate_duration(shared("none", 1, train={"batch_size": batch}, optimizations={}), gpu) for batch in (4, 6)
+    )
+    assert "flushes" not in free.parts
+    assert full.parts["flushes"] == pytest.approx(0.038, abs=0.001)
+    assert "flushes its cache" in full.confidence
 
 
 def test_tensor_parallelism_sums_hidden_states_four_times_a_layer_and_twice_more_where_it_is_made_again() -> None:

@@ -18,6 +18,7 @@ from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations, choices, switched_on
+from ftbench.spec.optimizations.fp8 import DELAYED
 from ftbench.spec.refusals import refusals_on
 
 METHOD, OPTIMIZATION = "methods", "optimizations"
@@ -123,11 +124,17 @@ def _by_triton(facts: Facts, value: str) -> Answer:
     return ("ok", "works") if facts.has("triton") else ("n/a", _NO_TRITON)
 
 
+def _fp8(facts: Facts, value: str) -> Answer:
+    if value == DELAYED and not facts.has("triton"):
+        return "n/a", _NO_TRITON
+    return "ok", "works; faster than bf16 with optimizations.compile only"
+
+
 # Of optimizations that need more of a machine than their refusals say.
 CHECKS: dict[str, Callable[[Facts, str], Answer]] = {
     "attention": _attention,
     "liger": _by_triton,
     "triton_kernels": _by_triton,
     "compile": _compile,
-    "fp8": lambda facts, value: ("ok", "works; faster than bf16 with optimizations.compile only"),
+    "fp8": _fp8,
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.estimate.workload.division import on_gpus, problem
+from ftbench.estimate.workload.method import KERNEL_FAMILIES
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
@@ -64,14 +65,16 @@ def launches(spec: Experiment, gpus: int, config: dict[str, Any] | None = None) 
     return [launch for launch in shared if problem(model, launch) is None]
 
 
-def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
+def ways(
+    spec: Experiment, methods: Sequence[str], equal_lengths: bool, config: dict[str, Any] | None = None
+) -> Iterator[Way]:
     """Return the spec as it is, if its method is among them, then the shipped recipes and every combination; each once.
-    `equal_lengths` says that no batch has padding."""
-    seen = set()
+    `equal_lengths` says that no batch has padding. Our own kernels are among them where the model is one they know."""
+    seen, known = set(), shape_of(spec.model, config).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
         key = (candidate.method, candidate.optimizations, candidate.train)
-        if key not in seen:
+        if key not in seen and (known or not candidate.optimizations.triton_kernels):
             seen.add(key)
             yield Way(candidate, tuple(refusals(candidate)))
 

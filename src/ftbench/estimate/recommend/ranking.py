@@ -95,7 +95,7 @@ def recommend(goal: Goal) -> Recommendation:
     memory_cache, reasons, fitting, weighed = MemoryCache(config=goal.config), Counter[str](), list[Option](), 0
     shared = [launch for count in goal.counts for launch in candidates.launches(goal.spec, count, goal.config)]
     alone = goal.spec.model_copy(update={"launch": goal.spec.launch.model_copy(update=ALONE)})
-    ways = (way.on(launch) for way in candidates.ways(alone, methods, equal) for launch in shared)
+    ways = (way.on(launch) for way in candidates.ways(alone, methods, equal, goal.config) for launch in shared)
     for way in ways:
         for gpu in goal.gpus:
             weighed += 1
@@ -219,7 +219,7 @@ def _least(goal: Goal, methods: Sequence[str], memory_cache: MemoryCache) -> str
     """Return what comes closest to fitting a GPU, in words; nothing where every way was refused for another reason."""
     estimates = [
         (memory.device.high - memory.total, way.spec, gpu, memory)
-        for way in candidates.ways(goal.spec, methods, True) if not way.problems
+        for way in candidates.ways(goal.spec, methods, True, goal.config) if not way.problems
         for gpu in goal.gpus if not refusals_on(way.spec, capability_of(gpu))
         for memory in [memory_cache.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from ftbench.core import units
 from ftbench.core.table import folded, text_table
 from ftbench.estimate import by_image_size
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss, place_of
+from ftbench.estimate.time.duration import OTHER, SHEET
 from ftbench.estimate.time.text import NIGHT_H
 from ftbench.spec.experiment import Experiment
 from ftbench.store.summary import optimizations_on
@@ -124,6 +125,12 @@ def _remarks(answer: Recommendation) -> list[str]:
         lines.append(
             f"{units.count(len(answer.options))} ways keep the deadline as expected; {which} may miss it at the "
             "slow end"
+        )
+    if unseen := [
+        basis for basis in (OTHER, SHEET) if any(each.duration.basis == basis for each in answer.options[:SHOWN])
+    ]:
+        lines.append(
+            f"basis {' and '.join(unseen)}: no run had all these settings there, so the slow end is farther off"
         )
     if any(option.spec.optimizations.fp8 != "off" for option in answer.options[:SHOWN]):
         lines.append(FP8)

@@ -13,6 +13,7 @@ from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import TimedRun
 from ftbench.estimate.time.neighbor_correction import Observation
 from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.workload.model import is_rough
 from ftbench.store.summary import optimizations_on
 
 
@@ -53,6 +54,12 @@ def left_out(
         rest = Store(store.path, tuple(each.run for each in others))
         rows += [_row(each.run, rest, dict(coefficients)) for each in seen if kin(each) == group]
     return rows
+
+
+def several_gpus(store: Store, coefficients: Mapping[str, float]) -> list[LeftOut]:
+    """Return a row for each run on several GPUs, which nothing is fitted to."""
+    runs = [run for run in store.runs if run.spec.launch.gpus > 1 and not is_rough(run.spec)]
+    return [_row(run, store.without(run.key), dict(coefficients)) for run in runs]
 
 
 def observations(store: Store) -> list[Observation]:

@@ -17,7 +17,7 @@ from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
 COMMUNICATION = "communication"  # the name of the term
-HALF = 2  # bytes of what is gathered, and of activations
+HALF, FLOAT = 2, 4  # bytes of what is gathered, and of activations; of what FSDP trains
 DDP_BUCKET = 25 * 2**20  # bytes of gradients that are sent together (torch, bucket_cap_mb): the last waits for no other
 CALL_S = 20e-6  # of a collective, however small
 # Share of the device's time that hides what is sent meanwhile: DDP sends in the backward pass alone, two thirds of it;
@@ -77,9 +77,18 @@ def _of_states(division: Division, recipe: Recipe, shape: TrainableShape, passes
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
     weights, layers = ring * shape.model.weight_bytes(HALF), len(shape.model.layers)
     first = weights / layers  # nothing computes while the first layer comes, forward and back
-    # FSDP2 copies each unit out of what it received, and gradients into what it sends (_fsdp_collectives.py)
-    copied = 2 * passes * (2 * weights + sixteen) / ring if states == "fsdp" else 0.0
+    copied = passes * _copied(division, recipe, shape) if states == "fsdp" else 0.0
     return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes, copied=copied)
+
+
+def _copied(division: Division, recipe: Recipe, shape: TrainableShape) -> float:
+    """Return bytes that FSDP2 reads and writes beside its collectives (_fsdp_collectives.py): twice, each share is cast
+    into what is sent, and each unit copied out of what came; gradients are copied into what is sent, and what comes is
+    cast to the type of the share."""
+    count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / division.holders
+    kept = FLOAT if recipe.full else recipe.weight
+    gathered = count * (part * (kept + HALF) + 2 * HALF)
+    return 2 * gathered + trained * (2 * HALF + part * (HALF + FLOAT))
 
 
 def _offloaded(division: Division, shape: TrainableShape, passes: int) -> Traffic:
@@ -116,12 +125,15 @@ def _of_sequences(
     )
 
 
-def exposed_seconds(sent: Traffic, division: Division, limits: Ceilings, device_s: float) -> float:
-    """Return the seconds of a step in which a GPU that computes for `device_s` waits for others."""
+def exposed_seconds(
+    sent: Traffic, division: Division, limits: Ceilings, device_s: float, copying: float = 1.0
+) -> float:
+    """Return the seconds of a step in which a GPU that computes for `device_s` waits for others; `copying` is how often
+    as long as at the memory's bandwidth an eager copy takes."""
     if division.gpus == 1:
         return 0.0
     hidden, room = sent.hidden / limits.network, _HIDES.get(division.states, _HIDES_GATHERED) * device_s
     late, beside = max(0.0, hidden - room), _BESIDE * min(hidden, room) + _SLOWEST * device_s
     waited = sent.waited / limits.network + sent.calls * CALL_S
-    waited += sent.copied / limits.memory
+    waited += copying * sent.copied / limits.memory
     return late + beside + waited + sent.to_host / limits.link + sent.on_host / _HOST_RATE

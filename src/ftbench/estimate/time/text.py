@@ -15,7 +15,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band
 from ftbench.estimate.time import speeds
 from ftbench.estimate.time.communication import COMMUNICATION
-from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
+from ftbench.estimate.time.duration import FLUSHES, DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment
@@ -137,7 +137,8 @@ def _parts(estimate: DurationEstimate) -> str:
         return "Python: the GPU waits for its kernels to be started, so a larger batch costs little"
     total = sum(estimate.parts.values())
     terms = sorted(estimate.parts.items(), key=lambda pair: -pair[1])[:_SHOWN]
-    words = {name: term.word for name, term in speeds.shipped().items()} | {COMMUNICATION: "waiting for other GPUs"}
+    words = {name: term.word for name, term in speeds.shipped().items()}
+    words |= {COMMUNICATION: "waiting for other GPUs", FLUSHES: "flushes of a full pool"}
     return ", ".join(f"{words[name]} {units.percent(value / total, 0)}" for name, value in terms)
 
 

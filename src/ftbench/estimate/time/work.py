@@ -13,13 +13,16 @@ from dataclasses import dataclass, replace
 
 from ftbench.core import flops
 from ftbench.core.flops import vision_per_patch
+from ftbench.estimate.memory.share import FLOAT, share
 from ftbench.estimate.memory.weights import fetched_head, kept_by, matrices, optimizer_state
 from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.division import division_of
 from ftbench.estimate.workload.method import DTYPE_BYTES, Fused, Recipe, is_upcast, recipe_of
 from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.estimate.workload.vision import vision_matmul
 from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.optimizations.fp8 import DELAYED
 
 # Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
 # one each of queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
@@ -36,8 +39,9 @@ _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
 # Of pairs: written in 16 bits, cast, read by trl's kernel and its metrics, the gradient written, copied and cast; of
 # the reference written, cast and read.
 _PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
-# Bytes of an element on its way to 8 bits: read for the maximum, read, written; in eager mode by way of float32.
-_CAST, _CAST_EAGER = 5, 33
+# Bytes of an element on its way to 8 bits: read for the maximum, read, written; in eager mode by way of float32. With
+# the maximum of the step before it is read once.
+_CAST, _CAST_EAGER, _CAST_DELAYED = 5, 33, 3
 _SCORE = 40  # bytes a score of eager attention, forward and backward
 _MXFP4_OUT = 17 / 32 + 2  # bytes of a weight that is read in 4 bits with its scale and written in 16
 # Operations that the host starts for a layer, forward and backward, each some microseconds of Python and launch.
@@ -148,7 +152,8 @@ def _products(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Ba
 
 def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
     """Return bytes read and written, by term."""
-    n, kind, compiled = batch.positions, recipe.kernels, recipe.compiled
+    n, compiled = batch.positions, recipe.compiled
+    kind = "triton" if recipe.triton else recipe.kernels
     moved: dict[str, float] = defaultdict(float)
     beside = _references(recipe)
     base, adapters = _elementwise(shape, again, beside)
@@ -163,7 +168,8 @@ def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch
         moved["dequantise"] += (2 + again + beside) * shape.model.linear_parameters * 2.5
     if recipe.fp8:
         each = shape.linears.inputs * (1 + again) + shape.linears.outputs
-        moved["casts"] += each * n * (_CAST if compiled else _CAST_EAGER)
+        delayed = spec.optimizations.fp8 == DELAYED
+        moved["casts"] += each * n * (_CAST_DELAYED if delayed else _CAST if compiled else _CAST_EAGER)
     name, logits = _logits(spec, recipe, batch)
     moved[name] += logits * shape.model.vocab
     if recipe.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
@@ -221,10 +227,13 @@ def _operations(recipe: Recipe, shape: TrainableShape, batch: Batch, again: floa
 
 
 def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:
-    """Return the bytes of clipping and of the optimizer's update, once a step."""
-    weight = DTYPE_BYTES[spec.model.dtype] if spec.method.name == "full" else 4  # adapters are trained in float32
+    """Return the bytes of clipping and of the optimizer's update of what one GPU holds, once a step."""
+    part = share(division_of(spec.launch))
+    own = recipe_of(spec, shape.model)
+    masters = part.keeper != "torch" and own.autocast  # what FSDP and ZeRO divide is trained in float32
+    weight = own.weight if own.full and not masters else FLOAT  # and so are adapters
     moment = _MOMENT_BYTES.get(spec.train.optimizer, 0.0)
     state = 4 * (weight if moment is None else moment)
     clipped = 3 * weight if spec.train.max_grad_norm else 0
     name = _OPTIMIZER_TERM.get(spec.train.optimizer, "optimizer.fused")
-    return {name: shape.trained * (3 * weight + state + clipped)}
+    return {name: shape.trained * part.optimizer * (3 * weight + state + clipped)}
