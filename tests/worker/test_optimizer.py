@@ -29,7 +29,7 @@ class Adam(torch.optim.Optimizer):
     """Keeps a moment in what `_new_buffer` makes and steps by the sign of the gradient, as Adam's first step does."""
 
     def __init__(self, params, lr, bf16_stochastic_round=False, **options):
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+        super().__init__(params, {"lr": torch.tensor(lr), "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
         self.bf16_stochastic_round = bf16_stochastic_round
 
     @torch.no_grad()
@@ -75,6 +75,18 @@ def test_one_kernel_clips_and_steps_as_torch_does(torchao, train_here, monkeypat
     for step, expected in zip(*steps.values(), strict=True):
         assert expected.grad_norm > 0.1
         assert (step.loss, step.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-4)
+
+
+def test_the_learning_rate_stays_where_the_host_reads_it(torchao):
+    """A tensor that was loaded would be on the device: accelerate loads what it has moved there."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    kind, options = optimizer.arguments(spec_of(train={"optimizer": "adamw_torchao_fp32"}))["optimizer_cls_and_kwargs"]
+    made = kind([weight], **options)
+    rate, state = made.param_groups[0]["lr"], made.state_dict()
+    state["param_groups"][0]["lr"] = torch.tensor(0.5)
+    made.load_state_dict(state)
+    assert made.param_groups[0]["lr"] is rate
+    assert rate == 0.5
 
 
 def test_weights_that_are_rounded_to_the_nearest_are_found_out(torchao, train_here, monkeypatch):

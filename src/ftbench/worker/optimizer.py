@@ -38,7 +38,7 @@ def _torchao(name: str) -> Any:
     from torchao import optim
 
     if name == "adamw_torchao_8bit":
-        return optim.AdamW8bit
+        return type("AdamW8bit", (_RateOnHost, optim.AdamW8bit), {"__module__": optim.__name__})
     dtype = {"adamw_torchao_fp32": torch.float32, "adamw_torchao_bf16": torch.bfloat16}[name]
 
     def new_buffer(self: Any, p: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -48,7 +48,18 @@ def _torchao(name: str) -> Any:
     return type("AdamW", (_SteppedByKernel, optim._AdamW), own)
 
 
-class _SteppedByKernel:
+class _RateOnHost:
+    """In front of torchao's classes, whose learning rate is a tensor: accelerate loads it to the GPU, and whoever reads
+    it waits for all that the GPU has still to do, of which the host could be a step ahead."""
+
+    def load_state_dict(self: Any, state: Any) -> None:
+        rates = [group["lr"] for group in self.param_groups]
+        super().load_state_dict(state)  # type: ignore[misc]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate.fill_(float(group["lr"]))
+
+
+class _SteppedByKernel(_RateOnHost):
     """In front of torchao's class, whose step takes the host half a millisecond a parameter. `factor` is what gradients
     are multiplied by, a number on the device."""
 
