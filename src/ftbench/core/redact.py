@@ -70,10 +70,13 @@ def clean(value: Any) -> Any:
             return _short_redacted(part, secrets)
         if isinstance(part, dict):
             return {
-                cleaned(key): content if type(content) in _NUMBERS else under(key, content)  # most are numbers
+                _short_redacted(key, secrets) if type(key) is str else cleaned(key):
+                content if type(content) in _NUMBERS else under(key, content)  # most are numbers
                 for key, content in part.items()
             }
-        return type(part)(map(cleaned, part)) if type(part) in (list, tuple) else part
+        if type(part) not in (list, tuple):
+            return part
+        return type(part)(each if type(each) in _NUMBERS else cleaned(each) for each in part)
 
     def under(key: Any, content: Any) -> Any:
         named = isinstance(content, str) and len(content) >= 4 and isinstance(key, str) and _SECRET_KEY.search(key)

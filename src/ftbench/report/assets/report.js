@@ -495,7 +495,7 @@
     drawn.svg.addEventListener("dblclick", () => { zoomed = null; curves(box); });
   }
 
-  const withCurves = Object.keys(data.curves).map(Number), FIRST = 6, MOST = 200;
+  const withCurves = Object.keys(data.curves).map(Number), FIRST = 6, MOST = 150;
   const ofChosen = () => withCurves.filter((index) => data.runs[index].workload === workload());
   // To begin with: of each way of training on each GPU the run that ended well with the most steps, of those alike the
   // fastest; the fastest of these.

@@ -23,9 +23,8 @@ from ftbench.report.render.document import Point, Report, Section
 from ftbench.report.render.runs_table import FOOTNOTE
 
 CURVE_BYTES = 900_000  # of the page: that of 150 runs stays below 1.5 MB
-MOST_CURVES = (
-    200  # runs with curves, as many as the chooser lists: to read the steps of more takes longer than the rest
-)
+# Runs with curves, as many as the chooser lists: to read the steps of more takes longer than the rest.
+MOST_CURVES = 150
 # Where a section stands: what is in none of these comes after the curves.
 _OWN = ("decision", "frontier")  # the page has a better way to show these
 _COMPARED = ("comparison", "gate")

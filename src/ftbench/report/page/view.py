@@ -32,7 +32,7 @@ class RunRow:
     def run_id(self) -> str:
         return str(self.record["run_id"])
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         return Path(str(self.record["path"]))
 
