@@ -70,8 +70,9 @@ def clean(value: Any) -> Any:
             return _short_redacted(part, secrets)
         if isinstance(part, dict):
             return {
-                _short_redacted(key, secrets) if type(key) is str else cleaned(key):
-                content if type(content) in _NUMBERS else under(key, content)  # most are numbers
+                _short_redacted(key, secrets) if type(key) is str else cleaned(key): content
+                if type(content) in _NUMBERS
+                else under(key, content)  # most are numbers
                 for key, content in part.items()
             }
         if type(part) not in (list, tuple):
