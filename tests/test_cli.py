@@ -579,12 +579,13 @@ def test_a_file_that_goes_or_is_not_ours_is_named(ftbench, tmp_path, monkeypatch
 
 
 def test_a_sweep_whose_folder_is_deleted_says_so(tmp_path):
-    spec = write_spec(tmp_path, launch={"mock": "slow"}, sweep={"axes": {"train.batch_size": [1, 2]}})
+    axes = {"train.batch_size": [1, 2]}
+    spec = write_spec(tmp_path, launch={"mock": "slow"}, train={"max_steps": 4}, sweep={"axes": axes})
     out = tmp_path / "out"
     words = [sys.executable, "-m", "ftbench", "sweep", str(spec), "--out", str(out)]
     sweep = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     eventually(lambda: list(out.glob("*/*-r1/steps.csv")))
-    shutil.rmtree(out, ignore_errors=True)
+    eventually(lambda: shutil.rmtree(out, ignore_errors=True) or not out.exists())
     _, err = sweep.communicate()
     assert sweep.returncode == 3
     assert "Traceback" not in err
