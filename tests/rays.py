@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from waiting import Holder, eventually, training
+from waiting import Holder, eventually, free_ports, training
 
 MARK = "FTBENCH_TEST_CLUSTER"
 # Two addresses of the loopback: Ray turns 127.0.0.1 into the machine's outside one.
@@ -51,7 +50,7 @@ class Cluster(Holder):
         self._own = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self._own |= {**auth, **SETTINGS, MARK: str(self.folder), **self.holding()}
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
-        port = _free_port()
+        (port,) = free_ports(1, ADDRESSES[0])
         self._joins = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={port}"]
         try:
             self.start(0)
@@ -142,9 +141,3 @@ class Cluster(Holder):
         for node in self.nodes.values():
             node.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((ADDRESSES[0], 0))
-        return int(probe.getsockname()[1])

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from waiting import Holder, eventually, training
+from waiting import Holder, eventually, free_ports, training
 
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
@@ -77,7 +77,7 @@ class Cluster(Holder):
     def __enter__(self) -> Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="fts", dir="/tmp"))
         os.chmod(self.folder, 0o700)
-        ports = _free_ports(3)
+        ports = free_ports(3)
         (self.folder / "slurm.conf").write_text(CONF.format(
             host=socket.gethostname(), user=getpass.getuser(), folder=self.folder, ports=ports, nodes=NODES
         ))  # fmt: skip
@@ -178,13 +178,3 @@ class Cluster(Holder):
                 ):
                     process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

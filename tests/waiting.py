@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,18 @@ import psutil
 import pytest
 
 LIMIT_S = 240.0
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Return ports that nobody has, below those that Linux deals out (ip(7)): nobody is dealt one before it is used."""
+
+    def is_free(port: int) -> bool:
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
+            return True
+        return False
+
+    return list(islice(filter(is_free, random.SystemRandom().sample(range(20_000, 32_768), 1000)), count))
 
 
 def processes_about(folder: Path) -> list[psutil.Process]:

@@ -1,7 +1,6 @@
 """What a strategy says of a model that it cannot divide, before its weights are read."""
 
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker import parallel
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.model.random_weights import materialise
+from waiting import free_ports
 from warm import returned
 
 
@@ -123,9 +123,7 @@ def trained_in_a_pipeline(rank: int, port: int, directory: str) -> tuple[bool, b
 
 @pytest.mark.usefixtures("cache")
 def test_a_pipeline_of_transformers_has_no_loss_to_train_on():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     directory = str(materialise(Model(id="tiny/llama", weights="random", dtype="float32")))
     with ThreadPoolExecutor() as pool:
         ranks = [pool.submit(returned, trained_in_a_pipeline, rank, port, directory) for rank in (0, 1)]

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import sqlite3
 import struct
 import subprocess
@@ -28,7 +27,7 @@ from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.measure import reporter
 from ftbench.worker.measure.reporter import Reporter, logs_of
-from waiting import eventually
+from waiting import eventually, free_ports
 
 MODEL = {"id": "tiny/qwen3", "weights": "random"}
 
@@ -262,9 +261,7 @@ def test_every_row_is_in_wandb_s_offline_run(trained, service):
 @pytest.fixture
 def mlflow_server(tmp_path):
     """The address of MLflow's own server on this machine, on a database of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     database = f"sqlite:///{tmp_path / 'mlflow.db'}"
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1",
                "--backend-store-uri", database, "--artifacts-destination", str(tmp_path / "artifacts")]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +19,7 @@ from ftbench.estimate.memory.weights import trained
 from ftbench.estimate.workload.division import Division
 from ftbench.estimate.workload.method import Recipe
 from ftbench.families import describe
+from waiting import free_ports
 
 
 def rank(number: int, port: int, config: dict[str, Any]) -> dict[str, int]:
@@ -49,9 +49,7 @@ def rank(number: int, port: int, config: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.slow
 def test_two_processes_hold_under_fsdp2_what_is_estimated_of_one() -> None:
     config = architectures()["tiny/llama"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     with ThreadPoolExecutor() as pool:
         held, _ = pool.map(lambda number: warm.returned(rank, number, port, config), range(2))
 
