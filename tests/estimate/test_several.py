@@ -21,6 +21,7 @@ from ftbench.estimate.memory.constants import shipped
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.memory.measured import Measured, realised
 from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
+from ftbench.estimate.preflight import warning
 from ftbench.estimate.recommend import command as recommend
 from ftbench.estimate.time import accuracy, speeds
 from ftbench.estimate.time.ceilings import ceilings
@@ -213,6 +214,25 @@ def test_fsdp_casts_its_shares_of_float32_into_what_is_sent_and_copies_what_come
     assert sent(shared("fsdp", 8)).copied == pytest.approx(N * (2 * (6 / 8 + 4) + 4 + 6 / 8), rel=1e-3)
     frozen = shared("fsdp", 8, method={"name": "lora"})
     assert sent(frozen).copied == pytest.approx(N * 2 * (4 / 8 + 4), rel=0.01)
+
+
+@pytest.mark.parametrize(("strategy", "offload", "each"), [
+    ("zero2", "optimizer", 16), ("zero3", "optimizer", 16), ("zero3", "params", 18), ("fsdp", "params", 16),
+])  # fmt: skip
+def test_what_waits_in_host_memory_is_what_deepspeeds_estimators_count(strategy: str, offload: str, each: int) -> None:
+    """16 bytes a parameter of the optimizer (stage_1_and_2.py, stage3.py: estimate_zero*_model_states_mem_needs), 18
+    with its weights, for all GPUs of a machine together. FSDP's float32 shares are its weights."""
+    gpu = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
+    here, waiting = (
+        estimate_memory(on_gpus(shared(strategy, 2), 2, strategy, name), gpu).host for name in ("none", offload)
+    )
+    assert (waiting - here) * GIB == pytest.approx(each * N, rel=1e-3)
+    run = on_gpus(shared(strategy, 2), 2, strategy, offload)
+    machine = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
+    told = warning(run, machine, Path("no store"), host_gb=64.0)
+    assert told is not None
+    assert "this machine has 64.0" in told
+    assert "launch.offload" in told
 
 
 def test_a_step_that_fills_the_memory_flushes_it_and_says_so() -> None:

@@ -123,7 +123,7 @@ def warning(spec: Experiment, gpu: dict[str, Any] | None, store: Path, host_gb: 
     return (
         f"this will run out of the host's memory: it keeps about {gibibytes(memory.host)} GiB there, and this machine "
         f"has {gibibytes(host_gb)}; {fewer}set what waits there to off (optimizations.weight_offload, "
-        "gradient_checkpointing offload)"
+        "gradient_checkpointing offload, launch.offload)"
     )
 
 

@@ -12,6 +12,7 @@ from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
 from ftbench.estimate.memory.constants import Constants, constants
 from ftbench.estimate.memory.phases import GATHERED, MemoryPlan, Parts, checkpoints_on_host, peak, phases
+from ftbench.estimate.memory.share import offloaded
 from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
 from ftbench.estimate.workload.division import division_of, rank_model, rank_shape
 from ftbench.estimate.workload.largest import Largest, largest
@@ -52,7 +53,7 @@ class MemoryEstimate:
     """`parts` are the tensors alive at the peak, GiB by name; they add up to `allocated.expected`. `total` is what the
     GPU has as its driver counts it, and `device` counts what the driver keeps for itself, as NVML does; `usable` is
     what processes can have, of which `margin` is left free, GiB: `verdict` compares these. `host` is what the
-    run takes of the host's memory. `batch` is the largest batch in positions, rows x length, and `basis` where its
+    run takes of the host's memory, with all its GPUs. `batch` is the largest batch, rows x length, and `basis` where its
     shape comes from."""
 
     allocated: Band
@@ -110,7 +111,8 @@ def estimate_memory(
         usable=has.usable,
         margin=has.margin,
         verdict=verdict_of(device, has),
-        host=HOST + (on_host(plan.model, plan.recipe) + checkpoints_on_host(plan) + states) / GIB,
+        host=plan.division.gpus * (HOST + (on_host(plan.model, plan.recipe) + checkpoints_on_host(plan) + states) / GIB)
+        + offloaded(plan.model, plan.recipe, plan.division) / GIB,
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
         batch=(batch.expected.rows, batch.expected.length),

@@ -135,6 +135,17 @@ def gathered(model: ModelShape, recipe: Recipe, part: Share) -> Gathered:
     )
 
 
+def offloaded(model: ModelShape, recipe: Recipe, division: Division) -> float:
+    """Return what all GPUs together keep in host memory of what they divide: of trained parameters float32 weights and
+    gradients with the optimizer's state; with `params` also weights in 16 bits, where those are others."""
+    if division.offload == "none":
+        return 0.0
+    name, count, _, embedding = weights.kept_by(model, recipe)
+    states = 2 * FLOAT * count + weights.optimizer_state(name, count, FLOAT, embedding)
+    alone = division.offload == "optimizer" or (division.states == "fsdp" and recipe.full)
+    return states + (0 if alone else model.weight_bytes(recipe.compute))
+
+
 def whole_gradient(model: ModelShape, recipe: Recipe, part: Share) -> float:
     """Return the gradient of a gathered embedding before ZeRO-3 divides it: with its weight the 4 bytes of the largest
     layer that DeepSpeed's estimator counts."""
