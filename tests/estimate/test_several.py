@@ -223,11 +223,9 @@ def test_what_waits_in_host_memory_is_what_deepspeeds_estimators_count(strategy:
     """16 bytes a parameter of the optimizer (stage_1_and_2.py, stage3.py: estimate_zero*_model_states_mem_needs), 18
     with its weights, for all GPUs of a machine together. FSDP's float32 shares are its weights."""
     gpu = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
-    here, waiting = (
-        estimate_memory(on_gpus(shared(strategy, 2), 2, strategy, name), gpu).host for name in ("none", offload)
-    )
-    assert (waiting - here) * GIB == pytest.approx(each * N, rel=1e-3)
     run = on_gpus(shared(strategy, 2), 2, strategy, offload)
+    here, waiting = (estimate_memory(on_gpus(run, 2, strategy, name), gpu).host for name in ("none", offload))
+    assert (waiting - here) * GIB == pytest.approx(each * N, rel=1e-3)
     machine = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
     told = warning(run, machine, Path("no store"), host_gb=64.0)
     assert told is not None

@@ -53,8 +53,8 @@ class MemoryEstimate:
     """`parts` are the tensors alive at the peak, GiB by name; they add up to `allocated.expected`. `total` is what the
     GPU has as its driver counts it, and `device` counts what the driver keeps for itself, as NVML does; `usable` is
     what processes can have, of which `margin` is left free, GiB: `verdict` compares these. `host` is what the
-    run takes of the host's memory, with all its GPUs. `batch` is the largest batch, rows x length, and `basis` where its
-    shape comes from."""
+    run takes of the host's memory, with all its GPUs. `batch` is the largest batch, rows x length, and `basis` where
+    its shape comes from."""
 
     allocated: Band
     reserved: Band
