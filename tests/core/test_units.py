@@ -64,6 +64,10 @@ def test_a_change_has_its_sign():
     assert units.change(None) == ""
 
 
+def test_one_thing_is_not_several():
+    assert [units.some(number, "run") for number in (0, 1, 1200)] == ["0 runs", "1 run", "1,200 runs"]
+
+
 def test_sentences_of_older_runs_are_shown_as_they_are_written_today():
     old = "1 steps were far slower than the others: step 6 (1.8 times the median, 1 graphs compiled)"
     assert units.reworded(old) == (

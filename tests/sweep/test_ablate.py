@@ -282,7 +282,7 @@ def test_no_combination_before_every_variant_has_run(tmp_path):
     plan.ended(first)
     assert plan.next(lambda each: False) is None  # there is no time for more
     assert plan.combinations == []
-    assert "3 runs are still to come before anything is put together" in table(plan, tmp_path / "exp").markdown()
+    assert "3 runs still to come before anything is put together" in table(plan, tmp_path / "exp").markdown()
 
 
 def test_a_variant_that_cannot_work_is_told_and_not_run(ablated, tmp_path):

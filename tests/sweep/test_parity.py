@@ -150,7 +150,7 @@ def test_a_plan_goes_on_where_it_stopped_and_says_what_is_left(tmp_path, cache):
     document = json.loads((tmp_path / "parity.json").read_text())
     assert document["left"] == 4
     assert document["passed"] is False
-    assert "4 runs are still to come" in (tmp_path / "parity.md").read_text()
+    assert "4 runs still to come" in (tmp_path / "parity.md").read_text()
 
 
 def test_a_run_that_failed_and_a_recipe_that_cannot_run_are_no_pass(tmp_path):

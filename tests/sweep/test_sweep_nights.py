@@ -70,7 +70,7 @@ def test_a_signal_ends_the_run_that_is_on_and_the_same_command_goes_on(tmp_path,
     assert "Traceback" not in night.stderr
     assert night.told() == ["interrupted", "ok"]
     assert night.children() == []
-    assert "1 runs are still to come" in night.table()
+    assert "1 run still to come" in night.table()
     assert "the same command goes on" in night.stderr
     interrupted = next(run for run in night.runs() if rundir.read_json(run.state)["state"] == "interrupted")
     assert rundir.read_json(interrupted.summary)["state"] == "interrupted"
@@ -282,7 +282,7 @@ def test_a_time_budget_starts_nothing_that_cannot_end_in_time_and_the_most_telli
     rates = [json.loads((night.path / name / "spec.json").read_text())["train"]["learning_rate"]
              for name in night.started()]  # fmt: skip
     assert rates == [1e-4, 5e-4, 3e-4]
-    assert "2 runs are still to come" in night.table()
+    assert "2 runs still to come" in night.table()
     again = sweep(spec, out)
     assert (again.code, again.told()) == (0, ["ok"] * 5)
     assert sorted(again.started()) == sorted(again.states())
@@ -297,7 +297,7 @@ def test_a_run_that_overruns_the_time_budget_is_interrupted_and_still_to_come(tm
     assert night.code == 0, night.stderr
     assert night.told() == ["interrupted"]
     assert "the sweep's time budget ran out" in rundir.read_json(night.runs()[0].state)["reason"]
-    assert "3 runs are still to come" in night.table()
+    assert "3 runs still to come" in night.table()
     assert "3 left" in ftbench("sweep", "--status", str(night.path)).stdout
 
 
@@ -495,7 +495,7 @@ def test_a_disk_without_room_for_another_run_stops_the_sweep_before_it_is_claime
     assert night.code == 3, night.stderr
     assert "MiB free" in night.stderr
     assert night.told() == ["ok"]
-    assert "2 runs are still to come" in night.table()
+    assert "2 runs still to come" in night.table()
 
 
 # --- a clock that is set back ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ftbench.cli.shared import Json, Out, Runs, app, emit, tell
+from ftbench.core import units
 
 
 @app.command()
@@ -24,7 +25,7 @@ def bundle(
     for path in made.left_out:
         tell(f"left out, still running: {path}")
     redacted = f", {made.redacted} secrets redacted" if made.redacted else ""
-    emit(f"{output}: {made.runs} runs, {made.files} files{redacted}")
+    emit(f"{output}: {units.some(made.runs, 'run')}, {units.some(made.files, 'file')}{redacted}")
 
 
 @app.command()

@@ -50,6 +50,11 @@ def count(value: float | None) -> str:
     return "" if value is None else f"{round(value):,}"
 
 
+def some(number: int, noun: str) -> str:
+    """Return `1 run`, `3 runs`, `1,200 files`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def rate(value: float | None) -> str:
     """Return a rate per second or per hour: whole numbers from ten up, three digits below."""
     if value is None:

@@ -228,7 +228,7 @@ def calibrate(store: Path) -> str:
     fitted = fitting.fit(runs)
     rows = fitting.left_out(runs)
     path = constants.write(fitted)
-    lines = [f"fitted to {len(rows)} runs; each estimated by constants fitted to the others:"]
+    lines = [f"fitted to {units.some(len(rows), 'run')}; each estimated by constants fitted to the others:"]
     errors = [(tier, fitting.error(rows, tier)) for tier in measured.TIERS]
     lines.append(text_table(["", ">runs", ">mean", ">worst", ">bias"], [
         (tier, str(error.count), *(units.percent(share, 2) for share in (error.mean, error.worst)),

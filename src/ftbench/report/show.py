@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import units
 from ftbench.core.rows import FIELDS, LATER, RunSummary
 from ftbench.errors import SpecError
 from ftbench.report import advice
@@ -63,7 +64,9 @@ def _record(name: str, paths: Sequence[Path]) -> Record:
     if name.isdecimal():
         if 0 < int(name) <= len(records):
             return records[int(name) - 1]
-        raise SpecError(f"show {shortened(name)}: {_places(paths)} holds {len(records)} runs, with numbers from 1")
+        raise SpecError(
+            f"show {shortened(name)}: {_places(paths)} holds {units.some(len(records), 'run')}, with numbers from 1"
+        )
     plain = name.casefold()
     same = [record for record in records if plain in (record["run_id"].casefold(), record["label"].casefold())]
     near = same or [record for record in records if plain in f"{record['run_id']} {record['label']}".casefold()]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import units
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
 from ftbench.spec.ablation import settings
@@ -196,5 +197,5 @@ def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
             return tables.exit_code(sitting.run()), tables
         finally:
             if left := plan.left():
-                shown.event(f"{left} runs are left; the same command goes on with them")
+                shown.event(f"{units.some(left, 'run')} left; the same command goes on with them")
             journal.close()

@@ -113,7 +113,7 @@ def _failed_card(cells: Sequence[Cell]) -> Card:
     count = sum(len(cell.runs) for cell in cells)
     failed = [(run, cell) for cell in cells for run in cell.runs if not run.ok]
     if not failed:
-        return ("Failed", "nothing", f"{count} of {count} runs ended well", "")
+        return ("Failed", "nothing", f"{count} of {units.some(count, 'run')} ended well", "")
     states: dict[str, dict[int, Cell]] = {}
     for run, cell in failed:
         states.setdefault(str(run.record["state"]), {})[id(cell)] = cell
@@ -122,7 +122,7 @@ def _failed_card(cells: Sequence[Cell]) -> Card:
         more = f" and {len(own) - _MOST_NAMES} more" if len(own) > _MOST_NAMES else ""
         words = "Out of memory" if state == "oom" else state.capitalize()
         listed.append(f"{words}: {'; '.join(_where(cell, cells) for cell in list(own.values())[:_MOST_NAMES])}{more}.")
-    return ("Failed", f"{len(failed)} of {count} runs", " ".join(listed), "")
+    return ("Failed", f"{len(failed)} of {units.some(count, 'run')}", " ".join(listed), "")
 
 
 def _where(cell: Cell, cells: Sequence[Cell]) -> str:

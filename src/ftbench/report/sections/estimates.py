@@ -79,7 +79,8 @@ def _estimated(tier: str) -> Callable[[Record], str]:
 def _errors(rows: Sequence[calibrate.RunErrors], stored: Sequence[measured.Measured]) -> list[str]:
     errors = {tier: calibrate.error(rows, tier) for tier in measured.TIERS}
     parts = [
-        f"{tier} {units.percent(error.mean)} in the mean of {error.count} runs, {units.percent(error.worst)} at worst"
+        f"{tier} {units.percent(error.mean)} in the mean of {units.some(error.count, 'run')}, "
+        f"{units.percent(error.worst)} at worst"
         for tier, error in errors.items()
         if error is not None
     ]
@@ -105,7 +106,7 @@ def time(cells: Sequence[Cell]) -> Section | None:
         return None
     errors = [abs(record["step_s_error"]) for record in records]
     mean, worst = units.percent(sum(errors) / len(errors)), units.percent(max(errors))
-    words = [f"Errors: {mean} in the mean of {len(errors)} runs, {worst} at worst."]
+    words = [f"Errors: {mean} in the mean of {units.some(len(errors), 'run')}, {worst} at worst."]
     columns = {
         "mean step": field("step_s", units.seconds), "estimated": field("step_s_estimated", units.seconds),
         "error": field("step_s_error", units.change), "from": field("basis"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import units
 from ftbench.core.rows import FIELDS, LATER, SCHEMA
 from ftbench.core.units import reworded
 from ftbench.store import digests
@@ -68,7 +69,8 @@ def as_text(verdict: Verdict, path: Path) -> str:
     agree = f"{count} {'does' if count == 1 else 'do'} not agree" if count else "every hash and every figure agrees"
     if verdict.unchecked:
         agree = f"{agree if count else 'what was compared agrees'}, {len(verdict.unchecked)} not checked"
-    last = f"{path}: {verdict.runs} runs, {verdict.files} files, {verdict.figures:,} figures: {agree}"
+    counts = {"run": verdict.runs, "file": verdict.files, "figure": verdict.figures}
+    last = f"{path}: {', '.join(units.some(number, noun) for noun, number in counts.items())}: {agree}"
     unchecked = (f"not checked: {text}" for text in verdict.unchecked)
     return "\n".join([*verdict.problems, *unchecked, *(f"note: {note}" for note in verdict.notes), last])
 

@@ -52,7 +52,7 @@ class AblationTables(Tables):
         """Return the text of ablation.md."""
         parts = [f"# {self.folder.name}: what each optimization brings\n"]
         if left := self.plan.left():
-            parts.append(f"{left} runs are still to come.\n")
+            parts.append(f"{units.some(left, 'run')} still to come.\n")
         parts.append("## One at a time\n\n" + formats.markdown(self.variants()))
         if combinations := self.combinations():
             parts.append("## Together\n\n" + formats.markdown(combinations))
@@ -109,7 +109,7 @@ class AblationTables(Tables):
             return [f"The plain recipe has no figures ({plan.state({})}), so nothing can be held against it."]
         pending = " so far" if plan.left() else ""
         if pending and not plan.combinations:
-            return [f"{plan.left()} runs are still to come before anything is put together."]
+            return [f"{units.some(plan.left(), 'run')} still to come before anything is put together."]
         if not plan.best:
             return [f"Nothing was found{pending} that is better than the plain recipe for {plan.start.objective}."]
         pair = plan.pair(plan.best, {})

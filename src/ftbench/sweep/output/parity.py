@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ftbench.core import units
 from ftbench.core.redact import clean
 from ftbench.core.table import folded
 from ftbench.report.render import formats
@@ -92,7 +93,7 @@ class ParityTables(Tables):
 
     def _sentence(self) -> str:
         if left := self.plan.left():
-            return f"{left} runs are still to come."
+            return f"{units.some(left, 'run')} still to come."
         missed = [control for control in self.plan.controls() if not caught(control)]
         if failed := [control.reason for control in missed if not control.seeds]:
             return f"Without its controls the check proves nothing: {failed[0]}."

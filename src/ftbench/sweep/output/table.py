@@ -52,7 +52,7 @@ class Tables:
     def _markdown(self, report: Report) -> str:
         parts = [f"# {self.folder.name}\n"]
         if left := self.plan.left():
-            parts.append(f"{left} runs are still to come.\n")
+            parts.append(f"{units.some(left, 'run')} still to come.\n")
         if isinstance(self.plan, Search):
             parts.append("## Largest batch\n\n" + formats.markdown(frontier_table(self.plan)))
         if report.records:
