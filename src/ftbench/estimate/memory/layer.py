@@ -262,6 +262,8 @@ def saved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
         each = norms(layer, recipe) + linear_inputs(layer, recipe) + attention(layer, recipe, batch)
         each += inside(layer, recipe) + fused_outputs(layer, recipe, batch)
         each += before_rotation(layer, recipe) if recipe.triton and not layer.head_norms else 0
+    if recipe.whole_mlp and not recipe.lean:  # silu(gate) * up is made again (worker/kernels/adapted_swiglu.py)
+        each -= recipe.compute * layer.inner
     return each * batch.tokens + expert_copies(layer, recipe)
 
 

@@ -9,7 +9,7 @@ from ftbench.errors import SpecError
 from ftbench.families.shape import Layer, ModelShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth
-from ftbench.spec.optimizations.fp8 import in_8_bits
+from ftbench.spec.optimizations.fp8 import DELAYED, in_8_bits
 
 Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
@@ -17,6 +17,7 @@ Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
 Fused = Literal["off", "augmented", "beside"]
 
 CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
+_MLP, _MOST_COLUMNS = {"gate_proj", "up_proj", "down_proj"}, 32  # what a whole MLP has, and of gate and up together
 KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # worker/kernels/decoder_layer.py
 DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
@@ -32,7 +33,7 @@ class Recipe:
     checkpointing: `offload` and `unsloth` keep layer inputs in host memory. chunk: label tokens of a chunk of our loss.
     graphed: forward and backward pass are replayed, and gradients stay where they were recorded. fused: how fused_lora
     multiplies adapters. lean: compiled layers make again what needs no product. triton: our own kernels are between the
-    products. streamed: frozen weights wait on the host.
+    products. whole_mlp: they keep no product of the gate. streamed: frozen weights wait on the host.
     attention: `masked` is sdpa with a mask, made where rows hold padding or several samples. reference: what a step of
     dpo compares with."""
 
@@ -61,6 +62,7 @@ class Recipe:
     fp8: bool = False
     fused: Fused = "off"
     triton: bool = False
+    whole_mlp: bool = False
     streamed: bool = False
     in_backward: Literal[False, True, "offload"] = False
     vision: Trained = "frozen"
@@ -137,12 +139,20 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
         fused=fused(spec),
         triton=on.triton_kernels,
+        whole_mlp=_whole_mlp(spec, model),
         streamed=on.weight_offload,
         in_backward=on.optimizer_in_backward,
         vision=getattr(method, "vision", "full") if model.vision else "frozen",
         projector=getattr(method, "projector", "full") if model.vision else "frozen",
         reference="second model" if spec.second_model else "base" if spec.objective.in_step else "none",
     )
+
+
+def _whole_mlp(spec: Experiment, model: ModelShape) -> bool:
+    """Return whether an MLP is one function (worker/optimizations/fused_lora.py, BesideGroup.gated)."""
+    on, method = spec.optimizations, spec.method
+    delayed = on.triton_kernels and on.fp8 == DELAYED and fused(spec) == "beside"
+    return delayed and targets(method, model) >= _MLP and 2 * getattr(method, "rank", 0) <= _MOST_COLUMNS
 
 
 def _adapter(method: Full | Lora | Qlora | Unsloth) -> int:
