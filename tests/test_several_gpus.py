@@ -190,6 +190,32 @@ def test_a_rank_keeps_its_share_of_the_stage_under_zero(pair):
 
 
 @NO_DEEPSPEED
+@pytest.mark.parametrize("parts", [LORA, FULL], ids=str)
+def test_weights_are_released_layer_by_layer_where_activations_are_made_again_under_zero(pair, parts):
+    """Of frozen weights too; nothing but the table of the vocabulary, whose input takes no gradient, may wait."""
+    one, two = pair("zero3", **parts, optimizations={"gradient_checkpointing": True})
+    parallel = rundir.read_json(two.run.applied)["parallel"]
+    assert parallel["released"] > 14
+    assert parallel["kept"] <= 1
+    assert figures(two) == pytest.approx(figures(one), rel=1e-4)
+
+
+def test_weights_that_stay_gathered_through_the_backward_pass_are_said_under_zero(monkeypatch):
+    zero = importlib.import_module("ftbench.worker.parallel.zero")
+    facts = {"optimizer_elements_of_rank": 8, "trained_elements": 16, "elements_of_rank": 8, "elements": 16}
+    facts |= {"released": 14, "kept": 12}
+    monkeypatch.setattr(zero, "applied", lambda trainer: facts)
+    engine = type("DeepSpeedEngine", (), {"zero_optimization_stage": lambda self: 3, "dp_world_size": 2})()
+    spec = SimpleNamespace(launch=SimpleNamespace(strategy="zero3", ranks=2))
+    said = zero.verify(SimpleNamespace(model_wrapped=engine), spec)
+    assert said == [
+        "launch.strategy is zero3 and of 14 weights 12 stay gathered until the backward pass ends",
+    ]
+    facts["kept"] = 1
+    assert zero.verify(SimpleNamespace(model_wrapped=engine), spec) == []
+
+
+@NO_DEEPSPEED
 @pytest.mark.parametrize(("strategy", "offload"), [("zero2", "optimizer"), ("zero3", "params")])
 def test_what_waits_in_host_memory_is_learned_as_well(tmp_path, pair, strategy, offload):
     one, _ = pair("ddp", **LORA)

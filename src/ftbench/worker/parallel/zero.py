@@ -31,15 +31,31 @@ def arguments(spec: Experiment) -> dict[str, Any]:
         zero["offload_param"] = host
     config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
     precision = {name: {"enabled": spec.train.precision == name} for name in ("bf16", "fp16")}
-    again = {"gradient_checkpointing_kwargs": {"use_reentrant": True}} if stage == 3 else {}  # it gathers weights anew
-    return again | {"deepspeed": config | precision | dict.fromkeys(_FILLED_IN, "auto")}
+    return {"deepspeed": config | precision | dict.fromkeys(_FILLED_IN, "auto")}
 
 
 def prepare(made: Any) -> None:
-    """Let DeepSpeed sum through gloo on a CPU: its own sums in shared memory would have to be compiled first."""
+    """Let DeepSpeed sum through gloo on a CPU: its own sums in shared memory would have to be compiled first. Let it
+    count the weights that are still gathered as a backward pass ends, before it releases all."""
     from deepspeed import ops
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Gathering
 
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    release = Gathering.release_backward_leftovers
+
+    def count_and_release(gathering: Any) -> None:
+        parameters = (parameter for parameter in gathering.module.parameters() if not parameter.ds_persist)
+        gathering.kept = sum(bool(parameter.numel()) for parameter in parameters)
+        release(gathering)
+
+    Gathering.release_backward_leftovers = count_and_release
+
+
+def attach(trainer: Any, spec: Experiment) -> None:
+    """Let a layer's activations be made again within the model's backward pass: by one of its own, which TRL asks for
+    beside adapters, DeepSpeed would keep all frozen weights gathered until the model's has ended."""
+    if spec.launch.strategy == "zero3" and trainer.args.gradient_checkpointing:
+        trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False}
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
@@ -56,12 +72,16 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
         sentences.append(f"launch.strategy is {name} and each rank keeps the optimizer's states of all that is trained")
     if name == "zero3" and facts["elements_of_rank"] > facts["elements"] * share + 4096:
         sentences.append("launch.strategy is zero3 and each rank keeps more than its share of the weights")
+    if facts["kept"] * 2 > facts["released"] > 0:
+        sentences.append(f"launch.strategy is zero3 and of {facts['released']} weights {facts['kept']} stay gathered "
+                         f"until the backward pass ends")  # fmt: skip
     return sentences
 
 
 def applied(trainer: Any) -> dict[str, Any]:
     """Return how many elements there are, are trained, and this rank keeps: of the weights, and of the 32-bit copy
-    that the optimizer updates. Between two steps a weight that is dealt to the ranks holds none itself."""
+    that the optimizer updates. Between two steps a weight that is dealt to the ranks holds none itself; `kept` of
+    them were gathered until the backward pass ended."""
     engine = trainer.deepspeed
     if engine is None:  # before training begins
         return {}
@@ -70,6 +90,7 @@ def applied(trainer: Any) -> dict[str, Any]:
     return {
         "sharded": sum(hasattr(parameter, "ds_tensor") for parameter in parameters),
         "released": sum(hasattr(parameter, "ds_tensor") and not parameter.numel() for parameter in parameters),
+        "kept": getattr(getattr(engine.optimizer, "parameter_offload", None), "kept", 0),
         "elements": sum(_elements(parameter) for parameter in parameters),
         "trained_elements": sum(_elements(parameter) for parameter in parameters if parameter.requires_grad),
         "elements_of_rank": sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in parameters),
