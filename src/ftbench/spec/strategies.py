@@ -127,8 +127,8 @@ STRATEGIES = {
     ),
     "zero3": Strategy(
         description="as zero2, and a share of the weights, gathered while a layer computes",
-        verified="DeepSpeed's engine runs the stage, a rank keeps no more than its share of the weights, and releases what it "
-        "gathers layer by layer",
+        verified="DeepSpeed's engine runs the stage, a rank keeps no more than its share of the weights, and releases "
+        "what it gathers layer by layer",
         offloads=("optimizer", "params"),
         refusals=lambda spec: (*_refused_where_sharded(spec), *_refused_by_deepspeed(spec)),
     ),
