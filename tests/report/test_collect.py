@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ftbench.report.data.axes import recipe_keys, value_at
 from ftbench.report.data.collect import collect
 from made_runs import make_run
 
@@ -58,3 +59,19 @@ def test_a_run_that_cannot_be_read_keeps_a_row_with_the_reason_and_all_others_ar
         assert row.get("step_time_s.median") is None
         assert f"broken-{name}" in out or format_name in ("table", "md", "latex")  # four runs of many are named there
         assert reason in out or format_name in ("table", "latex", "html")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "beside", "name"),
+    [
+        ("fastest", {}, "fastest"),
+        ("fastest", {"optimizations.triton_kernels": "on"}, "fastest + triton kernels"),
+        ("fastest", {"optimizations.fp8": "tensorwise"}, "fastest-fp8"),
+        ("fastest", {"optimizations.fp8": "tensorwise-delayed"}, "fastest + fp8 tensorwise-delayed"),
+        ("plain", {"optimizations.loader_processes": "8"}, "plain"),
+        ("plain", {"optimizations.packing": "on"}, "packing"),
+    ],
+)  # fmt: skip
+def test_a_recipe_is_called_with_what_is_on_beside_it(recipe, beside, name):
+    facts = {"method.name": "lora", **recipe_keys()[recipe], **beside}
+    assert value_at("recipe", facts) == name

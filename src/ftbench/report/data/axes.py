@@ -28,28 +28,48 @@ PLAIN = ("plain", NO_OPTIMIZATION)
 
 def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
     """Return where a run stands on an axis; for `optimizations` all that are on, in words; for `recipe` the shipped one
-    whose keys the run has, however it came to them, else the words and the optimizer; unsloth is a recipe of its
-    own."""
+    whose keys the run has, however it came to them, and what is on beside it (`fastest + triton kernels`), else the
+    words and the optimizer; unsloth is a recipe of its own."""
     if axis == RECIPE:
         return _recipe(facts)
     if axis != OPTIMIZATIONS:
         return facts.get(axis)
-    on = [
-        key.partition(".")[2].replace("_", " ") + ("" if text == "on" else f" {text}")
-        for key, text in facts.items()
-        if key.startswith("optimizations.") and text not in ("off", "auto")
-    ]
-    return " + ".join(on) or NO_OPTIMIZATION
+    return " + ".join(map(_word, _on(facts), _on(facts).values())) or NO_OPTIMIZATION
+
+
+def _on(facts: Mapping[str, str]) -> dict[str, str]:
+    return {key: text for key, text in facts.items()
+            if key.startswith("optimizations.") and text not in ("off", "auto")}  # fmt: skip
+
+
+def _word(key: str, text: str) -> str:
+    return key.partition(".")[2].replace("_", " ") + ("" if text == "on" else f" {text}")
 
 
 def _recipe(facts: Mapping[str, str]) -> str:
     words = _unsloth(facts) if facts.get("method.name") == "unsloth" else []
-    fitting = {name: len(keys) for name, keys in recipe_keys().items() if keys.items() <= facts.items()}
-    if fitting and not words:
-        return max(fitting, key=fitting.__getitem__)  # one for images says all that another does, and more
+    if not words and (shipped := _shipped(facts)):
+        return shipped
     optimizer = facts.get("train.optimizer", "adamw_torch")
     words += [value_at(OPTIMIZATIONS, facts) or "", *([optimizer] if optimizer != "adamw_torch" else [])]
     return " + ".join(part for part in words if part and part != NO_OPTIMIZATION) or NO_OPTIMIZATION
+
+
+def _shipped(facts: Mapping[str, str]) -> str | None:
+    """Return the recipe that needs the fewest optimizations beside it, and these; plain is as it is, or not at all."""
+    fitting, on = {}, _on(facts)
+    for name, keys in recipe_keys().items():
+        beside = {key: text for key, text in on.items() if keys.get(key, "off") == "off" and name not in PLAIN}
+        without = {**facts, **dict.fromkeys(beside.keys() & keys, "off")}
+        if keys.items() <= without.items():  # one for images says all that another does, and more
+            fitting[len(beside), -len(keys)] = " + ".join([name, *map(_word, beside, beside.values())])
+    return fitting[min(fitting)] if fitting else None
+
+
+def shipped_recipe(name: str | None) -> bool:
+    """Return whether a value of the axis `recipe` names a shipped recipe, plain ones aside."""
+    base = (name or "").partition(" + ")[0]
+    return base in recipe_keys() and base not in PLAIN
 
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:

@@ -17,13 +17,12 @@ from ftbench.report.data.axes import (
     GPUS,
     NO_OPTIMIZATION,
     OPTIMIZATIONS,
-    PLAIN,
     RECIPE,
     STRATEGY,
     by_importance,
     framework_words,
     headings,
-    recipe_keys,
+    shipped_recipe,
     value_at,
 )
 from ftbench.report.data.collect import Record, data_labels, figure, known
@@ -241,7 +240,7 @@ def _way(facts: Mapping[str, str]) -> str:
 def recipe_name(facts: Mapping[str, str]) -> str:
     """Return the shipped recipe, or the method with what is on."""
     recipe, method = value_at(RECIPE, facts) or "", facts.get("method.name", "unknown method")
-    if method == "unsloth" or (recipe in recipe_keys() and recipe not in PLAIN):
+    if method == "unsloth" or shipped_recipe(recipe):
         return recipe
     on = value_at(OPTIMIZATIONS, facts)
     return method if on in (None, NO_OPTIMIZATION) else f"{method} with {on}"
