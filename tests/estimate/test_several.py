@@ -194,8 +194,15 @@ def test_committed_steps_of_several_gpus_are_estimated_within_the_bound_that_the
     store = Store.read(Path(__file__).resolve().parents[2] / "results" / "h200" / "several-gpus")
     rows = accuracy.several_gpus(store, speeds.values(speeds.shipped()))
     assert {row.run.spec.launch.strategy for row in rows} >= {"ddp", "fsdp"}
-    assert all(abs(row.bare_error) <= 0.15 for row in rows)
+    counted = [row for row in rows if not row.run.spec.launch.strategy.startswith("zero")]
+    assert all(abs(row.bare_error) <= 0.15 for row in counted)
     assert all(row.is_inside for row in rows)
+
+
+def test_what_deepspeed_does_on_the_host_is_not_counted_so_zero_has_a_wider_band() -> None:
+    h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
+    fsdp, zero3 = (estimate_duration(shared(strategy, 2), h200).step_s for strategy in ("fsdp", "zero3"))
+    assert zero3.high / zero3.expected == pytest.approx(1.5 * fsdp.high / fsdp.expected)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero3"])

@@ -33,6 +33,9 @@ SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
 HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more than GPUs
 ROUGH_SPREAD = 2.0  # on top, for what `is_rough` and was not measured
 SEVERAL_SPREAD = 1.2  # on top, for several GPUs: what they wait for each other was not measured
+# On top of that under DeepSpeed, whose work on the host and passes over its own partitions are not counted: a step of
+# ZeRO-3 took half as long again as estimated (results/h200/several-gpus).
+ZERO_SPREAD = 1.5
 # Bytes a second at which a full pool is given back and asked for again for the optimizer's temporary tensors: 16.4 GB
 # made its step 38 ms longer (results/h200/qwen3-8b-frontier, full at batch 6 against 4, two flushes a step).
 _REMAPPED = 4.3e11
@@ -135,6 +138,7 @@ def estimate_duration(
         spread *= (HOST_SPREAD if modelled.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
         spread *= ROUGH_SPREAD if is_rough(spec) else 1.0
         spread *= SEVERAL_SPREAD if division.gpus > 1 else 1.0
+        spread *= ZERO_SPREAD if division.states.startswith("zero") else 1.0
     waits = {COMMUNICATION: exposed, FLUSHES: flushes}
     watts, source = _watts(spec, gpu, same, store.on(gpu), modelled)
     bound = ("images" if modelled.by_images else "host") if modelled.host_bound else "GPU"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftbench.estimate.time.history import Settings, TimedRun, settings_of
+from ftbench.estimate.time.history import TimedRun, settings_of
 from ftbench.estimate.time.speeds import Step, step
 from ftbench.estimate.time.work import StepWork
 from ftbench.spec.experiment import Experiment
@@ -45,11 +45,12 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A run with the model's step for it, how far the model was off (log of measured over modelled), and its share of
-    the runs of the same step."""
+    """A run with the model's step for it, the log of its seconds (`size`), how far the model was off (log of measured
+    over modelled), and its share of the runs of the same step."""
 
     run: TimedRun
     modelled: Step
+    size: float
     miss: float
     share: float
 
@@ -59,7 +60,8 @@ def neighbours(seen: Sequence[Observation], coefficients: Mapping[str, float]) -
     result = []
     for each in seen:
         modelled = step(each.ideal, coefficients)
-        result.append(Neighbour(each.run, modelled, math.log(each.run.step_s / modelled.seconds), 1 / times[each.key]))
+        size = math.log(modelled.seconds)
+        result.append(Neighbour(each.run, modelled, size, math.log(each.run.step_s) - size, 1 / times[each.key]))
     return result
 
 
@@ -68,21 +70,17 @@ def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) ->
     if not others:
         return None
     total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0
-    own, host_bound = settings_of(spec), modelled.host_bound
+    own, host_bound, size = settings_of(spec), modelled.host_bound, math.log(modelled.seconds)
     for other in others:
         like = other.modelled.host_bound == host_bound
-        far = abs(math.log(modelled.seconds / other.modelled.seconds)) / 2
-        far += _apart(own, other.run.settings) + _MODEL * (spec.model.id != other.run.spec.model.id)
-        far += _SIDE * (not like)
+        far = abs(size - other.size) / 2
+        far += _MODEL * (spec.model.id != other.run.spec.model.id) + _SIDE * (not like)
+        theirs = other.run.settings
+        if own != theirs:  # here, since it is asked of each run for each way that recommend weighs
+            far += _SWITCH * len(own.switches ^ theirs.switches) + _METHOD * (own.method != theirs.method)
         if far > _FARTHEST:
             continue
         weight = math.exp(-far) * other.share
         total, weights, near = total + weight * other.miss, weights + weight, near + 1
-        alike += like and own == other.run.settings
+        alike += like and own == theirs
     return Correction(math.exp(total / weights), near, alike) if near else None
-
-
-def _apart(own: Settings, other: Settings) -> float:
-    if own == other:
-        return 0.0
-    return _SWITCH * len(own.switches ^ other.switches) + _METHOD * (own.method != other.method)
