@@ -143,7 +143,7 @@ def test_a_framework_that_cannot_be_imported_ends_as_an_error_with_a_state(tmp_p
 @pytest.mark.parametrize(
     ("script", "said", "limit_s"),
     [
-        ("sleep 60 & sleep 60", "?", 0.5), ("setsid sleep 60 & echo 1.0", "?", 0.5),
+        ("sleep 60 & sleep 60", "?", 0.5), ("setsid sleep 60 & echo 1.0", "1.0", 60),
         ("printf '\\377\\376'", "\ufffd\ufffd", 60), ("echo 1.2", "1.2", 60), ("exit 1", "", 60),
     ],
 )  # fmt: skip

@@ -28,6 +28,7 @@ from ftbench.store import machine, shapes
 devices, command = trl.devices, trl.command
 UNFINISHED = "ftbench-unfinished"  # in an environment as long as it is being made
 _LIMIT_S = 30  # a cold disk or a busy machine takes seconds to answer; what hangs takes for ever
+_GLANCE_S = 0.05  # between two looks at whether a command that says nothing has ended
 _LONGEST, _SILENT = 64, "?"  # bytes of a version; the answer of what gives none
 _VERSION = re.compile(r"[\w.+!-]{1,40}")
 _ASK = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
@@ -155,20 +156,25 @@ def _answer(command: list[str], limit_s: float, longest: int) -> str:
     except OSError:
         return _SILENT
     with child:
-        assert child.stdout is not None
-        answer = _first_bytes(child.stdout.fileno(), time.monotonic() + limit_s, longest)
+        answer = _first_bytes(child, time.monotonic() + limit_s, longest)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     return answer
 
 
-def _first_bytes(pipe: int, until: float, longest: int) -> str:
-    """Return what comes out of a pipe until it ends, or as much as shows that it is too long."""
-    answer = b""
+def _first_bytes(child: subprocess.Popen[bytes], until: float, longest: int) -> str:
+    """Return what a command prints until it ends, or as much as shows that it is too long. What it leaves behind may
+    hold its pipe: nobody waits for that."""
+    assert child.stdout is not None
+    pipe, answer = child.stdout.fileno(), b""
     while len(answer) <= longest:
-        if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
-            return _SILENT
-        if not (part := os.read(pipe, longest + 1)):
+        has_ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        if select.select([pipe], [], [], 0 if has_ended else _GLANCE_S)[0]:
+            if not (part := os.read(pipe, longest + 1)):
+                break
+            answer += part
+        elif has_ended:
             break
-        answer += part
+        elif time.monotonic() > until:
+            return _SILENT
     return answer.decode(errors="replace").strip()
