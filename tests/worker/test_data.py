@@ -342,7 +342,8 @@ def test_a_sample_whose_answer_lies_beyond_max_length_gives_way_to_the_next_row(
     assert left_out
     assert answers_of(tokenizer, flat([*found.train, *found.evaluation])) == [f"answer {index}" for index in wanted]
     assert len(found.evaluation) == evaluated
-    assert found.warnings == [f"{left_out} rows of file whose answer lies beyond max_length 128 were left out"]
+    rows = "1 row" if left_out == 1 else f"{left_out} rows"
+    assert found.warnings == [f"left out: {rows} of file whose answer lies beyond max_length 128"]
 
 
 def test_samples_that_all_fit_are_not_warned_of(tokenizer, data_file):

@@ -198,12 +198,14 @@ def run_plan(ready: Ready, options: PlanOptions) -> tuple[int, Tables]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Look for no garbage meanwhile: plans and reports keep what they make, and looking through it takes time."""
+    """Look for no garbage meanwhile, nor among what was made afterwards: plans and reports keep what they make until
+    the command ends, and looking through it takes time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if enabled:
             gc.enable()
 

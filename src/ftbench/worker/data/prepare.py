@@ -14,6 +14,7 @@ import numpy as np
 from ftbench.core import lengths
 from ftbench.core.data_formats import BadRow, Example
 from ftbench.core.time_limit import time_limit
+from ftbench.core.units import some
 from ftbench.errors import DataError, FtbenchError, SpecError
 from ftbench.spec.dataset_rows import row_example, row_format
 from ftbench.spec.datasets import Dataset
@@ -150,7 +151,7 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
         (empty, "without text or a readable image"),
         (silent, f"whose {_WHAT_IS_BEYOND[spec.objective.prompts]} lies beyond max_length {dataset.max_length}"),
     ]
-    return samples, [f"{count} rows of {dataset.name} {why} were left out" for count, why in left_out if count]
+    return samples, [f"left out: {some(count, 'row')} of {dataset.name} {why}" for count, why in left_out if count]
 
 
 _WHAT_IS_BEYOND = {False: "answer", True: "prompt's end"}  # by whether the samples are prompts alone
