@@ -104,6 +104,12 @@ def test_where_no_relative_has_ended_the_slowest_of_all_speaks():
     assert made.at_most_s(a_job(4, method="full")) == pytest.approx(110.0)
 
 
+def test_the_batch_of_another_recipe_s_packed_rows_says_nothing_of_eight_samples():
+    """A row counts as one sample and takes as long as all of them."""
+    made = history((a_job(1, method="lora"), 60.0), (a_job(8, method="qlora"), 55.0))
+    assert made.at_most_s(a_job(8, method="full")) == pytest.approx(66.0)
+
+
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.floats(0.1, 1e5)), min_size=1), st.integers(1, 64))
 def test_where_time_grows_at_most_as_the_batch_the_bound_holds(ended, batch):
     """A machine whose runs take between a constant and in proportion to the batch."""

@@ -27,28 +27,31 @@ class WallTimes:
     def __init__(self) -> None:
         self._cells: dict[str, list[float]] = {}
         self._families: dict[str, list[tuple[Experiment, float]]] = {}
-        self._slowest: tuple[Experiment, float] | None = None
+        self._slowest: dict[int, tuple[Experiment, float]] = {}  # of each batch
         self._median: float | None = None
 
     def add(self, job: Job, wall_s: float) -> None:
         """Take note of a run that has ended."""
         self._cells.setdefault(job.cell, []).append(wall_s)
         self._families.setdefault(job.family, []).append((job.spec, wall_s))
-        if self._slowest is None or wall_s > self._slowest[1]:
-            self._slowest = (job.spec, wall_s)
+        batch = _batch(job.spec)
+        if batch not in self._slowest or wall_s > self._slowest[batch][1]:
+            self._slowest[batch] = (job.spec, wall_s)
         self._median = None
 
     def at_most_s(self, job: Job) -> float | None:
         """Return the wall seconds that `job` takes at most; None where no run has ended. The nearest relative decides:
-        another repeat, else the same cell with another batch, else the slowest of all. With a fixed number of steps
-        the time grows at most in proportion to the samples of a step; with a fixed number of epochs a smaller batch
-        takes at most in proportion more steps."""
+        another repeat, else the same cell with another batch, else the slowest of all and the slowest of the nearest
+        batch. With a fixed number of steps the time grows at most in proportion to the samples of a step; with a fixed
+        number of epochs a smaller batch takes at most in proportion more steps."""
         if repeats := self._cells.get(job.cell):
             return MARGIN * max(repeats)
-        if relatives := self._families.get(job.family):
-            spec, wall = min(relatives, key=lambda pair: abs(_batch(pair[0]) - _batch(job.spec)))
-            return MARGIN * wall * _growth(spec, job.spec)
-        return MARGIN * self._slowest[1] * _growth(self._slowest[0], job.spec) if self._slowest else None
+        family = self._families.get(job.family)
+        if not (relatives := family or [*self._slowest.values()]):
+            return None
+        spec, wall = min(relatives, key=lambda pair: abs(_batch(pair[0]) - _batch(job.spec)))
+        others = () if family else (wall for _, wall in relatives)  # a packed row of one sample's batch holds many
+        return MARGIN * max(wall * _growth(spec, job.spec), *others, 0.0)
 
     def remaining_s(
         self, pending: Collection[Job], slots: int, running: Collection[tuple[Job, float]] = ()

@@ -39,18 +39,19 @@ def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
 @triton.jit(do_not_specialize=["seed"])
 def _adamw(
     weight: tensor, gradient: tensor, first: tensor, second: tensor, factor: tensor, size: tensor, seed: tensor,
-    lr: tensor, decay: tensor, beta1: tensor, beta2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
+    lr: tensor, decay: tensor, fresh1: tensor, fresh2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """Change a parameter in place. `lr` is the rate over the first moment's correction, `decay` what is left of the
-    weight, `root` one over the root of the second moment's correction."""
+    weight, `fresh1` and `fresh2` the parts of a moment that are of this step (1 - beta: of a beta in 32 bits only four
+    digits would be left of it), `root` one over the root of the second moment's correction."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
     p = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
     g = tl.load(gradient + at, mask=there, other=0.0).to(tl.float32) * tl.load(factor)
     m = tl.load(first + at, mask=there, other=0.0).to(tl.float32)
     v = tl.load(second + at, mask=there, other=0.0).to(tl.float32)
-    m += (1.0 - beta1) * (g - m)
-    v += (1.0 - beta2) * (g * g - v)
+    m += fresh1 * (g - m)
+    v += fresh2 * (g * g - v)
     p = p * decay - lr * m / (tl.sqrt(v) * root + eps)
     bits = _hash(at.to(tl.uint32) ^ seed.to(tl.uint32))
     tl.store(weight + at, _rounded(p, bits & 0xFFFF, weight.dtype.element_ty), mask=there)
@@ -66,7 +67,8 @@ def adamw_step(
     bits, other ones each time; `group` has lr, betas, weight_decay and eps as torch.optim.AdamW."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     numbers = (
-        lr / (1 - beta1**step), 1 - lr * group["weight_decay"], beta1, beta2, (1 - beta2**step) ** -0.5, group["eps"],
+        lr / (1 - beta1**step), 1 - lr * group["weight_decay"], 1 - beta1, 1 - beta2, (1 - beta2**step) ** -0.5,
+        group["eps"],
     )  # fmt: skip
     given = (weight, gradient, first, second, factor, weight.numel(), seed)
     _adamw[(triton.cdiv(weight.numel(), BLOCK),)](*given, *numbers, BLOCK=BLOCK, num_warps=8)
