@@ -91,11 +91,11 @@ def test_the_small_recipe_is_as_small_as_its_tensors_added_up() -> None:
 def test_our_kernels_keep_copied_values_and_no_scales_and_the_last_norm_its_input_alone() -> None:
     """Of 8,192 positions in 36 layers: 1,024 values; scales of both norms, of 32 heads and of 8; 4,096 in float32."""
     fastest = at_batch_4("fastest")
-    on = fastest.optimizations.model_copy(update={"triton_kernels": True})
+    on, off = (fastest.optimizations.model_copy(update={"triton_kernels": value}) for value in (True, False))
     shape = BatchShape(1, 8192, 8188)
     whole = Largest(shape, shape, False, True, "whole rows")
     plain, ours = (estimate_memory(each, H200, batch=whole)
-                   for each in (fastest, fastest.model_copy(update={"optimizations": on})))  # fmt: skip
+                   for each in (fastest.model_copy(update={"optimizations": each}) for each in (off, on)))  # fmt: skip
     more = 8192 * (36 * (2 * 1024 - 4 * (2 + 32 + 8)) - 2 * 4096) / 2**30
     assert ours.allocated.expected - plain.allocated.expected == pytest.approx(more, rel=0.02)
 

@@ -19,7 +19,7 @@ from ftbench.estimate.recommend.ranking import Goal, Recommendation, recommend
 from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.run_index import Store
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load, recipe
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.prices import load_prices
@@ -97,7 +97,10 @@ def test_our_kernels_are_offered_where_they_know_the_layers_and_what_no_run_had_
     assert "basis other settings: no run had all these settings" in " ".join(as_text(found).split())
     other = ask(spec={"model": {"id": "openai/gpt-oss-20b", "weights": "random"}})
     assert other.options
-    assert not any(option.spec.optimizations.triton_kernels for option in other.options)
+    ran = [resolve(option.spec, (9, 0)) for option in other.options]
+    assert not any(spec.optimizations.triton_kernels for spec in ran)
+    trained = [(spec.method, spec.optimizations, spec.train.optimizer) for spec in ran]
+    assert len(set(trained)) == len(trained)
 
 
 def test_the_same_matrices_are_trained_unless_others_are_asked_for():

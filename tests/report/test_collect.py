@@ -61,13 +61,20 @@ def test_a_run_that_cannot_be_read_keeps_a_row_with_the_reason_and_all_others_ar
         assert reason in out or format_name in ("table", "latex", "html")
 
 
+KERNELS, NO_KERNELS = {"optimizations.triton_kernels": "on"}, {"optimizations.triton_kernels": "off"}
+
+
 @pytest.mark.parametrize(
     ("recipe", "beside", "name"),
     [
         ("fastest", {}, "fastest"),
-        ("fastest", {"optimizations.triton_kernels": "on"}, "fastest + triton kernels"),
-        ("fastest", {"optimizations.fp8": "tensorwise"}, "fastest-fp8"),
-        ("fastest", {"optimizations.fp8": "tensorwise-delayed"}, "fastest + fp8 tensorwise-delayed"),
+        ("fastest", KERNELS, "fastest"),
+        ("fastest", NO_KERNELS, "fastest"),
+        ("fastest", KERNELS | {"optimizations.fp8": "tensorwise-delayed"}, "fastest-fp8"),
+        ("fastest", NO_KERNELS | {"optimizations.fp8": "tensorwise"}, "fastest-fp8"),
+        ("fastest", KERNELS | {"optimizations.fp8": "tensorwise"}, "fastest-fp8 + triton kernels"),
+        ("fastest", NO_KERNELS | {"optimizations.fp8": "tensorwise-delayed"}, "fastest + fp8 tensorwise-delayed"),
+        ("fastest-qlora", {"optimizations.triton_kernels": "on"}, "fastest-qlora + triton kernels"),
         ("plain", {"optimizations.loader_processes": "8"}, "plain"),
         ("plain", {"optimizations.packing": "on"}, "packing"),
     ],

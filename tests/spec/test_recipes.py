@@ -7,7 +7,7 @@ from ftbench.cli import app
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
-from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.optimizations import Optimizations, triton_kernels
 from ftbench.spec.recipes import recipes
 from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.spec.sweep import cells
@@ -58,6 +58,7 @@ def test_a_recipe_works_on_each_method_it_is_for(write, name, method):
 @pytest.mark.parametrize("name", recipes())
 def test_a_recipe_states_every_optimization_so_that_it_is_the_same_wherever_it_is_laid(write, name):
     loud = {"gradient_checkpointing": True, "length_grouping": True, "attention": "eager", "compile": "dynamic"}
+    loud["triton_kernels"] = True
     lines = "".join(f"  {key}: {str(value).lower()}\n" for key, value in loud.items())
     model = VISION if name == "fastest-vision" else MODEL
     there = load(write(f"{model}optimizations:\n{lines}train: {{optimizer: sgd}}\n"), [f"recipe={name}"])
@@ -73,7 +74,41 @@ def test_plain_is_no_optimization_at_all(write):
 
 def test_fastest_fp8_is_fastest_and_fp8(write):
     one, other = (load(write(MODEL), [f"recipe={name}"]) for name in ("fastest", "fastest-fp8"))
-    assert other.optimizations == one.optimizations.model_copy(update={"fp8": "tensorwise"})
+    assert other.optimizations == one.optimizations.model_copy(update={"fp8": "tensorwise-delayed"})
+
+
+AMPERE, BLACKWELL = (8, 0), (12, 0)
+UNKNOWN = "model: {id: openai/gpt-oss-20b, weights: random}\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "capability", "sets", "why"),
+    [
+        (MODEL, H200, [], None),
+        (MODEL, BLACKWELL, [], "measured on GPUs of compute capability 9.0 alone"),
+        (MODEL, AMPERE, [], "measured on GPUs of compute capability 9.0 alone"),
+        (UNKNOWN, H200, [], "know no layers of gpt_oss"),
+        (MODEL, H200, ["launch.gpus=2", "launch.strategy=fsdp", "optimizations.fused_lora=off"], "not tried with"),
+    ],
+)
+def test_kernels_of_our_own_are_on_where_they_were_measured_and_else_left_out_with_a_word(
+    write, model, capability, sets, why
+):
+    for name, by_kernels in (("fastest", "off"), ("fastest-fp8", "tensorwise-delayed")):
+        if "launch.strategy=fsdp" in sets and name == "fastest-fp8":
+            continue  # refused on any machine
+        spec = load(write(model), [f"recipe={name}", *sets])
+        word, resolved = triton_kernels.left_out(spec, capability), resolve(spec, capability)
+        assert resolved.optimizations.triton_kernels is (why is None)
+        assert resolved.optimizations.fp8 == (by_kernels if why is None or name == "fastest" else "tensorwise")
+        assert refusals(resolved) == []
+        assert (word is None) if why is None else (why in word and word.startswith("optimizations.triton_kernels auto"))
+
+
+def test_kernels_that_were_asked_for_by_name_are_not_left_out(write):
+    spec = load(write(MODEL), ["recipe=fastest-fp8", "optimizations.triton_kernels=on"])
+    assert triton_kernels.left_out(spec, AMPERE) is None
+    assert resolve(spec, BLACKWELL).optimizations == spec.optimizations
 
 
 def test_a_file_beside_the_spec_comes_before_a_shipped_one(write):

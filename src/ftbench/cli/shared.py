@@ -148,6 +148,8 @@ def train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> 
     from ftbench.core.units import parse_seconds
     from ftbench.estimate import preflight
     from ftbench.launch import nodes, runner
+    from ftbench.spec.load import load
+    from ftbench.spec.optimizations import triton_kernels
     from ftbench.spec.sweep import has_axes
 
     if has_axes(spec, sets):
@@ -157,6 +159,8 @@ def train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> 
         )
 
     def on_checked(resolved: Experiment, described: dict[str, Any]) -> None:
+        if word := triton_kernels.left_out(load(spec, sets), runner.capability(described)):
+            tell(f"ftbench: note: {word}")
         preflight.announce(resolved, described, out, lambda doubt: confirm(doubt, yes), tell)
         if resolved.launch.nodes > 1:
             tell(f"waiting for the other machines of the run, {nodes.MEETING_S / 60:.0f} minutes at most")

@@ -16,7 +16,7 @@ from ftbench.spec.datasets import Dataset
 from ftbench.spec.generate import Generate, switched
 from ftbench.spec.methods import Lora, Method, Qlora
 from ftbench.spec.objectives import Objective, Sft
-from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.optimizations import Optimizations, triton_kernels
 from ftbench.spec.refusals import refusals
 from ftbench.spec.strategies import MOST_GPUS, launch_in_full
 
@@ -283,6 +283,8 @@ def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
         changed["train"] = _with(spec.train, "precision", "bf16" if half else "fp32")
     if isinstance(spec.method, Qlora) and spec.method.compute_dtype == "auto":
         changed["method"] = _with(spec.method, "compute_dtype", dtype)
+    if kernels := triton_kernels.decided(spec, capability):
+        changed["optimizations"] = spec.optimizations.model_copy(update=kernels)
     return spec.model_copy(update=changed) if changed else spec
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.estimate.workload.division import on_gpus, problem
-from ftbench.estimate.workload.method import KERNEL_FAMILIES
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
@@ -17,6 +16,7 @@ from ftbench.spec.experiment import Experiment, Launch, resolve
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.optimizations.triton_kernels import FAMILIES as KERNEL_FAMILIES
 from ftbench.spec.recipes import recipes
 from ftbench.spec.refusals import refusals
 
@@ -74,7 +74,7 @@ def ways(
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
         key = (candidate.method, candidate.optimizations, candidate.train)
-        if key not in seen and (known or not candidate.optimizations.triton_kernels):
+        if key not in seen and (known or candidate.optimizations.triton_kernels is not True):
             seen.add(key)
             yield Way(candidate, tuple(refusals(candidate)))
 

@@ -96,9 +96,14 @@ def recommend(goal: Goal) -> Recommendation:
     shared = [launch for count in goal.counts for launch in candidates.launches(goal.spec, count, goal.config)]
     alone = goal.spec.model_copy(update={"launch": goal.spec.launch.model_copy(update=ALONE)})
     ways = (way.on(launch) for way in candidates.ways(alone, methods, equal, goal.config) for launch in shared)
+    seen = set()
     for way in ways:
         for gpu in goal.gpus:
-            weighed += 1
+            known, weighed = len(seen), weighed + 1
+            on = way.sized(1, 1, capability_of(gpu))
+            seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
+            if len(seen) == known:  # an `auto` that is off here is another way's off
+                continue
             outcome = _refused(way, gpu, goal) or _best_batch(way, gpu, goal, memory_cache)
             if isinstance(outcome, str):
                 reasons[outcome] += 1

@@ -10,6 +10,7 @@ from ftbench.families.shape import Layer, ModelShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth
 from ftbench.spec.optimizations.fp8 import DELAYED, in_8_bits
+from ftbench.spec.optimizations.triton_kernels import FAMILIES as KERNEL_FAMILIES
 
 Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
@@ -18,7 +19,6 @@ Fused = Literal["off", "augmented", "beside"]
 
 CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
 _MLP, _MOST_COLUMNS = {"gate_proj", "up_proj", "down_proj"}, 32  # what a whole MLP has, and of gate and up together
-KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # worker/kernels/decoder_layer.py
 DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 

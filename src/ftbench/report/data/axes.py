@@ -10,6 +10,7 @@ from typing import Any
 from ftbench.report.data.facts import as_fact, flat
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
+from ftbench.spec.optimizations import triton_kernels
 from ftbench.spec.recipes import FOLDER, recipes
 
 SHORT = {
@@ -58,7 +59,7 @@ def _recipe(facts: Mapping[str, str]) -> str:
 def _shipped(facts: Mapping[str, str]) -> str | None:
     """Return the recipe that needs the fewest optimizations beside it, and these; plain is as it is, or not at all."""
     fitting, on = {}, _on(facts)
-    for name, keys in recipe_keys().items():
+    for name, keys in _outcomes():
         beside = {key: text for key, text in on.items() if keys.get(key, "off") == "off" and name not in PLAIN}
         without = {**facts, **dict.fromkeys(beside.keys() & keys, "off")}
         if keys.items() <= without.items():  # one for images says all that another does, and more
@@ -93,6 +94,19 @@ def framework_words(facts: Mapping[str, str]) -> str:
     is known."""
     name = facts.get(FRAMEWORK, "")
     return name and name + ("'s best " if facts.get(SETTINGS) == "best" else " ")
+
+
+@cache
+def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
+    """Return each shipped recipe with the keys that it gives, and those of each end of an `auto` in it."""
+    made = []
+    for name in recipes():
+        given = recipe(name, FOLDER)
+        ends = [given["optimizations"], *triton_kernels.ends(given["optimizations"])]
+        made += [
+            (name, {key: as_fact(key, value) for key, value in flat(given | {"optimizations": on})}) for on in ends
+        ]
+    return tuple(made)
 
 
 def on_axis(axis: str, key: str) -> bool:

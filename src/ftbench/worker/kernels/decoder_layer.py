@@ -1,4 +1,5 @@
-"""A decoder layer that computes by our own kernels what stands between its products, for the families in `FAMILIES`.
+"""A decoder layer that computes by our own kernels what stands between its products, for the families that
+`spec/optimizations/triton_kernels.py` names.
 
 What a kernel writes and a product of `fused_lora` reads, or the other way round, is one buffer with room for the
 adapters' columns: nothing is copied between."""
@@ -16,7 +17,6 @@ from ftbench.worker.kernels.rms_norm import RmsNorm, SumRmsNorm
 from ftbench.worker.kernels.rotary import RotaryHeads
 from ftbench.worker.kernels.swiglu import SwiGlu
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # whose layers' code is as it is written here
 _GROUP = "joined_group"  # where a module has the group whose product is all that its first products make
 
 

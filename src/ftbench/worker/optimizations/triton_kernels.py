@@ -6,6 +6,7 @@ from typing import Any
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.optimizations.triton_kernels import FAMILIES
 from ftbench.worker.model.parts import base_model, decoder, decoder_layers
 
 
@@ -14,9 +15,9 @@ def apply(model: Any, spec: Experiment) -> None:
     from ftbench.worker.kernels import decoder_layer  # needs triton
 
     config = base_model(model).config.get_text_config()
-    if config.model_type not in decoder_layer.FAMILIES or config.hidden_act != "silu":
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
         raise SpecError(
-            f"optimizations.triton_kernels knows the layers of {', '.join(decoder_layer.FAMILIES)} with silu, and "
+            f"optimizations.triton_kernels knows the layers of {', '.join(FAMILIES)} with silu, and "
             f"{type(base_model(model)).__name__} has others: set it to off"
         )
     for layer in decoder_layers(model):
