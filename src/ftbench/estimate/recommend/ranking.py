@@ -96,7 +96,7 @@ def recommend(goal: Goal) -> Recommendation:
     shared = [launch for count in goal.counts for launch in candidates.launches(goal.spec, count, goal.config)]
     alone = goal.spec.model_copy(update={"launch": goal.spec.launch.model_copy(update=ALONE)})
     ways = (way.on(launch) for way in candidates.ways(alone, methods, equal, goal.config) for launch in shared)
-    seen = set()
+    seen = set[tuple[object, ...]]()
     for way in ways:
         for gpu in goal.gpus:
             known, weighed = len(seen), weighed + 1
