@@ -18,9 +18,9 @@ texts = st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126
 
 def values_of(field: dataclasses.Field) -> st.SearchStrategy:
     """What a run writes in a column."""
-    if field.type == "int | None":
+    if str(field.type) == "int | None":
         return st.none() | st.integers(0, rows.MOST_STEPS - 1 if field.name == "step" else 10**12)
-    if field.type == "str | None":
+    if str(field.type) == "str | None":
         return st.none() | texts
     positive = numbers.map(abs).map(lambda number: number if rows.SMALLEST < number < rows.LARGEST else 0.0)
     return st.none() | (numbers if field.name in rows.MAY_DIVERGE else positive)

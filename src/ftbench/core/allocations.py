@@ -5,8 +5,6 @@ Categories: `weights` (of the model, with what quantised ones need to be read), 
 is made within the step), `other` (held before the step and by none of these: batches, workspaces, caches).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence

@@ -3,8 +3,6 @@
 A random-weight model needs nothing but this; `ftbench list models` shows it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -4,8 +4,6 @@ The verdict names one resource; `also` names what held the GPU's clock down mean
 and what is not known is None.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

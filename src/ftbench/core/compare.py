@@ -17,8 +17,6 @@ Where several comparisons are read together, each interval has the confidence 1 
 hold at once with 95 % (Bonferroni's correction).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rows of a user's JSON, JSONL, CSV or Parquet file, each with the place it has there."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

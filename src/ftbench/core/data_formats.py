@@ -1,7 +1,5 @@
 """A row → messages and images, or plain text. Formats are found from the columns unless the spec names one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

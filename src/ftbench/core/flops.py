@@ -7,8 +7,6 @@ Sources: Kaplan et al. 2020 (6 N for full training), PaLM (Chowdhery et al. 2022
 term); for LoRA the frozen weights need no weight gradient, which leaves 4 N.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

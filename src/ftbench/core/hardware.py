@@ -1,7 +1,5 @@
 """The GPU table (facts/gpus.yaml): dense peaks, memory, bandwidth, watts. An unknown GPU is None, never a default."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace

@@ -6,8 +6,6 @@ steps. It holds for any two runs on the same samples, also where one packs sever
 of one is a step of the other. The gradient norm is held beside it where steps hold equally many samples.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Token lengths of a data set: statistics, padding efficiency of its batches, and what packing would bring."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from typing import Any

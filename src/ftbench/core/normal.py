@@ -4,8 +4,6 @@ Sources: O'Neill 2014 (PCG XSL-RR 128/64, and the mixing of seeds that numpy's S
 and Tsang 2000 (the ziggurat: 256 layers of equal area, most draws end in the rectangle of one).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

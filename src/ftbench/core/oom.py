@@ -4,8 +4,6 @@ Each pattern was taken from the raising project's source; other CUDA failures (a
 failure) are not out of memory, even when one came before.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Documents are cleaned before they are cut, folded or escaped (`clean`); whatever
 more at the edge, which also knows the forms that a value takes when it is quoted.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

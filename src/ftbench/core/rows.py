@@ -4,8 +4,6 @@ Schema 1. "gb" in a name is GiB (2**30 bytes), as in the founding study. Unknown
 `null` in the JSON: never a zero, never a guess. Standard library only: a framework's own environment can import it.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

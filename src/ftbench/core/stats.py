@@ -3,8 +3,6 @@
 Everything takes plain sequences of seconds and returns plain numbers; too little data gives None, never a guess.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A table of text for a terminal or a file."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """A limit to the computing of code that was written by others, such as a chat template."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

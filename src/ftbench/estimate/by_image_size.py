@@ -1,7 +1,5 @@
 """What a spec does with images of several sizes: tokens and tiles, the largest batch that fits, images in a night."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`ftbench estimate`: what was asked for → GPUs, their estimates, a text, an exit code."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

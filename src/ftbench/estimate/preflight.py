@@ -1,7 +1,5 @@
 """What an estimate says to `run` and `sweep` about the machine that they are on."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from pathlib import Path

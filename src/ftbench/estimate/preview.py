@@ -1,7 +1,5 @@
 """`ftbench data`: a spec's data set as a model would see it, before anything is trained and without a GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The runs of a results store as the estimates of memory and of time read them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

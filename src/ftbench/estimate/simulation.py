@@ -1,8 +1,6 @@
 """The exact mode of an estimate: a child process runs the worker's own code for two steps on tensors without memory and
 says what would have been allocated. Needs torch and no GPU. No torch here."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

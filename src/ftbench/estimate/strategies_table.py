@@ -1,8 +1,6 @@
 """Every way in which several GPUs can share a spec's work, side by side: what each takes of one GPU's memory, and how
 fast all are together."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

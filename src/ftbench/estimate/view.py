@@ -1,7 +1,5 @@
 """An estimate for people: the three tiers, the parts at the peak as bars, the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
 from typing import Any

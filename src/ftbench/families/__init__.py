@@ -1,7 +1,5 @@
 """What the layers of a family of models are, for the estimates and the worker alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A config.json whose values are checked as they are read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 LARGEST, MOST_LAYERS = 2**31 - 1, 10_000

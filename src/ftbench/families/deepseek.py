@@ -1,7 +1,5 @@
 """deepseek_v3: queries, keys and values through latent vectors, routed and shared experts behind dense first layers."""
 
-from __future__ import annotations
-
 import math
 
 from ftbench.families.config import Config

@@ -1,7 +1,5 @@
 """Decoders with one gated MLP a layer: llama and what differs from it by a norm, a bias or a fused matrix."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

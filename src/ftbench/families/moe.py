@@ -1,7 +1,5 @@
 """Decoders whose layers have fused experts behind ordinary attention: qwen3_moe, mixtral and gpt_oss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.families.config import Config

@@ -1,7 +1,5 @@
 """qwen3_next: three layers of linear attention to one of gated softmax attention, routed experts and a shared one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ftbench.families.config import Config

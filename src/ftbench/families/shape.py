@@ -1,7 +1,5 @@
 """What every user of a model's shape asks for: its layers, their linear layers, norms and experts, in elements."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The library that reads them says of damage only where in its own code it was noticed, or waits at a pipe for ever.
 """
 
-from __future__ import annotations
-
 import json
 from functools import lru_cache
 from pathlib import Path, PurePosixPath

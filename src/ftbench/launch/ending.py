@@ -1,7 +1,5 @@
 """How a run has ended: the child's own word where it had one, otherwise what its exit and its log say."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import asdict
 from typing import Any

@@ -5,8 +5,6 @@ a package would like, since the newest of today was tried by nobody. As long as 
 what was killed half-way is no environment, and is made anew.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

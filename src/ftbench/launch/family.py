@@ -6,8 +6,6 @@ once. It is made below the own one, where this user may write there: as root out
 delegated it (`systemd-run --user --scope -p Delegate=yes ftbench …`). Containers mount it read-only, as a rule.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What a run's files say while it runs, and the watchdog over them. Reads only what has grown."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The command of another framework's run: ftbench's own worker prepares it and hands it to the framework's
 interpreter."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Who can run a spec's training loop: one protocol, one table by the name in `launch.framework`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The worker within Nsight Systems (`measure.profile: nsys`): it records while the worker asks it to."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 

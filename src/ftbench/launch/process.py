@@ -6,8 +6,6 @@ Signals to the parent (Ctrl-C, a closed terminal, kill) end the child's family a
 which is read where this process waits, and never cut into anything.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

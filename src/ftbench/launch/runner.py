@@ -1,7 +1,5 @@
 """One run: check, claim a directory, write spec and machine, launch, watch, summarise. Always leaves a state."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

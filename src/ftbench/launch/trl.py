@@ -1,7 +1,5 @@
 """The command of our own worker: trl's trainer in a fresh Python."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """What `ftbench ablate` tries: a variant of the plain recipe for each optimization and value, and what several make
 together. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

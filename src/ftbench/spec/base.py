@@ -1,7 +1,5 @@
 """What every part of a spec shares: frozen, no unknown keys, no silent conversion of yes/no into numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 

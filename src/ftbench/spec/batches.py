@@ -3,8 +3,6 @@
 The worker makes its batches so, and an estimate counts them so.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Iterator, Sequence

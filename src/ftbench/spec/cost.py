@@ -3,8 +3,6 @@
 Money keeps the currency it was given in; what is not known is None.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ftbench.core import units

@@ -1,7 +1,5 @@
 """Rows of a data set under the names that its spec gives their columns: their format, and the example in each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A line of `sweep.exclude` against the values of a cell, as loosely as YAML and people write values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any

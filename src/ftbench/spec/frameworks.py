@@ -1,7 +1,5 @@
 """Which frameworks can run a spec's training loop in an environment of their own, and what of a spec reaches them."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

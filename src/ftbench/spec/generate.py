@@ -1,8 +1,6 @@
 """`measure.generate`: fixed prompts that the model answers before and after training. Their text is part of the
 resolved spec, so that a run tells what was asked wherever its files go."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which runs are the same experiment: a readable slug and a hash of what changes the result."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

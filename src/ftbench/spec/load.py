@@ -1,7 +1,5 @@
 """A spec file → Experiment: `extends:` first, then `recipe:`, the file, and `--set`; every mistake told at once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

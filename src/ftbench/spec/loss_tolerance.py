@@ -5,8 +5,6 @@ What was seen on an H200 (results/h200), the worst step of 14: repeats of one sp
 QLoRA of an 8B model 1.9 %.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ftbench.spec.optimizations import OPTIMIZATIONS

@@ -3,8 +3,6 @@
 Defaults are the founding study's: rank 8, alpha 16, no dropout, no bias, the seven projections of each layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 

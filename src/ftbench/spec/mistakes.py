@@ -1,7 +1,5 @@
 """What pydantic finds wrong, as sentences for people: the value, what it must be, and the nearest key there is."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What a training minimises: one class an objective, OBJECTIVES the table; a method says what is trained for it. The
 other halves are `worker/preference.py` of dpo and `worker/policy.py` of grpo."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 

@@ -1,8 +1,6 @@
 """A YAML file → plain data, for text that nobody vouches for: no tags, no alias bombs, no giants, no duplicate keys;
 and a model's config.json."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """The recipes that ship with ftbench (`recipes/*.yaml`): each states every optimization and the optimizer, so that it
 is the same recipe wherever it is laid, and says nothing about model, data and batch."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

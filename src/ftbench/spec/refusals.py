@@ -1,8 +1,6 @@
 """What cannot work: on any machine, on this one, or in a simulation; each as a sentence with a way out. What one method
 or one optimization excludes stands in its own file."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 
 from ftbench.errors import SpecError

@@ -1,7 +1,5 @@
 """slurm.yaml: what a cell of a sweep asks of a Slurm cluster; every mistake a sentence."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated, Any

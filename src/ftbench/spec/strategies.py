@@ -1,7 +1,5 @@
 """How a run uses several GPUs: what each strategy is, and what it cannot go with, each as a sentence with a way out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The `sweep:` section and the command line's axes → cells: pure but for reading the spec file."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

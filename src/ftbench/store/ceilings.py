@@ -1,7 +1,5 @@
 """What the documents of `ftbench probe` in a store say a GPU can do at best."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

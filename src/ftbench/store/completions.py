@@ -1,7 +1,5 @@
 """What steps say of answers that are judged: of pairs, which is preferred; of a model's own, what making them took."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ftbench.core.rows import StepRow

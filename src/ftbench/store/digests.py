@@ -1,7 +1,5 @@
 """Hashes of a run's files, taken as it ends: whoever changes a column or a key that feeds no figure changes one."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The JSON documents of a run, read together. Those that repeats have in common, and that a report asks for again and
 again, are read and parsed once: nobody may change them."""
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from pathlib import Path

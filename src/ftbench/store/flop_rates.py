@@ -1,7 +1,5 @@
 """The rate of a run's work: FLOPs of its steps, of tokens and of images, over their time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

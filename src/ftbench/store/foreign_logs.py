@@ -1,8 +1,6 @@
 """Logs of other tools → entries under one set of names: a Trainer's (axolotl's with it), LLaMA-Factory's, torchtune's,
 TensorBoard's and a table of W&B's."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Whether a run's figures may be trusted: did it learn with finite numbers, and had it the machine to itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

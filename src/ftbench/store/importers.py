@@ -4,8 +4,6 @@ The founding study's CSV (seven columns, a line every few steps), and what other
 `megatron_log.py`). None says which GPU, model or method it was about: that comes from the command.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

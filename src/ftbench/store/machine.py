@@ -3,8 +3,6 @@
 Everything that cannot be read is None. Secrets stay out: of the environment only an allow-list is kept.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

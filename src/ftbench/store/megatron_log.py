@@ -1,8 +1,6 @@
 """What Megatron-LM and Megatron-Bridge print while they train → rows. Formats as `training_log` of both prints them
 (NVIDIA/Megatron-LM, megatron/training/training.py; NVIDIA-NeMo/Megatron-Bridge, training/utils/train_utils.py)."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What `-o` names: a file is replaced at once, a device or a pipe is written into, and neither is destroyed."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

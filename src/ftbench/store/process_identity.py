@@ -1,7 +1,5 @@
 """Which process something belongs to, described so that it can be checked after a crash or a reboot. Linux."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

@@ -4,8 +4,6 @@ A rank writes a steps.csv of its own; nothing is gathered within a step. Ranks o
 see the same batch (`data_rank`), which counts once.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What makes a run's figures weak, as sentences: from its steps and its machine."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ be where any is), `[shape]`, a range of whole numbers, or `(shape,)` where null 
 does not name may hold anything: other versions write more.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import NoneType
 from typing import Any

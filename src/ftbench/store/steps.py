@@ -4,8 +4,6 @@ The file only ever grows by whole lines. A line that cannot be read is left out 
 empty field is None, while NaN and infinity are figures (of a training that went wrong) and stay what they are.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import os

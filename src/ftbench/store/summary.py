@@ -1,8 +1,6 @@
 """steps.csv and the other files of a run → summary.json. Pure but for reading those files, so that a killed run has a
 summary too and anyone can compute it again."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`ftbench ablate`: a spec → the variants of its plain recipe, run as a sweep."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`ftbench sweep`: the command line → a plan, the GPU slots to run it in, and one sitting of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """What `--dry-run` says: every job with where it stands, the command that makes it, and what it is expected to take."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How well the gradients of two runs agree, from the sketches that they kept (`worker/measure/gradients.py`)."""
 
-from __future__ import annotations
-
 import math
 import re
 import zipfile

@@ -1,7 +1,5 @@
 """A run that a sweep wants, and where it stands. The run directories are the truth: resuming asks nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

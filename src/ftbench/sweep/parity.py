@@ -1,8 +1,6 @@
 """`ftbench parity`: do recipes learn what a reference recipe learns? A spec → runs of both over several seeds and
 controls that must not pass, run as a sweep."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fits the few constants to measured runs, and says how wrong the estimator is about runs it was not fitted to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median

@@ -1,7 +1,5 @@
 """How much memory a GPU has, as its driver counts it, and how much of that a process can have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The few constants of the estimator that no formula gives: shipped with the runs they came from, or the user's own."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, fields
 from functools import cache

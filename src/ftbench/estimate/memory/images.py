@@ -5,8 +5,6 @@ the encoder's residual stream and of what products are made in. What is saved wa
 transformers 5.17's CLIP, Qwen2.5-VL and Qwen3-VL under peft 0.21 and autocast.
 """
 
-from __future__ import annotations
-
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.method import Recipe
 from ftbench.estimate.workload.vision import learns

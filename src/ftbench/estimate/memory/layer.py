@@ -6,8 +6,6 @@ Source, unless another is named: what autograd saves in transformers 5.17's modu
 with torch.autograd.graph.saved_tensors_hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ftbench.estimate.memory.weights import groups

@@ -3,8 +3,6 @@
 Notation: T positions, h hidden, V words, n bytes of a normed hidden state.
 """
 
-from __future__ import annotations
-
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.method import Recipe
 from ftbench.families.shape import ModelShape

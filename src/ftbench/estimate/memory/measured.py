@@ -1,7 +1,5 @@
 """Runs that were measured, beside what the estimator says of them at the shapes that they really had."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The largest batch that fits, and the memory of many specs on many GPUs: each is worked out once, since GPUs differ in
 how much they have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """The moments of a run at which memory may peak, and the tensors alive at each: the peak is the largest, not the
 sum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ftbench.estimate.memory import images, layer, loss, share, transient, weights

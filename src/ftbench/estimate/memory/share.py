@@ -5,8 +5,6 @@ Sources: Rajbhandari et al. 2020 (ZeRO, sections 5 and 6); DeepSpeed 0.19 (runti
 what is trained in float32; DistributedDataParallel.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 

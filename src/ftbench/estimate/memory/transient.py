@@ -1,8 +1,6 @@
 """What one decoder layer needs for a moment beyond what it saves, and what checkpoints keep of it. Notation and source
 are those of `layer.py`."""
 
-from __future__ import annotations
-
 from ftbench.estimate.memory.layer import CHUNK, FLOAT, expert_copies, inside, kernel, mlp, norms, saved
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.method import Recipe

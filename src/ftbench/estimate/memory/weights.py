@@ -1,7 +1,5 @@
 """Weights, adapters, gradients, optimizer state: what stays in memory between steps. All in bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ftbench.estimate.workload import vision

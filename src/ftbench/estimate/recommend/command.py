@@ -1,7 +1,5 @@
 """`ftbench recommend`: the command line → a goal; every mistake a sentence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The way nearest to a spec that fits a GPU: the fewest changes, with the samples a step that it asks for."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """The best way to train a spec within a time, a budget and the memory of a GPU: every way estimated, and ranked."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A recommendation as text, as JSON and as a spec file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How far the time estimate is off: each run of a store beside what is estimated without the runs of its step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

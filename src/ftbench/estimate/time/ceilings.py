@@ -1,8 +1,6 @@
 """What a GPU can do at the most: by a probe in the store where there is one, else by what was published, else by its
 data sheet."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

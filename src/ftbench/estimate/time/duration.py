@@ -1,8 +1,6 @@
 """How long a spec trains on a GPU, what it draws, and how sure that is: from runs of the same step, else scaled from
 runs near it, else from the ceilings."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What runs near a spec say about the model's error there."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Work → seconds: each term at its ceiling times a coefficient that was learned from runs (facts/durations.yaml)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass

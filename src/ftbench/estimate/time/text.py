@@ -1,7 +1,5 @@
 """The time half of `ftbench estimate`: of each GPU how long a spec takes there, or why that is not known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ write, counted by hand from their source (transformers 5.17, peft 0.21), bfloat1
 operations at once move fewer, which is the coefficient of their term.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How samples become batches before the data is read: the mean micro-batches, which take the time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

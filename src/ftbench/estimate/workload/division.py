@@ -1,7 +1,5 @@
 """How several GPUs divide one training: what each of them computes of the model and of the batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil

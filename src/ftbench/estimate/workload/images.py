@@ -1,7 +1,5 @@
 """Samples with images: how long they are and what their images become, by the rule of the model's family."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """The largest batch of a spec, which takes the most memory, before the data is read: exact for synthetic data, a bound
 for real data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

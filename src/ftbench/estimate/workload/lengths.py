@@ -1,8 +1,6 @@
 """How long the samples of a spec are: exactly for synthetic data, else from runs on the same data, else from the file's
 text (by the model's own tokenizer where it is on this machine), else from what is known of the data set."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

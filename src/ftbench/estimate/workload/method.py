@@ -1,7 +1,5 @@
 """A spec → what it trains and how, as far as memory and time depend on it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 

@@ -1,7 +1,5 @@
 """The shape of a spec's model: from facts, from its config.json on this disk, or from one that is given."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

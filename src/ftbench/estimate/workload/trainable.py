@@ -1,7 +1,5 @@
 """What a token passes through in a model with a method on it, and what is trained of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

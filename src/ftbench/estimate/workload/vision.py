@@ -1,7 +1,5 @@
 """What is trained of the parts that read images, and what a patch passes through in them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ftbench.core.flops import VisionMatmulShape

@@ -1,7 +1,5 @@
 """Switches that change speed or memory and not what is learned: a module each, found by its name in this package."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import typing

@@ -1,7 +1,5 @@
 """Activation offloading: what the backward pass needs waits in host memory."""
 
-from __future__ import annotations
-
 from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance
 
 OPTIMIZATION = Optimization(

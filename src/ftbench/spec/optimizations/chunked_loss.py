@@ -1,7 +1,5 @@
 """The loss over chunks of the label tokens."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance, or_number

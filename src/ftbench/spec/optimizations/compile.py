@@ -1,7 +1,5 @@
 """torch.compile on each layer."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance, or_words

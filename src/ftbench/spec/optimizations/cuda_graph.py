@@ -1,7 +1,5 @@
 """Forward and backward pass as one CUDA graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ftbench.spec.base import Experiment

@@ -1,8 +1,6 @@
 """What an optimization says of itself, in `spec/optimizations/<name>.py`; how it is applied and verified stands in
 `worker/optimizations/<name>.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What a frozen encoder and projector make of an image, kept for later epochs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ftbench.spec.base import Experiment

@@ -1,7 +1,5 @@
 """Batches of one shape."""
 
-from __future__ import annotations
-
 from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance
 
 OPTIMIZATION = Optimization(

@@ -1,7 +1,5 @@
 """Products with the frozen layers in 8-bit floats."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The adapters' products within the base product."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

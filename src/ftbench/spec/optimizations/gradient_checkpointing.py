@@ -1,7 +1,5 @@
 """Gradient checkpointing: the activations of a layer are made again in the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Images that are processed before training."""
 
-from __future__ import annotations
-
 from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance
 
 OPTIMIZATION = Optimization(

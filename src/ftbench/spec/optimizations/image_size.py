@@ -1,7 +1,5 @@
 """Images of fewer pixels."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from ftbench.spec.optimizations.declaration import COARSE, Optimization, Tolerance, or_number

@@ -1,7 +1,5 @@
 """Batches of samples of like length."""
 
-from __future__ import annotations
-
 from ftbench.spec.optimizations.declaration import COARSE, Optimization, Tolerance
 
 OPTIMIZATION = Optimization(

@@ -1,7 +1,5 @@
 """Liger's Triton kernels."""
 
-from __future__ import annotations
-
 from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance
 
 OPTIMIZATION = Optimization(

@@ -1,7 +1,5 @@
 """Batches that are made in processes of their own."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, or_number

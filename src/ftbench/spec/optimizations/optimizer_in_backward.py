@@ -1,7 +1,5 @@
 """The optimizer's step within the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

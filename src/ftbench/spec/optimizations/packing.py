@@ -1,7 +1,5 @@
 """Packing: rows filled with whole samples."""
 
-from __future__ import annotations
-
 from ftbench.spec.optimizations.declaration import COARSE, Optimization, Tolerance
 
 OPTIMIZATION = Optimization(

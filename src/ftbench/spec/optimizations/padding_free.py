@@ -1,7 +1,5 @@
 """Batches without padding: samples end to end in one row."""
 
-from __future__ import annotations
-
 from ftbench.spec.optimizations.declaration import ROUNDING, Optimization, Tolerance
 
 OPTIMIZATION = Optimization(

@@ -1,7 +1,5 @@
 """Batches whose samples have images of equally many tiles."""
 
-from __future__ import annotations
-
 from ftbench.spec.optimizations.declaration import COARSE, Optimization, Tolerance
 
 OPTIMIZATION = Optimization(

@@ -1,7 +1,5 @@
 """Frozen weights in host memory, copied to the GPU for their layer's turn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ftbench.spec.base import Experiment

@@ -5,8 +5,6 @@ Zstandard is what Python itself has from 3.14 on (PEP 784); before that comes it
 that nothing here changes when it goes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

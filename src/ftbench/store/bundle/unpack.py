@@ -5,8 +5,6 @@ the manifest, with limits on their number and size. tarfile parses single header
 follows links and takes headers of any length into memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import tarfile

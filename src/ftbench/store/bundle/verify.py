@@ -1,7 +1,5 @@
 """`ftbench verify`: are the files of a bundle those that were packed, and do the figures follow from the steps?"""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """Where a run happens: a GPU of this machine. Sees to it that the GPU is free before a run, and free again after it."""
 
-from __future__ import annotations
-
 import select
 import time
 from collections.abc import Callable, Sequence

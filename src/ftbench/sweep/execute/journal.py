@@ -5,8 +5,6 @@ nothing. The lock is the kernel's (flock): it goes with its owner, however that 
 other machines.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -4,8 +4,6 @@ Each run is watched by a thread of its own that waits for the child and does nex
 loop, in the main thread, decides, writes the journal and the table.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import select

@@ -1,7 +1,5 @@
 """What all clusters share: what a node says of itself, a run on it, and the end of a run that it never ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Of each submission a folder `.slurm/<token>/` beside the runs, on the disk that 
 tasks' orders and what they leave. A job's name has the token: a sweep that is begun again knows the tasks of the last.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import shlex

@@ -4,8 +4,6 @@ It trains in a directory of its own in the submission's folder and moves that to
 a rename, which the disk does for one of several and for none twice, whatever node was given up and came back.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """What an ablation says: a row a variant, the combinations, the best of them with its lines of a spec; as tables, as
 one document, and as the file ablation.md, which is written again after every run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What a parity check says: a verdict a recipe, the controls, how well gradients agree; as tables, as one document, and
 as the files parity.md and parity.json, which are written again after every run."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

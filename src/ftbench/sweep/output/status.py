@@ -1,7 +1,5 @@
 """Where a sweep stands, asked from another shell."""
 
-from __future__ import annotations
-
 import calendar
 import time
 from pathlib import Path

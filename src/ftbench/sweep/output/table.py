@@ -1,7 +1,5 @@
 """The table that is finished in the morning: summary.md and summary.csv of what has ended so far."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

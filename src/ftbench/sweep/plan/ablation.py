@@ -2,8 +2,6 @@
 puts together what helped, the most helpful first, and keeps what helps further. What a run says is read from its
 directory alone, so that the selection goes the same way again when the ablation is resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What every plan of a sweep has: where its jobs stand, how long they took, which were killed from outside."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How long a run will take, from those that have ended, and which runs say most in a short night. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Collection, Sequence
 

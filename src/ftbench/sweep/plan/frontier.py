@@ -1,7 +1,5 @@
 """The largest batch that fits: which batch to try next, and what the trials say. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

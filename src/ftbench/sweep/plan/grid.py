@@ -1,8 +1,6 @@
 """What to run next of a grid's cells. The run directories say what is done already, so that a sweep goes on where it
 stopped, whatever stopped it."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -1,8 +1,6 @@
 """The plan of a parity check: a reference recipe, the recipes held against it, and controls, over several seeds; and
 what the runs say together. What a run says is read from its directory alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

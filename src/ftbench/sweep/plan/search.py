@@ -1,8 +1,6 @@
 """What to run next in the search for the largest batch. The run directories say which trials are done already, as in a
 grid (`plan/grid.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
