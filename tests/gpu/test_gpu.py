@@ -107,15 +107,17 @@ def test_checkpoints_in_host_memory_leave_the_gpu_and_change_nothing(run):
     ],
 )
 def test_what_waits_in_host_memory_or_steps_earlier_changes_nothing_and_needs_less(run, there, away):
-    """To the bit of bfloat16: the same kernels of the same numbers, at another time and place."""
+    """The same kernels of the same numbers, at another time and place: norms of the first three steps to the rounding
+    of bfloat16, in which a whole one is told. Sums in no fixed order drift apart from then on, the norm first: two equal
+    runs had one step of 24 with norms 1.2 % apart, and losses within 4e-5."""
     one, other = (run(*METHODS[name])[1] for name in (there, away))
     rows = [
         [(row.loss, row.grad_norm) for row in read_steps(Path(each["run_dir"], "steps.csv"))[0]]
         for each in (one, other)
     ]
-    for (loss, norm), (other_loss, other_norm) in zip(*rows, strict=True):
+    for step, ((loss, norm), (other_loss, other_norm)) in enumerate(zip(*rows, strict=True)):
         assert other_loss == pytest.approx(loss, rel=1e-4)
-        assert other_norm == pytest.approx(norm, rel=0.02)
+        assert step > 2 or other_norm == pytest.approx(norm, rel=2**-8)
     peaks = [each["summary"]["memory_gb"]["allocated_peak"] for each in (one, other)]
     assert peaks[1] < peaks[0]
 

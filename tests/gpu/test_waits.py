@@ -77,7 +77,8 @@ def test_the_verdict_is_right(measured, name):
 
 
 def test_a_slowed_loader_is_what_the_run_waits_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(trl, "command", lambda run: [sys.executable, "-P", "-c", SLOW_WORKER, str(run.path.resolve())])
+    worker = [sys.executable, "-P", "-c", SLOW_WORKER]
+    monkeypatch.setattr(trl, "command", lambda spec, run: [*worker, str(run.path.resolve())])
     (tmp_path / "spec.yaml").write_text(SPECS["launch-bound"])
     bound = runner.run(tmp_path / "spec.yaml", [], tmp_path).summary.bound
     assert bound["verdict"] == "data-bound", bound
