@@ -108,7 +108,7 @@ def test_checkpoints_in_host_memory_leave_the_gpu_and_change_nothing(run):
 )
 def test_what_waits_in_host_memory_or_steps_earlier_changes_nothing_and_needs_less(run, there, away):
     """The same kernels of the same numbers, at another time and place: norms of the first three steps to the rounding
-    of bfloat16, in which a whole one is told. Sums in no fixed order drift apart from then on, the norm first: two equal
+    of bfloat16, in which a whole one is told. Sums in no fixed order drift apart then, the norm first: two equal
     runs had one step of 24 with norms 1.2 % apart, and losses within 4e-5."""
     one, other = (run(*METHODS[name])[1] for name in (there, away))
     rows = [
