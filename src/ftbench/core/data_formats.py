@@ -177,8 +177,7 @@ def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
 
 
 def _parts(content: Any, marked: bool) -> list[dict[str, Any]]:
-    """Return the parts of a message's content: a list as it is, a text cut at its markers where it has `marked`
-    ones."""
+    """Return the parts of a message's content: a list as it is, a text cut at its markers if `marked`."""
     if isinstance(content, str):
         texts = content.split(MARKER) if marked else [content]
         cut = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]

@@ -36,8 +36,7 @@ class Gpu:
     fp16: float | None = None
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Return dense tensor peak for `bf16`, `fp16` (the same units and rate where there is bf16) or `fp8`; None for
-        others."""
+        """Return the dense tensor peak of `bf16`, `fp16` (where there is bf16 the same) or `fp8`; None for others."""
         return {"bf16": self.bf16, "fp16": self.bf16 or self.fp16, "fp8": self.fp8}.get(precision)
 
 

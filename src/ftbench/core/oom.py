@@ -46,8 +46,7 @@ class Oom:
 
 
 def recognise(text: str) -> Oom | None:
-    """Return the out-of-memory failure a message or the end of a log tells of, or None if it tells of something
-    else."""
+    """Return the out-of-memory failure that a message or the end of a log tells of; None for something else."""
     text = _OTHER.split(text)[-1]
     for kind, pattern in _PATTERNS:
         if match := re.search(pattern, text, re.DOTALL if kind == "allocator" else 0):

@@ -59,8 +59,7 @@ def secretless(text: str) -> str:
 
 
 def clean(value: Any) -> Any:
-    """Return a document of dicts, lists and texts that may leave the machine: also without what stands under a key that
-    says it is secret."""
+    """Return a document of dicts, lists and texts that may leave the machine, without what stands under secret keys."""
     secrets = secrets_of(os.environ)
 
     def cleaned(part: Any) -> Any:

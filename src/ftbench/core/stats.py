@@ -91,8 +91,7 @@ def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
 
 
 def drift(times: Sequence[float]) -> float | None:
-    """Return the median of the last third of the window against the first third, as a share (+0.05 is 5 % slower at the
-    end)."""
+    """Return the median of the last third of the window over the first third's, less one (+0.05 is 5 % slower)."""
     third = len(times) // 3
     if third < 5:
         return None

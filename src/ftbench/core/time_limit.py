@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def time_limit(limit_s: float) -> Iterator[None]:
-    """Raise TimeoutError in the block once it has computed for so long; time that others take does not count. For the
-    main thread alone."""
+    """Raise TimeoutError in the block once it has itself computed for so long. For the main thread alone."""
 
     def end(number: int, frame: object) -> None:
         raise TimeoutError

@@ -63,16 +63,14 @@ def rate(value: float | None) -> str:
 
 
 def tflops(value: float | None) -> str:
-    """Return a product rate in TFLOP/s with three significant digits, thousands as they are: `0.437`, `67.1`,
-    `1,420`."""
+    """Return a product rate in TFLOP/s with three significant digits: `0.437`, `67.1`; thousands whole: `1,420`."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def money(value: float | None, currency: str) -> str:
-    """Return an amount with three significant digits, whole from a thousand up: `0.0412 USD`, `3.59 USD`, `1,600,000
-    JPY`."""
+    """Return an amount with three significant digits, whole from a thousand up: `0.0412 USD`, `1,600,000 JPY`."""
     if value is None:
         return ""
     if value >= 999.5:

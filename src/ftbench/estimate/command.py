@@ -159,8 +159,7 @@ def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experi
 
 
 def gpus_of(request: EstimateRequest, store: Path | None) -> list[tuple[str, Gpu | float, float | None]]:
-    """Return the GPUs asked about as the store's probes know them, with their memory where a driver says it; with none
-    named, this machine's."""
+    """Return the GPUs asked about, else this machine's, as the store's probes and the driver know them."""
     if request.memory_gb is not None:
         if request.gpu is not None:
             raise SpecError("--memory-gb and --gpu both say how much memory there is: give one")
@@ -181,8 +180,7 @@ _APPLE = re.compile(r"\b(apple|mps|metal|m[1-9]( (pro|max|ultra))?)\b")
 
 
 def listed(text: str) -> list[Gpu]:
-    """Return the GPUs of `--gpu NAME[,NAME]` or `--gpu all`, each once. Raise SpecError for a name of none or of
-    several."""
+    """Return the GPUs of `--gpu NAME[,NAME]` or `--gpu all`, each once. Raise SpecError as `named`."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     if not names:
         raise SpecError("--gpu: name GPUs of `ftbench list gpus`, separated by commas, or all")

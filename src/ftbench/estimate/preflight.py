@@ -35,8 +35,7 @@ def announce(
 
 
 def doubt(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
-    """Return a sentence where a run will not end well on the machine of a machine.json: no room for it, or days without
-    a GPU."""
+    """Return why a run will not end well on the machine of a machine.json: no room for it, or days without a GPU."""
     cpu = described.get("cpu") or {}
     if gpu := first_gpu(described):
         return warning(spec, gpu, store, cpu.get("memory_gb"))
@@ -65,8 +64,7 @@ _CORE_FLOPS, _LONG_S = 2e11, 86_400.0
 
 
 def _cpu_seconds(spec: Experiment, threads: int) -> float:
-    """Return the seconds that the products of a training take without a GPU, at the least; 0 where the number of its
-    steps is not known."""
+    """Return the least seconds of a training's products without a GPU; 0 where the number of steps is not known."""
     store = Store()
     batches = batches_of(spec, store.lengths(spec))
     a_step = per_step(spec, batches, "samples")
@@ -103,8 +101,7 @@ def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most:
 
 
 def warning(spec: Experiment, gpu: dict[str, Any] | None, store: Path, host_gb: float | None = None) -> str | None:
-    """Return a sentence where a run will not fit the GPU of a machine.json, or keeps more in the host's memory than
-    there is."""
+    """Return why a run will not fit the GPU of a machine.json, or keeps more in the host's memory than there is."""
     memory = on_machine(spec, gpu, store)
     if gpu is None or memory is None:
         return None
@@ -150,8 +147,7 @@ def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> s
 
 
 def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> DurationEstimate | None:
-    """Return the time expected on this machine; None without a GPU of the table, for a mock, and where something that
-    is needed is not known."""
+    """Return the time expected here; None without a GPU of the table, for a mock, and where something is not known."""
     known = limited_gpu(gpu)
     if known is None or spec.launch.mock != "off":
         return None

@@ -13,8 +13,7 @@ WIDTH = 32  # characters of the longest bar
 
 
 def as_text(spec: Experiment, rows: Sequence[tuple[str, MemoryEstimate, int | None]]) -> str:
-    """Return the card of one GPU, or a line a GPU; a row is the GPU's name, its estimate and the largest batch that
-    fits."""
+    """Return the card of one GPU, or a line a GPU; a row is its name, its estimate and the largest batch that fits."""
     if len(rows) == 1:
         return _card(spec, *rows[0])
     columns = ["GPU", "verdict", ">largest batch", ">device memory", ">for a process"]

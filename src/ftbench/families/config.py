@@ -15,8 +15,7 @@ class Config:
         return self._values.get(key)
 
     def whole(self, key: str, otherwise: int | None = None) -> int:
-        """Return a whole number from 1 to `LARGEST`, `otherwise` for a key that is missing or null. Raises
-        ValueError."""
+        """Return a whole number from 1 to `LARGEST`, `otherwise` for a missing key or null. Raises ValueError."""
         value = self.get(key)
         if value is None and otherwise is not None:
             return otherwise

@@ -15,8 +15,7 @@ DEFAULTS = {
 
 
 def layers(family: str, config: Config) -> tuple[Layer, ...]:
-    """Return the layers: without layer_types, each fourth has full attention and the others linear. Raises ValueError
-    for a value that cannot be."""
+    """Return the layers; without layer_types each fourth has full attention. Raises ValueError for what cannot be."""
     dense = dense_layers(config)
     return tuple(
         _with_mlp((_full if kind == "full_attention" else _linear)(config), config, index in dense)

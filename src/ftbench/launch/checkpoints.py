@@ -42,8 +42,7 @@ class _DamagedError(Exception):
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of the files that the weights are loaded from: the one that holds all, or those that the index
-    names."""
+    """Return the names of the files that hold the weights: the one that holds all, or those that the index names."""
     index = folder / _INDEX
     if (folder / _WHOLE).exists() or not index.exists():
         return [_WHOLE] if (folder / _WHOLE).exists() else []

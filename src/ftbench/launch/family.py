@@ -45,8 +45,7 @@ def own_group() -> Path | None:
 
 @contextmanager
 def control_group(mark: str) -> Iterator[Path | None]:
-    """Yield a new control group for the processes of a mark, of which nothing is left in the end; None where the system
-    gives none."""
+    """Yield a new control group for the processes of a mark, empty in the end; None where the system gives none."""
     group = _new_group(mark)
     try:
         yield group

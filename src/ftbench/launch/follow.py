@@ -54,8 +54,7 @@ class Follower:
             self._grown(self.run.log)
 
     def _grown(self, path: Path) -> bool:
-        """Return whether a file is another than at the last look, by size and time, so a clock set back is no
-        matter."""
+        """Return whether a file's size or time is another than at the last look; a clock set back is no matter."""
         try:
             status = path.stat()
         except OSError:
@@ -124,8 +123,7 @@ class Watchdog:
         return None
 
     def limit_s(self) -> float | None:
-        """Return how long nothing may move just now; None for ever. Learned from the run's own steps once it has
-        three."""
+        """Return how long nothing may move just now, learned from the run's steps once it has three; None for ever."""
         limit = self._launch.no_step_s
         if limit == "off":
             return None

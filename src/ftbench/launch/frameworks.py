@@ -118,8 +118,7 @@ def framework_of(python: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an environment has: versions by package, what torch says of itself, and why the framework's trainer cannot
-    be imported."""
+    """What an environment has: versions, torch by its own word, and why the framework's trainer cannot be imported."""
 
     versions: dict[str, str]
     torch: dict[str, Any] | None

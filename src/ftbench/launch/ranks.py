@@ -114,8 +114,7 @@ def _gone(rank: int, machine: _Node) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str], machine: _Node, run: RunDir, signals_pipe: int) -> nodes.Ended:
-    """Run the ranks to their end; return of each, in the order in which they ended, how it did: of this node, and on
-    node 0 of all others."""
+    """Run the ranks to their end; return how each did, in the order of their ends, on node 0 of all nodes."""
     ended: nodes.Ended = {}
     with _meeting(machine, run, signals_pipe) as (listener, variables, lines):
         children = {rank: _start(command, rank, machine, listener, variables) for rank in machine.ranks(machine.number)}

@@ -276,8 +276,7 @@ def _profile(run: RunDir) -> dict[str, Any]:
 
 
 def tidy(run: RunDir) -> None:
-    """Give a run whose child ended, but not its parent in peace, what the parent would have: a summary, and no more
-    than its files."""
+    """Give a run whose parent did not end in peace what that would have: a summary, and no more than its files."""
     if not run.reserve.exists():
         return
     _redact_logs(run)

@@ -96,8 +96,7 @@ FLASH = {
 
 
 def lacks_kernels(attention: str) -> str | None:
-    """Return what there is to install before an attention implementation can be used; None for one that torch
-    brings."""
+    """Return what to install before an attention implementation can be used; None for one that torch brings."""
     module, package = FLASH.get(attention, ("", ""))
     if not module or _installed(module) or _installed("kernels"):
         return None

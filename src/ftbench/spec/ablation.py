@@ -21,8 +21,7 @@ Changes = Mapping[str, Any]  # dotted key → value, of `optimizations.` and `tr
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`changes` to the plain recipe, called `name`, compared with the variant `over`; `key` is the optimization that it
-    is about."""
+    """`changes` to the plain recipe, called `name`, about the optimization `key`, compared with the variant `over`."""
 
     name: str
     key: str
@@ -80,8 +79,7 @@ def label(changes: Changes) -> str:
 
 
 def plain_spec(spec: Experiment) -> Experiment:
-    """Return the spec with every optimization off, and AdamW as torch computes it by default; another optimizer learns
-    otherwise and stays."""
+    """Return the spec with every optimization off and torch's AdamW; an optimizer that learns otherwise stays."""
     optimizer = "adamw_torch" if spec.train.optimizer in (*OPTIMIZERS, *ROUNDED) else spec.train.optimizer
     train = spec.train.model_copy(update={"optimizer": optimizer})
     return spec.model_copy(update={"optimizations": Optimizations(), "train": train})

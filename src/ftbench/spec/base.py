@@ -46,8 +46,7 @@ Word = BeforeValidator(_word)  # YAML reads a bare off as false, and a bare on a
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return `; did you mean x?` for the closest of `words` in whatever case or width of letters, or nothing when none
-    is close."""
+    """Return `; did you mean x?` for the closest of `words`, whatever the case or width of letters, if one is close."""
     import difflib
     import unicodedata
 

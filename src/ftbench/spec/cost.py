@@ -60,8 +60,7 @@ class Amount:
 
 
 def amount(price: Price, seconds: float, watts: float) -> Amount | None:
-    """Return what a training of so many seconds costs: the rent where the GPU can be rented, else its share of the
-    purchase with electricity."""
+    """Return what a training of so many seconds costs: rent, else the share of the purchase with electricity."""
     costs = hourly_costs(price, None, None, watts, seconds / 3600)
     amounts = (Amount(each.per_night, each.currency, each.way) for each in costs if each.per_night is not None)
     return next(amounts, None)
@@ -84,8 +83,7 @@ def _owned(owned: Owned, watts: float | None) -> tuple[float | None, str]:
 def joules_per_1m_tokens(
     joules_per_1k_samples: float | None, samples_per_s: float | None, tokens_per_s: float | None
 ) -> float | None:
-    """Return the joules per million tokens, from joules per thousand samples and how many tokens a sample has on
-    average."""
+    """Return the joules per million tokens, by the mean tokens of a sample."""
     if joules_per_1k_samples is None or not samples_per_s or not tokens_per_s:
         return None
     return joules_per_1k_samples / 1e3 * samples_per_s / tokens_per_s * 1e6

@@ -41,8 +41,7 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
 
 
 def check_file(dataset: Dataset, pairs: bool = False) -> None:
-    """Raise DataError for the first of a file's rows that cannot be used, of as many as are looked at; they are to be
-    `pairs` or not."""
+    """Raise DataError for the first unusable row of a file, as far as it is looked at; rows are `pairs` or not."""
     if not dataset.path or not Path(dataset.path).is_file():
         return
     try:

@@ -147,8 +147,7 @@ def packs(spec: Experiment) -> bool:
 
 
 def needs(spec: Experiment, on_gpu: bool) -> dict[str, str]:
-    """Return the packages that a spec needs of the framework's environment beside the framework, each with what wants
-    it: a key, or the recorder."""
+    """Return the packages that a spec needs beside the framework, each with what wants it: a key, or the recorder."""
     wanted = {"nvidia-ml-py": "recording on a GPU"} if on_gpu else {}
     if spec.launch.settings == "best":
         wanted["liger-kernel"] = "launch.settings best"

@@ -73,8 +73,7 @@ def family(spec: Experiment, gpu: str | None = None) -> str:
 
 
 def identities(spec: Experiment, gpu: str | None = None, known: dict[int, Any] | None = None) -> tuple[str, str]:
-    """Return fingerprint and family. `known` keeps what is read of a section, by its id, for other specs that share the
-    section and live as long."""
+    """Return fingerprint and family. `known` keeps what is read of a section, by its id, while the section lives."""
     values = _relevant(spec, {} if known is None else known)
     whole = _digest([values, gpu])
     values["train"] = values.get("train", {}) | {"batch_size": None, "gradient_accumulation_steps": None}

@@ -63,8 +63,7 @@ def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
 
 
 def validated(values: dict[str, Any], layers: Sequence[SpecLayer]) -> Experiment:
-    """Return the spec of these keys. Raises SpecError as `load` does, ImpossibleError where no single value is
-    wrong."""
+    """Return the spec of these keys. Raises SpecError as `load`, ImpossibleError where no single value is wrong."""
     try:
         spec = Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
     except ValidationError as error:
@@ -211,8 +210,7 @@ def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Return pydantic's location without the tags of its unions: ('method', 'qlora', 'rank', 'int') → ('method',
-    'rank')."""
+    """Return pydantic's location without tags of unions: ('method', 'qlora', 'rank', 'int') → ('method', 'rank')."""
     parts = [str(part) for part in loc if not isinstance(part, int)]
     if len(parts) > 1 and parts[1] in KINDS.get(parts[0], ()):
         del parts[1]

@@ -60,8 +60,7 @@ def family(model: Model) -> str | None:
 
 
 def reads_images(model: Model) -> bool:
-    """Return whether a model may be trained on images: one of the table is of such a family; of others the worker
-    knows."""
+    """Return whether a model may be trained on images; of one that is not in the table the worker knows."""
     return family(model) in (None, *TRAINED)
 
 

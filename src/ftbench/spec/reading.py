@@ -173,8 +173,7 @@ def _neighbours(path: Path) -> str:
 
 
 def _check(path: Path, root: yaml.Node) -> None:
-    """Refuse what is nested too deeply or too large, counting nodes as if every alias were written out, without writing
-    any out."""
+    """Refuse what is nested too deeply or too large, counting every alias as if it were written out."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:
@@ -189,8 +188,7 @@ def _check(path: Path, root: yaml.Node) -> None:
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:
-    """Return the nodes in a node, each key as the text that it is written as (`on`, `1`, `null`). Refuse a key written
-    twice."""
+    """Return the nodes in a node, keys as the text that is written (`on`, `1`). Refuse a key written twice."""
     if not isinstance(node, yaml.MappingNode):
         return node.value if isinstance(node, yaml.SequenceNode) else []
     keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]

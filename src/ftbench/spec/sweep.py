@@ -143,8 +143,7 @@ def _origin(layers: Sequence[SpecLayer], *keys: str) -> str:
 
 
 def _saying(layers: Sequence[SpecLayer], path: Sequence[str]) -> SpecLayer:
-    """Return the last layer with `path[1]` in its `sweep:` (sections of a sweep are replaced whole), else with a
-    `sweep:`."""
+    """Return the last layer with `path[1]` in its `sweep:` (sections are replaced whole), else with a `sweep:`."""
     having = [layer for layer in layers if "sweep" in layer.data]
     saying = [layer for layer in having if isinstance(layer.data["sweep"], dict) and path[1] in layer.data["sweep"]]
     return (saying or having)[-1]

@@ -49,8 +49,7 @@ def _best(pick: Any, parts: Iterable[dict[str, Any] | None], name: str) -> float
 
 
 def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
-    """Return the highest product rate in TFLOP/s that a probe has seen on a GPU of this name; None where there is
-    none."""
+    """Return the highest product rate in TFLOP/s that a probe has seen on such a GPU; None where there is none."""
     rate: float | None = of(store, gpu_name).get("tflops", {}).get(precision)
     return rate
 

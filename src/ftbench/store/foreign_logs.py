@@ -70,8 +70,7 @@ def _plain(entry: Entry) -> Entry:
 
 
 def rows_of(file: Path, entries: list[Entry], planned: float | None = None) -> list[StepRow]:
-    """Return a row for each entry that has a step and a loss, those of one step together. Raise SpecError for a step
-    that is no number of one."""
+    """Return a row for each step with a loss, its entries together. Raise SpecError for a step that is none."""
     merged: dict[tuple[str, int], Entry] = {}
     for entry in map(_plain, entries):
         step = next((known for name in _STEP if (known := number(entry.get(name))) is not None), None)
@@ -192,8 +191,7 @@ def as_float(text: str) -> float | None:
 
 
 def wandb(file: Path, data: bytes) -> ForeignLog:
-    """Read a CSV of a W&B run's history (`_step`, `_runtime`, `train/loss` …) or of one run in a panel (`Step`, `NAME -
-    train/loss`)."""
+    """Read a CSV of a W&B run's history (`_step`, `train/loss`), or of one in a panel (`Step`, `NAME - train/loss`)."""
     csv.field_size_limit(2**17)  # it is the process's: reading a data set may have raised it
     try:
         lines = list(csv.DictReader(io.StringIO(data.decode("utf-8", "replace"), newline="")))

@@ -180,8 +180,7 @@ def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], i
 
 
 def _samples_of_step(batch: int | None, samples: int | None) -> Callable[[int], int | None]:
-    """Return how many samples the optimizer step of a number takes: full batches, and at the end of an epoch what is
-    left."""
+    """Return how many samples the step of a number takes: full batches, and at the end of an epoch what is left."""
     if batch is None or samples is None:
         return lambda step: batch
     steps = math.ceil(samples / batch)

@@ -99,8 +99,7 @@ def handle_of(nvml: Any, visible: str | None) -> Any | None:
 
 
 def _by_uuid(nvml: Any, uuid: str) -> Any | None:
-    """Return the GPU whose UUID begins so: CUDA takes the beginning of a UUID where it is unambiguous; NVML wants all
-    of it."""
+    """Return the GPU whose UUID begins so, which CUDA takes where it is unambiguous; NVML wants all of it."""
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         own = nvml.nvmlDeviceGetUUID(handle)

@@ -71,8 +71,7 @@ def warnings(
 
 
 def _above(steady: Sequence[StepRow], limit_w: float) -> list[float]:
-    """Return the watts of the steps that show more than the limit, by their share of an energy counter that moves in
-    steps of its own."""
+    """Return the watts of steps above the limit, by their share of an energy counter that moves in steps of its own."""
     powers = [row.energy_j / row.step_time_s for row in steady if row.energy_j and row.step_time_s]
     return [watts for watts in powers if watts > (1 + POWER_TOLERANCE) * limit_w > 0]
 

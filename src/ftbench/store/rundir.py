@@ -73,8 +73,7 @@ _MADE_OF_RANKS, _OF_EACH_RANK, _OF_EACH_NODE = ("steps", "state"), ("applied", "
 
 
 def claim(out: Path, experiment: str, slug: str) -> RunDir:
-    """Make a new directory `out/experiment/slug-rN` with the first free N, never one that exists; its state is
-    `running`."""
+    """Make a new directory `out/experiment/slug-rN` with the first free N; its state is `running`."""
     parent = out / experiment
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -87,8 +86,7 @@ def claim(out: Path, experiment: str, slug: str) -> RunDir:
 
 
 def claim_at(path: Path) -> RunDir:
-    """Make the directory `path` with the state `running`. Raises FileExistsError if there is one, MissingError if the
-    disk does not take it."""
+    """Make a directory with the state `running`. Raises FileExistsError, or MissingError for a full disk."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir()
@@ -181,8 +179,7 @@ def read_document(
 
 
 def parse_document(data: bytes, path: Path) -> dict[str, Any]:
-    """Return the object of a JSON text. Raises ValueError with the reason where it is not what a file of this name
-    holds."""
+    """Return the object of a JSON text. Raises ValueError where it is not what a file of this name holds."""
     try:
         document = json.loads(data)
     except json.JSONDecodeError as error:
@@ -221,8 +218,7 @@ def disk_error(path: Path, error: OSError) -> MissingError:
 
 
 def running() -> dict[str, Any]:
-    """Return the state of a run that this process has just begun; who owns it can be checked after a crash or a
-    reboot."""
+    """Return the state of a run that this process begins; its owner can be checked after a crash or a reboot."""
     owner = process_identity.this_process()
     return {"schema": SCHEMA, "state": "running", "started_at": now(), "owner": owner}
 
@@ -258,8 +254,7 @@ def find_runs(path: Path) -> list[RunDir]:
 
 
 def require_runs(path: Path, unpacked: Path | None = None) -> list[RunDir]:
-    """Return what `find_runs` finds at `path`, or where that bundle is `unpacked`. Raises SpecError if it is
-    nothing."""
+    """Return what `find_runs` finds at `path`, or where that bundle is `unpacked`. Raises SpecError for nothing."""
     if not os.path.exists(path):  # also for a name that is too long for the disk
         raise SpecError(f"{path}: no such file or directory")
     if not (runs := find_runs(unpacked or path)):

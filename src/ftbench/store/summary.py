@@ -36,8 +36,7 @@ def read_summary(run: RunDir, state: str | None = None) -> dict[str, Any]:
 
 
 def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
-    """Return the summary of a run from its files; what a run that ended early cannot tell stays empty. `state` is what
-    its state.json will say."""
+    """Return the summary of a run from its files, as far as they tell. `state` is what its state.json will say."""
     documents, _ = read_documents(run)
     spec, applied, machine = documents["spec_json"], documents["applied"], documents["machine"]
     state = state or state_of(documents["state"])
@@ -198,8 +197,7 @@ def _times(rate: float | None, count: int) -> float | None:
 
 
 def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, Any]) -> None:
-    """Set the energy of the GPUs alone: joules from the driver's counters; mean watts from the sampled power, weighted
-    by step time."""
+    """Set the energy of the GPUs alone: joules of the driver's counters, mean watts sampled, weighted by step time."""
     counted = [row for row in steady if row.energy_j is not None]
     joules = sum(row.energy_j or 0.0 for row in counted) if counted else None
     samples = total(row.samples for row in counted)

@@ -31,8 +31,7 @@ _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(PlanRequest):
-    """The command line of a sweep. `axes` are `key=value,value`; `gpus` as --gpus lists them; `on` names a
-    cluster."""
+    """The command line of a sweep. `axes` are `key=value,value`; `gpus` as --gpus lists them; `on` names a cluster."""
 
     axes: Sequence[str] = ()
     until_oom: bool = False

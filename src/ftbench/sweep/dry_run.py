@@ -25,8 +25,7 @@ _LEARNING = ("learning_rate", "lr_scheduler", "warmup_steps", "weight_decay", "s
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One line: at most `seconds` (of earlier runs of this sweep) or `estimated_s` with how sure that is, the GiB
-    needed, the command."""
+    """One line: `seconds` at most (of earlier runs) or `estimated_s`, how sure that is, the GiB needed, the command."""
 
     what: str
     state: str
@@ -79,8 +78,7 @@ def _planned(
 
 
 def _memory(spec: Experiment, ready: Ready, known: dict[Any, MemoryEstimate | None]) -> MemoryEstimate | None:
-    """Return the estimate on this machine; `known` keeps it for cells that differ in how they learn alone and share
-    their sections."""
+    """Return the estimate here; `known` keeps it for cells that share sections and differ in learning alone."""
     sections = (spec.model, spec.method, spec.dataset, spec.optimizations, spec.measure, spec.launch)
     key = (*map(id, sections), *(value for name, value in spec.train if name not in _LEARNING))
     if key not in known:

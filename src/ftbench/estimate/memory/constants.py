@@ -36,8 +36,7 @@ FITTED = tuple(field.name for field in fields(Constants) if field.name not in ("
 
 
 def user_file() -> Path:
-    """Return where `--calibrate` leaves the user's own constants: in ftbench's cache, so that they go with the
-    machine."""
+    """Return where `--calibrate` leaves the user's own: in ftbench's cache, so that they go with the machine."""
     return machine.cache_dir() / NAME
 
 
@@ -48,8 +47,7 @@ def shipped() -> Constants:
 
 @cache
 def constants() -> Constants:
-    """Return the user's own where there are such, else the shipped ones. Raises DataError for a file that cannot be
-    read."""
+    """Return the user's own where there are such, else the shipped ones. Raises DataError for a broken file."""
     path = user_file()
     try:
         return _read(json.loads(rundir.read_bytes(path)), str(path))

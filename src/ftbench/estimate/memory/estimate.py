@@ -141,8 +141,7 @@ def _plan(
 
 
 def _tiers(plan: MemoryPlan, named: dict[str, Parts], most: float, known: Constants, spread: float) -> list[Band]:
-    """Return what is allocated, reserved and used on the device; `most` are the bytes of the largest batch that can
-    be."""
+    """Return what is allocated, reserved and used on the device; the largest batch that can be takes `most` bytes."""
     phase, size = peak(named)
     at_peak, highest = (each * known.allocated_factor / GIB for each in (size, most))
     below = SHARDED_BELOW if spread == SHARDED_SPREAD else spread

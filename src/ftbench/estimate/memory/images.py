@@ -30,8 +30,7 @@ def shown(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
 
 
 def saved(vision: VisionShape, recipe: Recipe, batch: BatchShape) -> float:
-    """Return what is saved for the backward pass: nothing where no gradient comes. A checkpointed layer of the encoder
-    keeps its input."""
+    """Return what is saved for the backward pass, where a gradient comes. Checkpointed layers keep their input."""
     encoder = 0.0
     if reached(vision, recipe):
         again, used = recipe.checkpointing != "off", vision.layers - bool(vision.tile)  # LLaVA takes the last but one

@@ -266,8 +266,7 @@ def saved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
 
 
 def unsaved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
-    """Return the bytes that the first layer does not save where the embedding is frozen: nobody asks for a gradient
-    before its first adapter."""
+    """Return the bytes that the first layer does not save beside a frozen embedding: none before its first adapter."""
     if recipe.full or recipe.checkpointing != "off" or recipe.compiled:
         return 0.0
     reached = layer.reached(recipe.targets)

@@ -22,16 +22,14 @@ def tail(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
 
 
 def final_norm_peak(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
-    """Return what the final norm's backward pass needs: five float32 copies of the hidden states, less the gathered
-    ones that are freed."""
+    """Return what the final norm's backward pass needs: five float32 copies, less the gathered ones that are freed."""
     if recipe.norms_keep_inputs:
         return 0.0
     return float((5 * FLOAT - recipe.stream) * model.hidden * batch.tokens)
 
 
 def head_cast(model: ModelShape, recipe: Recipe) -> float:
-    """Return the copy of a frozen float32 head: it is cast to the type of the product for each use (autocast caches
-    only what is trained)."""
+    """Return the copy of a frozen float32 head, cast for each use (autocast caches only what is trained)."""
     return model.vocab * model.hidden * recipe.compute if recipe.upcast > recipe.compute and recipe.autocast else 0.0
 
 

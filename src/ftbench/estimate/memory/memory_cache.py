@@ -81,8 +81,7 @@ def _largest_within(
 
 
 def _between(fits: int, fails: int, known: Mapping[int, float], room: float) -> int:
-    """Return the next size to try: where the line through the two nearest sizes meets `room`, else twice or half
-    way."""
+    """Return the next size to try: where the line through the two nearest meets `room`, else twice or half way."""
     other = fails if fails in known else max((size for size in known if size < fits), default=None)
     if other is None:
         return min(2 * fits, fails - 1)

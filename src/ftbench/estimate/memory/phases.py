@@ -229,8 +229,7 @@ def _shared_input(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float
 
 
 def autocast_weights(model: ModelShape, recipe: Recipe) -> float:
-    """Return the bytes of trained float32 weights that are cast once for a step (torch.autocast's cache) and saved so
-    for the backward pass."""
+    """Return the bytes of trained float32 weights that torch.autocast's cache casts once for a step and saves so."""
     if not (recipe.autocast and recipe.full and recipe.weight > recipe.compute):
         return 0.0
     return float((model.total - model.parameters["embedding"] - model.parameters["norm"]) * recipe.compute)

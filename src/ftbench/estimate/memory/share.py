@@ -78,8 +78,7 @@ def _has_masters(recipe: Recipe, part: Share) -> bool:
 
 
 def optimizer_state(model: ModelShape, recipe: Recipe, part: Share) -> float:
-    """Return what the optimizer keeps on one GPU, the float32 copies that it trains included. `recipe` is as
-    `kept_as` made it."""
+    """Return what the optimizer keeps on one GPU, its float32 copies included. `recipe` is as `kept_as` made it."""
     name, count, width, embedding = weights.kept_by(model, recipe)
     if not _has_masters(recipe, part):
         return weights.optimizer_state(name, count, width, embedding) * part.optimizer
@@ -152,6 +151,5 @@ def whole_gradient(model: ModelShape, recipe: Recipe, part: Share) -> float:
 
 
 def ddp_buckets(part: Share, trained_bytes: float) -> float:
-    """Return DDP's flat copies of the gradients: as large as they are (gradient_as_bucket_view is off in
-    accelerate)."""
+    """Return DDP's flat copies of the gradients (gradient_as_bucket_view is off in accelerate)."""
     return trained_bytes if part.buckets else 0.0

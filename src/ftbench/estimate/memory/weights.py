@@ -122,8 +122,7 @@ def loading(model: ModelShape, recipe: Recipe) -> float:
 
 
 def adapters(model: ModelShape, recipe: Recipe) -> float:
-    """Return the bytes of the adapters: peft keeps those of a 16-bit model in float32; trl casts those of a
-    quantised one to bfloat16."""
+    """Return the bytes of the adapters: float32 by peft, of a quantised model bfloat16 by trl."""
     return _adapter_count(model, recipe) * recipe.adapter
 
 

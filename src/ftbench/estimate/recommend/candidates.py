@@ -27,8 +27,7 @@ _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "u
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A spec with a method and optimizations of its own, batch size left as it is; `problems` are why it can be on no
-    machine."""
+    """A spec with a method and optimizations of its own; `problems` are why it can be on no machine."""
 
     spec: Experiment
     problems: tuple[str, ...] = field(default=())
@@ -125,8 +124,7 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
 
 
 def _variants(spec: Experiment, name: str) -> Iterator[Any]:
-    """Return the method with the options of the spec's own; unsloth in 16 and 4 bits, with and without its
-    checkpointing."""
+    """Return the method with the options of the spec's own; unsloth in 16 and 4 bits, checkpointed or not."""
     own = spec.method.model_dump() if spec.method.name == name else spec.method.model_dump(include=_SHARED)
     if name == "full":
         own = {}
@@ -151,8 +149,7 @@ def with_batch(spec: Experiment, batch: int, accumulation: int) -> Experiment:
 
 
 def batches(largest: int, effective: int | None) -> list[tuple[int, int]]:
-    """Return batch sizes with their accumulation, largest first: powers of two and the largest, or divisors of
-    `effective`."""
+    """Return batch sizes with their accumulation, largest first: powers of two and the largest, or divisors."""
     if effective is None:
         sizes = {largest, *(2**power for power in range(largest.bit_length()))}
         return [(size, 1) for size in sorted(sizes, reverse=True)]

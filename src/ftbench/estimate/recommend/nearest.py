@@ -36,8 +36,7 @@ class Fit:
 
 
 def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None = None) -> Fit | None:
-    """Return what fits with the fewest changes; where nothing does on several GPUs, on twice as many, and so on; None
-    where nothing does."""
+    """Return what fits with the fewest changes, if need be on twice as many GPUs, and so on; None for nothing."""
     memory_cache, count = MemoryCache(config=config), spec.launch.gpus
     possible = [way for way in ways(on_gpus(spec, 1, "none"), own_kind(spec), True) if not way.problems]
     while True:
@@ -70,8 +69,7 @@ def _fit(way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache
 
 
 def shared_samples(spec: Experiment, launch: Launch) -> int | None:
-    """Return how many samples of a step of the spec each share of the batch has where it is launched so; None where
-    they do not divide."""
+    """Return how many samples of a step each share of the batch has under a launch; None where they do not divide."""
     samples = spec.train.batch_size * spec.train.gradient_accumulation_steps * division_of(spec.launch).data
     shares = division_of(launch).data
     return samples // shares if samples % shares == 0 else None

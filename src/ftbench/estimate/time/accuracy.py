@@ -17,8 +17,7 @@ from ftbench.store.summary import optimizations_on
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A run with what is estimated of it from the other runs alone, and from their coefficients without any run near
-    it (`bare`)."""
+    """A run with what is estimated of it from the others alone, and from coefficients without any run near (`bare`)."""
 
     run: TimedRun
     estimate: DurationEstimate

@@ -208,8 +208,7 @@ _WATTS_SPREAD, _WATTS_MEASURED, _WATTS_SCALED = 1.3, 1.05, 1.2
 def _watts(
     spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], runs: Sequence[TimedRun], step: speeds.Step
 ) -> tuple[Band, str]:
-    """Return the mean watts of the steady steps with their source; no more than the board may draw. `runs` are those on
-    such a GPU."""
+    """Return the mean watts of steady steps, at most the board's, and their source. `runs` are those on such a GPU."""
     if measured := [run.watts for run in same if run.watts]:
         return _watts_band(statistics.median(measured), _WATTS_MEASURED, gpu), "measured"
     own = settings_of(spec) if runs else None

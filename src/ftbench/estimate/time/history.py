@@ -51,8 +51,7 @@ class TimedRun:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What runs must share to be of one kind: the method as far as it changes what is computed, and the optimizations
-    that are on."""
+    """What runs of one kind share: the method as far as it changes what is computed, and the optimizations on."""
 
     method: tuple[str, bool, str]
     switches: frozenset[tuple[str, Any]]

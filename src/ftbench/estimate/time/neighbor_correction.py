@@ -20,8 +20,7 @@ _FARTHEST = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Measured over modelled, as `runs` runs near the spec have it; `alike` of them have its method and
-    optimizations."""
+    """Measured over modelled in `runs` runs near the spec, of which `alike` have its method and optimizations."""
 
     factor: float
     runs: int
@@ -30,8 +29,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A run's mean step, and its work in seconds at the ceilings; runs of one `key` took the same step and count as
-    one."""
+    """A run's mean step, and its ideal work in seconds; runs of one `key` took the same step and count as one."""
 
     run: TimedRun
     ideal: StepWork

@@ -36,8 +36,7 @@ def _with_images(spec: Experiment, config: dict[str, Any] | None) -> Lengths | N
 
 
 class Store:
-    """The runs that a folder holds, without those that were `contended` (how many, by GPU), and the probes below it
-    (`path`)."""
+    """The runs that a folder (`path`) holds, without `contended` ones (how many, by GPU), and the probes below it."""
 
     def __init__(self, path: Path | None = None, runs: Sequence[TimedRun] = ()) -> None:
         self.path, self.runs = path, [run for run in runs if not run.contended]

@@ -61,8 +61,7 @@ def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -
 
 
 def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None:
-    """Return the lengths of a spec's samples, images included; None for text alone. Raises SpecError as
-    `known_samples`."""
+    """Return the lengths of a spec's samples, images included; None for text alone. Raises as `known_samples`."""
     if (known := known_samples(spec, vision)) is None:
         return None
     samples = known.samples[:MOST_SAMPLES]

@@ -16,8 +16,7 @@ from ftbench.spec.experiment import Experiment
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The largest batch as the model sees it: `rows` of `length` positions, of which `labels` carry loss, and what its
-    images become."""
+    """The largest batch as the model sees it: `rows` of `length` positions, `labels` with loss, what images become."""
 
     rows: int
     length: int
@@ -51,8 +50,7 @@ def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
 
 @lru_cache(maxsize=1024)
 def _largest_with_images(known: KnownSamples, layout: Layout, buckets: bool, seed: int) -> Largest:
-    """Return the batch of samples with images, and the largest that can be: where not all samples are known, each as
-    the longest of them."""
+    """Return the batch of samples with images; where not all are known, the largest has each as long as the longest."""
     samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
     lengths = [sample.length for sample in samples]
     rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]

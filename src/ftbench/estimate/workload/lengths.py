@@ -91,8 +91,7 @@ def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
 
 
 def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[tuple[int, ...] | None, str]:
-    """Return the lengths of all samples in tokens where they are known, and in words what is known; of pairs those of
-    both `sequences` of each."""
+    """Return all samples' lengths in tokens where known, of pairs both `sequences`', and in words what is known."""
     if dataset.name != "synthetic":
         return None, f"no sample is longer than max_length {dataset.max_length:,}"
     count = ((dataset.samples or 0) + dataset.eval_samples) * sequences

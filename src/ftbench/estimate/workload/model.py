@@ -60,8 +60,7 @@ def is_rough(spec: Experiment) -> bool:
 
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
-    """Return the shape of a spec's model. `config` is taken before model.path, and that before facts. Raises SpecError
-    with a way out."""
+    """Return the shape of a spec's model: by `config`, else model.path, else facts. Raises SpecError with a way out."""
     if config is None and not model.path and model.id in architectures():
         return _known(model.id)
     values = config or (read_config(Path(model.path)) if model.path else None)

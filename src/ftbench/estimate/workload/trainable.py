@@ -96,8 +96,7 @@ def expert_adapter(layer: Layer) -> int:
 
 
 def _used(layer: Layer) -> list[tuple[int, int]]:
-    """Return inputs and outputs of a layer's matrices as one token uses them: gate, up and down of the experts it
-    visits as one each."""
+    """Return inputs and outputs of a layer's matrices as a token uses them, those of its experts as one each."""
     inner = layer.experts.inner * layer.experts.active if layer.experts else 0
     gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
     return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated

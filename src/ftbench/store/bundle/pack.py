@@ -136,8 +136,7 @@ def _clean_document(text: str) -> str | None:
 
 
 def _made_at(sources: dict[str, Path]) -> str | None:
-    """Return when the last of the runs ended: the clock of today would make every archive of the same runs another
-    one."""
+    """Return when the last of the runs ended: today's date would make each archive of them another one."""
     ends = [read_state(RunDir(path.parent)).get("ended_at") for path in sources.values() if path.name == "state.json"]
     return max((end for end in ends if isinstance(end, str)), default=None)
 

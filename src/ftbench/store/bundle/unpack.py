@@ -162,8 +162,7 @@ _OPENED: dict[str, Path] = {}
 
 
 def shown(path: str) -> str:
-    """Return the path of a run for people: of one out of a bundle, the bundle's and where in it, not that of today's
-    copy."""
+    """Return the path of a run for people: of one out of a bundle, the bundle's and where in it."""
     return next(
         (f"{bundle}:{path[len(folder) :]}" for folder, bundle in _OPENED.items() if path.startswith(folder)), path
     )

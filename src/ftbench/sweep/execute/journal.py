@@ -27,8 +27,7 @@ BEAT_S, DEAD_S = 5.0, 30.0
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a file of a sweep's folder, which may be a stranger's: no link out of it, and no pipe that waits. Raise
-    OSError."""
+    """Open a file of a folder that may be a stranger's: no link out of it, no pipe that waits. Raise OSError."""
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)

@@ -48,8 +48,7 @@ class RunningJob:
 
 @dataclass(slots=True)
 class Sitting:
-    """One sitting of a sweep over `slots`. `source` is the text of the spec file, `deadline` (monotonic clock, s) when
-    the time budget ends."""
+    """One sitting over `slots`. `source` is the spec's text, `deadline` (monotonic clock, s) ends the time budget."""
 
     source: bytes
     plan: Plan

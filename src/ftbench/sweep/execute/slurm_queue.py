@@ -155,8 +155,7 @@ class Queue:
         return f"#!/bin/bash\n{self.settings.preamble}\nexec {task}\n"
 
     def _sbatch(self, folder: Path, count: int, stops_within: Callable[[float], bool]) -> str:
-        """Return the job's number. Where the controller is away wait for it: what it took all the same is in the
-        queue under its name."""
+        """Return the job's number. Wait for a controller that is away: what it took all the same is in the queue."""
         given = {"partition": self.settings.partition, "time": self.settings.time, "gres": self.settings.gres}
         command = [
             "sbatch", "--parsable", f"--array=0-{count - 1}", f"--job-name={_PREFIX}{folder.name}", "--requeue",
@@ -186,8 +185,7 @@ class Queue:
     # --- what is in it -----------------------------------------------------------------------------------------------
 
     def look(self, old_s: float = _LOOK_S) -> bool:
-        """Look at the queue unless that was done in the last `old_s` seconds or another thread is at it; return whether
-        the controller answered."""
+        """Look at the queue unless that was done in the last `old_s` seconds; return whether it answered."""
         if not self._looking.acquire(blocking=old_s == 0):
             return self._answers
         try:

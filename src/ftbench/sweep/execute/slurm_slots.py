@@ -80,8 +80,7 @@ def _described(queue: Queue, spec: Experiment) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class SlurmSlot:
-    """A cell in Slurm's queue. `gpu` is the one that all cells train on; `adopted` are the tasks of an earlier sitting
-    by their runs."""
+    """A cell in Slurm's queue. All cells train on `gpu`; `adopted` are an earlier sitting's tasks by their runs."""
 
     name: str
     queue: Queue

@@ -89,8 +89,7 @@ def _is_cut_short(run: RunDir) -> bool:
 
 
 def _put(result: FinishedRun, destination: RunDir) -> int:
-    """Move a run to its place; one that was cut short, and one whose place another has taken, beside the others that
-    made way."""
+    """Move a run to its place; a cut-short one, or one whose place is taken, beside the others that made way."""
     if not _is_cut_short(result.run):
         with suppress(OSError):  # not empty: another node was first
             os.rename(result.run.path, destination.path)

@@ -36,8 +36,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One that was tried on top of `over` because `variant` had helped alone; `reason` says why it was not kept, or
-    could not be tried."""
+    """Tried on top of `over` because `variant` had helped alone; `reason` says why it was not kept, or not tried."""
 
     variant: Variant
     changes: Changes
@@ -139,8 +138,7 @@ class AblationPlan(Grid):
         return pair_of(OPTIMIZATIONS, cell, baseline, noise=self._noise()) if cell and baseline else None
 
     def _noise(self) -> Noise:
-        """Return what like runs differ by, and how many variants are read together: with twenty of them, one in twenty
-        would seem to help by chance."""
+        """Return what like runs differ by, and how many variants are read together: of 20 one would help by chance."""
         variants = [variant.changes for variant in self.start.variants if variant.name not in self.refused]
         cells = [cell for changes in ({}, *variants) if (cell := self.cell(changes)) is not None]
         return noise_of(cells, max(1, len(variants)))
@@ -164,8 +162,7 @@ class AblationPlan(Grid):
     # --- the greedy selection ----------------------------------------------------------------------------------------
 
     def helpful(self) -> list[Variant]:
-        """Return the variants that help alone, both against the plain recipe and against what they need beside them;
-        the most helpful first."""
+        """Return the variants that help alone, against plain and against what they need beside them; the best first."""
         alone = [
             variant
             for variant in self.start.variants

@@ -69,8 +69,7 @@ def _guessed(trials: Sequence[Trial], candidates: Sequence[int]) -> int:
 
 
 def _largest_on_the_line(trials: Sequence[Trial]) -> float | None:
-    """Return the batch at which the straight line through the two largest measured peaks reaches the device's
-    memory."""
+    """Return the batch at which the line through the two largest measured peaks reaches the device's memory."""
     known = sorted(
         (t.batch, t.peak_gb, t.capacity_gb - (t.beside_gb or 0.0))
         for t in trials
@@ -84,8 +83,7 @@ def _largest_on_the_line(trials: Sequence[Trial]) -> float | None:
 
 
 def peak_on_the_line(trials: Sequence[Trial], batch: int) -> float | None:
-    """Return the GiB that a batch is expected to need: as measured, or on the straight line through the two nearest
-    measured."""
+    """Return the GiB that a batch is expected to need: as measured, or on the line through the two nearest measured."""
     measured = {trial.batch: trial.peak_gb for trial in trials if trial.peak_gb is not None}
     known = sorted(measured.items(), key=lambda pair: abs(pair[0] - batch))
     if known and known[0][0] == batch:
@@ -98,8 +96,7 @@ def peak_on_the_line(trials: Sequence[Trial], batch: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What is known of one method's frontier: the largest trial that fits, the smallest that does not, the knee, and
-    what is left to say."""
+    """What is known of a frontier: the largest that fits, the smallest that does not, the knee, what is left to say."""
 
     largest: Trial | None
     first_failing: Trial | None

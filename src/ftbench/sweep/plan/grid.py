@@ -85,8 +85,7 @@ def first_jobs(cells: Iterable[GridCell], options: Options) -> list[Job]:
 
 
 def with_repeats(firsts: Sequence[Job]) -> list[Job]:
-    """Return the jobs of a grid: every cell once before any cell twice. Cells that turn out to be the same spec are
-    one."""
+    """Return the jobs of a grid: every cell once before any cell twice. Cells that are the same spec are one."""
     jobs: dict[str, Job] = {}
     for repeat in range(1, max((first.spec.measure.repeats for first in firsts), default=1) + 1):
         for first in firsts:

@@ -35,8 +35,7 @@ FAILED, PENDING = "failed", "not run yet"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to train: its name, the resolved spec, the `--set`s that make it of the spec file, and why it cannot run
-    here, if it cannot."""
+    """A way to train: its name, the resolved spec, the `--set`s that make it, and why it cannot run here, if so."""
 
     name: str
     spec: Experiment
@@ -75,8 +74,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class SeedSpread:
-    """How far the seeds of the reference lie apart: the highest mean loss over the lowest, less one, of training and of
-    what was held out."""
+    """How far seeds of the reference lie apart: highest over lowest mean loss, less one, in training and held out."""
 
     train: float
     held_out: float
