@@ -87,9 +87,6 @@ def differences(
     return [Difference(key, a, b) for key, a, b in every if (a != b or a is None) and not implied(key)]
 
 
-# --- ratios ----------------------------------------------------------------------------------------------------------
-
-
 def geometric_mean(values: Sequence[float]) -> float | None:
     """Return the geometric mean of positive values; None for none, or where one is not positive."""
     return math.exp(statistics.fmean(map(math.log, values))) if values and min(values) > 0 else None
@@ -168,9 +165,6 @@ def spread_between(groups: Iterable[Sequence[float]]) -> float:
             expected = math.sqrt((1 - 2 / (9 * (len(values) - 1))) ** 3)
             deviations.append(statistics.stdev(map(math.log, values)) / expected)
     return statistics.median(deviations) if deviations else TYPICAL_SPREAD
-
-
-# --- a slow start ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,8 +139,6 @@ def grad_norm_change(reference: Sequence[TrainedStep], candidate: Sequence[Train
     return statistics.median(norms[1]) / statistics.median(norms[0]) - 1
 
 
-# --- what both have seen ---------------------------------------------------------------------------------------------
-
 _Sides = tuple[Sequence[TrainedStep], Sequence[TrainedStep]]
 
 

@@ -153,9 +153,6 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
     return "".join("<image>" if part["type"] == "image" else str(part["text"]) for part in content)
 
 
-# --- for people ------------------------------------------------------------------------------------------------------
-
-
 def as_text(document: Mapping[str, Any]) -> str:
     """Return a preview as lines: figures, a histogram of the lengths, and the samples."""
     tokens, gain, packing = document["tokens"], document["packing_gain"], ""

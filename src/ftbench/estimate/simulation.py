@@ -94,9 +94,6 @@ def _run(spec: Experiment, scratch: Path, limit_s: float) -> None:
         raise FtbenchError(f"the process that simulates {why}")
 
 
-# --- ftbench estimate --simulate --------------------------------------------------------------------------------------
-
-
 def answer(request: command.EstimateRequest) -> command.Answer:
     """Return the simulation of a spec on one GPU as text, document and exit code. Raises SpecError for what a
     simulation does not take, and what `simulate` raises."""

@@ -106,9 +106,6 @@ def _known_rows(file: Path, entries: list[Entry], planned: float | None = None) 
     raise SpecError(f"{file}: holds no loss of a step, which the log of a training has: log it every few steps")
 
 
-# --- a Trainer's trainer_state.json, which axolotl leaves too ---------------------------------------------------------
-
-
 def trainer_state(file: Path, data: bytes) -> ForeignLog:
     """Read a trainer_state.json."""
     try:
@@ -133,9 +130,6 @@ def trainer_state(file: Path, data: bytes) -> ForeignLog:
         lacks = "step times, tokens, energy and most of the recipe"
     samples, runtime = int(batch) if batch and batch >= 1 else None, number(total.get("train_runtime"))
     return ForeignLog("a Trainer's trainer_state.json", rows, lacks, notes, samples, runtime, rate)
-
-
-# --- LLaMA-Factory's trainer_log.jsonl --------------------------------------------------------------------------------
 
 
 def llama_factory(file: Path, data: bytes) -> ForeignLog:
@@ -164,9 +158,6 @@ def _clock(text: object) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-# --- torchtune's DiskLogger -------------------------------------------------------------------------------------------
-
-
 def torchtune(file: Path, data: bytes) -> ForeignLog:
     """Read a log of torchtune's DiskLogger: `Step 1 | loss:1.5 lr:0.0001 tokens_per_second_per_gpu:900 …`."""
     entries: list[Entry] = []
@@ -187,9 +178,6 @@ def as_float(text: str) -> float | None:
         return None
 
 
-# --- tables of W&B ----------------------------------------------------------------------------------------------------
-
-
 def wandb(file: Path, data: bytes) -> ForeignLog:
     """Read a CSV of a W&B run's history (`_step`, `train/loss`), or of one in a panel (`Step`, `NAME - train/loss`)."""
     csv.field_size_limit(2**17)  # it is the process's: reading a data set may have raised it
@@ -206,9 +194,6 @@ def wandb(file: Path, data: bytes) -> ForeignLog:
     timed = any("_runtime" in entry for entry in entries)
     lacks = "tokens, energy and the recipe" if timed else "times, memory, tokens, energy and the recipe"
     return ForeignLog("a table of W&B", _known_rows(file, entries), lacks, timed_from_zero=False if timed else None)
-
-
-# --- TensorBoard ------------------------------------------------------------------------------------------------------
 
 
 def tensorboard(file: Path, data: bytes) -> ForeignLog:

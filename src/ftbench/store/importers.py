@@ -125,9 +125,6 @@ def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog,
     digests.write(run)
 
 
-# --- the founding study's CSV ----------------------------------------------------------------------------------------
-
-
 def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     header = data.partition(b"\n")[0].decode("utf-8", "replace").strip().split(",")
     if missing := [name for name in _NEEDED if name not in header]:

@@ -214,9 +214,6 @@ def disk_error(path: Path, error: OSError) -> MissingError:
     return MissingError(f"{path}: cannot be written ({error.strerror}); write elsewhere")
 
 
-# --- state -----------------------------------------------------------------------------------------------------------
-
-
 def running() -> dict[str, Any]:
     """Return the state of a run that this process begins; its owner can be checked after a crash or a reboot."""
     owner = process_identity.this_process()

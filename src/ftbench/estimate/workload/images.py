@@ -124,9 +124,6 @@ def _scaled(size: Sides, longest: int) -> tuple[int, int]:
     return max(1, round(size[1] * scale)), max(1, round(size[0] * scale))
 
 
-# --- of a file --------------------------------------------------------------------------------------------------------
-
-
 def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) -> KnownSamples | None:
     """Return the rows that `file_lengths` looks at; None for a file without images."""
     assert dataset.path is not None

@@ -128,9 +128,6 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
     return Lengths(cut, labels, f"recorded by a run on {dataset.name}")
 
 
-# --- of a file --------------------------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=8)
 def file_lengths(dataset: Dataset, model: Model, pairs: bool = False) -> tuple[tuple[int, ...], int, str] | str:
     """Return the lengths of at most MOST_SAMPLES rows of a file before they are cut (of `pairs` of both sequences), how

@@ -200,8 +200,6 @@ class Sitting:
         self._error = self._error or error
         self._stop("error")
 
-    # --- what is written ---------------------------------------------------------------------------------------------
-
     def _note(self, event: str, **more: Any) -> None:
         """Write the journal, the tables and the board after something has happened. A disk that takes no more stops the
         sweep; what has ended is in its own directory."""

@@ -103,8 +103,6 @@ class Queue:
         if not self.look(0.0):
             raise MissingError("--on slurm: the controller of Slurm does not answer (`sinfo`): try again when it does")
 
-    # --- into the queue ----------------------------------------------------------------------------------------------
-
     def enter(self, order: dict[str, Any], source: bytes, stops_within: Callable[[float], bool]) -> Task:
         """Submit a task, in one array with those of other threads that come at the same time."""
         request = _Request(order)
@@ -181,8 +179,6 @@ class Queue:
             return ""
         names = _answer(["sinfo", "-h", "-o", "%R"])[1].split()
         return f" (partitions here: {', '.join(sorted(set(names)))})" if names else ""
-
-    # --- what is in it -----------------------------------------------------------------------------------------------
 
     def look(self, old_s: float = _LOOK_S) -> bool:
         """Look at the queue unless that was done in the last `old_s` seconds; return whether it answered."""

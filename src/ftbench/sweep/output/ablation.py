@@ -68,8 +68,6 @@ class AblationTables(Tables):
     def _refusals(self, before: str) -> list[str]:
         return [f"{before}{what}: {reason}" for what, reason in self._impossible]
 
-    # --- tables ------------------------------------------------------------------------------------------------------
-
     def variants(self) -> Table:
         """Return the plain recipe and each variant beside what it is held against."""
         plan = self.plan
@@ -97,8 +95,6 @@ class AblationTables(Tables):
             pair = self.plan.pair(variant.changes, {})
             if pair and pair.learning and pair.learning.failed:
                 yield f"{variant.name} does not learn what the plain recipe does: {pair.learning.reason}"
-
-    # --- the best ----------------------------------------------------------------------------------------------------
 
     def verdict(self, lines: str) -> list[str]:
         """Return sentences on the best combination, and its lines of a spec in the form `lines`."""
@@ -152,9 +148,6 @@ def spec_lines(sections: Mapping[str, Any]) -> str:
         text = "{" + ", ".join(f"{name}: {as_text(value)}" for name, value in inner.items()) + "}"
         lines.append(f"{section}: {text if inner else as_text(values)}\n")
     return "".join(lines)
-
-
-# --- one row ---------------------------------------------------------------------------------------------------------
 
 
 def _table(rows: Sequence[Mapping[str, str]], notes: Sequence[str]) -> Table:

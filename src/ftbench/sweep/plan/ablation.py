@@ -110,8 +110,6 @@ class AblationPlan(Grid):
             if each.cell in failed:
                 self.standings[each] = Standing("skipped", f"repeat {failed[each.cell]} failed")
 
-    # --- figures -----------------------------------------------------------------------------------------------------
-
     def cell(self, changes: Changes) -> Cell | None:
         """Return the runs of a combination that have ended; None before the first has."""
         jobs = self.jobs(changes)
@@ -158,8 +156,6 @@ class AblationPlan(Grid):
         if pair.reason and self.start.objective == "speed":
             return f"{pair.reason}: run it again alone, with --force"
         return _shortfall(getattr(pair, self.start.objective), self.start.objective)
-
-    # --- the greedy selection ----------------------------------------------------------------------------------------
 
     def helpful(self) -> list[Variant]:
         """Return the variants that help alone, against plain and against what they need beside them; the best first."""

@@ -119,8 +119,6 @@ class ParityPlan(Grid):
         sets = (*recipe.sets, *(f"{key}={value}" for key, value in changes.items()))
         return job(with_changes(recipe.spec, changes), sets, values, 1, self.options.folder, self.options.gpu)
 
-    # --- what the runs say -------------------------------------------------------------------------------------------
-
     def spread(self) -> SeedSpread | None:
         """Return how far the reference's seeds lie apart; None before all have ended well."""
         runs = [self._losses(self.job(self.reference, seed)) for seed in range(self.count)]

@@ -102,8 +102,6 @@ class Search(Plan):
         self.record(trial, now)
         family.trials[trial.spec.train.batch_size] = trial_of(trial, now)
 
-    # --- how far it may go -------------------------------------------------------------------------------------------
-
     def candidates(self, family: Family) -> list[int]:
         """Return the batch sizes that may be tried: up to the samples there are, divisors of the effective batch where
         that is held, and such that a step holds whole groups."""
@@ -132,8 +130,6 @@ class Search(Plan):
                 return int(described["samples"])
         return family.spec.dataset.samples
 
-    # --- what is known -----------------------------------------------------------------------------------------------
-
     def edges(self) -> list[tuple[Family, list[frontier.Trial], frontier.Edge]]:
         """Return what is known of each family's frontier."""
         edges = []
@@ -150,8 +146,6 @@ class Search(Plan):
             | {"trials": list(map(asdict, trials))}
             for family, trials, edge in self.edges()
         ]
-
-    # --- a trial -----------------------------------------------------------------------------------------------------
 
     def _job(self, family: Family, batch: int) -> Job:
         spec = family.spec
