@@ -84,12 +84,12 @@ def attention(
 
 
 def mlp(
-    hidden: int, inner: int, bias: bool = False, fused: bool = False, *, parallel: bool = False, reads: str = ""
+    hidden: int, inner: int, bias: bool = False, fused: bool = False, *, parallel: bool = False
 ) -> tuple[Linear, ...]:
     """Return the matrices of a gated MLP; `fused` is one for gate and up, `parallel` one that reads what the attention
     reads."""
-    source = "input" if parallel else f"{reads}mlp input"
-    down = Linear("down_proj", inner, hidden, f"{reads}product", "mlp", bias)
+    source = "input" if parallel else "mlp input"
+    down = Linear("down_proj", inner, hidden, "product", "mlp", bias)
     if fused:
         return Linear("gate_up_proj", hidden, 2 * inner, source, "mlp", bias), down
     return *(Linear(name, hidden, inner, source, "mlp", bias) for name in ("gate_proj", "up_proj")), down

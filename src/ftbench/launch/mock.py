@@ -74,7 +74,8 @@ def main(path: str) -> int:
     write_json(run.applied, {"dataset": described, "warnings": ["mock: nothing was trained, the figures are made up"]})
     if pretend == "oom" and batch > spec["launch"]["mock_fits"]:
         return _end(run, _oom(batch))
-    if pretend == "crash" or (pretend == "flaky" and not any(_earlier(run))):
+    replaced = (run.path.parent / SUPERSEDED).glob(f"{run.run_id}.*")
+    if pretend == "crash" or (pretend == "flaky" and not any(replaced)):
         raise RuntimeError(f"mock: {pretend}")
     try:
         _steps(run, spec, steps)
@@ -98,11 +99,6 @@ def _steps(run: RunDir, spec: dict[str, Any], steps: int) -> None:
 def on(spec: dict[str, Any], name: str) -> bool:
     """Return whether an optimization of a resolved spec is on."""
     return spec["optimizations"].get(name) not in (False, "off", "auto", None)
-
-
-def _earlier(run: RunDir) -> list[Path]:
-    """Return runs of the same name that this one replaces."""
-    return list((run.path.parent / SUPERSEDED).glob(f"{run.run_id}.*"))
 
 
 def _row(spec: dict[str, Any], step: int, steps: int) -> StepRow:

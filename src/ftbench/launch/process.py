@@ -154,13 +154,9 @@ def _put(writer: int) -> None:
 
 def _kernel_oom_kills() -> int:
     """Return how often the kernel's OOM killer has struck, in this process's control group and on this machine."""
-    count = 0
-    for path in (*_memory_events(), Path("/proc/vmstat")):
+    count, group = 0, family.own_group()
+    for path in (*([group / "memory.events"] if group else []), Path("/proc/vmstat")):
         with suppress(OSError):
             lines = path.read_text().splitlines()
             count += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return count
-
-
-def _memory_events() -> list[Path]:
-    return [group / "memory.events"] if (group := family.own_group()) else []

@@ -18,9 +18,7 @@ BITSANDBYTES = ("adamw_bnb_8bit", "paged_adamw_8bit")  # whose optimizers these 
 NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
-def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-    """Return what of the spec no library can do beside a GPU of this compute capability (None: no GPU)."""
-    return refusals_on(spec, capability)
+refusals = refusals_on  # what no library can do beside such a GPU
 
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:

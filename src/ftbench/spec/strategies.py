@@ -227,10 +227,6 @@ def refusals(spec: Experiment) -> list[str]:
         sentences.append(
             f"launch.offload: {launch.offload} is nothing that {name} has ({', '.join(having)}): set it to none"
         )
-    if launch.framework != "trl":
-        sentences.append(
-            f"launch.framework: {launch.framework} is measured on one GPU: set launch.gpus to 1, or use trl"
-        )
     if spec.method.name == "unsloth":
         sentences.append("method unsloth trains on one GPU: set launch.gpus to 1, or use method lora or qlora")
     return sentences

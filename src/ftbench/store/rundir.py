@@ -13,7 +13,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -75,13 +75,11 @@ _MADE_OF_RANKS, _OF_EACH_RANK, _OF_EACH_NODE = ("steps", "state"), ("applied", "
 def claim(out: Path, experiment: str, slug: str) -> RunDir:
     """Make a new directory `out/experiment/slug-rN` with the first free N; its state is `running`."""
     parent = out / experiment
-    try:
+    with writing(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for repeat in range(1, 100_000):
             with suppress(FileExistsError):
                 return claim_at(parent / f"{slug}-r{repeat}")
-    except OSError as error:
-        raise disk_error(parent, error) from None
     raise MissingError(f"{parent} already holds 100,000 runs of {slug}: choose another --out")
 
 
@@ -103,15 +101,13 @@ def claim_at(path: Path) -> RunDir:
 def supersede(run: RunDir, destination: RunDir | None = None) -> RunDir:
     """Make way for another run of the same name: move this one into the folder's `.superseded/`, which no report
     reads, and return it there; `destination` is where it was to be, if it is elsewhere."""
-    try:
+    with writing(run.path):
         folder = (destination or run).path.parent / SUPERSEDED
         folder.mkdir(exist_ok=True)
         number = 1 + sum(1 for _ in folder.glob(f"{run.run_id}.*"))
         while (target := folder / f"{run.run_id}.{number}").exists():
             number += 1
         run.path.rename(target)
-    except OSError as error:
-        raise disk_error(run.path, error) from None
     return RunDir(target)
 
 
@@ -206,6 +202,15 @@ def first_gpu(machine: Mapping[str, Any]) -> dict[str, Any]:
     return next(iter(gpus_of(machine)), {})
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise MissingError with a way out where the disk does not take what the block writes at `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, error) from None
+
+
 def disk_error(path: Path, error: OSError) -> MissingError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere")
@@ -240,6 +245,13 @@ def state_of(document: dict[str, Any]) -> dict[str, Any]:
 def now() -> str:
     """Return the time in UTC, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def modified(path: Path) -> float:
+    """Return when a file last changed; 0 for one that has gone meanwhile."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def find_runs(path: Path) -> list[RunDir]:

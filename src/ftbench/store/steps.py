@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from ftbench.core import rows
-from ftbench.store.rundir import MOST_CSV_BYTES, disk_error, open_plain_file
+from ftbench.store.rundir import MOST_CSV_BYTES, open_plain_file, writing
 
 
 class StepsWriter:
@@ -22,20 +22,16 @@ class StepsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        with writing(path):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.write(self._file, rows.header().encode())
-        except OSError as error:
-            raise disk_error(path, error) from None
 
     def append(self, steps: Iterable[rows.StepRow]) -> None:
         """Write the rows through to the file. Raises MissingError for a full disk."""
         data = "".join(map(rows.to_csv, steps)).encode()
-        try:
+        with writing(self._path):
             while data:
                 data = data[os.write(self._file, data) :]
-        except OSError as error:
-            raise disk_error(self._path, error) from None
 
     def close(self) -> None:
         try:

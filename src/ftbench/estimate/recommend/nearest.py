@@ -11,7 +11,7 @@ from typing import Any
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
-from ftbench.estimate.recommend.candidates import Way, launches, own_kind, ways
+from ftbench.estimate.recommend.candidates import Way, launches, own_kind, ways, with_batch
 from ftbench.estimate.workload.division import division_of, on_gpus
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.refusals import refusals_on
@@ -63,8 +63,7 @@ def _fit(way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache
     memory = memory_cache.estimate(sized, gpu)
     if memory.verdict != "fits":
         return None
-    train = way.spec.train.model_copy(update={"batch_size": size, "gradient_accumulation_steps": samples // size})
-    chosen = way.spec.model_copy(update={"train": train})
+    chosen = with_batch(way.spec, size, samples // size)
     return Fit(chosen, tuple(_sets(spec, chosen)), memory)
 
 

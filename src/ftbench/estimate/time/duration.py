@@ -130,7 +130,7 @@ def estimate_duration(
         confidence += f"; what {division.gpus} GPUs wait for from their links" if division.gpus > 1 else ""
         confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
     if left_out := store.contended[gpu.name]:
-        confidence += f"; {_counted(left_out)} beside other work on the machine left out"
+        confidence += f"; {units.some(left_out, 'run')} beside other work on the machine left out"
     spread = SPREAD[basis]
     if basis != MEASURED:
         spread *= (HOST_SPREAD if modelled.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
@@ -168,22 +168,22 @@ def _judged(gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens:
     """Return the seconds, basis, and confidence in words."""
     if same:
         seconds = statistics.median(run.step_s / run.tokens for run in same) * tokens
-        return seconds, MEASURED, f"measured (same step, same GPU, {_counted(len(same))})"
+        return seconds, MEASURED, f"measured (same step, same GPU, {units.some(len(same), 'run')})"
     if near is not None and near.alike:
-        how = f"scaled from {_counted(near.alike)} of this method and these optimizations on this GPU"
+        how = f"scaled from {units.some(near.alike, 'run')} of this method and these optimizations on this GPU"
         return modelled * near.factor, SCALED, how
     if near is not None:
-        return modelled * near.factor, OTHER, f"scaled from {_counted(near.runs)} with other settings on this GPU"
+        return (
+            modelled * near.factor,
+            OTHER,
+            f"scaled from {units.some(near.runs, 'run')} with other settings on this GPU",
+        )
     learned = speeds.document()["gpus"]
     if unlike:
         return modelled, SHEET, f"{limits.source} alone: of a mixture of experts runs of other steps tell little"
     if gpu.name in learned:
         return modelled, OTHER, f"{limits.source} and ftbench's own runs on it; no run of yours there"
     return modelled, SHEET, f"{limits.source} alone, nothing measured on this GPU (learned on {', '.join(learned)})"
-
-
-def _counted(runs: int) -> str:
-    return f"{runs} run" if runs == 1 else f"{runs} runs"
 
 
 # Seconds until the first steady step: imports, weights at 1.5 GB/s from a disk, the first step's kernels; compiled and

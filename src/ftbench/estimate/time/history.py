@@ -91,19 +91,12 @@ def timed_runs(paths: Iterable[Path]) -> list[TimedRun]:
     run that lies there twice counts once."""
     runs = [run for path in paths for run in rundir.find_runs(path)]
     if len(runs) > MOST_RUNS:
-        runs = sorted(runs, key=_changed)[-MOST_RUNS:]
+        runs = sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
     by_id: dict[str, TimedRun] = {}
     for run in runs:
         if (timed := timed_run(run)) is not None:
             by_id.setdefault(timed.run_id, timed)
     return list(by_id.values())
-
-
-def _changed(run: RunDir) -> float:
-    try:
-        return run.state.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def timed_run(run: RunDir) -> TimedRun | None:

@@ -56,8 +56,12 @@ def make(paths: Sequence[Path], output: Path, with_logs: bool = False) -> Made:
     manifest = {"schema": SCHEMA, "ftbench": __version__, "made_at": _made_at(sources), "files": hashes}
     output = output_file(output, stream=False)
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    how: dict[int, int] = {
+        zstd.CompressionParameter.compression_level: _LEVEL,
+        zstd.CompressionParameter.checksum_flag: 1,
+    }
     try:
-        with zstd.open(temporary, "wb", options=_options()) as packed:
+        with zstd.open(temporary, "wb", options=how) as packed:
             _add(packed, MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
             for name, path in sources.items():
                 data, _ = _content(path)
@@ -71,10 +75,6 @@ def make(paths: Sequence[Path], output: Path, with_logs: bool = False) -> Made:
     finally:
         temporary.unlink(missing_ok=True)
     return made
-
-
-def _options() -> dict[int, int]:
-    return {zstd.CompressionParameter.compression_level: _LEVEL, zstd.CompressionParameter.checksum_flag: 1}
 
 
 def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Path]:

@@ -40,25 +40,21 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path, self._torn = path, False
-        try:
+        with rundir.writing(path):
             self._file = _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
                 os.write(self._file, b"\n")
-        except OSError as error:
-            raise rundir.disk_error(path, error) from None
 
     def write(self, event: str, **more: Any) -> None:
         """Append one event with its time (UTC). Raise MissingError if the disk does not take it."""
         line = json.dumps({"at": rundir.now(), "event": event, **more}, ensure_ascii=False) + "\n"
         data = (b"\n" if self._torn else b"") + line.encode("utf-8", errors="backslashreplace")
-        try:
+        with rundir.writing(self._path):
             while data:
                 taken = os.write(self._file, data)
                 self._torn = taken < len(data)
                 data = data[taken:]
-        except OSError as error:
-            raise rundir.disk_error(self._path, error) from None
 
     def close(self) -> None:
         os.close(self._file)
@@ -68,11 +64,9 @@ class Journal:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder for this process. Raise FtbenchError with the pid of the sweep that has it already."""
     path = folder / LOCK
-    try:
+    with rundir.writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         file = _opened(path, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise rundir.disk_error(path, error) from None
     try:
         if not _take(file) or _beats_elsewhere(folder):
             holder = holder_of(folder)

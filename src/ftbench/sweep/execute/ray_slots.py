@@ -258,9 +258,7 @@ def pack(run: RunDir) -> bytes:
 
 def unpack(packed: bytes, run: RunDir) -> None:
     """Write the same files into a directory that is claimed. Raise MissingError where the disk does not take them."""
-    try:
+    with rundir.writing(run.path):
         with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
             tar.extractall(run.path, filter="data")
         run.reserve.unlink(missing_ok=True)
-    except OSError as error:
-        raise rundir.disk_error(run.path, error) from None

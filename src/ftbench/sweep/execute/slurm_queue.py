@@ -137,11 +137,9 @@ class Queue:
         """Submit an array of tasks. Raise SpecError for what this Slurm refuses, MissingError where the disk does not
         take it, or `stops_within` ends the wait for a controller that is away."""
         folder = self.folder / secrets.token_hex(4)
-        try:
+        with rundir.writing(folder):
             folder.mkdir(parents=True)
             (folder / "spec.yaml").write_bytes(source)
-        except OSError as error:
-            raise rundir.disk_error(folder, error) from None
         rundir.write_text(folder / SCRIPT, self._script(folder))
         rundir.write_json(folder / ORDERS, {"tasks": list(orders)}, indent=None)
         job = self._sbatch(folder, len(orders), stops_within or _sleep)
@@ -255,14 +253,8 @@ class Queue:
 def running(folder: Path, name: str) -> RunDir:
     """Return a run of a sweep's folder, or where a task of Slurm's makes it just now."""
     path = folder / name
-    made = () if path.exists() else sorted(folder.glob(f"{FOLDER}/*/*/{name}"), key=_modified)
+    made = () if path.exists() else sorted(folder.glob(f"{FOLDER}/*/*/{name}"), key=rundir.modified)
     return RunDir(made[-1] if made else path)
-
-
-def _modified(path: Path) -> float:
-    with suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0  # a node has moved it to its place meanwhile
 
 
 def _sleep(wait_s: float) -> bool:
