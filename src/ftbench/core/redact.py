@@ -46,9 +46,8 @@ _NAMED = re.compile(
 
 
 def redact(text: str, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return `text` with secrets replaced, and how many there were: keys of known shape, passwords in URLs, values of
-    names like HF_TOKEN or api_key, and wherever it stands, also quoted, the value of a variable of `environment` with
-    such a name."""
+    """Return `text` with secrets replaced, and how many: keys of known shape, passwords in URLs, values of names like
+    HF_TOKEN or api_key, and wherever it stands, also quoted, the value of such a variable of `environment`."""
     redacted = _redacted(text, secrets_of(environment))
     return redacted, redacted.count(REDACTED) - text.count(REDACTED)
 

@@ -62,9 +62,8 @@ def run(
     on_tick: Callable[[Follower], None] = lambda follower: None,
     on_checked: Callable[[Experiment, dict[str, Any]], None] = lambda spec, described: None,
 ) -> FinishedRun:
-    """Train the spec once; `on_checked` hears of the resolved spec and this machine before anything is claimed.
-    Raises SpecError or MissingError before anything is loaded; once a directory is claimed, every end is a state in
-    it."""
+    """Train the spec once; `on_checked` hears of the resolved spec and this machine before anything is claimed. Raises
+    SpecError or MissingError before anything is loaded; in a claimed directory every end is a state."""
     spec = load(spec_path, sets)
     family.end_orphans()
     described = describe(spec)

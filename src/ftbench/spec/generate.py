@@ -69,9 +69,8 @@ def switched(value: object) -> object:
 
 
 def with_prompts(value: Any, folder: Path) -> Any:
-    """Return what a spec says under `measure.generate`, with the prompt files it names read: their paths start at
-    `folder`. What a file says about sampling counts where the spec says nothing. Raises SpecError for a file that
-    cannot be read."""
+    """Return what a spec says under `measure.generate`, with its prompt files read from `folder`. What a file says
+    about sampling counts where the spec says nothing. Raises SpecError for a file that cannot be read."""
     if isinstance(value, str) and value != "off":
         value = [value]
     if isinstance(value, list):

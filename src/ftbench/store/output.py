@@ -11,9 +11,8 @@ from ftbench.store.rundir import disk_error, write_text
 
 
 def output_file(path: Path, stream: bool = True) -> Path:
-    """Return the file that a path names, with symbolic links followed, so that a link stays one. Raise SpecError for a
-    directory, a link to itself, and a device or a pipe unless a `stream` can go there; MissingError where its folder is
-    not there."""
+    """Return the file that a path names, behind symbolic links. Raise SpecError for a directory, a link to itself, and
+    a device or a pipe unless a `stream` can go there; MissingError where its folder is not there."""
     try:
         is_folder, is_special = path.is_dir(), path.exists() and not path.is_file()
         # The link /dev/stdout names a pipe by what is no path.

@@ -161,9 +161,8 @@ def read_bytes(path: Path) -> bytes:
 def read_document(
     path: Path, read: Callable[[Path], dict[str, Any]] | None = None
 ) -> tuple[dict[str, Any], str | None]:
-    """Return the object in a JSON file and None; nothing and the reason for what is not the JSON that files of this
-    name hold (`shapes.py`). An absent file is an empty object: a run that was killed early has fewer files. `read`
-    reads and parses it."""
+    """Return the object in a JSON file and None; nothing and the reason for what is not the JSON of files of this name
+    (`shapes.py`). An absent file is an empty object: a run that was killed has fewer files. `read` reads and parses."""
     try:
         return read(path) if read else parse_document(read_bytes(path), path), None
     except FileNotFoundError:

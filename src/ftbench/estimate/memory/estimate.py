@@ -196,9 +196,8 @@ SlackBasis = dict[str, float]  # what each of `Constants` is a share of, GiB; of
 
 
 def slack_basis(plan: MemoryPlan, named: dict[str, Parts]) -> SlackBasis:
-    """Return the blocks that the pool cannot use twice. Those of our loss over chunks are all of one size and are
-    used again; so is what the optimizer's step leaves in the pool, as far as it needs less than the backward pass
-    does."""
+    """Return the blocks that the pool cannot use twice. Those of our loss over chunks are of one size and used again;
+    so is what the optimizer's step leaves, as far as it needs less than the backward pass does."""
     logits = 0.0 if plan.recipe.loss == "chunked" else loss.logits(plan.model, plan.recipe, plan.batch)
     transient = logits + loss.head_cast(plan.model, plan.recipe)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)

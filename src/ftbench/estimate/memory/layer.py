@@ -182,9 +182,8 @@ def delta(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
 
 
 def mlp(layer: Layer, recipe: Recipe) -> float:
-    """Return what a gated MLP saves: gate, the activation of gate, and up, 3 i in the product's type. Liger's SwiGLU,
-    unsloth's and ours make the activation again in the backward pass: 2 i. A gate of the whole keeps what it
-    multiplies."""
+    """Return what a gated MLP saves: gate, its activation, and up, 3 i in the product's type; 2 i where Liger's SwiGLU,
+    unsloth's and ours make the activation again. A gate of the whole keeps what it multiplies."""
     gated = recipe.compute * (layer.hidden + 1) if layer.gated_expert else 0
     return recipe.product * (2 if recipe.norms_keep_inputs else 3) * layer.inner + gated
 

@@ -56,9 +56,8 @@ def read(paths: Iterable[Path]) -> list[Measured]:
 
 
 def measured(run: RunDir) -> Measured | None:
-    """Return one run; None where it says nothing of the memory that today's code takes, or its model's configuration is
-    not on this machine, no formula knows what it asks for, or as good as none (`is_rough`), or
-    others had a part of its GPU."""
+    """Return one run; None where it says nothing of the memory that today's code takes, its model's configuration is
+    not here, no formula knows what it asks for, or as good as none (`is_rough`), or others had a part of its GPU."""
     known = recorded(run)
     state = known.summary.get("state") if known else None
     if known is None or known.spec.measure.share_gpu or is_rough(known.spec):

@@ -16,9 +16,8 @@ BLOCK_8BIT = 256  # elements that share a scale in an 8-bit state (bitsandbytes,
 
 
 def four_bit(count: float, double_quant: bool) -> float:
-    """Return the bytes of 4-bit weights with their block constants: n/2, plus n/64 constants of 4 bytes, or,
-    quantised once more, of 1 byte and 4 bytes for every 256 of them (Dettmers et al. 2023; 0.5 and 0.127 bits a
-    parameter)."""
+    """Return the bytes of 4-bit weights with their block constants: n/2, plus n/64 constants of 4 bytes, or, quantised
+    once more, of 1 byte and 4 bytes for every 256 (Dettmers et al. 2023; 0.5 and 0.127 bits a parameter)."""
     constants = count / BLOCK
     return count / 2 + (constants * (1 + 4 / OUTER) if double_quant else constants * 4)
 

@@ -30,9 +30,8 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The batch that is expected to be the largest, and the largest that can be. `padded` says that it holds padding,
-    or several samples in a row, `whole` that its rows are of one length and each one sample; `basis` where lengths come
-    from."""
+    """The batch that is expected to be the largest, and the largest that can be. `padded`: it holds padding, or several
+    samples in a row; `whole`: its rows are of one length and each one sample; `basis`: where lengths come from."""
 
     expected: BatchShape
     most: BatchShape
