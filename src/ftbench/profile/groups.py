@@ -76,15 +76,11 @@ _CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # whose plain kernels are par
 def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
     """Return the group of a GPU kernel. `operators` are those that were running when it was launched, innermost first;
     `phase` is the part of the step; `in_loss` says that it computes the loss or a gradient of it."""
-    sure = _first(_SURE, name)
-    if sure is not None:
+    if (sure := _first(_SURE, name)) is not None:
         return sure
-    callers = [group for operator in operators if (group := _first(_OPERATORS, operator)) is not None]
-    if (part := _part(callers, phase, in_loss)) is not None:
-        return part
-    if _search(_PLAIN, name):
-        return NORM
-    return next(iter(callers), OTHER)
+    callers = _groups(operators)
+    own = NORM if _search(_PLAIN, name) else next(iter(callers), OTHER)
+    return _part(callers, phase, in_loss) or own
 
 
 def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
@@ -92,10 +88,11 @@ def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | Non
     own = _first(_OPERATORS, name)
     if own not in (None, NORM):
         return str(own)
-    callers = [group for operator in operators if (group := _first(_OPERATORS, operator)) is not None]
-    if (part := _part(callers, phase, in_loss)) is not None:
-        return part
-    return own or OTHER
+    return _part(_groups(operators), phase, in_loss) or own or OTHER
+
+
+def _groups(operators: Iterable[str]) -> list[str]:
+    return [group for operator in operators if (group := _first(_OPERATORS, operator)) is not None]
 
 
 def _part(callers: list[str], phase: str | None, in_loss: bool) -> str | None:

@@ -75,21 +75,14 @@ def downsample(values: Sequence[float], points: int) -> list[int]:
     n = len(values)
     if n <= points:
         return list(range(n))
-    whole = all(map(math.isfinite, values))
-    buckets = (points - 2) // (2 if whole else 3)
+    buckets = (points - 2) // (2 if all(map(math.isfinite, values)) else 3)
     kept = {0, n - 1}
     for number in range(buckets):
         start, end = n * number // buckets, n * (number + 1) // buckets
         part = values[start:end]
-        if not whole:
-            gap = next((i for i, value in enumerate(part) if not math.isfinite(value)), None)
-            if gap is not None:
-                kept.add(start + gap)
-            known: Sequence[float] = [value for value in part if math.isfinite(value)]
-            if not known:
-                continue
-        else:
-            known = part
-        kept.add(start + part.index(min(known)))
-        kept.add(start + part.index(max(known)))
+        known = [value for value in part if math.isfinite(value)]
+        if len(known) < len(part):
+            kept.add(start + next(i for i, value in enumerate(part) if not math.isfinite(value)))
+        if known:
+            kept |= {start + part.index(min(known)), start + part.index(max(known))}
     return sorted(kept)

@@ -153,7 +153,7 @@ def _marked_spans(
     """Return the same from a few dialogues, whatever their length: one in which every turn ends with a mark, and those
     before the first, the middle and the last answer, which are all to open an answer alike. None where they do not, or
     where the template does more to a text than write it."""
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, strftime_now=_fixed_date)
+    text = _text(tokenizer, messages)
     written = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast)
     ends = _marked_ends(tokenizer, messages, text)
     if ends is None or written.get("offset_mapping") is None or written["input_ids"] != ids:
@@ -161,7 +161,7 @@ def _marked_spans(
     openings = dict[str, str]()
     for role in {messages[turn - 1]["role"] for turn in answers if turn}:
         after = [turn for turn in answers if turn and messages[turn - 1]["role"] == role]
-        prompts = {turn: _before(tokenizer, messages, turn) for turn in (after[0], after[len(after) // 2], after[-1])}
+        prompts = {turn: _text(tokenizer, messages[:turn], True) for turn in (after[0], after[len(after) // 2], after[-1])}
         opened = {prompt[ends[turn - 1] :] for turn, prompt in prompts.items()}
         if len(opened) > 1 or not all(text.startswith(prompt[: ends[turn - 1]]) for turn, prompt in prompts.items()):
             return None
@@ -177,11 +177,11 @@ def _marked_spans(
     return spans
 
 
-def _before(tokenizer: Any, messages: Sequence[dict[str, str]], turn: int) -> str:
-    """Return the text before a turn, opened for an answer."""
+def _text(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = False) -> str:
+    """Return a dialogue as the template writes it; with `answer` opened for one."""
     return str(
         tokenizer.apply_chat_template(
-            list(messages[:turn]), tokenize=False, add_generation_prompt=True, strftime_now=_fixed_date
+            list(messages), tokenize=False, add_generation_prompt=answer, strftime_now=_fixed_date
         )
     )
 
@@ -196,8 +196,7 @@ def _marked_ends(tokenizer: Any, messages: Sequence[dict[str, str]], text: str) 
             message | {"content": f"{content.rstrip() if strip else content}{mark}{turn}q"}
             for turn, (message, content) in enumerate(zip(messages, contents, strict=True))
         ]
-        whole = tokenizer.apply_chat_template(marked, tokenize=False, strftime_now=_fixed_date)
-        pieces = re.split(f"{mark}([0-9]+)q", whole)
+        pieces = re.split(f"{mark}([0-9]+)q", _text(tokenizer, marked))
         if "".join(pieces[::2]) == text and pieces[1::2] == [str(turn) for turn in range(len(messages))]:
             return list(itertools.accumulate(map(len, pieces[:-1:2])))
     return None
