@@ -1,6 +1,7 @@
 """The only place where numbers become text. Unknown is `None` and prints as an empty string."""
 
 import re
+from collections.abc import Sequence
 
 GIB, JOULES_PER_KWH = 2**30, 3.6e6
 _SHARE = re.compile(r"(?<=\d)%")
@@ -53,6 +54,12 @@ def count(value: float | None) -> str:
 def some(number: int, noun: str) -> str:
     """Return `1 run`, `3 runs`, `1,200 files`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def listed(texts: Sequence[str], most: int, between: str = ", ") -> str:
+    """Return `a, b and 3 more`: the first `most` of some texts."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 def rate(value: float | None) -> str:

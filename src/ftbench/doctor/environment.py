@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ftbench.core import units
 from ftbench.doctor.findings import Answer, Finding
 from ftbench.launch.frameworks import Contents, contents, framework_of, interpreter_problem
 from ftbench.spec.frameworks import FRAMEWORKS, Framework
@@ -46,8 +47,7 @@ def _packages(framework: Framework, inside: Contents) -> Answer:
     ]  # fmt: skip
     if not others:
         return "ok", f"all {len(framework.versions)} are of the versions that were tried"
-    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-    return "warn", f"not as tried: {', '.join(others[:_NAMED])}{more}: what works beside them is not known"
+    return "warn", f"not as tried: {units.listed(others, _NAMED)}: what works beside them is not known"
 
 
 def _torch(torch: dict[str, object], has_gpu: bool) -> Answer:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import units
 from ftbench.errors import SpecError
 from ftbench.report.data.axes import PREFIX, headings
 from ftbench.report.data.collect import Record, data_labels
@@ -69,8 +70,7 @@ class Selection:
 
     def _values(self, column: Column, value: str) -> str:
         values = list(dict.fromkeys(_text(record, column) for record in self.records))
-        more = f" and {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
-        return f"{nearest(value, values)} (there are {', '.join(values[:_MOST_VALUES])}{more})"
+        return f"{nearest(value, values)} (there are {units.listed(values, _MOST_VALUES)})"
 
     def sort(self, name: str) -> None:
         """Put the best first: most of what more of is better, least of other figures, words by the alphabet; with a

@@ -74,9 +74,8 @@ def _record(name: str, paths: Sequence[Path]) -> Record:
         return near[0]
     if not near:
         raise SpecError(f"show {shortened(name)}: no run in {_places(paths)} is called so{nearest(name, ids)}")
-    named = ", ".join(f"{record['number']} ({record['label']})" for record in near[:_NAMED])
-    more = f" and {len(near) - _NAMED} more" if len(near) > _NAMED else ""
-    raise SpecError(f"show {shortened(name)}: there are several: {named}{more}; say which by its number")
+    named = units.listed([f"{record['number']} ({record['label']})" for record in near], _NAMED)
+    raise SpecError(f"show {shortened(name)}: there are several: {named}; say which by its number")
 
 
 def _places(paths: Sequence[Path]) -> str:

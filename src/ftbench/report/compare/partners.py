@@ -67,7 +67,7 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
     """Return the value to hold the others against: the one named, as it is or as a unique part of it; else no
     optimization, else that of most cells that ended well, else the first. Raises SpecError for a name that fits none or
     several."""
-    values = in_order(axis, (value_at(axis, cell.facts) or "unknown" for cell in cells))
+    values = in_order(value_at(axis, cell.facts) or "unknown" for cell in cells)
     if named is None:
         if plain := [value for value in _UNOPTIMIZED.get(axis, ()) if value in values]:
             return plain[0]

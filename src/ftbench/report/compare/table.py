@@ -38,7 +38,7 @@ from ftbench.report.data.axes import (
 from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.data.names import cell_names, number_of, run_of
 from ftbench.report.render.document import Section, Table, table_of
-from ftbench.report.render.runs_table import named
+from ftbench.report.render.runs_table import MOST_NAMED
 
 _HEADING = {
     "gpu": "GPU", "model.id": "model", "method.name": "method", "train.batch_size": "batch", OPTIMIZATIONS: "with",
@@ -147,7 +147,7 @@ def _fact(key: str, cell: Cell) -> str:
 
 def _ordered(comparison: Comparison) -> Iterator[Cell]:
     """Yield each baseline with those held against it, by the order of the axis; those without a partner at the end."""
-    rank = {value: i for i, value in enumerate(in_order(comparison.axis, map(comparison.value, comparison.cells)))}
+    rank = {value: i for i, value in enumerate(in_order(map(comparison.value, comparison.cells)))}
     held: dict[int, list[Pair]] = {}
 
     def position(cell: Cell) -> tuple[int, bool]:
@@ -243,7 +243,7 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) 
     few = [run_of(run.record) for cell in cells for run in cell.ok
            if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]  # fmt: skip
     if few:
-        yield f"fewer than {MINIMUM_STEADY} steady steps: {named(few)}"
+        yield f"fewer than {MINIMUM_STEADY} steady steps: {units.listed(few, MOST_NAMED)}"
 
 
 def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:

@@ -149,7 +149,7 @@ def _highest(limit: str | None) -> bool:
     return bool(highest) and watts == highest
 
 
-def in_order(axis: str, values: Iterable[str]) -> list[str]:
+def in_order(values: Iterable[str]) -> list[str]:
     """Return values of an axis as a person would list them: numbers by size, methods and optimizations from plain to
     rich."""
     methods = list(METHODS)

@@ -44,7 +44,7 @@ def _grid(workload: int, caption: str, cells: Sequence[Cell]) -> FitGrid:
         way: line for way, line in ways.items()
         if len(line) > 1 or not all(run.ok for cell in line.values() for run in cell.runs)
     }  # fmt: skip
-    batches = in_order("train.batch_size", (batch for line in lines.values() for batch in line))
+    batches = in_order(batch for line in lines.values() for batch in line)
     spots = [(way, [_spot(line.get(batch)) for batch in batches]) for way, line in lines.items()]
     return FitGrid(workload, caption, batches, spots)
 

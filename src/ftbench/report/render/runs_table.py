@@ -21,7 +21,7 @@ FOOTNOTE = (
     "the data; GiB of tensors at the peak (on a CPU: of the process)."
 )
 _IN_COLUMNS = ("model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations")
-_NAMED = 4  # runs by name in a note
+MOST_NAMED = 4  # runs by name in a note
 _FIGURE = re.compile(r"\d+([.,]\d+)*")
 Subject = TypeVar("Subject")
 NUMBER, NAME, LABEL = "#", "name", "label"
@@ -122,7 +122,8 @@ def _notes(records: Sequence[Record]) -> list[str]:
         if len(first) == len(records) > 1:
             notes.append(text)
         else:
-            notes.append(f"{named(first)}: {text}" + (f" (alike: {named(others)})" if others else ""))
+            beside = f" (alike: {units.listed(others, MOST_NAMED)})" if others else ""
+            notes.append(f"{units.listed(first, MOST_NAMED)}: {text}{beside}")
     return notes
 
 
@@ -135,9 +136,3 @@ def alike(sentences: Iterable[tuple[str, Subject]]) -> list[tuple[str, list[Subj
         if not runs or runs[-1] != run:  # one run's sentences come one after the other
             runs.append(run)
     return [*kinds.values()]
-
-
-def named(runs: Sequence[str]) -> str:
-    """Return the first few of some runs by name, and how many more there are."""
-    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
-    return ", ".join(runs[:_NAMED]) + more

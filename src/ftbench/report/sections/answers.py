@@ -111,7 +111,7 @@ def frontier(cells: Sequence[Cell]) -> Section | None:
     for cell in cells:
         model, _, data = cell.workload
         lines.setdefault((model, cell.facts["gpu"], data, cell.way), {})[cell.batch] = cell
-    batches = in_order("train.batch_size", (batch for line in lines.values() for batch in line))
+    batches = in_order(batch for line in lines.values() for batch in line)
     if len(batches) < 2 and all(cell.ok for cell in cells):
         return None
     ways = [dict(zip(("model", "gpu", "data", "name"), names, strict=True)) for names in lines]

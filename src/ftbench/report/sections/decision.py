@@ -128,8 +128,7 @@ def _limits(group: Sequence[Cell]) -> Iterator[Point]:
             parts.append(f"{way} fits up to batch {max(fits)} and not {min(failing)}" if fits else
                          f"{way} does not fit at batch {min(failing)}")  # fmt: skip
     if parts:
-        more = f" and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
-        yield _point(f"Out of memory: {', '.join(parts[:_MOST_NAMED])}{more}.", *failed)
+        yield _point(f"Out of memory: {units.listed(parts, _MOST_NAMED)}.", *failed)
 
 
 def _batch(cell: Cell) -> int:

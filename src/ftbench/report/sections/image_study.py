@@ -98,7 +98,7 @@ def _record(
         "pays after steps": f"{published['break_even']:,}" if "break_even" in published else "",
         "loss": f"{published['eval_loss']:.2f}" if "eval_loss" in published else "",
     }  # fmt: skip
-    batches = in_order("train.batch_size", (cell.batch for _, cell in pairs))
+    batches = in_order(cell.batch for _, cell in pairs)
     return {
         "combination": published["name"], "model": workload[0].rsplit("/", 1)[-1], "GPU": workload[2],
         "batches here": ", ".join(batches), "batches": len(batches),

@@ -161,7 +161,9 @@ def _marked_spans(
     openings = dict[str, str]()
     for role in {messages[turn - 1]["role"] for turn in answers if turn}:
         after = [turn for turn in answers if turn and messages[turn - 1]["role"] == role]
-        prompts = {turn: _text(tokenizer, messages[:turn], True) for turn in (after[0], after[len(after) // 2], after[-1])}
+        prompts = {
+            turn: _text(tokenizer, messages[:turn], True) for turn in (after[0], after[len(after) // 2], after[-1])
+        }
         opened = {prompt[ends[turn - 1] :] for turn, prompt in prompts.items()}
         if len(opened) > 1 or not all(text.startswith(prompt[: ends[turn - 1]]) for turn, prompt in prompts.items()):
             return None
