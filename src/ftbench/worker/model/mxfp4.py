@@ -28,7 +28,6 @@ from ftbench.worker.kernels.expert_products import ExpertAdapter, GroupedExperts
 
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, each with either sign
 BLOCK = 32  # values that share a scale
-MATRICES = ("gate_up_proj", "down_proj")
 
 
 def scale_for(std: float) -> int:
