@@ -3,8 +3,12 @@ are tiny and run side by side; most of the time are imports and the compiler."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from methods import ON_GPU, why
+
+from ftbench.store.steps import read_steps
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(600)]
@@ -52,9 +56,14 @@ def summary(run):
     def of(*sets):
         _, document = run(*changes(*sets))
         assert document["summary"]["state"] == "ok", why(document)
-        return document["summary"]
+        return document["summary"] | {"run_dir": document["run_dir"]}
 
     return of
+
+
+def first_norm(summary):
+    """The gradient's, which tells what a loss of random weights hides."""
+    return read_steps(Path(summary["run_dir"], "steps.csv"))[0][0].grad_norm
 
 
 @pytest.mark.parametrize(("model", "name"), SAME)
@@ -62,6 +71,7 @@ def test_it_learns_what_the_plain_run_learns(summary, model, name):
     plain, other = summary(model, MANY_SIZES), summary(model, MANY_SIZES, WAYS[name])
     assert plain["dataset"]["order_hash"] == other["dataset"]["order_hash"]
     assert other["loss"]["last"] == pytest.approx(plain["loss"]["last"], rel=0.005)
+    assert first_norm(other) == pytest.approx(first_norm(plain), rel=0.01)
     assert other["images_per_s"]["images"] > 0
     assert 0 < other["forward_s"]["vision"] < other["step_time_s"]["mean"]
 

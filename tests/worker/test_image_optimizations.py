@@ -25,7 +25,8 @@ from ftbench.worker import optimizations, trainer
 from ftbench.worker.data import pixels
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.model import loading
-from ftbench.worker.model.parts import vision_layers
+from ftbench.worker.model.parts import decoder_layers, vision_layers
+from ftbench.worker.optimizations import compile as compile_layers
 from ftbench.worker.train import prepared
 
 LLAVA, QWEN25, QWEN3 = "tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"
@@ -184,6 +185,17 @@ def test_compiled_layers_of_both_parts_learn_the_same_from_images_of_many_sizes(
     assert compiled[0].recompiles > 0
     assert sum(row.recompiles for row in compiled[1 if model == LLAVA else 3 :]) == 0
     assert bool(compiler["graph_break"]) == (model != LLAVA)  # Qwen's attention is left out on purpose
+
+
+@pytest.mark.parametrize(("model", "any_length"), [(LLAVA, None), (QWEN3, True)])
+def test_a_fixed_length_is_compiled_alone_but_for_qwen3_vl(cache, monkeypatch, model, any_length):
+    """Whose gradients on an H200 were others then."""
+    spec = spec_of(model={"id": model}, dataset=MADE, optimizations={"compile": True, "fixed_shape": True})
+    loaded, asked = loading.load_model(spec, loading.source_of(spec.model)), []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, dynamic=None: asked.append((layer, dynamic)))
+    compile_layers.apply(loaded, spec)
+    layers = decoder_layers(loaded)
+    assert [dynamic for layer, dynamic in asked if layer in layers] == [any_length] * len(layers)
 
 
 @pytest.mark.parametrize("model", MODELS)
