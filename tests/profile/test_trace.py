@@ -105,3 +105,17 @@ def test_of_a_single_step_that_is_too_large_its_beginning_is_kept(tmp_path):
     path = training(1).write(tmp_path / "trace.json")
     about = files.pack(path, tmp_path / "p.json.gz", read(path), limit=path.stat().st_size // 2)
     assert about["kept_ms"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize(("kept", "known"), [(1.0, True), (0.95, True), (0.5, False), (0.0, False)])
+def test_a_trace_that_lost_what_the_gpu_did_is_none(tmp_path, kept, known):
+    made = training(steps=20)
+    kernels = [event for event in made.events if event.get("cat") == "kernel"]
+    lost = {id(event) for event in kernels[round(kept * len(kernels)) :]}
+    made.events = [event for event in made.events if id(event) not in lost]
+    path = made.write(tmp_path / "trace.json")
+    if known:
+        assert read(path).kernels
+        return
+    with pytest.raises(TraceError, match=r"lost what the GPU did: of \d+ launches \d+ have a kernel; .*--steps 1"):
+        read(path)
