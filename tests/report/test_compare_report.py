@@ -439,6 +439,15 @@ def test_which_framework_to_train_with_is_said_for_each_method(of_frameworks, ft
     assert out.count("trl was run plain alone: its own best are recipes") == 1
 
 
+def test_our_own_loop_is_named_only_beside_the_same_through_another(of_frameworks):
+    make_run(of_frameworks, "packed", steps(seed=9), spec={"optimizations.packing": True})
+    cells = cells_of(runs_of(collect([of_frameworks])))
+    assert {cell.way for cell in cells} == {
+        "trl lora", "axolotl lora", "axolotl's best lora", "trl qlora", "axolotl qlora", "axolotl's best qlora",
+        "lora with packing",
+    }  # fmt: skip
+
+
 def test_a_log_whose_framework_is_not_known_speaks_for_none(tmp_path, ftbench):
     make_run(tmp_path, "ours", steps(seed=1), spec={"launch.framework": "axolotl"})
     run = make_run(tmp_path, "imported", steps(seconds=0.5, seed=2))

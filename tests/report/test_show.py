@@ -104,7 +104,7 @@ def test_a_run_is_known_by_its_folder_its_id_and_its_number(ftbench):
 
 
 def test_what_is_on_already_is_not_advised(ftbench):
-    advised = re.findall(r"--set (\S+)", ftbench("show", "2", RESULTS / "images")[1])
+    advised = re.findall(r"--set (\S+)", ftbench("show", "6a9d518ab180", RESULTS / "images")[1])
     assert advised == ["optimizations.fp8=tensorwise"], "compile, which goes with it, is on"
 
 

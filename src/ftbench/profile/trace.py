@@ -223,8 +223,8 @@ def _check_gpu(trace: Trace, path: Path) -> None:
     seen = len(launched & {kernel.correlation for kernel in trace.kernels})
     if seen < _LEAST_SEEN * len(launched):
         raise TraceError(
-            f"{path}: the profiler lost what the GPU did: of {len(launched):,} launches {seen:,} have a kernel; profile "
-            "fewer steps (--steps 1), without optimizations.compile, or with --nsys"
+            f"{path}: the profiler lost what the GPU did: of {len(launched):,} launches {seen:,} have a kernel; "
+            "profile fewer steps (--steps 1), without optimizations.compile, or with --nsys"
         )
 
 

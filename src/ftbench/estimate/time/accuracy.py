@@ -6,6 +6,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, gpus
+from ftbench.core.units import change, percent
 from ftbench.estimate.time import speeds
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import TimedRun
@@ -78,8 +79,8 @@ def text(rows: Sequence[LeftOut]) -> str:
         on = ", ".join(optimizations_on(row.run.spec.optimizations.model_dump())) or "none"
         measured, estimated = (units.seconds(step) for step in (row.run.step_s, row.estimate.step_s.expected))
         lines.append(
-            f"| {row.run.run_id} | {on} | {measured} | {estimated} | "
-            f"{row.error:+.1%} | {'yes' if row.is_inside else 'no'} | {row.bare_error:+.1%} | {row.estimate.basis} |"
+            f"| {row.run.run_id} | {on} | {measured} | {estimated} | {change(row.error)} | "
+            f"{'yes' if row.is_inside else 'no'} | {change(row.bare_error)} | {row.estimate.basis} |"
         )
     return "\n".join([*lines, "", *_summary(rows)]) + "\n"
 
@@ -91,8 +92,8 @@ def _summary(rows: Sequence[LeftOut]) -> list[str]:
     inside, steps = sum(row.is_inside for row in rows), len(_by_step(rows, "error"))
     return [
         f"{len(rows)} runs of {steps} different steps, each estimated without the runs of its step: mean error "
-        f"{mean:.1%}, worst {worst:.1%}; {inside} of {len(rows)} within their band",
-        f"by the coefficients alone, with no run near: mean {bare_mean:.1%}, worst {bare_worst:.1%}",
+        f"{percent(mean)}, worst {percent(worst)}; {inside} of {len(rows)} within their band",
+        f"by the coefficients alone, with no run near: mean {percent(bare_mean)}, worst {percent(bare_worst)}",
     ]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ftbench.report.data.axes import (
     OPTIMIZATIONS,
     RECIPE,
     STRATEGY,
+    TRL,
     by_importance,
     framework_words,
     headings,
@@ -188,10 +189,10 @@ def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
     for run in runs:
         groups.setdefault((identity(run), run.ran.get(axis)), []).append(run)
     facts = [_facts(group) for group in groups.values()]
-    several = len({own.get(FRAMEWORK) for own in facts}) > 1
-    ways = [framework_words(own) * several + _way(own) for own in facts]
-    parts = zip(facts, groups.values(), ways, strict=True)
-    return _told_apart([Cell(own, tuple(group), way) for own, group, way in parts], axis)
+    cells = [Cell(own, tuple(group), _way(own)) for own, group in zip(facts, groups.values(), strict=True)]
+    others = {(cell.workload, cell.way) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
+    by = (framework_words(cell.facts) * ((cell.workload, cell.way) in others) for cell in cells)
+    return _told_apart([replace(cell, way=name + cell.way) for cell, name in zip(cells, by, strict=True)], axis)
 
 
 def identity(run: Run) -> Any:
