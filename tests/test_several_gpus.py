@@ -197,6 +197,7 @@ def test_weights_are_released_layer_by_layer_where_activations_are_made_again_un
     parallel = rundir.read_json(two.run.applied)["parallel"]
     assert parallel["released"] > 14
     assert parallel["kept"] <= 1
+    assert parallel["gathered_whole"] == 2  # layers, each at once
     assert figures(two) == pytest.approx(figures(one), rel=1e-4)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.model.parts import decoder_layers
 
 _FILLED_IN = (
     "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
@@ -53,9 +54,14 @@ def prepare(made: Any) -> None:
 
 def attach(trainer: Any, spec: Experiment) -> None:
     """Let a layer's activations be made again within the model's backward pass: by one of its own, which TRL asks for
-    beside adapters, DeepSpeed would keep all frozen weights gathered until the model's has ended."""
+    beside adapters, DeepSpeed would keep all frozen weights gathered until the model's has ended. Let it gather the
+    weights of such a layer at once: one at a time the GPUs wait for Python (of other layers DeepSpeed 0.19 lacks them
+    in the backward pass then)."""
     if spec.launch.strategy == "zero3" and trainer.args.gradient_checkpointing:
+        from deepspeed.utils import set_z3_leaf_modules
+
         trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        set_z3_leaf_modules(trainer.model, list({type(layer) for layer in decoder_layers(trainer.model)}))
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
@@ -81,7 +87,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 def applied(trainer: Any) -> dict[str, Any]:
     """Return how many elements there are, are trained, and this rank keeps: of the weights, and of the 32-bit copy
     that the optimizer updates. Between two steps a weight that is dealt to the ranks holds none itself; `kept` of
-    them were gathered until the backward pass ended."""
+    them were gathered until the backward pass ended; of `gathered_whole` layers the weights come at once."""
     engine = trainer.deepspeed
     if engine is None:  # before training begins
         return {}
@@ -91,6 +97,7 @@ def applied(trainer: Any) -> dict[str, Any]:
         "sharded": sum(hasattr(parameter, "ds_tensor") for parameter in parameters),
         "released": sum(hasattr(parameter, "ds_tensor") and not parameter.numel() for parameter in parameters),
         "kept": getattr(getattr(engine.optimizer, "parameter_offload", None), "kept", 0),
+        "gathered_whole": sum(getattr(module, "_z3_leaf", False) for module in engine.module.modules()),
         "elements": sum(_elements(parameter) for parameter in parameters),
         "trained_elements": sum(_elements(parameter) for parameter in parameters if parameter.requires_grad),
         "elements_of_rank": sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in parameters),
