@@ -31,8 +31,8 @@ def test_a_table_is_named_exactly_and_a_run_that_is_there_is_not_made_again(tmp_
     )
     assert f"'short' is none of {known}" in wrong.stderr
     lacking = recipes(ROOT / "results/h200/headline", "--only", "full", "--estimate").stdout.splitlines()
-    assert len(lacking) <= 3  # of 21: unsloth's 8-bit weights did not start in time
-    assert all("load_in_fp8: on" in line for line in lacking[1:])
+    assert len(lacking) <= 9  # of 21: unsloth's 8-bit weights did not start in time, fastest had no kernels of its own
+    assert all("load_in_fp8: on" in line or "recipe=fastest" in line for line in lacking[1:])
 
 
 def test_frameworks_take_turns_plain_and_at_their_best(tmp_path: Path) -> None:
@@ -81,5 +81,5 @@ def test_every_row_of_what_was_not_measured_yet_is_a_spec_that_can_work(tmp_path
 
 def test_what_would_end_after_the_call_is_not_begun(tmp_path: Path) -> None:
     told = recipes(tmp_path, "--only", "sustained", "--minutes", 5).stdout
-    assert "2 runs are left; the same command goes on with them" in told
+    assert "left to do: 2 runs; the same command goes on" in told
     assert not [*tmp_path.iterdir()]

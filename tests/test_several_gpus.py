@@ -303,7 +303,7 @@ exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
 def lifted() -> None:
     """Let a run begin whatever its strategy refuses."""
     strategies.refusals = lambda spec: []
-    trl.refusals_on = lambda spec, capability: []
+    trl.refusals = lambda spec, capability: []
 
 
 @pytest.mark.parametrize(
