@@ -215,6 +215,7 @@ def test_runs_of_an_older_loss_are_no_measurements_of_todays():
 # --- how wrong it is -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bounds_that_the_readme_gives(store):
     rows = accuracy.left_out(store, coefficients_of=study.fit)
     mean, worst = accuracy.errors_of(rows)
@@ -225,6 +226,7 @@ def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bound
     assert sum(row.is_inside for row in rows) >= 0.9 * len(rows)
 
 
+@pytest.mark.exhaustive
 def test_methods_and_optimizations_that_no_run_has_seen_stay_within_the_issues_bound(store):
     mean, worst = accuracy.errors_of(accuracy.left_out(store, study.settings, study.fit))
     assert mean <= 0.1

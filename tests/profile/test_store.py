@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 from gpu_traces import training
@@ -53,6 +54,17 @@ def test_a_trace_that_cannot_be_read_is_the_runs_end(run, text):
     state = runner._profile(run)
     assert state["state"] == "error"
     assert state["reason"].endswith("profile again")
+
+
+def test_what_one_rank_lost_leaves_the_others_their_profile(run):
+    other = run.of_rank(1)
+    other.profile.mkdir(parents=True)
+    shutil.copy(run.profile / "trace.json", other.profile / "trace.json")
+    (run.profile / "trace.json").write_text("")
+    with pytest.raises(TraceError, match="trace.json: cannot be read"):
+        files.finish(run)
+    assert not (run.profile / "kernels.json").exists()
+    assert (other.profile / "kernels.json").exists()
 
 
 @pytest.mark.parametrize("window", ["", "{}"])

@@ -233,6 +233,7 @@ def test_the_command_refuses_what_it_cannot_judge(ftbench, tmp_path):
 
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.exhaustive  # a sweep is killed in the gate, and this is one
 def test_a_killed_check_keeps_what_has_ended_and_the_same_command_goes_on(tmp_path, cache):
     path = tmp_path / "spec.yaml"
     path.write_text(json.dumps(SPEC | CHECKPOINTING))

@@ -16,6 +16,7 @@ from ftbench.worker.model import loading
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_learned_model_loads_its_rows_are_equally_long_and_it_has_learned_something(tmp_path):
     size = ("--size", "tiny", "--steps", "40", "--megabytes", "0.3", "--rows", "30")
     warm.script("learn-model", tmp_path / "learned", *size)

@@ -13,7 +13,7 @@ from ftbench.errors import SpecError
 from ftbench.profile import pictures
 from ftbench.profile.analyse import analyse
 from ftbench.profile.communication import communication
-from ftbench.profile.trace import Trace, each_event, read
+from ftbench.profile.trace import Trace, TraceError, each_event, read
 from ftbench.profile.work import work_of
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
@@ -26,11 +26,17 @@ MOST_TRACE_BYTES = 128 * 2**20  # of JSON; a browser opens no more, and it packs
 
 def finish(run: RunDir) -> None:
     """Read the trace that each rank left, write kernels.json, timeline.json and timeline.svg beside it, and pack it.
-    Raise TraceError where one cannot be read. Does nothing where there is none."""
+    Raise TraceError where one cannot be read, once the others have been. Does nothing where there is none."""
     ranks = [run, *(run.of_rank(int(path.name[4:])) for path in sorted(run.profile.glob("rank[0-9]*")))]
+    errors = []
     for rank in ranks:
         if (rank.profile / rundir.TRACE).is_file():
-            _finish(rank, len(ranks))
+            try:
+                _finish(rank, len(ranks))
+            except TraceError as error:
+                errors.append(str(error))
+    if errors:
+        raise TraceError("; ".join(errors))
 
 
 def _finish(run: RunDir, ranks: int) -> None:
