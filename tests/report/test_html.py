@@ -113,6 +113,11 @@ def test_text_of_runs_is_text(text, page):
     assert any(JAPANESE in word for word in page.words)
 
 
+def test_what_stands_between_backticks_is_code():
+    assert document._code("set `a < b` or `c`, <i>") == "set <code>a &lt; b</code> or <code>c</code>, &lt;i&gt;"
+    assert document._code("one ` alone") == "one ` alone"
+
+
 def test_no_name_turns_the_direction_of_writing(text):
     assert "\u202e" not in text
     assert "abcgnp.exe" in text

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
 
 from ftbench import __version__
 from ftbench.report.data import curves
@@ -66,6 +67,7 @@ def page(report: Report) -> str:
     longest = max((curve["steps"] for curve in drawn.values()), default=0)
     script = _asset("report.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["code"] = _code
     environment.policies["json.dumps_kwargs"] = {
         "ensure_ascii": False, "separators": (",", ":"), "allow_nan": False,
     }  # fmt: skip
@@ -170,3 +172,8 @@ def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
         "titles": [head.title(shown, index) for index in range(len(shown.workloads))],
         "facts": list(texts), "cells": bars(shown), "curves": drawn,
     }  # fmt: skip
+
+
+def _code(text: str) -> Markup:
+    """Return a text for the page, with what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
