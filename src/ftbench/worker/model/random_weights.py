@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -126,11 +125,8 @@ def fill(module: Any, seed: int, std: float) -> None:
 
 
 def deviation(config: Any) -> float:
-    """Return the standard deviation of the weights of a new model. Raises SpecError where it is no number."""
-    given = getattr(config.get_text_config(), "initializer_range", 0.02)
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < math.inf:
-        raise SpecError(f"model: initializer_range in config.json is {given!r}; it is a number from 0, as 0.02")
-    return float(given)
+    """Return the standard deviation of the weights of a new model."""
+    return float(getattr(config.get_text_config(), "initializer_range", 0.02))
 
 
 class Drawn(Mapping[str, torch.Tensor]):
