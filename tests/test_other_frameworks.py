@@ -182,7 +182,7 @@ def test_an_interpreter_that_prints_without_end_is_read_no_further(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nyes\n")
     python.chmod(0o755)
-    assert 64 < len(frameworks._version(str(python), "axolotl")) < 200
+    assert frameworks._version(str(python), "axolotl") == "?"
 
 
 def committed_runs():

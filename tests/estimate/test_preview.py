@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.errors import DataError, SpecError
+from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate import preview
 from ftbench.spec.datasets import Dataset
 from ftbench.worker.data import export
@@ -89,6 +89,18 @@ def test_rows_of_the_hub_become_messages_in_a_file(tmp_path, monkeypatch):
         "q4",
     ]  # every second, less one without an answer
     assert json.loads((tmp_path / "x.count").read_text()) == {"rows": 6, "format": "question-answer"}
+
+
+@pytest.mark.parametrize(("text", "said"), [("exec yes >&2", "its child prints without end"),
+                                            ("sleep 60 & sleep 60", "not read within 0.5 s")])  # fmt: skip
+def test_a_child_that_reads_the_hub_for_ever_is_a_sentence(tmp_path, monkeypatch, text, said):
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{text}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(preview.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(preview, "_EXPORT_S", 0.5 if "sleep" in text else 500.0)
+    (tmp_path / "spec.yaml").write_text("model: tiny/qwen3\nmethod: lora\ndataset: {name: owner/set}\n")
+    with pytest.raises(MissingError, match=f"^dataset owner/set: {said}"):
+        preview.preview(tmp_path / "spec.yaml", [])
 
 
 _ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import slurms
 from ftbench.launch import runner
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
+from ftbench.spec.slurm import SlurmSettings
 from ftbench.spec.sweep import cells
 from ftbench.store import process_identity, rundir
 from ftbench.sweep.execute import journal, slurm_queue, slurm_task
@@ -184,6 +186,23 @@ def test_without_slurm_or_its_controller_it_says_so(ftbench, tmp_path, monkeypat
     assert (code, "the controller of Slurm does not answer" in err) == (3, True)
 
 
+@pytest.mark.parametrize("name", ["squeue", "sbatch"])
+def test_commands_that_print_for_ever_are_a_sentence(ftbench, tmp_path, monkeypatch, name):
+    others = {"sbatch": "echo 7", "squeue": "true", "scancel": "true", "scontrol": "true"}
+    commands(tmp_path / "bin", monkeypatch, **others | {name: f"exec {shutil.which('yes')}"})
+    code, _, err = ftbench("sweep", written(tmp_path, AXES), "--out", tmp_path / "out", "--on", "slurm")
+    said = "sbatch refuses: prints without end" if name == "sbatch" else "the controller of Slurm does not answer"
+    assert (code in {2, 3}, said in err, "Traceback" in err) == (True, True, False)
+
+
+def test_lines_of_a_queue_that_are_none_of_slurms_are_passed_over(tmp_path, monkeypatch):
+    lines = "ftbench-0a|7|0|RUNNING|None|n1\nftbench-0b\nftbench-0c|7|x|RUNNING|None|n1"
+    told = {"sbatch": "echo 7", "squeue": f"echo '{lines}'", "scancel": "true", "scontrol": "true"}
+    commands(tmp_path / "bin", monkeypatch, **told)
+    queue = slurm_queue.Queue(SlurmSettings(), tmp_path)
+    assert queue.entry(slurm_queue.Task(tmp_path / "0a", 0, "7")).text == "on n1"
+
+
 def test_a_disk_that_is_not_shared_is_told_before_anything_runs(ftbench, tmp_path, monkeypatch):
     taken = {"sbatch": "echo 7", "squeue": "true", "scancel": "true", "scontrol": "true"}
     commands(tmp_path / "bin", monkeypatch, **taken)  # the job is over, and of what it wrote nothing came here
@@ -251,6 +270,15 @@ def test_a_node_with_another_gpu_refuses(submission):
 def test_the_time_that_is_left_is_slurms(tmp_path, monkeypatch, told, seconds):
     commands(tmp_path / "bin", monkeypatch, squeue=f"echo {told}")
     assert slurm_task._left_s() == seconds
+
+
+def test_a_node_whose_commands_print_for_ever_or_are_not_there_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    commands(tmp_path / "bin", monkeypatch, squeue=f"exec {shutil.which('yes')}")
+    assert slurm_task._left_s() is None
+    assert slurm_task._requeue() == 1
+    assert "scontrol requeue 7_0: " in capsys.readouterr().out
 
 
 def test_a_sweep_on_another_machine_holds_its_folder_while_it_shows_life(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """`ftbench data`: a spec's data set as a model would see it, before anything is trained and without a GPU."""
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ftbench.core import lengths, units
+from ftbench.core import lengths, programs, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
 from ftbench.core.time_limit import time_limit
@@ -28,6 +27,7 @@ from ftbench.spec.reading import MAX_CONFIG_BYTES
 from ftbench.store.rundir import open_plain_file, read_json
 
 _BAR, _LETTERS = 40, 600
+_EXPORT_S, _LONGEST_BARS = 3600.0, 1 << 24  # a slow line takes long for gigabytes, and bars of progress many bytes
 _TEMPLATE_S = 1.0  # of computing for a sample: a long dialogue takes a thousandth
 _PLAIN = "turns one after the other, as the model's chat template is not on this machine"
 
@@ -61,13 +61,15 @@ def _with_images(spec: Experiment) -> KnownSamples | None:
 
 def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
     """Write rows of a hub data set to a file, by a child that may import what reads them."""
-    arguments = [dataset.model_dump_json(), str(out), str(MOST_SAMPLES), *(["pairs"] if pairs else [])]
-    ended = subprocess.run(
-        [sys.executable, "-m", "ftbench.worker.data.export", *arguments], capture_output=True, text=True, check=False
-    )
-    if ended.returncode:
-        said = ended.stderr.strip().splitlines() or ["it ended without a word"]
-        raise MissingError(said[-1] if "Traceback" not in ended.stderr else f"dataset {dataset.name}: {said[-1]}")
+    command = [sys.executable, "-P", "-m", "ftbench.worker.data.export", dataset.model_dump_json(), str(out)]
+    try:
+        ended = programs.ask([*command, str(MOST_SAMPLES), *(["pairs"] if pairs else [])], _EXPORT_S, _LONGEST_BARS)
+    except OSError as error:
+        why = f"not read within {_EXPORT_S:g} s" if isinstance(error, TimeoutError) else f"its child {error.strerror}"
+        raise MissingError(f"dataset {dataset.name}: {why}") from None
+    if ended.code:
+        said = ended.error.strip().splitlines() or ["it ended without a word"]
+        raise MissingError(said[-1] if "Traceback" not in ended.error else f"dataset {dataset.name}: {said[-1]}")
     counted: dict[str, Any] = json.loads(out.with_suffix(".count").read_text())
     return counted
 

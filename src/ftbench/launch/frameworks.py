@@ -4,18 +4,14 @@ interpreter."""
 import json
 import os
 import re
-import select
-import signal
-import subprocess
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from ftbench.core import programs
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
@@ -26,14 +22,13 @@ from ftbench.store import machine, shapes
 devices, command = trl.devices, trl.command
 UNFINISHED = "ftbench-unfinished"  # in an environment as long as it is being made
 _LIMIT_S = 30  # a cold disk or a busy machine takes seconds to answer; what hangs takes for ever
-_GLANCE_S = 0.05  # between two looks at whether a command that says nothing has ended
-_LONGEST, _SILENT = 64, "?"  # bytes of a version; the answer of what gives none
+_SILENT = "?"  # the answer of what gives none
 _VERSION = re.compile(r"[\w.+!-]{1,40}")
 _ASK = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 _SWITCHES = {
     "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1",
 }  # fmt: skip
-_LOOK_LIMIT_S, _LOOK_LONGEST = 300, 1 << 20  # a cold disk takes minutes to import all of a framework
+_LOOK_LIMIT_S = 300  # a cold disk takes minutes to import all of a framework
 _SAID = {
     "!": ("versions", "torch", "problem"), "versions": {"*": {str}}, "problem": {str, NoneType},
     "torch": ({"!": ("version", "works"), "version": {str}, "works": {bool}},),
@@ -127,7 +122,7 @@ class Contents:
 
 def contents(python: str, framework: Framework) -> Contents:
     """Return what an environment has of what was tried with a framework, whose trainer is imported."""
-    answer = _answer([python, "-c", _LOOK, framework.entry, *framework.versions], _LOOK_LIMIT_S, _LOOK_LONGEST)
+    answer = _answer([python, "-c", _LOOK, framework.entry, *framework.versions], _LOOK_LIMIT_S)
     try:
         said = json.loads(answer.splitlines()[-1])
         shapes.check(said, _SAID)
@@ -140,38 +135,12 @@ def contents(python: str, framework: Framework) -> Contents:
 def _version(python: str, package: str) -> str:
     """Return what an interpreter says is the version of a package in its environment: nothing where that is not there,
     no version where it is no interpreter, or says nothing for so long."""
-    return _answer([python, "-c", _ASK, package], _LIMIT_S, _LONGEST)
+    return _answer([python, "-c", _ASK, package], _LIMIT_S)
 
 
-def _answer(command: list[str], limit_s: float, longest: int) -> str:
-    """Return what a command prints, no more of it than shows that it is too long; `_SILENT` where that does not end."""
+def _answer(command: list[str], limit_s: float) -> str:
+    """Return what an interpreter prints; `_SILENT` where that does not end."""
     try:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True, env={**os.environ, **_SWITCHES},
-        )  # fmt: skip
+        return programs.ask(command, limit_s, environment={**os.environ, **_SWITCHES}).out.strip()
     except OSError:
         return _SILENT
-    with child:
-        answer = _first_bytes(child, time.monotonic() + limit_s, longest)
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    return answer
-
-
-def _first_bytes(child: subprocess.Popen[bytes], until: float, longest: int) -> str:
-    """Return what a command prints until it ends, or as much as shows that it is too long. What it leaves behind may
-    hold its pipe: nobody waits for that."""
-    assert child.stdout is not None
-    pipe, answer = child.stdout.fileno(), b""
-    while len(answer) <= longest:
-        has_ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        if select.select([pipe], [], [], 0 if has_ended else _GLANCE_S)[0]:
-            if not (part := os.read(pipe, longest + 1)):
-                break
-            answer += part
-        elif has_ended:
-            break
-        elif time.monotonic() > until:
-            return _SILENT
-    return answer.decode(errors="replace").strip()

@@ -6,13 +6,13 @@ Everything that cannot be read is None. Secrets stay out: of the environment onl
 import os
 import platform
 import re
-import subprocess
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ftbench import __version__
+from ftbench.core import programs
 from ftbench.core.units import GIB
 
 SCHEMA = 1
@@ -187,10 +187,9 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        described = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
+        described = programs.ask(
+            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"], limit_s=10
+        )
+    except OSError:
         return None
-    return described.stdout.strip() or None
+    return (described.out.strip() or None) if described.code == 0 else None

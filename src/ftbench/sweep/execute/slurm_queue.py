@@ -5,10 +5,10 @@ tasks' orders and what they leave. A job's name has the token: a sweep that is b
 """
 
 import json
+import re
 import secrets
 import shlex
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import programs
 from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.spec.slurm import SlurmSettings
 from ftbench.store import rundir
@@ -26,10 +27,12 @@ from ftbench.store.rundir import RunDir
 FOLDER, ORDERS, SCRIPT = ".slurm", "orders.json", "job.sh"
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol")
 _PREFIX = "ftbench-"
+_ENTRY = re.compile(rf"{_PREFIX}(\w+)\|(\w+)\|(\d{{1,9}})\|([^|]*)\|([^|]*)\|([^|]*)")
 _GATHER_S = 0.3  # what is asked for within this time becomes one array
 _LOOK_S = 5.0  # between two looks at the queue, however many ask
 _GONE = 2  # looks at the queue without a task after which it is gone
-_ANSWER_S = 60.0
+ANSWER_S = 60.0
+_LONGEST_QUEUE = 1 << 26  # bytes: a line for each of a million tasks
 # What Slurm's commands say where the controller is away, in words of slurm/src/common/slurm_errno.c.
 _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted",
          "Could not establish", "Slurm backup controller in standby", "Unexpected message received")  # fmt: skip
@@ -160,9 +163,10 @@ class Queue:
             str(folder / SCRIPT),
         ]  # fmt: skip
         while True:
-            code, out, error = _answer(command)
-            if code == 0:
-                return out.strip().partition(";")[0]
+            answer = _answer(command)
+            if answer.code == 0:
+                return answer.out.strip().partition(";")[0]
+            error = answer.error
             if not any(words in error for words in _AWAY):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise SpecError(f"--on slurm: sbatch refuses: {_reason(error)}{self._partitions(error)}")
@@ -175,7 +179,7 @@ class Queue:
     def _partitions(self, error: str) -> str:
         if "partition" not in error:
             return ""
-        names = _answer(["sinfo", "-h", "-o", "%R"])[1].split()
+        names = _answer(["sinfo", "-h", "-o", "%R"]).out.split()
         return f" (partitions here: {', '.join(sorted(set(names)))})" if names else ""
 
     def look(self, old_s: float = _LOOK_S) -> bool:
@@ -192,14 +196,13 @@ class Queue:
             self._looking.release()
 
     def _look(self) -> bool:
-        code, out, _ = _answer(["squeue", "--me", "-h", "-r", "-o", "%j|%F|%K|%T|%r|%N"])
-        if code:
+        answer = _answer(["squeue", "--me", "-h", "-r", "-o", "%j|%F|%K|%T|%r|%N"])
+        if answer.code:
             return False
-        rows = (line.split("|") for line in out.splitlines() if line.startswith(_PREFIX))
+        rows = (row.groups() for line in answer.out.splitlines() if (row := _ENTRY.fullmatch(line)))
         self._entries = {
-            (name.removeprefix(_PREFIX), int(index)): QueueEntry(job, state, reason, node)
-            for name, job, index, state, reason, node in rows if index.isdecimal()
-        }  # fmt: skip
+            (token, int(index)): QueueEntry(job, state, reason, node) for token, job, index, state, reason, node in rows
+        }
         self._looks += 1
         return True
 
@@ -262,16 +265,14 @@ def _sleep(wait_s: float) -> bool:
     return False
 
 
-def _answer(command: Sequence[str]) -> tuple[int, str, str]:
-    """Return the exit code of one of Slurm's commands, and what it printed."""
+def _answer(command: Sequence[str]) -> programs.Answer:
+    """Return what one of Slurm's commands says; of one that does not answer, that Slurm is away."""
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_ANSWER_S,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return 1, "", _AWAY[1]
-    return done.returncode, done.stdout, done.stderr
+        return programs.ask(command, ANSWER_S, _LONGEST_QUEUE)
+    except TimeoutError:
+        return programs.Answer(1, "", _AWAY[1])
+    except OSError as error:
+        return programs.Answer(1, "", str(error.strerror))
 
 
 def _reason(error: str) -> str:

@@ -6,7 +6,6 @@ a rename, which the disk does for one of several and for none twice, whatever no
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import programs
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import runner
 from ftbench.launch.runner import FinishedRun, Order
@@ -21,7 +21,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import digests, rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.sweep.execute import remote
-from ftbench.sweep.execute.slurm_queue import ORDERS
+from ftbench.sweep.execute.slurm_queue import ANSWER_S, ORDERS
 
 BEFORE_S = 30.0  # a run ends so long before Slurm would end it: time for its last words and its files
 _LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)")
@@ -73,9 +73,8 @@ def _run(folder: Path, index: int, order: dict[str, Any]) -> int:
 def _left_s() -> float | None:
     """Return the seconds until Slurm's time limit; None without one."""
     command = ["squeue", "-h", "-j", os.environ.get("SLURM_JOB_ID", ""), "-o", "%L"]
-    with suppress(OSError, subprocess.SubprocessError):
-        left = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
-        if match := _LEFT.fullmatch(left):
+    with suppress(OSError):
+        if match := _LEFT.fullmatch(programs.ask(command, ANSWER_S).out.strip()):
             days, first, second, last = (int(part or 0) for part in match.groups())
             hours, minutes = (first, second) if match[3] else (0, first)
             return float(((days * 24 + hours) * 60 + minutes) * 60 + last)
@@ -111,7 +110,13 @@ def _timed_out(run: RunDir) -> FinishedRun:
 
 def _requeue() -> int:
     name = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    return subprocess.run(["scontrol", "requeue", name], timeout=60, check=False).returncode
+    try:
+        answer = programs.ask(["scontrol", "requeue", name], ANSWER_S)
+    except OSError as error:
+        answer = programs.Answer(FtbenchError.exit_code, "", str(error))
+    if answer.code:
+        print(f"scontrol requeue {name}: {answer.error.strip()}")
+    return answer.code
 
 
 if __name__ == "__main__":
