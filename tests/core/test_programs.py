@@ -32,14 +32,14 @@ def is_gone(number: Path) -> bool:
 def test_an_answer_has_what_was_printed_and_the_exit_code(tmp_path):
     program = script(tmp_path, 'cat; echo "$1 $WORD"; echo no >&2; exit 3')
     answer = programs.ask([program, "given"], LONG_S, environment={**os.environ, "WORD": "word"})
-    assert answer == programs.Answer(3, "given word\n", "no\n")
-    assert programs.ask([script(tmp_path, "kill -9 $$")], LONG_S).code == -signal.SIGKILL
+    assert (answer.returncode, answer.stdout, answer.stderr) == (3, "given word\n", "no\n")
+    assert programs.ask([script(tmp_path, "kill -9 $$")], LONG_S).returncode == -signal.SIGKILL
 
 
 def test_all_of_a_long_answer_is_read_though_its_pipes_close_before_its_end(tmp_path):
     program = script(tmp_path, "yes | head -c 300000; exec >&- 2>&-; sleep 0.1; exit 4")
     answer = programs.ask([program], LONG_S)
-    assert (answer.code, len(answer.out)) == (4, 300_000)
+    assert (answer.returncode, len(answer.stdout)) == (4, 300_000)
 
 
 @pytest.mark.parametrize("stream", ["", ">&2"])
@@ -60,7 +60,8 @@ def test_one_that_does_not_end_is_killed_with_its_child_that_holds_the_pipe(tmp_
 
 def test_what_one_leaves_behind_with_its_pipe_is_not_waited_for(tmp_path):
     program = script(tmp_path, f"sleep 900 & echo $! > {tmp_path}/number; echo done; exit 5")
-    assert programs.ask([program], LONG_S) == programs.Answer(5, "done\n", "")
+    answer = programs.ask([program], LONG_S)
+    assert (answer.returncode, answer.stdout) == (5, "done\n")
     assert eventually(lambda: is_gone(tmp_path / "number"))
 
 

@@ -4,33 +4,23 @@ import errno
 import os
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from subprocess import DEVNULL, PIPE, CompletedProcess, Popen, TimeoutExpired
 from typing import IO
 
 _LONGEST, _PART = 1 << 20, 1 << 16  # bytes: of an answer, and of what is read at once
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a program printed, and its exit code: minus the signal that ended it."""
-
-    code: int
-    out: str
-    error: str
-
-
 def ask(
     command: Sequence[str], limit_s: float, longest: int = _LONGEST, environment: Mapping[str, str] | None = None
-) -> Answer:
+) -> CompletedProcess[str]:
     """Run a program to its end and return what it says. What it leaves behind is killed, and not waited for though it
     holds the pipes. Raise OSError where it cannot be started or prints more than `longest` bytes, of which not many
     more are kept, and TimeoutError (an OSError) where it has not ended after `limit_s` seconds."""
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    child = Popen(
+        command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True,
         env=environment,
     )  # fmt: skip
     assert child.stdout is not None
@@ -41,9 +31,9 @@ def ask(
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # one that waits in the kernel for a disk outlives KILL
+            with suppress(TimeoutExpired):  # one that waits in the kernel for a disk outlives KILL
                 child.wait(timeout=2)
-    return Answer(child.returncode, out, error)
+    return CompletedProcess(command, child.returncode, out, error)
 
 
 def _said(process: int, pipes: Sequence[IO[bytes]], until: float, longest: int) -> list[str]:

@@ -67,9 +67,9 @@ def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
     except OSError as error:
         why = f"not read within {_EXPORT_S:g} s" if isinstance(error, TimeoutError) else f"its child {error.strerror}"
         raise MissingError(f"dataset {dataset.name}: {why}") from None
-    if ended.code:
-        said = ended.error.strip().splitlines() or ["it ended without a word"]
-        raise MissingError(said[-1] if "Traceback" not in ended.error else f"dataset {dataset.name}: {said[-1]}")
+    if ended.returncode:
+        said = ended.stderr.strip().splitlines() or ["it ended without a word"]
+        raise MissingError(said[-1] if "Traceback" not in ended.stderr else f"dataset {dataset.name}: {said[-1]}")
     counted: dict[str, Any] = json.loads(out.with_suffix(".count").read_text())
     return counted
 

@@ -141,6 +141,6 @@ def _version(python: str, package: str) -> str:
 def _answer(command: list[str], limit_s: float) -> str:
     """Return what an interpreter prints; `_SILENT` where that does not end."""
     try:
-        return programs.ask(command, limit_s, environment={**os.environ, **_SWITCHES}).out.strip()
+        return programs.ask(command, limit_s, environment={**os.environ, **_SWITCHES}).stdout.strip()
     except OSError:
         return _SILENT

@@ -192,4 +192,4 @@ def commit() -> str | None:
         )
     except OSError:
         return None
-    return (described.out.strip() or None) if described.code == 0 else None
+    return (described.stdout.strip() or None) if described.returncode == 0 else None

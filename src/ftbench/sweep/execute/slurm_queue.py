@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from ftbench.core import programs
@@ -164,9 +165,9 @@ class Queue:
         ]  # fmt: skip
         while True:
             answer = _answer(command)
-            if answer.code == 0:
-                return answer.out.strip().partition(";")[0]
-            error = answer.error
+            if answer.returncode == 0:
+                return answer.stdout.strip().partition(";")[0]
+            error = answer.stderr
             if not any(words in error for words in _AWAY):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise SpecError(f"--on slurm: sbatch refuses: {_reason(error)}{self._partitions(error)}")
@@ -179,7 +180,7 @@ class Queue:
     def _partitions(self, error: str) -> str:
         if "partition" not in error:
             return ""
-        names = _answer(["sinfo", "-h", "-o", "%R"]).out.split()
+        names = _answer(["sinfo", "-h", "-o", "%R"]).stdout.split()
         return f" (partitions here: {', '.join(sorted(set(names)))})" if names else ""
 
     def look(self, old_s: float = _LOOK_S) -> bool:
@@ -197,9 +198,9 @@ class Queue:
 
     def _look(self) -> bool:
         answer = _answer(["squeue", "--me", "-h", "-r", "-o", "%j|%F|%K|%T|%r|%N"])
-        if answer.code:
+        if answer.returncode:
             return False
-        rows = (row.groups() for line in answer.out.splitlines() if (row := _ENTRY.fullmatch(line)))
+        rows = (row.groups() for line in answer.stdout.splitlines() if (row := _ENTRY.fullmatch(line)))
         self._entries = {
             (token, int(index)): QueueEntry(job, state, reason, node) for token, job, index, state, reason, node in rows
         }
@@ -265,14 +266,14 @@ def _sleep(wait_s: float) -> bool:
     return False
 
 
-def _answer(command: Sequence[str]) -> programs.Answer:
+def _answer(command: Sequence[str]) -> CompletedProcess[str]:
     """Return what one of Slurm's commands says; of one that does not answer, that Slurm is away."""
     try:
         return programs.ask(command, ANSWER_S, _LONGEST_QUEUE)
     except TimeoutError:
-        return programs.Answer(1, "", _AWAY[1])
+        return CompletedProcess(command, 1, "", _AWAY[1])
     except OSError as error:
-        return programs.Answer(1, "", str(error.strerror))
+        return CompletedProcess(command, 1, "", str(error.strerror))
 
 
 def _reason(error: str) -> str:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from ftbench.core import programs
@@ -74,7 +75,7 @@ def _left_s() -> float | None:
     """Return the seconds until Slurm's time limit; None without one."""
     command = ["squeue", "-h", "-j", os.environ.get("SLURM_JOB_ID", ""), "-o", "%L"]
     with suppress(OSError):
-        if match := _LEFT.fullmatch(programs.ask(command, ANSWER_S).out.strip()):
+        if match := _LEFT.fullmatch(programs.ask(command, ANSWER_S).stdout.strip()):
             days, first, second, last = (int(part or 0) for part in match.groups())
             hours, minutes = (first, second) if match[3] else (0, first)
             return float(((days * 24 + hours) * 60 + minutes) * 60 + last)
@@ -113,10 +114,10 @@ def _requeue() -> int:
     try:
         answer = programs.ask(["scontrol", "requeue", name], ANSWER_S)
     except OSError as error:
-        answer = programs.Answer(FtbenchError.exit_code, "", str(error))
-    if answer.code:
-        print(f"scontrol requeue {name}: {answer.error.strip()}")
-    return answer.code
+        answer = CompletedProcess((), FtbenchError.exit_code, "", str(error))
+    if answer.returncode:
+        print(f"scontrol requeue {name}: {answer.stderr.strip()}")
+    return answer.returncode
 
 
 if __name__ == "__main__":
