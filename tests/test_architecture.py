@@ -25,7 +25,8 @@ PRONOUNS = {"found", "told", "place", "one", "mine", "asked", "here"}
 BROUGHT_BY = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "PIL": "pillow", "compression": "backports.zstd",
               "backports": "backports.zstd", "pydantic_core": "pydantic", "tokenizers": "transformers",
               "safetensors": "transformers", "huggingface_hub": "transformers", "pyarrow": "datasets",
-              "liger_kernel": "liger-kernel", "triton": "torch", "unsloth_zoo": "unsloth"}  # fmt: skip
+              "markupsafe": "jinja2", "liger_kernel": "liger-kernel", "triton": "torch",
+              "unsloth_zoo": "unsloth"}  # fmt: skip
 VERBS = set((Path(__file__).parent / "verbs.txt").read_text().split())
 
 
