@@ -20,7 +20,7 @@ import estimate_study as study
 RESULTS = Path("results")
 # Mean and worst relative error that hold on the committed runs. The worst reserved memory is that of models so small
 # that half a GiB is a fifth of it, and of batches of many lengths, which depends on the order in which they come.
-BOUNDS = {"allocated": (0.01, 0.065), "reserved": (0.05, 0.22), "device": (0.05, 0.16)}
+BOUNDS = {"allocated": (0.01, 0.065), "reserved": (0.05, 0.22), "device": (0.05, 0.18)}
 
 
 @pytest.fixture(scope="module")

@@ -473,7 +473,7 @@ def test_both_estimates_train_what_a_committed_run_trained() -> None:
 
 
 def test_unsloths_own_packing_has_a_band_that_holds_what_was_measured_of_it() -> None:
-    (run,) = find_runs(Path("results/h200/headline/short-equal/qwen3-8b-unsloth-b1-7884f9c165af-r1"))
+    (run,) = find_runs(Path("results/h200/headline-first/short-equal/qwen3-8b-unsloth-b1-7884f9c165af-r1"))
     values, summary = json.loads(run.spec_json.read_text()), json.loads(run.summary.read_text())
     packed = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
     gpu = find_gpu(summary["gpu"])

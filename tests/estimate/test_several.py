@@ -372,6 +372,21 @@ def test_the_largest_batch_of_a_measured_run_is_that_of_one_gpu(tmp_path: Path) 
     assert (batch.expected.rows, batch.expected.length) == (4, 160)
 
 
+def test_of_steps_of_several_padded_passes_the_longest_sequence_tells_the_largest(tmp_path: Path) -> None:
+    """A pass of 2 x 100 and one of 2 x 300 are 800 positions a step; the larger one is what memory was taken by."""
+    run = RunDir(tmp_path)
+    with closing(StepsWriter(run.of_rank(0).steps)) as writer:
+        writer.append([StepRow(step=1, phase="train", padded_tokens=800, real_tokens=700, samples=4, label_tokens=700,
+                               longest_sequence=300)])  # fmt: skip
+        writer.append([StepRow(step=2, phase="train", padded_tokens=1000, real_tokens=900, samples=4, label_tokens=900,
+                               longest_sequence=250)])  # fmt: skip
+    spec = shared("ddp", 2)
+    train = spec.train.model_copy(update={"gradient_accumulation_steps": 2})
+    batch = realised(run, spec.model_copy(update={"train": train}))
+    assert batch is not None
+    assert (batch.expected.rows, batch.expected.length) == (2, 300)
+
+
 def test_a_simulation_of_several_gpus_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: lora\nlaunch: {gpus: 2, strategy: ddp}\n"

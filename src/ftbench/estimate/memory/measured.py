@@ -86,16 +86,20 @@ def measured(run: RunDir) -> Measured | None:
 
 def realised(run: RunDir, spec: Experiment) -> Largest | None:
     """Return the largest batch that a run really had on one GPU, from its steps: positions computed in one forward
-    pass. None where the steps do not say."""
+    pass. None where the steps do not say. Of a step of several padded passes the steps tell the sum, and the longest
+    sequence, to which one of them was padded."""
     tables = read_ranks(run)[0] or [read_steps(run.steps)[0]]
     rows = [row for table in tables for row in table if row.padded_tokens and row.longest_sequence]
     if not rows:
         return None
     passes = spec.train.gradient_accumulation_steps
-    row = max(rows, key=lambda row: row.padded_tokens or 0)
-    positions, longest = -(-(row.padded_tokens or 0) // passes), row.longest_sequence or 1
     on = spec.optimizations
     flat = on.packing or on.padding_free
+    uneven = passes > 1 and not flat
+    row = max(rows, key=lambda row: (uneven and row.longest_sequence or 0, row.padded_tokens or 0))
+    positions, longest = -(-(row.padded_tokens or 0) // passes), row.longest_sequence or 1
+    if uneven:
+        positions = longest * -(-(row.samples or 1) // passes)
     labels = -(-(row.label_tokens or 0) // passes)
     count = 1 if flat else max(1, round(positions / longest))
     images = ImageSize(*(-(-(each or 0) // passes) for each in (row.image_tokens, row.tiles, row.image_patches)))
