@@ -96,7 +96,7 @@ def realised(run: RunDir, spec: Experiment) -> Largest | None:
     on = spec.optimizations
     flat = on.packing or on.padding_free
     uneven = passes > 1 and not flat
-    row = max(rows, key=lambda row: (uneven and row.longest_sequence or 0, row.padded_tokens or 0))
+    row = max(rows, key=lambda row: ((row.longest_sequence or 0) * uneven, row.padded_tokens or 0))
     positions, longest = -(-(row.padded_tokens or 0) // passes), row.longest_sequence or 1
     if uneven:
         positions = longest * -(-(row.samples or 1) // passes)
