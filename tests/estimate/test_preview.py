@@ -106,16 +106,25 @@ def test_a_child_that_reads_the_hub_for_ever_is_a_sentence(tmp_path, monkeypatch
 _ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        _ENDLESS + 3 * "{% endfor %}", "{{ 1 // 0 }}", "{{ messages[0].role ** 2 }}", "{{ [].a.b }}",
-        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    ],
-)  # fmt: skip
-def test_a_template_that_does_not_end_or_fails_shows_the_turns(template):
-    example = preview.Example(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
-    assert preview._rendered(example, template) == "user: a\nassistant: b"
+@pytest.mark.parametrize(("template", "why"), [
+    (_ENDLESS + 3 * "{% endfor %}", "does not end"), ("{{ 9 ** (9 ** 9) }}", "does not end"),
+    ("{% set ns = namespace(s='ab') %}{% for a in 'x' * 99 %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "does not end"),
+    ("{{ 'a' * (2 ** 25) }}", "does not end"), ("{{ 1 // 0 }}", "fails without the tokenizer (ZeroDivisionError)"),
+    ("{{ messages[0].role ** 2 }}", "fails"), ("{{ [].a.b }}", "fails"),
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails"),
+])  # fmt: skip
+def test_a_template_that_does_not_end_or_fails_shows_the_turns(tmp_path, monkeypatch, template, why):
+    monkeypatch.setattr(preview, "_TEMPLATE_S", 0.5)
+    monkeypatch.setattr(preview, "_TEMPLATE_BYTES", 1 << 28)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    (model / "chat_template.jinja").write_text(template)
+    spec = spec_of(tmp_path, [{"question": "why", "answer": "so"}], model=f"{{path: {model}}}")
+    document = preview.preview(spec, [])
+    assert document["samples"] == [{"row": 1, "text": "user: why\nassistant: so"}]
+    assert f"turns one after the other, as the chat template of model {why}" in document["rendered_by"]
+    assert document["rendered_by"] in preview.as_text(document)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])

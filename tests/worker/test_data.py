@@ -206,13 +206,30 @@ def test_a_long_dialogue_is_rendered_a_few_times_whatever_its_length(thinking, m
     assert tokenizer.turns < 10 * 400
 
 
-def test_a_template_that_does_not_end_is_an_error_that_names_the_row(tokenizer, data_file, monkeypatch):
-    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set ns = namespace(s='ab') %}{% for a in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+
+
+@pytest.mark.parametrize("endless", [ENDLESS, "{{ 9 ** (9 ** 9) }}"], ids=["loops", "a number"])
+def test_a_template_that_does_not_end_is_an_error_that_names_the_row(tokenizer, data_file, monkeypatch, endless):
     monkeypatch.setattr(tokenizer, "chat_template", endless + CHAT_TEMPLATE)
     monkeypatch.setattr(preparing, "ROW_S", 0.2)
     with pytest.raises(
         DataError, match=r"data\.jsonl, line 1: .*chat template.* not written it after 0\.2 s of computing"
     ):
+        prepare(data_file([PAIR]), tokenizer, 8192, 1)
+
+
+@pytest.mark.parametrize("growing", [
+    DOUBLING, "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}",
+    "{{ 'ab' * (10 ** 10) }}", "{{ 'ab' * (2 ** 24) }}",
+])  # fmt: skip
+def test_a_template_that_grows_without_end_is_named_before_the_memory_ends(tokenizer, data_file, monkeypatch, growing):
+    monkeypatch.setattr(tokenizer, "chat_template", growing + CHAT_TEMPLATE)
+    monkeypatch.setattr(tokenizer, "name_or_path", "some/model")
+    monkeypatch.setattr(tokens_module, "_MOST_MEMORY", 1 << 28)
+    said = r"data\.jsonl, line 1: the chat template of some/model makes more of it than 16,777,216 characters: mend it"
+    with pytest.raises(DataError, match=said):
         prepare(data_file([PAIR]), tokenizer, 8192, 1)
 
 

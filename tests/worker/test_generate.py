@@ -9,13 +9,16 @@ import torch
 from torch._dynamo.utils import counters
 
 from conftest import spec_of
+from ftbench.errors import DataError
 from ftbench.spec.generate import Generate
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
+from ftbench.worker import generate
 from ftbench.worker.generate import answer, plain
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
+from ftbench.worker.model.tokenizer import build_tokenizer
 from ftbench.worker.optimizations import chunked_loss
 from ftbench.worker.optimizations import compile as compiled
 
@@ -150,3 +153,15 @@ def test_attention_without_padding_makes_way_for_one_that_takes_it(cache):
         assert model.config._attn_implementation == "sdpa"
         assert answer(model, tokenizer, Generate.model_validate(ASKED))[0][0] > 0
     assert model.config._attn_implementation == "varlen"
+
+
+@pytest.mark.parametrize(("does", "said"), [
+    ("{{ 'ab' * (10 ** 10) }}", "the chat template of the model makes more"), ("{{ 1 // 0 }}", "refuses it .*division"),
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "not written it after 0.2 s"),
+])  # fmt: skip
+def test_a_prompt_that_the_chat_template_does_not_write_is_a_sentence(monkeypatch, does, said):
+    tokenizer = build_tokenizer(8192)
+    monkeypatch.setattr(tokenizer, "chat_template", does)
+    monkeypatch.setattr(generate, "ROW_S", 0.2)
+    with pytest.raises(DataError, match=f"^measure.generate: .*{said}"):
+        generate._written(tokenizer, "Hi")

@@ -4,7 +4,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from ftbench.core import lengths, programs, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
-from ftbench.core.time_limit import time_limit
+from ftbench.core.limits import memory_limit, time_limit
 from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of, tokenizer_file
@@ -28,7 +27,8 @@ from ftbench.store.rundir import open_plain_file, read_json
 
 _BAR, _LETTERS = 40, 600
 _EXPORT_S, _LONGEST_BARS = 3600.0, 1 << 24  # a slow line takes long for gigabytes, and bars of progress many bytes
-_TEMPLATE_S = 1.0  # of computing for a sample: a long dialogue takes a thousandth
+_TEMPLATE_S, _TEMPLATE_BYTES = 3.0, 1 << 30  # of computing for the samples: long dialogues take a thousandth
+_LONGEST = 1 << 24  # characters
 _PLAIN = "turns one after the other, as the model's chat template is not on this machine"
 
 
@@ -83,18 +83,17 @@ def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) ->
     counted = file_lengths(dataset, spec.model, pairs)
     if isinstance(counted, str):
         raise DataError(counted)
-    template = _chat_template(spec.model)
-    samples = []
-    for index in sorted({0, len(rows) // 2, len(rows) - 1}):
-        parsed = row_example(dataset, rows[index], format_name, rows.where(index))
-        samples.append({"row": index + 1, "text": _rendered(parsed, template)})
+    shown = sorted({0, len(rows) // 2, len(rows) - 1})
+    parsed = [row_example(dataset, rows[index], format_name, rows.where(index)) for index in shown]
+    texts, how = _all_rendered(parsed, spec.model)
+    samples = [{"row": index + 1, "text": text} for index, text in zip(shown, texts, strict=True)]
     values, source = (images.lengths, images.basis) if images else (counted[0], counted[2])
-    return _document(spec, values, source, len(rows), format_name, samples, template, images)
+    return _document(spec, values, source, len(rows), format_name, samples, how, images)
 
 
 def _document(
     spec: Experiment, values: Sequence[int], source: str, rows: int, format_name: str, samples: list[dict[str, Any]],
-    template: str | None = None, images: KnownSamples | None = None,
+    how: str = _PLAIN, images: KnownSamples | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return what is shown; `values` are the lengths of samples in tokens before they are cut."""
     longest, batch = spec.dataset.max_length, spec.train.batch_size * spec.objective.sequences
@@ -108,7 +107,7 @@ def _document(
         "truncated_tokens": 1 - sum(kept) / sum(values),
         "batch_size": spec.train.batch_size, "padding": 1 - padded,
         "packing_gain": None if spec.objective.pairs else packed / padded,
-        "rendered_by": "the model's chat template" if template else _PLAIN, "samples": samples,
+        "rendered_by": how, "samples": samples,
         "images": _of_images(images, longest) if images else None,
     }  # fmt: skip
 
@@ -133,20 +132,36 @@ def _chat_template(model: Model) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def _all_rendered(examples: Sequence[Example], model: Model) -> tuple[list[str], str]:
+    """Return the text of each example, and in words by what: turns where the model's template cannot write them."""
+    if template := _chat_template(model):
+        try:
+            with time_limit(_TEMPLATE_S), memory_limit(_TEMPLATE_BYTES):
+                return [_rendered(example, template) for example in examples], "the model's chat template"
+        except Exception as error:  # noqa: BLE001 - it asks for what only the tokenizer has, or is a stranger's
+            endless = isinstance(error, (TimeoutError, MemoryError))
+            why = "does not end" if endless else f"fails without the tokenizer ({type(error).__name__})"
+            how = f"turns one after the other, as the chat template of {model.id} {why}"
+    else:
+        how = _PLAIN
+    return [_rendered(example, None) for example in examples], how
+
+
 def _rendered(example: Example, template: str | None) -> str:
     if example.text is not None:
         return example.text
     if example.rejected:
         sides = (Example(example.messages), Example(example.rejected[-1:]))
         return "\n-- rejected:\n".join(_rendered(side, template) for side in sides)
-    if template is not None:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    if template is None:
+        return "\n".join(f"{message['role']}: {_content(message['content'])}" for message in example.messages)
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        # A template asks for what only the tokenizer has, and one of a stranger's raises anything, or does not end.
-        with suppress(Exception), time_limit(_TEMPLATE_S):
-            return environment.from_string(template).render(messages=example.messages, bos_token="", eos_token="")
-    return "\n".join(f"{message['role']}: {_content(message['content'])}" for message in example.messages)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    text = environment.from_string(template).render(messages=example.messages, bos_token="", eos_token="")
+    if len(text) > _LONGEST:
+        raise MemoryError
+    return text
 
 
 def _content(content: str | Sequence[Mapping[str, Any]]) -> str:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.generate import Generate
 from ftbench.store.rundir import RunDir, write_json
+from ftbench.worker.data.tokens import ROW_S, limited, write
 from ftbench.worker.methods import unsloth
 from ftbench.worker.model.parts import base_model, decoder_layers
 from ftbench.worker.optimizations import chunked_loss, fp8
@@ -84,8 +85,8 @@ def answer(model: Any, tokenizer: Any, settings: Generate) -> tuple[list[int], l
 def _written(tokenizer: Any, prompt: str) -> str:
     if not tokenizer.chat_template:
         return prompt
-    messages = [{"role": "user", "content": prompt}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    with limited("measure.generate", ROW_S):
+        return write(tokenizer, [{"role": "user", "content": prompt}], answer=True)
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:

@@ -13,9 +13,8 @@ import numpy as np
 
 from ftbench.core import lengths
 from ftbench.core.data_formats import BadRow, Example
-from ftbench.core.time_limit import time_limit
 from ftbench.core.units import some
-from ftbench.errors import DataError, FtbenchError, SpecError
+from ftbench.errors import DataError, SpecError
 from ftbench.spec.dataset_rows import row_example, row_format
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
@@ -24,9 +23,16 @@ from ftbench.worker.data.order import Row
 from ftbench.worker.data.pictures import read
 from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.sources import Rows, open_rows
-from ftbench.worker.data.tokens import IGNORE, ShownImages, Tokens, tokenise, tokenise_pair, tokenise_prompt
-
-ROW_S = 20  # of computing for one row: a long dialogue takes a tenth of a second
+from ftbench.worker.data.tokens import (
+    IGNORE,
+    ROW_S,
+    ShownImages,
+    Tokens,
+    limited,
+    tokenise,
+    tokenise_pair,
+    tokenise_prompt,
+)
 
 
 @dataclass(frozen=True)
@@ -190,25 +196,12 @@ def _tokens(
     rows: Rows, index: int, parsed: Example, spec: Experiment, tokenizer: Any, images: ShownImages | None
 ) -> Tokens:
     dataset = spec.dataset
-    try:
-        with time_limit(ROW_S):
-            if spec.objective.prompts:
-                return tokenise_prompt(tokenizer, parsed)
-            if parsed.rejected:
-                return tokenise_pair(tokenizer, parsed, dataset.max_length)
-            return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
-    except BadRow as error:
-        raise DataError(f"{rows.where(index)}: {error}") from None
-    except TimeoutError:
-        raise DataError(
-            f"{rows.where(index)}: the tokenizer and its chat template have not written it after {ROW_S} s of "
-            "computing: split the row, or mend the template if it does not end"
-        ) from None
-    except (MemoryError, FtbenchError):
-        raise
-    except Exception as error:  # noqa: BLE001 - a template is a program, and raises anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise DataError(f"{rows.where(index)}: the tokenizer or its chat template refuses it ({reason})") from None
+    with limited(rows.where(index), ROW_S):
+        if spec.objective.prompts:
+            return tokenise_prompt(tokenizer, parsed)
+        if parsed.rejected:
+            return tokenise_pair(tokenizer, parsed, dataset.max_length)
+        return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
 
 
 def _describe(

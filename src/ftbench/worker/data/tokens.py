@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import numpy as np
 
 from ftbench.core.data_formats import BadRow, Example
+from ftbench.core.limits import memory_limit, time_limit
+from ftbench.errors import DataError, FtbenchError
 from ftbench.worker.data.pictures import Picture
 
 IGNORE = -100
+ROW_S = 20  # of computing for one row: a long dialogue takes a tenth of a second
+_MOST_MEMORY, _LONGEST = 1 << 30, 1 << 24  # bytes, characters: the longest context is a third of that
 FEW = 8  # answers whose ends are looked for one by one
 
 
@@ -78,9 +83,9 @@ def tokenise(
 def tokenise_pair(tokenizer: Any, example: Example, max_length: int) -> Tokens:
     """Return the chosen sequence with the rejected one. Loss begins where either stops being the prompt, opened for an
     answer, as in trl's DPOTrainer."""
-    write = _template if tokenizer.chat_template else _plain_ids
-    prompt, sides = write(tokenizer, example.messages[:-1], True), (example.messages, example.rejected)
-    written = [write(tokenizer, messages, False) for messages in sides]
+    ids_of = _template if tokenizer.chat_template else _plain_ids
+    prompt, sides = ids_of(tokenizer, example.messages[:-1], True), (example.messages, example.rejected)
+    written = [ids_of(tokenizer, messages, False) for messages in sides]
     begin = min(_common(prompt, ids) for ids in written)
     labels = [[IGNORE] * begin + ids[begin:] for ids in written]
     chosen, rejected = (
@@ -153,7 +158,7 @@ def _marked_spans(
     """Return the same from a few dialogues, whatever their length: one in which every turn ends with a mark, and those
     before the first, the middle and the last answer, which are all to open an answer alike. None where they do not, or
     where the template does more to a text than write it."""
-    text = _text(tokenizer, messages)
+    text = write(tokenizer, messages)
     written = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast)
     ends = _marked_ends(tokenizer, messages, text)
     if ends is None or written.get("offset_mapping") is None or written["input_ids"] != ids:
@@ -162,7 +167,7 @@ def _marked_spans(
     for role in {messages[turn - 1]["role"] for turn in answers if turn}:
         after = [turn for turn in answers if turn and messages[turn - 1]["role"] == role]
         prompts = {
-            turn: _text(tokenizer, messages[:turn], True) for turn in (after[0], after[len(after) // 2], after[-1])
+            turn: write(tokenizer, messages[:turn], True) for turn in (after[0], after[len(after) // 2], after[-1])
         }
         opened = {prompt[ends[turn - 1] :] for turn, prompt in prompts.items()}
         if len(opened) > 1 or not all(text.startswith(prompt[: ends[turn - 1]]) for turn, prompt in prompts.items()):
@@ -179,13 +184,45 @@ def _marked_spans(
     return spans
 
 
-def _text(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = False) -> str:
-    """Return a dialogue as the template writes it; with `answer` opened for one."""
-    return str(
-        tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=answer, strftime_now=_fixed_date
-        )
+def write(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = False) -> str:
+    """Return a dialogue as the template writes it; with `answer` opened for one. Raises BadRow where it grows without
+    end: the memory would end before any limit of time."""
+    try:
+        with memory_limit(_MOST_MEMORY):
+            text = str(
+                tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=answer, strftime_now=_fixed_date
+                )
+            )
+        if len(text) <= _LONGEST:
+            return text
+    except MemoryError:
+        pass
+    raise BadRow(
+        f"the chat template of {tokenizer.name_or_path or 'the model'} makes more of it than {_LONGEST:,} characters: "
+        "mend it if it grows without end, or split the row"
     )
+
+
+@contextmanager
+def limited(where: str, limit_s: float) -> Iterator[None]:
+    """Give the block so many seconds of computing, and raise DataError, which begins with `where`, for whatever else
+    happens in it: a template is a program, and raises anything."""
+    try:
+        with time_limit(limit_s):
+            yield
+    except BadRow as error:
+        raise DataError(f"{where}: {error}") from None
+    except TimeoutError:
+        raise DataError(
+            f"{where}: the tokenizer and its chat template have not written it after {limit_s} s of computing: split "
+            "the row, or mend the template if it does not end"
+        ) from None
+    except (MemoryError, FtbenchError):
+        raise
+    except Exception as error:  # noqa: BLE001
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise DataError(f"{where}: the tokenizer or its chat template refuses it ({reason})") from None
 
 
 def _marked_ends(tokenizer: Any, messages: Sequence[dict[str, str]], text: str) -> list[int] | None:
@@ -198,7 +235,7 @@ def _marked_ends(tokenizer: Any, messages: Sequence[dict[str, str]], text: str) 
             message | {"content": f"{content.rstrip() if strip else content}{mark}{turn}q"}
             for turn, (message, content) in enumerate(zip(messages, contents, strict=True))
         ]
-        pieces = re.split(f"{mark}([0-9]+)q", _text(tokenizer, marked))
+        pieces = re.split(f"{mark}([0-9]+)q", write(tokenizer, marked))
         if "".join(pieces[::2]) == text and pieces[1::2] == [str(turn) for turn in range(len(messages))]:
             return list(itertools.accumulate(map(len, pieces[:-1:2])))
     return None
@@ -213,11 +250,7 @@ def _end_of_content(tokenizer: Any, messages: Sequence[dict[str, str]], turn: in
 
 
 def _template(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
-    return list(
-        tokenizer.apply_chat_template(
-            list(messages), tokenize=True, add_generation_prompt=answer, return_dict=False, strftime_now=_fixed_date
-        )
-    )
+    return _encode(tokenizer, write(tokenizer, messages, answer), special=False)
 
 
 def _fixed_date(pattern: str) -> str:
