@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import find_gpu
+from ftbench.core.units import some
 from ftbench.errors import FtbenchError
 from ftbench.estimate.simulation import simulate
 from ftbench.spec.experiment import Experiment
@@ -30,7 +31,7 @@ def main() -> None:
             errors += [error] if error is not None else []
     if errors:
         sizes = [abs(error) for error in errors]
-        print(f"{len(errors)} runs: mean error {sum(sizes) / len(sizes):.2%}, worst {max(sizes):.2%}")
+        print(f"{some(len(errors), 'run')}: mean error {sum(sizes) / len(sizes):.2%}, worst {max(sizes):.2%}")
 
 
 def line(run: RunDir, summary: dict[str, Any]) -> float | None:

@@ -687,8 +687,8 @@ def test_nothing_that_is_empty_or_belongs_elsewhere_is_dropped_in_silence(ftbenc
     ("arguments", "said"),
     [
         (["--set", "train.batch_size=8"], "--set train.batch_size=8: does nothing, since the axis train.batch_size"),
-        (["--method", "lora,lora"], "2 of 4 cells stand there twice: they run once"),
-        (["--batch-size", "1,1,2"], "1 of 3 cells stand there twice: they run once"),
+        (["--method", "lora,lora"], "cells that stand there twice run once: 2 of 4"),
+        (["--batch-size", "1,1,2"], "cells that stand there twice run once: 1 of 3"),
     ],
 )
 def test_what_of_a_plan_does_nothing_is_told(ftbench, tmp_path, arguments, said):

@@ -66,6 +66,7 @@ def test_a_change_has_its_sign():
 
 def test_one_thing_is_not_several():
     assert [units.some(number, "run") for number in (0, 1, 1200)] == ["0 runs", "1 run", "1,200 runs"]
+    assert [units.some(number, "other process") for number in (1, 2)] == ["1 other process", "2 other processes"]
 
 
 def test_sentences_of_older_runs_are_shown_as_they_are_written_today():

@@ -674,7 +674,7 @@ def test_a_mistake_is_told_in_a_sentence_before_anything_is_made(
 
 NOTES = [
     ({"axes": {"launch.timeout_s": [60, 90], "method": ["lora", "qlora"]}},
-     "2 of 4 cells are the run of another but for launch.timeout_s: they run once"),
+     "cells that are the run of another but for launch.timeout_s run once: 2 of 4"),
     ({"axes": {"train.batch_size": [1, 2]}, "exclude": [{"train.batch_size": 3, "method": "lora"}]},
      "sweep.exclude: no cell has train.batch_size=3, method=lora"),
 ]  # fmt: skip

@@ -323,12 +323,12 @@ def test_samples_for_evaluation_are_never_trained_on(tokenizer, data_file):
 
 
 def test_asking_for_more_samples_than_there_are_is_refused(tokenizer, data_file):
-    with pytest.raises(SpecError, match=r"has 1 rows: too few for 5 samples and 0 to .* Lower dataset\.samples"):
+    with pytest.raises(SpecError, match=r"has 1 row: too few for 5 samples and 0 to .* Lower dataset\.samples"):
         prepare(data_file([PAIR]).model_copy(update={"samples": 5}), tokenizer, 8192, 2)
 
 
 def test_setting_every_sample_aside_for_evaluation_is_refused(tokenizer, data_file):
-    with pytest.raises(SpecError, match=r"has 2 rows: too few for 1 samples and 2 to .* dataset\.eval_samples"):
+    with pytest.raises(SpecError, match=r"has 2 rows: too few for 1 sample and 2 to .* dataset\.eval_samples"):
         prepare(data_file([PAIR] * 2).model_copy(update={"eval_samples": 2}), tokenizer, 8192, 2)
 
 

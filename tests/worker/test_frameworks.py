@@ -136,8 +136,8 @@ def test_what_a_collator_makes_is_counted_by_what_went_in():
     [
         ([0, 2, 1], "trained on the rows that it was given in another order"),
         ([0, 2, 3], "left out 1 of the first 3 rows that it was given"),
-        ([0, 9, 2], "trained on 1 rows that are none of those it was given"),
-        ([2, 9, 3], "left out 2 of the first 3 rows that it was given and trained on 1 rows that are none of those"),
+        ([0, 9, 2], "trained on 1 row not of those that it was given"),
+        ([2, 9, 3], "left out 2 of the first 3 rows that it was given and trained on 1 row not of those"),
     ],
 )
 def test_another_order_and_rows_left_out_or_changed_are_told_apart(tmp_path, trained, said):
@@ -367,7 +367,7 @@ def test_an_option_that_a_framework_ignores_fails_the_run(framework_run, given, 
         (lambda data: [*data[:2], *data[3:]], "left out 1 of the first 6 rows that it was given"),
         (
             lambda data: [{name: value[:4] for name, value in row.items()} for row in data],
-            "4 rows that are none of those",
+            "4 rows not of those",
         ),
     ],
     ids=["reversed", "two exchanged", "one dropped", "cut"],

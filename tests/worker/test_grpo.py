@@ -289,7 +289,7 @@ def test_prompts_that_fill_no_step_are_told(train_here, tmp_path):
     rows = file_of(tmp_path, [{"prompt": text} for text in PROMPTS[:3]] + [{"prompt": "long " * 99}])
     made = {"objective": GRPO, "dataset": rows}
     applied = read_json(train_here(**made, train={"batch_size": 8}).applied)
-    assert "the last 1 prompts are not trained on: they are too few for a step of 2" in applied["warnings"]
+    assert "1 prompt at the end not trained on: too few for a step of 2" in applied["warnings"]
     assert "left out: 1 row of file whose prompt's end lies beyond max_length 64" in applied["warnings"]
     with pytest.raises(SpecError, match="3 prompts, and a step answers 4: lower"):
         train_here(**made, train={"batch_size": 16})

@@ -248,8 +248,8 @@ def broken(folder):
         ({"image": 7}, "an image is int"),
         ({"image": None}, "has no image"),
         ({"images": []}, "has no image"),
-        ({"image": "a.png", "question": "<image> or <image>?"}, "2 places for images, and the row has 1"),
-        ({"images": ["a.png", "b.png"], "question": "<image>?"}, "1 places for images, and the row has 2"),
+        ({"image": "a.png", "question": "<image> or <image>?"}, "2 places for images, and the row has 1 image"),
+        ({"images": ["a.png", "b.png"], "question": "<image>?"}, "1 place for images, and the row has 2 images"),
         ({"image": "a.png", "text": "an <image>"}, "an image stands in an answer"),
     ],
 )
@@ -262,7 +262,7 @@ def test_an_image_that_cannot_be_used_is_an_error_with_file_and_row(reads, folde
 def test_a_marker_without_an_image_is_an_error_with_file_and_row(reads, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"instruction": "What is <image>?", "output": WORDS}))
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1: its text has 1 markers of images, and the row has 0"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: its text has 1 marker of images, and the row has 0 images"):
         reads({"name": "file", "path": str(path)})
 
 

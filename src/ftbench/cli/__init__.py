@@ -17,6 +17,7 @@ import typer
 
 from ftbench import __version__
 from ftbench.cli.shared import app, emit, guard, tell
+from ftbench.core.units import some
 from ftbench.errors import INTERRUPTED, UNREAD, FtbenchError, MissingError, SpecError, file_problem
 
 MODULES = ("train", "plans", "report", "exchange", "estimate", "machine")  # in the order of --help
@@ -122,7 +123,7 @@ def _fail_for_file(error: OSError) -> None:
 def _fail(text: str, code: int) -> None:
     lines = text.splitlines()
     if (more := len(lines) - _MOST_LINES) > 0:
-        lines[_MOST_LINES:] = [f"… and {more:,} more lines"]
+        lines[_MOST_LINES:] = [f"… and {some(more, 'more line')}"]
     for line in lines:
         tell(f"ftbench: {line}")
     sys.exit(code)

@@ -20,6 +20,7 @@ import typer
 
 from ftbench.core.redact import clean, secretless
 from ftbench.core.table import printable
+from ftbench.core.units import some
 from ftbench.errors import MissingError, SpecError
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def tell(text: str) -> None:
     """Print a line of the story on stderr, without the middle of one that repeats a long input."""
     line = printable(secretless(text))
     if (more := len(line) - 2 * _HALF) > 0:
-        line = f"{line[:_HALF]}… ({more:,} characters more) …{line[-_HALF:]}"
+        line = f"{line[:_HALF]}… ({some(more, 'character')} more) …{line[-_HALF:]}"
     print(line, file=sys.stderr)
 
 

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ftbench.core.units import some
 from ftbench.errors import DataError, MissingError, file_problem, json_problem
 
 _ROWS = 1024  # of a Parquet file that are made at once
@@ -169,7 +170,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             if len(values) != len(names):
                 raise DataError(
-                    f"{path}, line {reader.line_num}: {len(values)} fields where the header names {len(names)}"
+                    f"{path}, line {reader.line_num}: {some(len(values), 'field')} where the header names {len(names)}"
                 )
             yield reader.line_num, dict(zip(names, values, strict=True))
     except csv.Error as error:

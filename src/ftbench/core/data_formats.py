@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ftbench.core.units import some
 from ftbench.errors import DataError
 
 COLUMNS = {
@@ -200,7 +201,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Ex
         first["content"][:0] = [{"type": "image"}] * len(given)
         own = given + own
     elif missing != len(given):
-        raise BadRow(f"its text has {missing} places for images, and the row has {len(given)} images")
+        raise BadRow(f"its text has {some(missing, 'place')} for images, and the row has {some(len(given), 'image')}")
     else:
         own = [given.pop(0) if image is None else image for image in own]
     if images is not None and not own:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
 
+from ftbench.core.units import some
+
 FOLLOWS, DIFFERS, CANNOT_TELL, NOT_FINITE = "follows", "does not follow", "cannot tell", "not finite"
 FEWEST_STEPS = 6  # with fewer, what a run has learned is not told from noise
 _OUTSIDE = 0.05  # share of the paired steps that may lie outside the tolerance
@@ -98,7 +100,7 @@ def not_finite(steps: Sequence[TrainedStep]) -> str:
             step.step for step in steps if (value := getattr(step, noun)) is not None and not math.isfinite(value)
         ]:
             name = noun.replace("grad_norm", "gradient norm")
-            return f"the {name} is not a number in {len(broken)} steps, first in step {broken[0]}"
+            return f"the {name} is not a number in {some(len(broken), 'step')}, first in step {broken[0]}"
     return ""
 
 

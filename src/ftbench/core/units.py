@@ -52,8 +52,9 @@ def count(value: float | None) -> str:
 
 
 def some(number: int, noun: str) -> str:
-    """Return `1 run`, `3 runs`, `1,200 files`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """Return `1 run`, `3 processes`, `1,200 files`."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def listed(texts: Sequence[str], most: int, between: str = ", ") -> str:

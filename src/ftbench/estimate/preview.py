@@ -177,7 +177,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         fewer = f"computes {gain:.2f} times fewer (optimizations.packing)"
         packing = f"; packing {fewer if gain > 1 else 'would compute more here'}"
     lines = [
-        f"{document['dataset']}: {units.count(document['rows'])} rows, {document['format']}",
+        f"{document['dataset']}: {units.some(document['rows'], 'row')}, {document['format']}",
         f"tokens a {'sample' if gain else 'sequence'}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
         f"90 % up to {tokens['p90']:.0f}, longest {units.count(tokens['max'])} ({document['source']})",
         *_histogram(tokens["histogram"]),
@@ -190,7 +190,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         lines += ["", f"samples, by {document['rendered_by']}:"]
     for sample in document["samples"]:
         text = sample["text"]
-        more = f" … ({units.count(len(text) - _LETTERS)} characters more)" if len(text) > _LETTERS else ""
+        more = f" … ({units.some(len(text) - _LETTERS, 'character')} more)" if len(text) > _LETTERS else ""
         lines += [f"--- row {sample['row']}", text[:_LETTERS] + more]
     return "\n".join(lines)
 

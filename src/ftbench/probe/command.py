@@ -110,7 +110,8 @@ def remarks(document: dict[str, Any]) -> list[str]:
     used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
     if others or (used is not None and used > FOREIGN_MEMORY_GB):
         notes.append(
-            f"the GPU was not free: {used or 0:.1f} GiB in use, {others or 0} other processes; measure it alone"
+            f"the GPU was not free: {used or 0:.1f} GiB in use, {units.some(others or 0, 'other process')}; measure it "
+            "alone"
         )
     return notes
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ftbench.core.phases import BACKWARD
+from ftbench.core.units import some
 from ftbench.profile.gaps import longest
 from ftbench.profile.groups import GROUPS, OTHER
 from ftbench.profile.trace import Trace
@@ -75,7 +76,7 @@ def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
     order = sorted(sums.items(), key=lambda pair: -pair[1][0])
     rows = [(*key, *both) for key, both in order[:_MOST_KERNELS]]
     if rest := [both for _, both in order[_MOST_KERNELS:]]:
-        rows.append((f"{len(rest)} others", OTHER, sum(time for time, _ in rest), sum(calls for _, calls in rest)))
+        rows.append((some(len(rest), "other"), OTHER, sum(time for time, _ in rest), sum(calls for _, calls in rest)))
     return [
         {"name": name, "group": group, "time_ms": time, "calls": count, "share": time / total,
          "mean_us": time * 1e3 / count if count else None}

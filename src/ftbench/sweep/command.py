@@ -141,9 +141,9 @@ class _Planner:
             same += not (differing or values is others or self.request.until_oom)
             keys |= dict.fromkeys(differing)
         if count:
-            yield f"{count} of {self.cells} cells are the run of another but for {', '.join(keys)}: they run once"
+            yield f"cells that are the run of another but for {', '.join(keys)} run once: {count} of {self.cells}"
         if same:
-            yield f"{same} of {self.cells} cells stand there twice: they run once"
+            yield f"cells that stand there twice run once: {same} of {self.cells}"
 
     def _grid(self) -> Grid:
         jobs = with_repeats(self.firsts)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from trl import GRPOConfig, GRPOTrainer
 
+from ftbench.core.units import some
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir
@@ -122,9 +123,11 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     if reads_images(base_model(model).config):
         raise SpecError(f"objective grpo is given text alone, and {spec.model.id} reads images: take another model")
     if len(data.train) < needed:
-        raise SpecError(f"dataset: {len(data.train)} prompts, and a step answers {needed}: lower train.batch_size")
+        raise SpecError(
+            f"dataset: {some(len(data.train), 'prompt')}, and a step answers {needed}: lower train.batch_size"
+        )
     if left := len(data.train) % needed:
-        data.warnings.append(f"the last {left} prompts are not trained on: they are too few for a step of {needed}")
+        data.warnings.append(f"{some(left, 'prompt')} at the end not trained on: too few for a step of {needed}")
     said = {name: value for name, value in recipe(spec, run, model).items() if name in GRPOConfig.__dataclass_fields__}
     loop = PolicyTrainer(
         model=model,

@@ -27,10 +27,10 @@ _HEADINGS = (
 def as_text(answer: Recommendation, output: Path | None = None) -> str:
     """Return the table, what was ruled out, and the best spec, which stands in `output`."""
     goal = answer.goal
-    limits = [*([goal.gpus[0].name] if len(goal.gpus) == 1 else []), f"{units.count(goal.samples)} samples"]
+    limits = [*([goal.gpus[0].name] if len(goal.gpus) == 1 else []), units.some(round(goal.samples), "sample")]
     limits += [f"deadline {units.seconds(goal.deadline_s)}"] if goal.deadline_s else []
     limits += [f"at most {goal.max_cost:g}"] if goal.max_cost is not None else []
-    limits += [f"{goal.effective_batch:,} samples a step"] if goal.effective_batch else []
+    limits += [f"{units.some(goal.effective_batch, 'sample')} a step"] if goal.effective_batch else []
     lines = [folded(" · ".join([goal.spec.model.id, *limits, f"best by {goal.objective}"])), ""]
     if answer.options:
         lines += [_table(answer.options[:SHOWN], goal), "", *map(folded, _remarks(answer))]
@@ -38,7 +38,7 @@ def as_text(answer: Recommendation, output: Path | None = None) -> str:
         lines += map(folded, _nothing(answer))
         lines += ["", _table([answer.closest], goal)] if answer.closest else []
     if answer.ruled_out:
-        lines += ["", f"ruled out, of {units.count(answer.weighed)} ways:"]
+        lines += ["", f"ruled out, of {units.some(answer.weighed, 'way')}:"]
         reasons = [(units.count(count), reason) for reason, count in list(answer.ruled_out.items())[:SHOWN]]
         left = sum(list(answer.ruled_out.values())[SHOWN:])
         reasons += [(units.count(left), "for other reasons (--json names them)")] if left else []
@@ -108,7 +108,7 @@ def _remarks(answer: Recommendation) -> list[str]:
     lines = [f"time: {best.duration.confidence} (the best)", f"lengths: {best.duration.lengths}"]
     own = answer.goal.spec.dataset.samples
     if own is not None and answer.goal.samples > own:
-        lines.append(f"passes over the {units.count(own)} samples of the data set: {answer.goal.samples / own:,.1f}")
+        lines.append(f"passes over the {units.some(own, 'sample')} of the data set: {answer.goal.samples / own:,.1f}")
     if answer.goal.deadline_s:
         most = best.duration.samples_in(answer.goal.deadline_s)
         passes = f", {most.expected / own:,.0f} passes over the data set" if own else ""
@@ -158,8 +158,8 @@ def as_yaml(answer: Recommendation) -> str:
     best = answer.options[0]
     spec = as_runnable(best, answer.goal)
     head = [
-        f"# Recommended by ftbench for {units.count(answer.goal.samples)} samples on {place_of(spec, best.gpu)}, best "
-        f"by {answer.goal.objective}.",
+        f"# Recommended by ftbench for {units.some(round(answer.goal.samples), 'sample')} on "
+        f"{place_of(spec, best.gpu)}, best by {answer.goal.objective}.",
         f"# Expected: {units.seconds(best.seconds.expected)} ({best.duration.confidence}),",
         f"# {units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB.",
     ]

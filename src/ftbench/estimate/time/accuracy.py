@@ -91,8 +91,8 @@ def _summary(rows: Sequence[LeftOut]) -> list[str]:
     (mean, worst), (bare_mean, bare_worst) = errors_of(rows), errors_of(rows, "bare_error")
     inside, steps = sum(row.is_inside for row in rows), len(_by_step(rows, "error"))
     return [
-        f"{len(rows)} runs of {steps} different steps, each estimated without the runs of its step: mean error "
-        f"{percent(mean)}, worst {percent(worst)}; {inside} of {len(rows)} within their band",
+        f"{units.some(len(rows), 'run')} of {units.some(steps, 'different step')}, each estimated without the runs of "
+        f"its step: mean error {percent(mean)}, worst {percent(worst)}; {inside} of {len(rows)} within their band",
         f"by the coefficients alone, with no run near: mean {percent(bare_mean)}, worst {percent(bare_worst)}",
     ]
 

@@ -107,7 +107,7 @@ def _training(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Sco
     if samples is None or seconds is None:
         return []
     kwh = estimate.joules_for(samples).expected / JOULES_PER_KWH
-    lines = [("training", f"{units.count(samples)} samples in {_band(seconds, units.seconds)}, {kwh:.3g} kWh")]
+    lines = [("training", f"{units.some(round(samples), 'sample')} in {_band(seconds, units.seconds)}, {kwh:.3g} kWh")]
     if cost is not None:
         lines.append(("cost", f"{cost} ({cost.way})"))
     elif scope.prices is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ftbench.core.redact import clean
 from ftbench.core.rows import RunSummary
-from ftbench.core.units import reworded
+from ftbench.core.units import reworded, some
 from ftbench.errors import SpecError
 from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import MOST_CSV_BYTES, NOT_FINITE, RunDir, open_plain_file, read_json, require_runs
@@ -93,7 +93,7 @@ def _judged(record: Record) -> Record:
     broken = [text for text in record["warnings"] if text.startswith(_NO_NUMBER)]
     if record.get("learning.state") == NOT_FINITE and not broken:
         count, first = record.get("learning.count"), record.get("learning.first_step")
-        broken = [f"loss or gradient norm is not a number in {count} steps, first in step {first}"]
+        broken = [f"loss or gradient norm is not a number in {some(count or 0, 'step')}, first in step {first}"]
     return record | {"state": NOT_FINITE, "reason": broken[0]} if broken else record
 
 

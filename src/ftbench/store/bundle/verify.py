@@ -55,7 +55,7 @@ def verify(path: Path) -> Verdict:
         verdict.unchecked += [f"{name}: is no file of a run (a folder with a state.json)" for name in sorted(left)]
         if older:
             verdict.unchecked.append(
-                f"{older} of {verdict.runs} runs have no digest.json, as those of earlier versions: a column or a key "
+                f"no digest.json in {older} of {verdict.runs} runs, as in those of earlier versions: a column or a key "
                 "that feeds no figure may have been changed"
             )
         return verdict

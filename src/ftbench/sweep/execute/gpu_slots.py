@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ftbench.core.units import GIB, gibibytes, seconds
+from ftbench.core.units import GIB, gibibytes, seconds, some
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import family, runner
 from ftbench.launch.runner import FinishedRun, Order
@@ -95,7 +95,9 @@ class LocalSlot:
                 return described
             if not waiting:
                 waiting = True
-                control.say(f"{self.name}: waiting for {others} other processes and {gibibytes(used)} GiB to leave")
+                control.say(
+                    f"{self.name}: waiting for {some(others, 'other process')} and {gibibytes(used)} GiB to leave"
+                )
 
     def _wait_for_memory(self, before_gb: float | None, count: int, control: RunControl) -> None:
         """Wait until the driver shows the memory as free as before, or RETURN_S have passed: then say so."""

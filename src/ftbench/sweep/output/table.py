@@ -56,7 +56,7 @@ class Tables:
         if report.records:
             parts.append("## Runs\n\n" + formats.render(report, "md"))
         if others := self._others():
-            parts.append(f"{others} further runs lie in this folder: `ftbench report` shows all.\n")
+            parts.append(f"in this folder, too: {units.some(others, 'further run')}: `ftbench report` shows all.\n")
         if self._impossible:
             parts.append("## Cannot work\n\n" + "".join(f"- {what}: {reason}\n" for what, reason in self._impossible))
         return "\n".join(parts)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ftbench.core.units import some
 from ftbench.errors import SpecError
 from ftbench.estimate import preflight
 from ftbench.spec import identity
@@ -116,7 +117,7 @@ class Search(Plan):
         """Return what ends the candidates, as a sentence."""
         samples = self._samples(family)
         if samples is not None and samples < (self._effective or LARGEST_BATCH):
-            return f"the data set has {samples:,} samples"
+            return f"the data set has {some(samples, 'sample')}"
         return f"{self._effective or LARGEST_BATCH:,} is the largest batch tried"
 
     def _samples(self, family: Family) -> int | None:

@@ -175,9 +175,9 @@ def _check_count(spec: Experiment, rows: int, usable: int, silent: int) -> None:
     needed = (dataset.samples or 1) + dataset.eval_samples
     if usable < needed:
         raise SpecError(
-            f"dataset: {dataset.name} has {rows:,} rows"
+            f"dataset: {dataset.name} has {some(rows, 'row')}"
             + (f", {silent:,} of them with their {what} beyond max_length" if silent else "")
-            + f": too few for {dataset.samples or 1:,} samples and {dataset.eval_samples:,} to evaluate on. "
+            + f": too few for {some(dataset.samples or 1, 'sample')} and {dataset.eval_samples:,} to evaluate on. "
             "Lower dataset.samples or dataset.eval_samples"
         )
 

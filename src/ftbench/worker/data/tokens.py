@@ -14,6 +14,7 @@ import numpy as np
 
 from ftbench.core.data_formats import BadRow, Example
 from ftbench.core.limits import memory_limit, time_limit
+from ftbench.core.units import some
 from ftbench.errors import DataError, FtbenchError
 from ftbench.worker.data.pictures import Picture
 
@@ -113,7 +114,9 @@ def _repeated(ids: list[int], labels: list[int], images: ShownImages) -> tuple[l
     """Return ids and labels in which each token of an image stands as often as the image has tokens, without loss."""
     places = np.flatnonzero(np.array(ids) == images.token)
     if len(places) != len(images.counts):
-        raise BadRow(f"its text has {len(places)} markers of images, and the row has {len(images.counts)} images")
+        raise BadRow(
+            f"its text has {some(len(places), 'marker')} of images, and the row has {some(len(images.counts), 'image')}"
+        )
     unseen, times = np.array(labels), np.ones(len(ids), dtype=int)
     unseen[places], times[places] = IGNORE, images.counts
     return np.repeat(ids, times).tolist(), np.repeat(unseen, times).tolist()

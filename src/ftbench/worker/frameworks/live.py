@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.measure import applied
 
@@ -70,10 +71,10 @@ def model_problems(model: Any, spec: Experiment) -> list[str]:
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not method.adapters:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        return [f"{who}method full, and {len(frozen)} parameters are not trained ({frozen[0]})"] if frozen else []
+        return [f"{who}method full, and not trained: {listed(frozen, 1)}"] if frozen else []
     adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained if ".lora_" in name}
     if others := [name for name in trained if ".lora_" not in name]:
-        problems.append(f"{who}method {method.name}, and {len(others)} base weights are trained ({others[0]})")
+        problems.append(f"{who}method {method.name}, and of the base trained: {listed(others, 1)}")
     if method.targets != "all-linear" and adapted != set(method.targets):
         problems.append(f"{who}method.targets are {', '.join(method.targets)}; adapters are on {sorted(adapted)}")
     layers = (getattr(module, "r", None) for module in model.modules())

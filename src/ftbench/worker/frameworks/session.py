@@ -16,6 +16,7 @@ import transformers
 from datasets import load_from_disk
 from transformers import TrainerCallback
 
+from ftbench.core.units import some
 from ftbench.errors import FtbenchError
 from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.store import machine
@@ -162,7 +163,7 @@ def other_work(folder: str, seen: Counter[int]) -> str:
     left_out, others = (given - seen).total(), seen - given
     changed = sum(others[row] for row in others.keys() - set(map(hash, _handed(folder))))
     said = [f"left out {left_out} of the first {seen.total()} rows that it was given"] if left_out > changed else []
-    said += [f"trained on {changed} rows that are none of those it was given"] if changed else []
+    said += [f"trained on {some(changed, 'row')} not of those that it was given"] if changed else []
     return " and ".join(said) or "trained on the rows that it was given in another order"
 
 

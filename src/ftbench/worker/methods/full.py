@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model import loading
 
@@ -19,4 +20,4 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 def verify(model: Any, spec: Experiment) -> list[str]:
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    return [f"method full: {frozen[0]} and {len(frozen) - 1} more parameters are not trained"] if frozen else []
+    return [f"method full, and not trained: {listed(frozen, 1)}"] if frozen else []

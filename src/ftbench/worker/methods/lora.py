@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import transformers_weight_conversion as conversion
 
+from ftbench.core.units import listed
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model import loading
@@ -115,7 +116,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         if getattr(method, part) != "frozen" and not any(part_of(name) == part for name in trained)
     ]
     if others:
-        sentences.append(f"method {method.name}: {others[0]} and {len(others) - 1} more base weights are trained")
+        sentences.append(f"method {method.name}, and of the base trained: {listed(others, 1)}")
     for name, module in model.named_modules():
         rank = getattr(module, "r", None)
         if isinstance(rank, dict) and rank and set(rank.values()) != {method.rank}:

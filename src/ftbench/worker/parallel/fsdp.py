@@ -14,6 +14,7 @@ from accelerate.utils import fsdp_utils
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import parallel
 from ftbench.worker.model.parts import decoder_layers
@@ -72,7 +73,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
         return [f"launch.strategy is fsdp and {len(whole)} {type(whole[0]).__name__} are not sharded"]
     parameters = dict(model.named_parameters())
     if plain := [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]:
-        return [f"launch.strategy is fsdp and {plain[0]} and {len(plain) - 1} more parameters are whole on each rank"]
+        return [f"launch.strategy is fsdp and whole on each rank: {listed(plain, 1)}"]
     wanted = {launch.ranks, launch.shares} if launch.strategy == "tp+fsdp" else {launch.ranks}
     if (meshes := {parameter.device_mesh.size() for parameter in parameters.values()}) != wanted:
         return [f"launch.gpus is {launch.gpus} and parameters are spread over {meshes} ranks, not {wanted}"]
