@@ -324,6 +324,21 @@ def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> N
         assert sizes == sorted(sizes, reverse=True), strategy
     assert "experts" in records["ep", 2]["problems"][0]
     assert answer.code == 0
+    figures, _, refused = answer.text.partition("\nrefused:\n")
+    assert ["ulysses" in figures, "zero3" in figures, "zero3" in refused] == [False, True, False]
+    assert "ep: ep divides experts, and qwen3 has none\nulysses: launch.strategy: ulysses doubles gradients" in refused
+
+
+@pytest.mark.parametrize(("strategy", "method", "why"), [
+    ("ulysses", "lora", "launch.strategy: ulysses doubles gradients"),
+    ("ddp", "unsloth", "method unsloth trains on one GPU"),
+])  # fmt: skip
+def test_what_a_spec_is_refused_for_is_not_estimated_either(tmp_path, strategy, method, why):
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"model: {{id: Qwen/Qwen3-8B, weights: random}}\nmethod: {method}\n"
+                    "dataset: {name: synthetic, samples: 64, length: 512}\n")  # fmt: skip
+    with pytest.raises(SpecError, match=why):
+        estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=4, strategy=strategy))
 
 
 def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> None:

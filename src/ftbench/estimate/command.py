@@ -22,6 +22,7 @@ from ftbench.estimate.time import text as time_text
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.division import STRATEGIES, on_gpus, problem
 from ftbench.estimate.workload.model import shape_of
+from ftbench.spec import strategies
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -109,7 +110,7 @@ def _every_strategy(request: EstimateRequest, store: Store) -> Answer:
             f"--gpus {most}: --strategy {ALL} compares ways to share the work of 2 to {_MOST_COMPARED} GPUs"
         )
     table = strategies_table.rows(spec, gpu, most, store, config, total)
-    best = min(VERDICTS.index(row.memory.verdict) for row in table if row.memory)
+    best = min(VERDICTS.index(row.memory.verdict) for row in table if row.memory and not row.problems)
     text, document = (write(spec, name, table) for write in (strategies_table.as_text, strategies_table.as_document))
     return Answer(text, document, best)
 
@@ -150,12 +151,15 @@ def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experi
     count = spec.launch.gpus if gpus is None else gpus
     how = strategy or ("none" if count == 1 else spec.launch.strategy)
     if count > 1 and how == "none":
-        known = "|".join([*STRATEGIES[1:], ALL])
+        known = "|".join([*strategies.STRATEGIES, ALL])
         raise SpecError(f"--gpus {count}: say how they share the work: --strategy {known}")
     if how != "none" and count == 1:
         raise SpecError(f"--strategy {how}: says how several GPUs share the work: add --gpus 2, or leave it out")
     offload = spec.launch.offload if how == spec.launch.strategy else "none"
-    return on_gpus(spec, count, how, offload)
+    shared = on_gpus(spec, count, how, offload)
+    if refused := strategies.refusals(shared):
+        raise SpecError(*refused)
+    return shared
 
 
 def gpus_of(request: EstimateRequest, store: Path | None) -> list[tuple[str, Gpu | float, float | None]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu
-from ftbench.core.table import text_table
+from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.recommend.candidates import Way
@@ -62,18 +62,25 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     counts = sorted({row.gpus for row in table})
     headings = ["strategy", *(f">{count} GPUs" if count > 1 else ">1 GPU" for count in counts)]
     memory = {(row.strategy, row.gpus): units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
-              for row in table if row.memory}  # fmt: skip
-    speeds = {(row.strategy, row.gpus): units.rate(row.time.tokens_per_s) for row in table if row.time}
+              for row in table if row.memory and not row.problems}  # fmt: skip
+    speeds = {
+        (row.strategy, row.gpus): units.rate(row.time.tokens_per_s) for row in table if row.time and not row.problems
+    }
+    refused: dict[str, dict[str, None]] = {}
+    for row in table:
+        for why in row.problems:
+            refused.setdefault(why, {})[row.strategy] = None
 
     def cells(texts: Mapping[tuple[str, int], str]) -> list[list[str]]:
-        strategies = dict.fromkeys(row.strategy for row in table)
+        strategies = dict.fromkeys(strategy for strategy, _ in texts)
         return [[strategy, *(texts.get((strategy, count), "") for count in counts)] for strategy in strategies]
 
     lines = [
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size} a GPU, on {name}",
         "", "GiB of each GPU, expected (`?` may not fit, `no` does not)", text_table(headings, cells(memory)),
         *(["", "real tokens a second of all GPUs", text_table(headings, cells(speeds))] if speeds else []),
-        *dict.fromkeys(f"{row.strategy}: {why}" for row in table for why in row.problems),
+        *(["", "refused:"] if refused else []),
+        *(folded(f"{', '.join(names)}: {why}") for why, names in refused.items()),
     ]  # fmt: skip
     return "\n".join(lines)
 
