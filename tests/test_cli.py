@@ -379,6 +379,12 @@ def test_nothing_heavy_stands_behind_the_command_line(module):
     assert done.stdout == "[]\n"
 
 
+def test_a_command_that_ends_looks_for_no_garbage_once_more():
+    told = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000))"
+    command = [sys.executable, "-c", f"{told}; from ftbench.cli import main; main()", "list", "methods"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.endswith("True\n")
+
+
 @pytest.mark.parametrize(
     "command", ["report STUDY --format json", "report STUDY -o /dev/stdout", "list gpus", "--help"]
 )

@@ -42,7 +42,7 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
 from ftbench.sweep import dry_run
-from made_runs import REAL, make_run, steps
+from made_runs import OOM, REAL, make_run, steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import duration_study as study
@@ -304,6 +304,14 @@ def test_runs_of_another_gpu_and_runs_that_are_too_short_or_failed_teach_nothing
     assert [run.run_id for run in kept.runs] == ["qwen3-8b-lora/other"]
     assert estimate_duration(kept.runs[0].spec, H200, kept).basis == OTHER
     assert estimate_duration(kept.runs[0].spec, named("RTX PRO 6000 Blackwell Max-Q"), kept).basis == MEASURED
+
+
+def test_of_a_run_that_failed_nothing_is_read_but_its_summary(tmp_path, monkeypatch):
+    make_run(tmp_path, "failed", state=OOM)
+    opened, read = [], rundir.read_bytes
+    monkeypatch.setattr(rundir, "read_bytes", lambda path: opened.append(path.name) or read(path))
+    assert timed_runs([tmp_path]) == []
+    assert opened == ["summary.json"]
 
 
 def test_runs_at_a_lowered_power_limit_tell_of_gpus_that_are_held_to_it(tmp_path):

@@ -47,7 +47,7 @@ def _version(
 def main() -> None:
     """Run the console command: turn errors meant for the user into sentences, and end with the exit code of their
     kind."""
-    gc.set_threshold(50_000)  # what is imported is no garbage, and was looked through for a tenth of a command's time
+    gc.set_threshold(200_000)  # what is imported is no garbage, and was looked through for a tenth of a command's time
     _prepare_streams()
     try:
         _command()
@@ -55,6 +55,8 @@ def main() -> None:
         if ending.code == INTERRUPTED and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C finds nothing that would need a traceback
         raise
+    finally:
+        gc.freeze()  # nor is it looked through again at the end, which took as long once more
 
 
 def _command() -> None:

@@ -15,7 +15,7 @@ from ftbench.estimate.workload.model import is_rough, shape_of
 from ftbench.families.vision import ImageSize
 from ftbench.spec.experiment import Experiment
 from ftbench.store.ranks import read_ranks
-from ftbench.store.rundir import RunDir, find_runs
+from ftbench.store.rundir import RunDir, find_runs, first_gpu, read_json
 from ftbench.store.steps import read_steps
 
 TIERS = ("allocated", "reserved", "device")
@@ -58,29 +58,29 @@ def read(paths: Iterable[Path]) -> list[Measured]:
 def measured(run: RunDir) -> Measured | None:
     """Return one run; None where it says nothing of the memory that today's code takes, its model's configuration is
     not here, no formula knows what it asks for, or as good as none (`is_rough`), or others had a part of its GPU."""
-    known = recorded(run)
-    state = known.summary.get("state") if known else None
-    if known is None or known.spec.measure.share_gpu or is_rough(known.spec):
+    summary = read_json(run.summary)
+    state, gpu = summary.get("state"), first_gpu(read_json(run.machine))
+    if state not in ("ok", "oom") or not gpu.get("memory_gb"):
         return None
-    if state not in ("ok", "oom") or not known.gpu.get("memory_gb"):
+    if (spec := recorded(run)) is None or is_rough(spec):
         return None
     try:
-        recipe_of(known.spec, shape_of(known.spec.model))
+        recipe_of(spec, shape_of(spec.model))
     except SpecError:
         return None
-    ended_well, memory = state == "ok", known.summary.get("memory_gb", {}) if state == "ok" else {}
+    ended_well, memory = state == "ok", summary.get("memory_gb", {}) if state == "ok" else {}
     reserved, device = memory.get("reserved_peak"), memory.get("device_peak")
     late = device is None or reserved is None or device < reserved
     return Measured(
         name=run.path.name,
-        spec=known.spec,
-        gpu=known.gpu["name"],
-        total=known.gpu["memory_gb"],
+        spec=spec,
+        gpu=gpu["name"],
+        total=gpu["memory_gb"],
         fits=ended_well,
         allocated=memory.get("allocated_peak"),
         reserved=reserved,
         device=None if late else device,
-        batch=realised(run, known.spec) if ended_well else None,
+        batch=realised(run, spec) if ended_well else None,
     )
 
 

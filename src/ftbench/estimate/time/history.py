@@ -102,14 +102,14 @@ def timed_runs(paths: Iterable[Path]) -> list[TimedRun]:
 def timed_run(run: RunDir) -> TimedRun | None:
     """Return what a run says of its step; None where it says nothing: it failed, was too short, had no GPU, was a mock,
     or its files are not what they should be."""
-    if (known := recorded(run)) is None or known.spec.measure.share_gpu:
-        return None
-    spec, summary = known.spec, known.summary
+    summary = rundir.read_json(run.summary)  # first: of many it says enough
     try:
         step = summary["step_time_s"].get("mean") or 0.0
         if summary["state"] != "ok" or not summary["gpu"] or not 0 < step < math.inf or not says_step_time(summary):
             return None
-        phases, limited = summary["phases_s"], limited_gpu(known.gpu)
+        if (spec := recorded(run)) is None:
+            return None
+        phases, limited = summary["phases_s"], limited_gpu(rundir.first_gpu(rundir.read_json(run.machine)))
         watts = summary["energy"].get("mean_watts")  # of all GPUs
         return TimedRun(
             f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), step,
