@@ -291,7 +291,16 @@ def test_nothing_that_meets_the_limits_is_exit_code_1(ftbench, spec_file):
     assert "The closest is later than the deadline" in out
 
 
+def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench, spec_file):
+    code, out, err = ftbench("recommend", spec_file, "--gpu", "T4,H200", "--samples", 1000, "--json")
+    found = json.loads(out)
+    assert code == 0, err
+    assert {option["gpu"] for option in found["options"]} == {"H200 SXM"}
+    assert any(reason.startswith("not on T4: how fast T4 multiplies in bf16") for reason in found["ruled_out"])
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--gpu", "T4,V100 SXM2 32GB", "--samples", "9"], "how fast V100 SXM2 32GB multiplies in bf16 is not known"),
     (["--gpu", "H300", "--samples", "9"], "--gpu H300: no such GPU is in the table"),
     (["--gpu", "M3 Max", "--samples", "9"], "on Apple's chips not at all"),
     (["--gpu", "h100", "--samples", "9"], "there are several: H100 NVL (94 GB), H100 PCIe (80 GB), H100 SXM5 (80 GB)"),

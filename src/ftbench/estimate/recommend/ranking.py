@@ -9,16 +9,18 @@ from typing import Any, Literal
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.core.units import JOULES_PER_KWH
+from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.candidates import Way
+from ftbench.estimate.time.ceilings import limits_of
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.division import division_of
 from ftbench.spec.cost import Amount, amount
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.prices import Prices
 from ftbench.spec.refusals import refusals_on
 from ftbench.store.summary import optimizations_on
@@ -87,7 +89,10 @@ class Recommendation:
 
 
 def recommend(goal: Goal) -> Recommendation:
-    """Raise SpecError for a spec that nothing is known of: a model without a shape, a precision without a rate."""
+    """Raise SpecError for a spec that nothing is known of: a model without a shape, a precision in which no GPU has a
+    rate."""
+    if len(unknown := [why for gpu in goal.gpus if (why := _unrated(gpu, goal))]) == len(goal.gpus):
+        raise SpecError(*unknown)
     methods = goal.methods or candidates.own_kind(goal.spec)
     equal = len(set(goal.store.lengths(goal.spec).values)) == 1
     memory_cache, reasons, fitting, weighed = MemoryCache(config=goal.config), Counter[str](), list[Option](), 0
@@ -120,6 +125,15 @@ def _refused(way: Way, gpu: Gpu, goal: Goal) -> str | None:
         return f"cannot work: {way.problems[0]}"
     if problems := refusals_on(way.spec, capability_of(gpu)):
         return f"not on {gpu.name}: {problems[0]}"
+    return f"not on {gpu.name}: {why}" if (why := _unrated(gpu, goal)) else None
+
+
+def _unrated(gpu: Gpu, goal: Goal) -> str | None:
+    """Return why of a GPU no rate is known in the precision asked for."""
+    try:
+        limits_of(gpu, resolve(goal.spec, capability_of(gpu)).train.precision, False, goal.store.path)
+    except SpecError as error:
+        return str(error)
     return None
 
 
@@ -222,8 +236,8 @@ def _least(goal: Goal, methods: Sequence[str], memory_cache: MemoryCache) -> str
     """Return what comes closest to fitting a GPU, in words; nothing where every way was refused for another reason."""
     estimates = [
         (memory.device.high - memory.total, way.spec, gpu, memory)
-        for way in candidates.ways(goal.spec, methods, True, goal.config) if not way.problems
-        for gpu in goal.gpus if not refusals_on(way.spec, capability_of(gpu))
+        for way in candidates.ways(goal.spec, methods, True, goal.config)
+        for gpu in goal.gpus if not _refused(way, gpu, goal)
         for memory in [memory_cache.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
     ]  # fmt: skip
     if not estimates:
