@@ -60,6 +60,13 @@ class GpuTrace:
             self.events.append({"ph": ph, "id": self._next, "pid": pid, "tid": thread, "ts": ORIGIN + ts,
                                 "cat": "ac2g", "name": "ac2g"})  # fmt: skip
 
+    def without_kernels(self, share: float) -> GpuTrace:
+        """Lose the last kernels, as a profiler does."""
+        kernels = [event for event in self.events if event.get("cat") == "kernel"]
+        lost = {id(event) for event in kernels[round((1 - share) * len(kernels)) :]}
+        self.events = [event for event in self.events if id(event) not in lost]
+        return self
+
     def write(self, path: Path) -> Path:
         head = {
             "schemaVersion": 1,

@@ -14,6 +14,7 @@ from ftbench.profile.trace import TraceError
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
+from ftbench.store.summary import summarise
 
 
 @pytest.fixture
@@ -65,6 +66,21 @@ def test_what_one_rank_lost_leaves_the_others_their_profile(run):
         files.finish(run)
     assert not (run.profile / "kernels.json").exists()
     assert (other.profile / "kernels.json").exists()
+
+
+@pytest.mark.parametrize("lossy", [(0,), (1,), (0, 1)])
+def test_a_profile_that_lost_some_kernels_of_a_rank_says_so_and_so_does_its_run(run, lossy):
+    ranks = [run, run.of_rank(1)]
+    ranks[1].profile.mkdir(parents=True)
+    for number, rank in enumerate(ranks):
+        training(steps=20).without_kernels(0.05 * (number in lossy)).write(rank.profile / "trace.json")
+    rundir.write_json(run.spec_json, {"measure": {"profile": "on"}})
+    files.finish(run)
+    warnings = files.load(run.profile)["warnings"]
+    assert [text.partition(": the profiler lost")[0] for text in warnings] == [f"rank {number}" for number in lossy]
+    assert all(text in summarise(run, {"state": "ok"}).warnings for text in warnings)
+    text = " ".join(as_text(files.load(run.profile), run.profile).split())
+    assert all(f"warning {sentence}" in text for sentence in warnings)
 
 
 @pytest.mark.parametrize("window", ["", "{}"])

@@ -6,6 +6,7 @@ import gzip
 import json
 import shutil
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 
-KERNELS, TIMELINE, PICTURE, HELD = "kernels.json", "timeline.json", "timeline.svg", "memory.svg"
+KERNELS, TIMELINE, PICTURE, HELD = rundir.KERNELS, "timeline.json", "timeline.svg", "memory.svg"
 PACKED, NSYS = "trace.json.gz", "nsys.nsys-rep"
 MOST_TRACE_BYTES = 128 * 2**20  # of JSON; a browser opens no more, and it packs into a tenth
 
@@ -28,22 +29,24 @@ def finish(run: RunDir) -> None:
     """Read the trace that each rank left, write kernels.json, timeline.json and timeline.svg beside it, and pack it.
     Raise TraceError where one cannot be read, once the others have been. Does nothing where there is none."""
     ranks = [run, *(run.of_rank(int(path.name[4:])) for path in sorted(run.profile.glob("rank[0-9]*")))]
-    errors = []
-    for rank in ranks:
+    errors, warnings = list[str](), list[str]()
+    for rank in reversed(ranks):  # the first, whose profile is shown, last: it has the others' warnings, too
         if (rank.profile / rundir.TRACE).is_file():
             try:
-                _finish(rank, len(ranks))
+                warnings[:0] = _finish(rank, len(ranks), warnings)
             except TraceError as error:
-                errors.append(str(error))
+                errors.insert(0, str(error))
     if errors:
         raise TraceError("; ".join(errors))
 
 
-def _finish(run: RunDir, ranks: int) -> None:
+def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
+    """Return what makes this rank's profile weak, as sentences."""
     raw = run.profile / rundir.TRACE
     trace = read(raw)
     work = work_of(trace)
-    document = analyse(trace, work, step_before(run))
+    own = [trace.lost if ranks == 1 else f"rank {run.rank or 0}: {trace.lost}"] if trace.lost else []
+    document = analyse(trace, work, step_before(run)) | {"warnings": [*own, *([] if run.rank else others)]}
     network = (rundir.read_json(run.machine).get("ceilings") or {}).get("network_gbs")
     document["communication"] = communication(trace, work, ranks, network)
     document["trace"] = pack(raw, run.profile / PACKED, trace)
@@ -57,6 +60,7 @@ def _finish(run: RunDir, ranks: int) -> None:
         raw.unlink()
     except OSError as error:
         raise rundir.disk_error(run.profile, error) from None
+    return own
 
 
 def step_before(run: RunDir) -> float | None:

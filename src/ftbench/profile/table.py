@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.table import text_table
+from ftbench.core.table import folded, text_table
 from ftbench.profile.names import short
 from ftbench.store.rundir import MEMORY, read_json
 
@@ -86,9 +86,10 @@ def _head(document: dict[str, Any]) -> list[str]:
         busy += f"; {units.percent(document['busy_share_unprofiled'])} of the steps just before, by the same work"
     idle = document["idle"]
     return [
-        f"{document['steps']} steps on {device}", step, busy,
+        f"{units.some(document['steps'], 'step')} on {device}", step, busy,
         f"idle      {idle['ms'] / document['steps']:.3f} ms a step, {idle['gaps'] / document['steps']:,.0f} stretches",
         f"backward  {units.percent(document['backward_share'])} of the work",
+        *(folded(f"warning   {text}") for text in document.get("warnings", [])),
     ]  # fmt: skip
 
 
@@ -109,7 +110,7 @@ def _memory(folder: Path) -> str:
     parts = ", ".join(f"{name} {units.gibibytes(peak[name])}" for name in document["categories"] if peak.get(name))
     lines = [f"memory    {units.gibibytes(peak['total_gb'])} GiB at its highest, in {peak['phase']}: {parts}"]
     lines += [
-        f"{units.gibibytes(each['gb']):>10} GiB  {each['category']}, {each['tensors']} tensors"
+        f"{units.gibibytes(each['gb']):>10} GiB  {each['category']}, {units.some(each['tensors'], 'tensor')}"
         + (f", {each['made_by']}" if each["made_by"] else "")
         for each in document["alive"][:_ALIVE]
     ]

@@ -30,8 +30,8 @@ STATES = ("running", "ok", "oom", "timeout", "error", "interrupted", NOT_FINITE)
 # Signals by which somebody else ends a process; a process that crashes gets others.
 CUT_SHORT = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 WAITING = "wait_for_gpu"  # the phase in which a worker waits until another run's is done
-# What a worker leaves in profile/ for whoever reads it.
-TRACE, WINDOW, MEMORY, OOM_MEMORY = "trace.json", "window.json", "memory.json", "oom.json"
+# What a worker leaves in profile/ for whoever reads it, and what is made of that.
+KERNELS, TRACE, WINDOW, MEMORY, OOM_MEMORY = "kernels.json", "trace.json", "window.json", "memory.json", "oom.json"
 _RESERVE_BYTES = 64 * 1024  # set aside so that a full disk still takes the last state
 
 

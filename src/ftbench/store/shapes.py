@@ -52,6 +52,7 @@ SHAPES: dict[str, Any] = {
         "step_ms": {"!": ("before",), "*": _NUMBER}, "idle": {"!": ("ms",), "ms": _REAL},
         "groups": [{"!": ("group", "time_ms"), "group": _NAME, "time_ms": _REAL}],
         "kernels": [{"!": ("name", "time_ms"), "name": _NAME, "group": _TEXT, "time_ms": _REAL, "calls": _NUMBER}],
+        "warnings": [_NAME],
     },
     "timeline.json": {
         "!": ("device", "ms", "groups", "phases", "idle"), "device": _NAME, "ms": _REAL, "groups": {"*": [[_REAL]]},

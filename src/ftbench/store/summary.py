@@ -13,7 +13,7 @@ from ftbench.core.stats import total
 from ftbench.store import completions, flop_rates, health, run_warnings
 from ftbench.store.documents import read_documents
 from ftbench.store.ranks import merge, read_ranks, spread
-from ftbench.store.rundir import RunDir, first_gpu, gpus_of, state_of
+from ftbench.store.rundir import KERNELS, RunDir, first_gpu, gpus_of, read_json, state_of
 from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
@@ -56,6 +56,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
     _learning(summary, everything, spec)
     if profiled(spec):  # the profiler slows steps and launches
         summary.warnings += [PROFILED, *run_warnings.warnings(everything, [], 0, machine, {}, ended_well=False)]
+        summary.warnings += read_json(run.profile / KERNELS).get("warnings", [])
         return summary
     _first_steps(summary, train, warm)
     if steady := train[warm:]:
