@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core.compare import (
+    TYPICAL_FREEDOM,
     TYPICAL_SPREAD,
     Pace,
     Ratio,
@@ -22,6 +25,8 @@ from ftbench.core.compare import (
     spread_between,
 )
 from ftbench.core.stats import median_error, t_quantile
+
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
 
 # --- what differs ----------------------------------------------------------------------------------------------------
 
@@ -125,6 +130,70 @@ def test_the_interval_between_runs_holds_the_truth_in_95_of_100():
         return ratio_of_runs(*sides), math.exp(0.1)
 
     assert 0.92 <= covered(make) <= 0.99
+
+
+def test_what_is_known_of_like_runs_counts_as_one_run_more():
+    baseline, candidate = [10.0, 10.02], [11.0, 11.01, 11.02]
+    found = ratio_of_runs(baseline, candidate, spread=0.002)
+    variances = []
+    for side in (baseline, candidate):
+        own, freedom = statistics.variance(map(math.log, side)), len(side) - 1
+        variances.append(max(own, (0.002**2 + freedom * own) / (1 + freedom)) / len(side))
+    half = t_quantile(0.975, 2) * math.sqrt(sum(variances))
+    assert math.log(found.high / found.value) == pytest.approx(half)
+    assert (found.verdict, found.basis) == ("higher", "runs")
+    # Two runs a side that happen to agree say no more than like runs do; and those that do not, are believed.
+    assert ratio_of_runs([2.0, 2.0], [2.001, 2.001], spread=0.002).verdict == "not distinguishable"
+    assert ratio_of_runs([2.0, 3.0], [2.4, 3.3], spread=0.002).verdict == "not distinguishable"
+
+
+def test_a_side_that_ran_once_makes_an_answer_likely_at_most():
+    assert ratio_of_runs([10.0], [11.0, 11.02], spread=0.002).verdict == "likely higher"
+    assert ratio_of_runs([10.0, 10.01], [11.0, 11.02], spread=0.002).verdict == "higher"
+
+
+@pytest.mark.parametrize("runs", [(2, 2), (2, 3), (3, 3), (5, 5)])
+@pytest.mark.parametrize(
+    "deviation",
+    [lambda dice: 0.0005, lambda dice: 0.0025, lambda dice: 0.005, lambda dice: 0.02, lambda dice: 0.1,
+     lambda dice: dice.choice([0.0005, 0.002, 0.005, 0.02]), lambda dice: 0.0025 / abs(dice.gauss(0, 1))],
+)  # fmt: skip
+def test_however_far_runs_spread_an_interval_with_what_is_known_holds_the_truth(runs, deviation):
+    """A card at its power limit, a host that stalls, and specs that are unlike each other in this."""
+
+    def make(dice):
+        own = deviation(dice)
+        sides = [[math.exp(dice.gauss(mean, own)) for _ in range(n)] for mean, n in zip((0.0, 0.1), runs, strict=True)]
+        return ratio_of_runs(*sides, spread=TYPICAL_SPREAD), math.exp(0.1)
+
+    assert covered(make) >= 0.93
+
+
+def test_the_spread_of_like_runs_is_what_the_committed_runs_say():
+    """The likelihood of the repeated specs' variances, which follow a scaled F distribution where variances follow a
+    scaled inverse χ², is hardly better anywhere than at what is shipped."""
+    groups: dict[tuple[Path, str], list[float]] = {}
+    for file in sorted(RESULTS.rglob("summary.json")):
+        summary = json.loads(file.read_text("utf-8"))
+        if summary["state"] == "ok" and summary["gpu"] and summary["steps"]["steady"] >= 6:
+            spec = file.parent.name.rpartition("-r")[0]
+            groups.setdefault((file.parent.parent, spec), []).append(summary["tokens_per_s"].get("real") or 0.0)
+    repeated = [list(map(math.log, values)) for values in groups.values() if len(values) > 1 and min(values) > 0]
+    assert len(repeated) >= 25
+
+    def likelihood(spread, freedom):
+        return sum(_log_f(statistics.variance(logs) / spread**2, len(logs) - 1, freedom) - 2 * math.log(spread)
+                   for logs in repeated)  # fmt: skip
+
+    best = max(likelihood(0.0005 * 1.2**i, 0.25 * 1.3**j) for i in range(20) for j in range(14))
+    assert likelihood(TYPICAL_SPREAD, TYPICAL_FREEDOM) > best - 2  # within its 95 % region: χ² of 2 degrees, 5.99 / 2
+
+
+def _log_f(x, d1, d2):
+    """Return the logarithm of the density of Snedecor's F (Abramowitz and Stegun 26.6)."""
+    beta = math.lgamma(d1 / 2) + math.lgamma(d2 / 2) - math.lgamma((d1 + d2) / 2)
+    return (d1 / 2 * math.log(d1 / d2) + (d1 / 2 - 1) * math.log(x)
+            - (d1 + d2) / 2 * math.log1p(d1 * x / d2) - beta)  # fmt: skip
 
 
 # --- within runs -----------------------------------------------------------------------------------------------------

@@ -4,10 +4,13 @@ judged in `core/learning.py`.
 
 An interval comes from the best evidence there is:
 
-`runs`   several runs on a side, each a fresh process: Welch's unequal-variances t interval (B. L. Welch, Biometrika 34,
-         1947) of the difference of the mean logarithms, turned back into a ratio. The ratio is that of the geometric
-         means. Where only one side was repeated, the other is taken to spread alike (J. R. Crawford and D. C. Howell,
-         The Clinical Neuropsychologist 12, 1998: one value against a sample).
+`runs`   several runs on a side, each a fresh process: a t interval of the difference of the mean logarithms, turned
+         back into a ratio. The ratio is that of the geometric means. Where it is known how far like runs spread, that
+         counts as one more run (a moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004), never makes
+         a side steadier than it showed itself, and the side with fewer runs gives the degrees of freedom; where it is
+         not known the interval is Welch's (B. L. Welch, Biometrika 34, 1947). Where only one side was repeated, the
+         other is taken to spread alike (J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one
+         value against a sample), and the verdict is `likely` at most.
 `steps`  one run a side. The order-statistic interval of each run's median step gives the standard error of its
          logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratios of medians); where both ran
          the same tokens in the same order the steps are taken in pairs. A run that is started again differs by more
@@ -28,6 +31,9 @@ UNPROVEN = ("dataset.hash", "dataset.order_hash")  # a recipe is called the same
 # Standard deviation of the logarithm of a rate between runs of one spec on one GPU, where no runs at hand tell it: the
 # middle of eight repeated specs on an H200 (results/h200/plain and results/h200/recipes).
 TYPICAL_SPREAD = 0.0025
+# How many runs that knowledge is worth, in degrees of freedom: specs are as unlike in how their runs spread (0.01 to
+# 13 % on an H200) as variances of two runs each are by chance (tests/core/test_compare.py).
+TYPICAL_FREEDOM = 1
 _VAGUE = 4.0  # an interval whose ends are this far apart says hardly more than the direction
 
 
@@ -51,11 +57,11 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """`higher`, `lower`, `not distinguishable`, or `unknown` without an interval; of one run a side no more than
-        `likely higher` or `likely lower`."""
+        """`higher`, `lower`, `not distinguishable`, or `unknown` without an interval; where a side ran once, no more
+        than `likely higher` or `likely lower`."""
         if self.low is None:
             return "unknown"
-        likely = "likely " if self.basis == "steps" else ""
+        likely = "likely " if min(self.runs) == 1 else ""
         return f"{likely}{self.direction}" if self.direction else "not distinguishable"
 
     @property
@@ -92,16 +98,19 @@ def geometric_mean(values: Sequence[float]) -> float | None:
     return math.exp(statistics.fmean(map(math.log, values))) if values and min(values) > 0 else None
 
 
-def ratio_of_runs(baseline: Sequence[float], candidate: Sequence[float], *, comparisons: int = 1) -> Ratio | None:
+def ratio_of_runs(
+    baseline: Sequence[float], candidate: Sequence[float], *, spread: float | None = None, comparisons: int = 1
+) -> Ratio | None:
     """Return the ratio of a positive figure, one value a run, with an interval by the rule `runs`, one of `comparisons`
-    that are read together; without an interval where neither side was repeated, None where a side has no value."""
+    that are read together; `spread` is the standard deviation of the figure's logarithm between like runs, None where
+    it is not known. Without an interval where neither side was repeated, None where a side has no value."""
     above, below = geometric_mean(candidate), geometric_mean(baseline)
     if above is None or below is None:
         return None
     value, counts = above / below, (len(baseline), len(candidate))
     if max(counts) < 2:
         return Ratio(value, runs=counts)
-    error, freedom = _standard_error([[math.log(x) for x in side] for side in (baseline, candidate)])
+    error, freedom = _standard_error([[math.log(x) for x in side] for side in (baseline, candidate)], spread)
     half = t_quantile(_two_sided(comparisons), freedom) * error if error else 0.0
     half = min(half, 500.0)  # beyond it an interval has no end that a number could hold
     return Ratio(value, value * math.exp(-half), value * math.exp(half), "runs", counts)
@@ -112,15 +121,25 @@ def _two_sided(comparisons: int) -> float:
     return 1 - (1 - CONFIDENCE) / comparisons / 2
 
 
-def _standard_error(sides: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the standard error of the difference of two means, with Welch's degrees of freedom."""
-    repeated = [side for side in sides if len(side) > 1]
-    variances = [statistics.variance(side) if len(side) > 1 else statistics.variance(repeated[0]) for side in sides]
-    parts = [variance / len(side) for variance, side in zip(variances, sides, strict=True)]
-    if len(repeated) == 1 or not sum(parts):
-        return math.sqrt(sum(parts)), float(len(repeated[0]) - 1)
+def _standard_error(sides: Sequence[Sequence[float]], spread: float | None) -> tuple[float, float]:
+    """Return the standard error of the difference of two means, with its degrees of freedom."""
+    known = [variance_of(side, spread) for side in sides if len(side) > 1]
+    most, fewest = max(variance for variance, _ in known), min(freedom for _, freedom in known)
+    parts = [(variance_of(side, spread)[0] if len(side) > 1 else most) / len(side) for side in sides]
+    if spread is not None or len(known) == 1 or not sum(parts):
+        return math.sqrt(sum(parts)), fewest
     freedom = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, sides, strict=True))
     return math.sqrt(sum(parts)), freedom
+
+
+def variance_of(logs: Sequence[float], spread: float | None) -> tuple[float, float]:
+    """Return the variance of two or more runs' logarithms and its degrees of freedom, with what is known of like runs
+    as one run more, where that is more than they showed themselves."""
+    own, freedom = statistics.variance(logs), len(logs) - 1
+    if spread is None:
+        return own, float(freedom)
+    both = (TYPICAL_FREEDOM * spread**2 + freedom * own) / (TYPICAL_FREEDOM + freedom)
+    return max(own, both), float(TYPICAL_FREEDOM + freedom)
 
 
 def ratio_of_steps(

@@ -166,8 +166,8 @@ def _per_step(steps: steps_csv.Steps, name: str) -> Mapping[int, float]:
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     """Return the ratio of a figure; of one run a side the steps are all there is to tell the noise from."""
-    sides = baseline.values(name), cell.values(name)
-    ratio = core.ratio_of_runs(*sides, comparisons=noise.comparisons)
+    sides, spread = (baseline.values(name), cell.values(name)), noise.spread.get(name, core.TYPICAL_SPREAD)
+    ratio = core.ratio_of_runs(*sides, spread=spread, comparisons=noise.comparisons)
     if ratio is None or len(baseline.ok) > 1 or len(cell.ok) > 1:
         return ratio
     first, second = baseline.ok[0], cell.ok[0]
@@ -176,7 +176,6 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     paired = len(common) >= min(len(below), len(above)) / 2
     paired = paired and _same_tokens(baseline, cell) and _same_samples(first, second)
     columns = [[side[step] for step in common] if paired else list(side.values()) for side in (below, above)]
-    spread = noise.spread.get(name, core.TYPICAL_SPREAD)
     return core.ratio_of_steps(
         ratio.value, *columns, paired=paired, spread=spread, comparisons=noise.comparisons
     )  # fmt: skip

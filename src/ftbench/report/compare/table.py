@@ -50,13 +50,13 @@ _EXACT = 0.0005
 _FIRST = ("speed", "samples/h", "peak GiB", "loss", "also differs", "state")  # what a narrow terminal shows
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "also differs", "state", "name")
 NOTE = (
-    "Changes are against the baseline, with their 95 % interval in brackets; ≈ is not distinguishable, ? is without an "
-    "interval (one run a side with fewer than six steady steps, or a figure that a run has only once). Of several runs "
-    "the interval comes from the spread between them; of one run a side from its steps and the spread between like "
-    "runs, and the answer is likely at most. It holds for these machines, not for others of their kind. Loss is the "
-    "difference of the mean loss a label token over the same samples; energy is the GPU's, per sample. Samples are "
-    "real tokens over the mean length of the data. First steps are kept apart by the compiler's cache; break-even "
-    "counts a cold one where there is one."
+    "Changes are against the baseline, with their 95 % interval in brackets; ≈ is not distinguishable, ? is without "
+    "an interval (one run a side with fewer than six steady steps, or a figure that a run has only once). The "
+    "interval of several runs comes from the spread between them and, as one run more, between like runs; of one run "
+    "a side from its steps and the spread between like runs. Where a side ran once the answer is likely at most. It "
+    "holds for these machines, not for others of their kind. Loss is the difference of the mean loss a label token "
+    "over the same samples; energy is the GPU's, per sample. Samples are real tokens over the mean length of the "
+    "data. First steps are kept apart by the compiler's cache; break-even counts a cold one where there is one."
 )
 
 

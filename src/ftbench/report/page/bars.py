@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.compare import TYPICAL_SPREAD
+from ftbench.core.compare import TYPICAL_SPREAD, variance_of
 from ftbench.core.stats import CONFIDENCE, t_quantile
 from ftbench.report.page.figures import NUMBERS
 from ftbench.report.page.view import RunRow, View
@@ -54,11 +54,13 @@ def _rounded(figure: Figure) -> list[float | None]:
 
 def of_repeats(values: Sequence[float]) -> Figure:
     """Return the geometric mean of runs in fresh processes, which every table shows, and its 95 % interval (Student's
-    t over the logarithms); the arithmetic mean without one where a value is not positive."""
+    t over the logarithms, with what like runs spread by); the arithmetic mean without one where a value is not
+    positive."""
     if min(values) <= 0:
         return statistics.fmean(values), None, None
     logs = list(map(math.log, values))
-    half = t_quantile((1 + CONFIDENCE) / 2, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    variance, freedom = variance_of(logs, TYPICAL_SPREAD)
+    half = t_quantile((1 + CONFIDENCE) / 2, freedom) * math.sqrt(variance / len(logs))
     mean = statistics.fmean(logs)
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 

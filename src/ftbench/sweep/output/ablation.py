@@ -30,10 +30,10 @@ ABLATION = "ablation.md"
 _TEXT = ("variant", "against", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
 NOTE = (
     "Δ speed in real tokens per second, with its 95 % interval in brackets: of several runs a side from the spread "
-    "between them, of one from its steps and the spread between like runs (likely at most); ≈ is not distinguishable, "
-    "? is without an interval. Peak: tensors of the GPU (on a CPU: the process). Δ loss: of the mean over the same "
-    "samples, with what is allowed, and of the gradient norm. Break-even: after how many steps a slow start has paid "
-    "for itself. All intervals hold at once, with 95 %."
+    "between them and like runs, of one from its steps and the spread between like runs (likely at most); ≈ is not "
+    "distinguishable, ? is without an interval. Peak: tensors of the GPU (on a CPU: the process). Δ loss: of the mean"
+    " over the same samples, with what is allowed, and of the gradient norm. Break-even: after how many steps a slow "
+    "start has paid for itself. All intervals hold at once, with 95 %."
 )
 
 
