@@ -249,12 +249,17 @@ def test_the_largest_batch_is_that_of_the_memory_estimate():
     for name in ("H200 SXM", "A100 40GB", "RTX 4090"):
         for way in tried:
             one = candidates.with_batch(way, 1, 1)
-            assert memory_cache.largest_batch(one, GPUS[name]) == largest_batch(one, GPUS[name])
+            largest = memory_cache.largest_batch(one, GPUS[name])
+            assert largest == largest_batch(one, GPUS[name])
+            assert MemoryCache().largest_batch(one, GPUS[name], most=5) == (largest and min(largest, 5))
 
 
 def test_weighing_every_way_is_little_work():
     goal = Goal(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, store=Store.read(ROOT / "results"))
     assert calls_of(lambda: recommend(goal)) < 2_600_000, "it grows with the runs of the store"
+    every = tuple(gpu for gpu in GPUS.values() if gpu.bf16)
+    goal = Goal(Experiment.model_validate(SPEC), every, 1e6, effective_batch=4)
+    assert calls_of(lambda: recommend(goal)) < 5_000_000, "no batch is sought beyond the effective one"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

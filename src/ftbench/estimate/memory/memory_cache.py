@@ -43,10 +43,12 @@ class MemoryCache:
         verdict = verdict_of(curve[size].device, has)
         return replace(curve[size], total=has.total, usable=has.usable, margin=has.margin, verdict=verdict)
 
-    def largest_batch(self, spec: Experiment, gpu: Gpu | float, likely: bool = False) -> int | None:
-        """Return the largest train.batch_size whose verdict is `fits`, at most the samples that there are; None where
-        not even one does. With `likely` the largest that is expected to fit, with no margin: where a search may
-        start."""
+    def largest_batch(
+        self, spec: Experiment, gpu: Gpu | float, likely: bool = False, most: int = MOST_BATCH
+    ) -> int | None:
+        """Return the largest train.batch_size whose verdict is `fits`, at most the samples that there are and `most`;
+        None where not even one does. With `likely` the largest that is expected to fit, with no margin: where a search
+        may start."""
         has, curve = capacity(gpu, self._total), self._curve(spec, gpu)
 
         def needed(estimate: MemoryEstimate) -> float:
@@ -54,7 +56,8 @@ class MemoryCache:
 
         known = {size: needed(estimate) for size, estimate in curve.items()}
         room = has.usable - (0 if likely else has.margin) + RESERVE
-        return _largest_within(spec, lambda size: needed(self._of(curve, spec, gpu, size)), room, known)
+        most = min(MOST_BATCH, most, spec.dataset.samples or most)
+        return _largest_within(most, lambda size: needed(self._of(curve, spec, gpu, size)), room, known)
 
 
 def largest_batch(spec: Experiment, gpu: Gpu | float, *, likely: bool = False, **options: Any) -> int | None:
@@ -62,12 +65,9 @@ def largest_batch(spec: Experiment, gpu: Gpu | float, *, likely: bool = False, *
     return MemoryCache(**options).largest_batch(spec, gpu, likely)
 
 
-def _largest_within(
-    spec: Experiment, needed: Callable[[int], float], room: float, known: Mapping[int, float]
-) -> int | None:
-    """Return the largest batch that needs no more than `room`, in few steps: memory is nearly a straight line over the
-    batch size. `known` is what some sizes need."""
-    most = min(MOST_BATCH, spec.dataset.samples or MOST_BATCH)
+def _largest_within(most: int, needed: Callable[[int], float], room: float, known: Mapping[int, float]) -> int | None:
+    """Return the largest batch, up to `most`, that needs no more than `room`, in few steps: memory is nearly a straight
+    line over the batch size. `known` is what some sizes need."""
     known = {1: needed(1)} | {size: need for size, need in known.items() if size <= most}
     if known[1] > room:
         return None

@@ -101,6 +101,8 @@ def groups(recipe: Recipe, layer: Layer) -> list[Group]:
 def fused(model: ModelShape, recipe: Recipe) -> float:
     """Return what fused_lora's matrices hold beyond the weights in them (`augmented`), or its copies of the adapters of
     a group, A of all, B of all, and that block by block (`beside`), in the type of products."""
+    if recipe.fused == "off":
+        return 0.0
     every = [(count, group) for layer, count in model.kinds for group in groups(recipe, layer)]
     if recipe.fused == "augmented":
         more = sum(count * ((each.outputs + each.columns) * (each.inputs + each.columns) - each.outputs * each.inputs)
@@ -108,7 +110,7 @@ def fused(model: ModelShape, recipe: Recipe) -> float:
         return float(recipe.weight * more)
     copies = sum(count * (each.ranks * (each.inputs + each.outputs) + recipe.rank * each.outputs)
                  for count, each in every)  # fmt: skip
-    return float(recipe.compute * copies) if recipe.fused == "beside" else 0.0
+    return float(recipe.compute * copies)
 
 
 def loading(model: ModelShape, recipe: Recipe) -> float:

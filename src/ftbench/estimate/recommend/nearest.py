@@ -52,13 +52,13 @@ def _fit(way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache
     capability = capability_of(gpu)
     if refusals_on(way.spec, capability):
         return None
-    batch, samples = spec.train.batch_size, shared_samples(spec, way.spec.launch)
-    if samples is None:
+    if (samples := shared_samples(spec, way.spec.launch)) is None:
         return None
-    largest = memory_cache.largest_batch(way.sized(1, 2 if samples > 1 else 1, capability), gpu)
+    smallest = way.sized(1, 2 if samples > 1 else 1, capability)
+    largest = memory_cache.largest_batch(smallest, gpu, most=min(spec.train.batch_size, samples))
     if largest is None:
         return None
-    size = next(size for size in range(min(largest, batch, samples), 0, -1) if samples % size == 0)
+    size = next(size for size in range(largest, 0, -1) if samples % size == 0)
     sized = way.sized(size, samples // size, capability)
     memory = memory_cache.estimate(sized, gpu)
     if memory.verdict != "fits":

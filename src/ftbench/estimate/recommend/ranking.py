@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -91,8 +91,9 @@ class Recommendation:
 def recommend(goal: Goal) -> Recommendation:
     """Raise SpecError for a spec that nothing is known of: a model without a shape, a precision in which no GPU has a
     rate."""
-    if len(unknown := [why for gpu in goal.gpus if (why := _unrated(gpu, goal))]) == len(goal.gpus):
-        raise SpecError(*unknown)
+    unrated = {gpu: why for gpu in goal.gpus if (why := _unrated(gpu, goal))}
+    if len(unrated) == len(goal.gpus):
+        raise SpecError(*unrated.values())
     methods = goal.methods or candidates.own_kind(goal.spec)
     equal = len(set(goal.store.lengths(goal.spec).values)) == 1
     memory_cache, reasons, fitting, weighed = MemoryCache(config=goal.config), Counter[str](), list[Option](), 0
@@ -107,7 +108,7 @@ def recommend(goal: Goal) -> Recommendation:
             seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
             if len(seen) == known:  # an `auto` that is off here is another way's off
                 continue
-            outcome = _refused(way, gpu, goal) or _best_batch(way, gpu, goal, memory_cache)
+            outcome = _refused(way, gpu, unrated) or _best_batch(way, gpu, goal, memory_cache)
             if isinstance(outcome, str):
                 reasons[outcome] += 1
             else:
@@ -116,16 +117,16 @@ def recommend(goal: Goal) -> Recommendation:
     kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: _rank(each, goal))
     closest, missed = _closest(fitting, goal) if fitting and not kept else (None, "")
     if not fitting:
-        missed = _least(goal, methods, memory_cache)
+        missed = _least(goal, methods, memory_cache, unrated)
     return Recommendation(goal, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
 
 
-def _refused(way: Way, gpu: Gpu, goal: Goal) -> str | None:
+def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
     if way.problems:
         return f"cannot work: {way.problems[0]}"
     if problems := refusals_on(way.spec, capability_of(gpu)):
         return f"not on {gpu.name}: {problems[0]}"
-    return f"not on {gpu.name}: {why}" if (why := _unrated(gpu, goal)) else None
+    return f"not on {gpu.name}: {unrated[gpu]}" if gpu in unrated else None
 
 
 def _unrated(gpu: Gpu, goal: Goal) -> str | None:
@@ -146,13 +147,13 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
             return f"the samples of a step do not divide by {way.spec.launch.gpus} GPUs (--effective-batch)"
         return "packing counts rows, and no number of them holds as many samples as a step has (--effective-batch)"
     smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
-    largest = memory_cache.largest_batch(smallest, gpu)
+    shares = division_of(way.spec.launch).data
+    most = max(1, math.ceil(goal.samples / shares))  # the first step is a whole batch
+    largest = memory_cache.largest_batch(smallest, gpu, most=min(most, effective or most))
     if largest is None:
         uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {place_of(way.spec, gpu)}"
-    shares = division_of(way.spec.launch).data
-    most = max(1, min(largest, math.ceil(goal.samples / shares)))  # the first step is a whole batch
-    pairs = candidates.batches(most, effective)
+    pairs = candidates.batches(largest, effective)
     if len(goal.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller smallest needs less memory
         pairs = pairs[-2:] if goal.objective == "memory" else pairs[:2]
     options = [_option(way.sized(*pair, capability), gpu, goal, memory_cache) for pair in pairs]
@@ -232,12 +233,12 @@ def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]
     return option, f"{limit}: {took}, {factor:,.2f} times"
 
 
-def _least(goal: Goal, methods: Sequence[str], memory_cache: MemoryCache) -> str:
+def _least(goal: Goal, methods: Sequence[str], memory_cache: MemoryCache, unrated: Mapping[Gpu, str]) -> str:
     """Return what comes closest to fitting a GPU, in words; nothing where every way was refused for another reason."""
     estimates = [
         (memory.device.high - memory.total, way.spec, gpu, memory)
         for way in candidates.ways(goal.spec, methods, True, goal.config)
-        for gpu in goal.gpus if not _refused(way, gpu, goal)
+        for gpu in goal.gpus if not _refused(way, gpu, unrated)
         for memory in [memory_cache.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
     ]  # fmt: skip
     if not estimates:

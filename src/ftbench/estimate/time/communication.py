@@ -51,8 +51,10 @@ class Traffic:
 
 def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> Traffic:
     """Return what one GPU sends in a step; `shape` and `batches` are its own part of the model and of the batch."""
-    division, recipe = division_of(spec.launch), recipe_of(spec, shape.model)
-    passes = spec.train.gradient_accumulation_steps
+    division = division_of(spec.launch)
+    if division.gpus == 1:
+        return Traffic()
+    recipe, passes = recipe_of(spec, shape.model), spec.train.gradient_accumulation_steps
     positions = passes * sum(batch.weight * batch.positions for batch in batches)
     sent = _of_states(division, recipe, shape, passes)
     if division.tensor > 1:
