@@ -216,9 +216,11 @@ def test_a_longer_description_that_was_there_leaves_nothing_behind(tmp_path):
         assert holder_of(tmp_path) == process_identity.this_process()
 
 
-def test_a_holder_that_has_not_said_who_it_is_is_another_process(tmp_path):
+@pytest.mark.parametrize("said", ["", "{", "5", '{"pid": 7}', '{"pid": 7, "host": null}', '{"pid": [], "host": "a"}',
+                                  '{"host": "elsewhere"}'])  # fmt: skip
+def test_a_holder_that_has_not_said_who_it_is_is_another_process(tmp_path, said):
     with locked(tmp_path):
-        (tmp_path / LOCK).write_text("")
+        (tmp_path / LOCK).write_text(said)
         with pytest.raises(FtbenchError, match=r"running there \(another process\)"), locked(tmp_path):
             pytest.fail("two at once")
 

@@ -43,6 +43,7 @@ _JOB = {"!": ("run", "what", "state"), "run": _NAME, "what": _NAME, "state": _NA
 
 SHAPES: dict[str, Any] = {
     "sweep.json": {"!": ("jobs", "running", "at"), "at": _NAME, "left_s": _NUMBER, "running": [_NAME], "jobs": [_JOB]},
+    ".lock": {"!": ("pid", "host"), "pid": _COUNT, "start": _KNOWN_COUNT, "boot": _TEXT, "host": _NAME},
     "manifest.json": {"!": ("files",), "files": {"*": {"sha256": _NAME, "redacted": _COUNT}}},  # of a bundle
     "digest.json": {"!": ("files",), "files": {"*": _NAME}},
     "samples.json": {"prompts": [{"!": ("prompt",), "prompt": _NAME, "before": _TEXT, "after": _TEXT}]},
