@@ -17,7 +17,7 @@ import typer
 
 from commands import TINY, write_spec
 from ftbench import __version__
-from ftbench.cli import app
+from ftbench.cli import app, asked_for
 from ftbench.core import rows
 from ftbench.errors import DataError, MissingError
 from ftbench.launch import runner
@@ -377,6 +377,16 @@ def test_nothing_heavy_stands_behind_the_command_line(module):
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_of_the_commands_the_one_that_is_named_is_made_and_else_all(monkeypatch):
+    every = list(typer.main.get_command(app).commands)
+    for name in every:
+        monkeypatch.setattr(sys, "argv", ["ftbench", name, "--help"])
+        assert list(typer.main.get_command(asked_for()).commands) == [name]
+    for arguments in ([], ["--help"], ["estimat"]):
+        monkeypatch.setattr(sys, "argv", ["ftbench", *arguments])
+        assert list(typer.main.get_command(asked_for()).commands) == every
 
 
 def test_a_command_that_ends_looks_for_no_garbage_once_more():

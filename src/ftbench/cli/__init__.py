@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import importlib
@@ -14,6 +15,7 @@ import threading
 from typing import Annotated
 
 import typer
+from typer.models import CommandInfo
 
 from ftbench import __version__
 from ftbench.cli.shared import app, emit, guard, tell
@@ -63,7 +65,7 @@ def _command() -> None:
     stdout = sys.stdout
     try:
         try:
-            app(standalone_mode=True)
+            asked_for()(standalone_mode=True)
         finally:
             unread = sys.stdout is not stdout  # typer puts another in its place where nobody reads it
             stdout.flush()
@@ -78,6 +80,19 @@ def _command() -> None:
         sys.exit(UNREAD)
     except OSError as error:
         _fail_for_file(error)
+
+
+def asked_for() -> typer.Typer:
+    """Return the application with the one command that the first argument names, or with all where it names none:
+    reading the options of every command takes longer than many a command."""
+    named = [each for each in app.registered_commands if _called(each) in sys.argv[1:2]]
+    result = copy.copy(app)
+    result.registered_commands = named or app.registered_commands
+    return result
+
+
+def _called(command: CommandInfo) -> str | None:
+    return command.name or (command.callback and command.callback.__name__)
 
 
 def _prepare_streams() -> None:
