@@ -16,7 +16,7 @@ import pytest
 
 import warm
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import environments, frameworks
+from ftbench.launch import environments, frameworks, process
 from ftbench.spec.frameworks import FRAMEWORKS
 from waiting import eventually
 
@@ -114,6 +114,14 @@ def test_what_a_framework_imports_and_has_no_use_for_is_an_empty_module(uv, tmp_
 def test_what_the_installer_met_is_said_in_a_sentence_and_nothing_is_left(uv, tmp_path, then, said):
     uv(then)
     with pytest.raises(MissingError, match=said):
+        environments.create("axolotl", tmp_path / "made", lambda text: None)
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_installer_that_prints_for_ever_is_ended_before_the_disk_is_full(uv, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_MOST_LOG", 1 << 20)
+    uv("yes | head -c 2000000; sleep 900")
+    with pytest.raises(MissingError, match="env create axolotl: prints without end; nothing of it is left"):
         environments.create("axolotl", tmp_path / "made", lambda text: None)
     assert not (tmp_path / "made").exists()
 

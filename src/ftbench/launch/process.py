@@ -23,6 +23,7 @@ from ftbench.launch import family, supervisor
 
 GRACE_S = 20.0  # between TERM and KILL: time to write the last rows, on a busy machine too
 TICK_S = 0.5
+_MOST_LOG = 1 << 26  # bytes of what no run prints: installers, probes and simulations say a thousandth
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,20 @@ def run_module(
 def run_to_end(
     argv: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float, late: str
 ) -> tuple[Exit, str | None]:
-    """Run a child process to its end, at most `limit_s` seconds; return how it ended, and in words why not well
-    (`late`, its exit code, its last words). Raise KeyboardInterrupt where a signal ended it."""
+    """Run a child process to its end, at most `limit_s` seconds and a log of _MOST_LOG bytes; return how it ended, and
+    in words why not well (`late`, its exit code, its last words). Raise KeyboardInterrupt where a signal ended it."""
     family.end_orphans()
     end = time.monotonic() + limit_s
-    stop = Stop("timeout", late)
+
+    def watch() -> Stop | None:
+        if log.stat().st_size > _MOST_LOG:
+            return Stop("error", "prints without end")
+        return Stop("timeout", late) if time.monotonic() > end else None
+
     with signals() as signals_pipe:
-        ended = run_child(argv, env, log, signals_pipe, lambda: stop if time.monotonic() > end else None)
+        ended = run_child(argv, env, log, signals_pipe, watch)
+    if log.stat().st_size > _MOST_LOG:
+        os.truncate(log, _MOST_LOG)
     if ended.stop and ended.stop.state == "interrupted":
         raise KeyboardInterrupt
     if ended.stop or ended.code == 0:
