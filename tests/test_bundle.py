@@ -585,6 +585,6 @@ def test_files_of_a_run_that_are_other_json_are_told_without_a_traceback(bundled
 @pytest.mark.parametrize("name", ["x.zip", "x.tar", "x.tar.gz"])
 def test_a_name_of_another_kind_of_archive_is_refused(tmp_path, name):
     made_run(tmp_path)
-    with pytest.raises(SpecError, match=r"a bundle is a tar in zstd: name it x.*\.zst"):
+    with pytest.raises(SpecError, match=r"a bundle is a tar in zstd: name it x\.tar\.zst"):
         pack.make([tmp_path], tmp_path / name)
     assert not (tmp_path / name).exists()

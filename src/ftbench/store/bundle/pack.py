@@ -43,7 +43,8 @@ def make(paths: Sequence[Path], output: Path, with_logs: bool = False) -> Made:
     """Bundle all runs at or below `paths`: what measures and describes them, without weights, adapters and (unless
     `with_logs`) what the libraries printed. Raises SpecError where there is no run, MissingError for a full disk."""
     if output.suffix.lower() not in ("", ".zst", ".tzst"):
-        raise SpecError(f"-o {output}: a bundle is a tar in zstd: name it {output.stem}.tar.zst")
+        name = output.name.partition(".")[0] or "runs"
+        raise SpecError(f"-o {output}: a bundle is a tar in zstd: name it {name}.tar.zst")
     made = Made()
     sources = dict(sorted(_sources(paths, with_logs, made).items()))
     hashes: dict[str, dict[str, Any]] = {}
