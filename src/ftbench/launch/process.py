@@ -92,13 +92,13 @@ def run_to_end(
     end = time.monotonic() + limit_s
 
     def watch() -> Stop | None:
-        if log.stat().st_size > _MOST_LOG:
+        if log.exists() and log.stat().st_size > _MOST_LOG:
             return Stop("error", "prints without end")
         return Stop("timeout", late) if time.monotonic() > end else None
 
     with signals() as signals_pipe:
         ended = run_child(argv, env, log, signals_pipe, watch)
-    if log.stat().st_size > _MOST_LOG:
+    if ended.stop and ended.stop.state == "error":
         os.truncate(log, _MOST_LOG)
     if ended.stop and ended.stop.state == "interrupted":
         raise KeyboardInterrupt
