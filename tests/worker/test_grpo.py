@@ -209,7 +209,7 @@ def test_the_reward_is_learned_and_not_where_nothing_is_learned_or_nothing_is_be
     assert (figures["reward_first"], figures["reward_last"]) == (rewards[0], rewards[-1])
     still = trained(train_here(**LEARNS, measure={"control": "learning_rate_0"}))
     assert max(row.reward for row in still) < 0.7
-    monkeypatch.setattr(policy, "even_tokens", lambda completion_ids, **_: [0.5] * len(completion_ids))
+    monkeypatch.setattr(policy.rewards, "even_tokens", lambda completion_ids, **_: [0.5] * len(completion_ids))
     for row in trained(train_here(**LEARNS)):
         assert (row.loss, row.grad_norm, row.reward) == (0, 0, 0.5)
 

@@ -17,7 +17,7 @@ from ftbench.launch.launchers import command_of, launcher_of
 from ftbench.launch.ranks import too_many
 from ftbench.profile import files as profiles
 from ftbench.profile.trace import TraceError
-from ftbench.spec import identity
+from ftbench.spec import identity, rewards
 from ftbench.spec.dataset_rows import check_file
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
@@ -202,7 +202,8 @@ def _path_problems(spec: Experiment) -> list[str]:
         file = Path(spec.model.path)
         if not (file / "config.json" if file.is_dir() else file).is_file():
             problems.append(f"model.path: {spec.model.path}: no such config.json")
-    return problems
+    sentences = map(rewards.problem, getattr(spec.objective, "reward", None) or ())
+    return problems + [f"objective.reward: {sentence}" for sentence in sentences if sentence]
 
 
 def check_disk(out: Path) -> None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ftbench.spec import rewards
 from ftbench.spec.experiment import Experiment
 
 _END = 1 << 20  # bytes of each end of a file that are hashed
@@ -36,6 +37,8 @@ def _relevant(spec: Experiment, known: dict[int, Any]) -> dict[str, Any]:
     for part in ("model", "dataset"):
         if path := values[part].get("path"):
             values[part]["path"] = _content(Path(path))
+    if own := values["objective"].get("reward"):
+        values["objective"]["reward"] = [[*_content(file), name] for file, name in map(rewards.parts, own)]
     if spec.launch.mock != "off":
         values["mock"] = [spec.launch.mock, spec.launch.mock_fits]
     return {key: value for key, value in values.items() if value != {}}

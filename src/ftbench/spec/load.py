@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ftbench.errors import SpecError
-from ftbench.spec import recipes
+from ftbench.spec import recipes, rewards
 from ftbench.spec.base import shortened, shown
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.generate import with_prompts
@@ -164,6 +164,9 @@ def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         section = data.get(part)
         if isinstance(section, dict) and isinstance(section.get(key), str):
             data[part] = section | {key: os.path.abspath(folder / os.path.expanduser(section[key]))}
+    objective = data.get("objective")
+    if isinstance(objective, dict) and "reward" in objective:
+        data["objective"] = objective | {"reward": rewards.absolute(objective["reward"], folder)}
     measure = data.get("measure")
     if isinstance(measure, dict) and "generate" in measure:
         data["measure"] = measure | {"generate": with_prompts(measure["generate"], folder)}

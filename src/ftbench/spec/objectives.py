@@ -4,8 +4,9 @@ other halves are `worker/preference.py` of dpo and `worker/policy.py` of grpo.""
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from ftbench.spec import rewards
 from ftbench.spec.base import Experiment, Float, Int, Part, Switch
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 
@@ -112,6 +113,11 @@ class Grpo(Part):
     temperature: Float = Field(1.0, gt=0, le=100, description="of the sampling")
     beta: Float = Field(0.0, ge=0, description="how much it costs to leave the reference model; 0 needs none")
     loss_type: Literal["dapo", "dr_grpo", "bnpo", "grpo"] = Field("dapo", description="by what trl divides the loss")
+    reward: Annotated[str | tuple[str, ...] | None, BeforeValidator(rewards.named)] = Field(
+        None,
+        description="a function of yours that judges completions, path/to/file.py:function, or several, which add up; "
+        "the share of even token ids if left out",
+    )
 
     @property
     def group(self) -> int:

@@ -79,7 +79,7 @@ SHAPES: dict[str, Any] = {
     },
     "applied.json": {
         "warnings": [_NAME], "reported": {"samples_per_s": _NUMBER}, "reference": ({"kind": _TEXT, "in_step": _FLAG},),
-        "generation": ({"by": _TEXT, "reward": _TEXT},),
+        "generation": ({"by": _TEXT, "reward": _TEXT, "reward_sha256": _TEXT},),
         "loss": _TEXT, "product_precision": _TEXT, "gpu_busy_method": _TEXT,
         "trained_dtype": _TEXT, "loss_normalisation": _TEXT, "padding": _TEXT, "patched_by": _TEXT,
         "compile_cache": _TEXT, "gradient_checkpointing": _NUMBER | _FLAG, "dataset": _DATASET,

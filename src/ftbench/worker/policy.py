@@ -13,23 +13,17 @@ from ftbench.core.units import some
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir
+from ftbench.worker import rewards
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.trainer import Loop, dataset, recipe
 
-REWARD = "share of even token ids"
 NORMALISATION = {  # of trl's losses: by what the sum of the tokens' is divided
     "dapo": "label tokens of the step", "dr_grpo": "completions x max_completion_length",
     "bnpo": "label tokens of a micro-batch", "grpo": "tokens of each completion",
 }  # fmt: skip
-
-
-def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Return the share of even token ids in each completion: a reward that needs no other model, that any model can
-    learn, and that says nothing of how good an answer is."""
-    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
 class PolicyTrainer(Loop, GRPOTrainer):
@@ -39,6 +33,7 @@ class PolicyTrainer(Loop, GRPOTrainer):
         super().__init__(**options)
         self.forget_copy()
         self.data_collator = _collated
+        self.columns: list[dict[str, Any]] = []  # of each prompt's row
         self._completions = BatchCount()
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
@@ -58,6 +53,12 @@ class PolicyTrainer(Loop, GRPOTrainer):
         self.recorder.mark_part("scoring_s")
         self._completions.generation["reward"] = self._metrics["train"]["reward"][-1]
         return scored
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
+        """Judge completions, by functions that are given texts, and the columns of the prompts' rows."""
+        texts = self.processing_class.batch_decode([ids.tolist() for ids in prompts], skip_special_tokens=True)
+        rows = [self.columns[int(each["number"])] for each in inputs]
+        return super()._calculate_rewards(rows, texts, completions, completion_ids)
 
     def _prepare_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a micro-batch of completions. The host knows the lengths of all of a step together, as they were
@@ -92,14 +93,19 @@ class PolicyTrainer(Loop, GRPOTrainer):
         kind = "weights under the adapters" if self.beta else "none"
         return {
             "loss_normalisation": NORMALISATION[self.loss_type],
-            "generation": {"by": "transformers generate", "reward": REWARD},
+            "generation": {"by": "transformers generate"} | self._rewards(),
             "reference": {"kind": kind, "in_step": bool(self.beta)},
         }
+
+    def _rewards(self) -> dict[str, str]:
+        own = [each for each in self.reward_funcs if isinstance(each, rewards.Reward)]
+        named = {"reward": " + ".join(each.name for each in own) or rewards.EVEN}
+        return named | ({"reward_sha256": ", ".join(each.sha256 for each in own)} if own else {})
 
 
 def _collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the prompts of a generation, and an empty count, which is filled once they are answered."""
-    return {"prompts": [{"prompt": row["input_ids"]} for row in rows], COUNT: BatchCount()}
+    return {"prompts": [{"prompt": row["input_ids"], "number": row["number"]} for row in rows], COUNT: BatchCount()}
 
 
 def _count(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> BatchCount:
@@ -131,7 +137,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     said = {name: value for name, value in recipe(spec, run, model).items() if name in GRPOConfig.__dataclass_fields__}
     loop = PolicyTrainer(
         model=model,
-        reward_funcs=even_tokens,
+        reward_funcs=[rewards.load(each) for each in objective.reward or ()] or rewards.even_tokens,
         args=GRPOConfig(
             **said,
             **{name: getattr(objective, name) for name in (
@@ -140,7 +146,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
             shuffle_dataset=False,
         ),
         processing_class=tokenizer,
-        train_dataset=dataset(data.train, []),
+        train_dataset=dataset(data.train, []).add_column("number", list(range(len(data.train)))),
     )  # fmt: skip
+    loop.columns = rewards.columns([row[0].row for row in data.train])
     loop.batches = set()
     return loop

@@ -25,6 +25,7 @@ _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes"
 # What names the file that an imported run was made of tells no recipe.
 _NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
               "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip
+REWARD = "applied.reward_sha256"  # of the files of a user's own rewards
 _FEW = 0.05  # of all bytes of weights
 IMPORTED = "imported.from"  # the kind of log that a run was made of
 _NO_MATTER_WITHIN = ("measure.generate",)
@@ -109,6 +110,7 @@ def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
         "dataset.hash": (data.get("hash") or "")[:12],
         "dataset.order_hash": (data.get("order_hash") or "")[:12],
         **{f"applied.{name}": values.get(name) for name in _APPLIED},
+        REWARD: applied.get("generation", {}).get("reward_sha256"),
         "applied.weights_dtype": _held_in(applied.get("model", {}).get("weights_gb_by_dtype", {})),
         "applied.optimizer": optimizer.get("class"),
         "applied.optimizer_state": ", ".join(sorted(optimizer.get("state") or ())),
@@ -152,6 +154,8 @@ def as_fact(key: str, value: Any) -> str:
         return "none"
     if key.endswith(".path"):
         return PurePosixPath(str(value)).name
+    if key == "objective.reward":  # path/to/file.py:function, one or several
+        return " + ".join(PurePosixPath(str(each)).name for each in (value if isinstance(value, list) else [value]))
     return value if isinstance(value, str) else as_text(value)
 
 

@@ -27,7 +27,7 @@ from ftbench.report.data.axes import (
     value_at,
 )
 from ftbench.report.data.collect import Record, data_labels, figure, known
-from ftbench.report.data.facts import CPU, IMPORTED, clean_document, machine_facts, spec_facts
+from ftbench.report.data.facts import CPU, IMPORTED, REWARD, clean_document, machine_facts, spec_facts
 from ftbench.store.rundir import RunDir
 
 TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.median"
@@ -199,7 +199,7 @@ def identity(run: Run) -> Any:
     """Return what is equal for runs of the same spec on the same kind of machine, wherever and whenever they ran. Of a
     run that was made of a log too little is known to call another its repeat."""
     known = None if IMPORTED in run.spec else frozenset(run.spec.items())
-    return known or run.record["path"], gpu_of(run.record)
+    return known or run.record["path"], gpu_of(run.record), run.ran.get(REWARD)
 
 
 def cache_of(record: Record) -> str:

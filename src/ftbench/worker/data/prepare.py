@@ -198,7 +198,7 @@ def _tokens(
     dataset = spec.dataset
     with limited(rows.where(index), ROW_S):
         if spec.objective.prompts:
-            return tokenise_prompt(tokenizer, parsed)
+            return replace(tokenise_prompt(tokenizer, parsed), row=rows[index])
         if parsed.rejected:
             return tokenise_pair(tokenizer, parsed, dataset.max_length)
         return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)

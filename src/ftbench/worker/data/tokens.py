@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
@@ -28,13 +28,14 @@ FEW = 8  # answers whose ends are looked for one by one
 class Tokens:
     """Ids of one sample and which of them carry loss (`labels` is the id, or -100). `full_length` is the number of
     tokens before the sample was cut to `max_length`, `pictures` what its tokens for images stand for. Of a pair it is
-    the chosen sequence, with the `rejected` one."""
+    the chosen sequence, with the `rejected` one; of a prompt the `row` that it is of."""
 
     ids: list[int]
     labels: list[int]
     full_length: int
     pictures: tuple[Picture, ...] = ()
     rejected: Tokens | None = None
+    row: Mapping[str, Any] | None = None
 
     @property
     def sequences(self) -> list[Tokens]:

@@ -1,0 +1,211 @@
+"""Rewards of a user's own: executed in the child, learned from, recorded, and told apart from mistakes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from conftest import spec_of
+from ftbench.errors import SpecError
+from ftbench.report.data.collect import collect
+from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.spec.identity import fingerprint
+from ftbench.spec.load import load
+from ftbench.store.rundir import read_json
+from ftbench.store.steps import read_steps
+from ftbench.worker import rewards
+
+GRPO = {"name": "grpo", "num_generations": 16, "max_completion_length": 8, "fixed_length": True}
+LEARNS = {
+    "method": {"name": "full"}, "dataset": {"samples": 20, "mean_length": None, "length": 8},
+    "train": {"batch_size": 32, "learning_rate": 0.2, "lr_scheduler": "constant", "max_grad_norm": 0},
+}  # fmt: skip
+ODD = "def odd(completion_ids, **columns):\n    return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]\n"
+
+
+@pytest.fixture
+def reward_of(tmp_path):
+    """Writes a file of rewards and names a function in it."""
+
+    def write(text, function="judge", file="judge.py"):
+        (tmp_path / file).write_text(text)
+        return f"{tmp_path / file}:{function}"
+
+    return write
+
+
+def rewards_of(run):
+    return [row.reward for row in read_steps(run.steps)[0] if row.phase == "train"]
+
+
+def test_a_reward_of_ones_own_is_learned_and_a_constant_one_is_not(train_here, reward_of):
+    odd = reward_of(ODD, "odd")
+    run = train_here(**LEARNS, objective=GRPO | {"reward": odd})
+    made = rewards_of(run)
+    assert made[0] < 0.7
+    assert made[-1] > 0.8  # where the reward of ours, the share of even ones, would have fallen
+    assert read_json(run.applied)["generation"] == {
+        "by": "transformers generate", "reward": "judge.py:odd",
+        "reward_sha256": hashlib.sha256(ODD.encode()).hexdigest(),
+    }  # fmt: skip
+    constant = reward_of("def judge(completions, **columns):\n    return [0.25] * len(completions)\n", file="same.py")
+    rows = read_steps(train_here(**LEARNS, objective=GRPO | {"reward": constant}).steps)[0]
+    assert {(row.loss, row.grad_norm, row.reward) for row in rows if row.phase == "train"} == {(0, 0, 0.25)}
+
+
+def test_several_rewards_add_up(train_here, reward_of):
+    text = ODD + "def judge(completion_ids, **columns):\n    return [1 - each for each in odd(completion_ids)]\n"
+    both = [reward_of(text, "odd"), reward_of(text)]
+    run = train_here(**LEARNS, objective=GRPO | {"reward": both})
+    assert rewards_of(run) == pytest.approx([1.0] * 10)
+    assert read_json(run.applied)["generation"]["reward"] == "judge.py:odd + judge.py:judge"
+
+
+def test_a_reward_is_given_texts_and_the_columns_of_each_prompts_row(train_here, reward_of, tmp_path):
+    """A row without a column has None there; what trl gives by itself is no column."""
+    rows = [{"prompt": f"Say {n}.", "solution": n, "completions": "x"} | ({"hint": "h"} if n else {}) for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge = reward_of(
+        "import json\nfrom pathlib import Path\n"
+        "def judge(prompts, completions, solution, hint, **columns):\n"
+        "    seen = [list(each) for each in zip(prompts, completions, solution, hint)]\n"
+        "    with open(Path(__file__).with_name('seen.jsonl'), 'a') as file:\n"
+        "        file.write(json.dumps([seen, sorted(columns)]) + '\\n')\n"
+        "    return [0] * len(completions)\n"
+    )
+    data = {"name": "file", "path": str(tmp_path / "rows.jsonl"), "format": "prompt", "max_length": 64}
+    data |= {"samples": None, "mean_length": None}
+    small = GRPO | {"num_generations": 2, "max_completion_length": 3, "reward": judge}
+    train_here(objective=small, dataset=data, train={"batch_size": 4})
+    calls = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    seen = [each for call, _ in calls for each in call]
+    assert sorted(solution for _, _, solution, _ in seen) == [0, 0, 1, 1, 2, 2, 3, 3]
+    for prompt, completion, solution, hint in seen:
+        assert f"Say {solution}." in prompt
+        assert isinstance(completion, str)
+        assert hint == ("h" if solution else None)
+    assert calls[0][1] == ["completion_ids", "log_extra", "log_metric", "trainer_state"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return [1.0]", "gave 1 number for 4 completions"),
+        ("return [float('nan')] * 4", "gave nan for completion 1: a finite number"),
+        ("return [0.0, float('inf'), 0.0, 0.0]", "gave inf for completion 2: a finite number"),
+        ("return [0.0, 1e39, 0.0, 0.0]", "for completion 2: a finite number"),
+        ("return ['good'] * 4", "gave 'good' for completion 1: a finite number"),
+        ("return [None] * 4", "gave None for completion 1"),
+        ("return 'good'", "gave 'good', and a list of numbers"),
+        ("return 1.0", "gave 1.0, and a list of numbers"),
+        ("return None", "gave None, and a list of numbers"),
+        ("x = 1\n    return [x / 0 for _ in completions]", "judge.py:judge, line 3: ZeroDivisionError: division"),
+        ("import sys\n    sys.exit(3)", "line 3: SystemExit: 3"),
+    ],
+)
+def test_what_is_no_reward_is_told(reward_of, body, told):
+    judge = rewards.load(reward_of(f"def judge(completions, **columns):\n    {body}\n"))
+    with pytest.raises(SpecError, match=r"objective\.reward: judge\.py:judge") as error:
+        judge(completions=["a", "b", "c", "d"], prompts=["p"] * 4)
+    assert told in str(error.value)
+
+
+def test_numbers_of_numpy_torch_and_logic_are_taken(reward_of):
+    head = "import numpy, torch\ndef judge(completions, **columns):\n    return "
+    for body in ("numpy.ones(2)", "torch.ones(2)", "[True, torch.tensor(1)]", "(1 for _ in completions)"):
+        assert rewards.load(reward_of(head + body))(completions=["a", "b"]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_memory_that_runs_out_in_a_reward_is_no_mistake_of_it(reward_of, error):
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    judge = rewards.load(reward_of(f"def judge(**columns):\n    raise {error.__name__}({text!r})"))
+    with pytest.raises(error):
+        judge(completions=["a"])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import no_such_module\n", "line 1: ModuleNotFoundError"),
+        ("x = 1\nraise ValueError('no')\ndef judge(): pass", "line 2: ValueError: no"),
+        ("judge = 3", "has no function judge"),
+        ("if False:\n    def judge(**columns): pass", "has no function judge"),
+        ("async def judge(**columns): pass", "is async"),
+        ("def judge(completions): pass", r"takes no `\*\*columns`: write `def judge\(completions, \*\*columns\)`"),
+    ],
+)
+def test_a_file_without_a_usable_function_is_told_where_it_is_executed(reward_of, text, told):
+    with pytest.raises(SpecError, match=told):
+        rewards.load(reward_of(text))
+
+
+def test_an_edited_reward_is_another_experiment_and_its_place_is_not(reward_of, tmp_path):
+    (tmp_path / "else").mkdir()
+
+    def made(named):
+        return fingerprint(spec_of(objective=GRPO | {"reward": named}, train={"batch_size": 16}))
+
+    first, moved = made(reward_of(ODD, "odd")), made(reward_of(ODD, "odd", "else/judge.py"))
+    edited, other = made(reward_of(ODD + "#", "odd")), made(reward_of(ODD + "#", "judge"))
+    ours = fingerprint(spec_of(objective=GRPO, train={"batch_size": 16}))
+    assert first == moved
+    assert len({first, edited, other, ours}) == 4
+
+
+def test_runs_of_an_edited_reward_are_no_repeats_in_a_report(train_here, reward_of, tmp_path):
+    small = GRPO | {"num_generations": 2, "max_completion_length": 2}
+    for text in (ODD, ODD, ODD + "#"):
+        train_here(
+            objective=small | {"reward": reward_of(text, "odd")}, dataset={"samples": 2, "mean_length": 8},
+            train={"batch_size": 2},
+        )  # fmt: skip
+    cells = cells_of(runs_of(collect([tmp_path / "tests"])))
+    assert sorted(len(cell.runs) for cell in cells) == [1, 2]
+
+
+def spec_with(folder, reward):
+    folder.mkdir(exist_ok=True)
+    path = folder / "spec.yaml"
+    path.write_text(
+        "model: {id: tiny/qwen3, weights: random}\nmethod: lora\ntrain: {batch_size: 4}\n"
+        "dataset: {name: synthetic, samples: 4, length: 8}\n"
+        f"objective: {{name: grpo, num_generations: 4, max_completion_length: 4, reward: {reward}}}\n"
+    )
+    return path
+
+
+def test_a_path_begins_at_the_file_that_says_it(tmp_path):
+    spec = load(spec_with(tmp_path / "specs", "../judge.py:judge"))
+    assert spec.objective.reward == (f"{tmp_path}/judge.py:judge",)
+    spec = load(spec_with(tmp_path / "specs", "[a.py:judge, b.py:judge]"))
+    assert spec.objective.reward == tuple(f"{tmp_path}/specs/{name}.py:judge" for name in "ab")
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "told"),
+    [
+        ("", "nowhere.py:judge", "nowhere.py: no such file"),
+        ("def juge(**columns): pass", "judge.py:judge", "has no function judge; did you mean juge?"),
+        ("x = (", "judge.py:judge", "judge.py, line 1: no Python"),
+        ("", "judge.py", "'judge.py' names no function: write path/to/file.py:function"),
+        ("", "judge:judge", "names no function"),
+        ("", "[]", "must be path/to/file.py:function"),
+        ("", "3", "must be path/to/file.py:function"),
+        ("def judge(**columns):\n    return 1 / 0", "judge.py:judge", "judge.py:judge, line 2: ZeroDivisionError"),
+    ],
+)
+def test_a_command_ends_by_a_sentence_and_code_2(ftbench, tmp_path, cache, text, reward, told):
+    (tmp_path / "judge.py").write_text(text)
+    code, out, err = ftbench("run", spec_with(tmp_path, reward), "--out", tmp_path / "out")
+    assert (code, told in " ".join((out + err).split())) == (2, True), out + err
+    assert "Traceback" not in out + err
+
+
+def test_a_reward_without_end_is_ended_by_the_time_limit(ftbench, tmp_path, cache):
+    (tmp_path / "judge.py").write_text("def judge(**columns):\n    while True:\n        pass\n")
+    spec = spec_with(tmp_path, "judge.py:judge")
+    code, out, err = ftbench("run", spec, "--out", tmp_path / "out", "--set", "launch.timeout_s=25")
+    assert (code, "launch.timeout_s = 25" in " ".join((out + err).split())) == (1, True), out + err
