@@ -212,6 +212,11 @@ def test_short_values_of_the_environment_are_words():
 # --- verifying -------------------------------------------------------------------------------------------------------
 
 
+def test_a_bundle_that_is_not_there_is_said_not_to_be(tmp_path):
+    with pytest.raises(SpecError, match=r"none\.tar\.zst: no such file$"):
+        verify(tmp_path / "none.tar.zst")
+
+
 def test_the_committed_runs_verify(tmp_path):
     pack.make([COMMITTED], tmp_path / "x.tar.zst")
     found = verify(tmp_path / "x.tar.zst")

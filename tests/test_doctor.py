@@ -376,7 +376,9 @@ def test_every_method_and_every_choice_of_every_optimization_has_a_verdict():
     findings = abilities.check(machine())
     assert [finding.name for finding in findings if finding.area == "methods"] == list(METHODS)
     assert set(abilities.CHECKS) <= set(Optimizations.model_fields)
-    assert {"gradient_checkpointing", "compile", "fp8 rowwise", "sdpa"} <= {finding.name for finding in findings}
+    assert {"gradient_checkpointing", "compile", "fp8 rowwise", "attention sdpa"} <= {
+        finding.name for finding in findings
+    }
     assert all(len(finding.text) > 4 for finding in findings)
 
 
@@ -415,6 +417,13 @@ def test_without_torch_the_methods_say_what_to_install_and_optimizations_do_not_
     optional = [finding for finding in findings if finding.area == "optimizations"]
     assert {finding.verdict for finding in optional} == {"n/a"}
     assert "pip" not in " ".join(finding.text for finding in optional)
+
+
+def test_each_choice_of_attention_says_that_it_is_one():
+    """A stranger who reads `eager` or `cudnn` in a list of optimizations does not know of what."""
+    names = {finding.name for finding in abilities.check(machine()) if finding.area == "optimizations"}
+    assert {"attention eager", "attention sdpa", "attention cudnn"} <= names
+    assert {name.split()[0] for name in names} <= set(Optimizations.model_fields)
 
 
 # --- host ------------------------------------------------------------------------------------------------------------

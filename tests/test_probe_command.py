@@ -281,6 +281,7 @@ def test_the_table_of_a_cpu_leaves_out_what_it_has_not(child, command):
     assert "note: launch_us: not measured" in out
     assert "power  " not in out.split("\n", 3)[3]
     assert "None" not in out
+    assert next(line.split() for line in out.splitlines() if "TFLOP/s" in line)[1:] == ["best", "at", "size", "lasting"]
 
 
 def test_json_is_one_document(child, command):

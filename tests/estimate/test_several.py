@@ -329,6 +329,20 @@ def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> N
     assert "ep: ep divides experts, and qwen3 has none\nulysses: launch.strategy: ulysses doubles gradients" in refused
 
 
+def test_every_strategy_takes_the_specs_number_of_gpus_and_refuses_what_it_would_ignore(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: lora\n"
+        "dataset: {name: synthetic, samples: 64, length: 512}\nlaunch: {gpus: 4, strategy: ddp}\n"
+    )
+    answer = estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all"))
+    assert {row["gpus"] for row in json.loads(answer.document)["strategies"]} == {1, 2, 4}
+    with pytest.raises(SpecError, match="leave --samples and --hours out"):
+        estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all", samples=100, hours=4))
+    with pytest.raises(SpecError, match="on one kind of GPU: name one with --gpu, H100 SXM5 say"):
+        estimate(EstimateRequest(path, gpu="H100 SXM5,L40S", strategy="all"))
+
+
 @pytest.mark.parametrize(("strategy", "method", "why"), [
     ("ulysses", "lora", "launch.strategy: ulysses doubles gradients"),
     ("ddp", "unsloth", "method unsloth trains on one GPU"),

@@ -76,6 +76,15 @@ def test_the_table_has_every_group_and_the_rest_of_the_step(tmp_path):
     assert "busy 44.0 % (48.9 % without the profiler)" in text
 
 
+def test_the_table_says_operators_on_a_cpu_folds_its_head_and_knows_no_negative_zero(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    a, b = (profile(tmp_path, matmul_us=us) | {"device": "cpu"} for us in (1000.0, 100.0))
+    next(row for row in b["groups"] if row["group"] == "optimizer")["time_ms"] += 1e-3
+    text = as_text(diff(a, b), ("the-first-run-of-a-long-name-r1", "the-second-run-of-a-long-name-r1"))
+    assert max(map(len, text.split("\n\n")[0].splitlines())) <= 80
+    assert ["all operators" in text, "all kernels" in text, " -0 %" in text] == [True, False, False]
+
+
 # --- where profiles are ----------------------------------------------------------------------------------------------
 
 

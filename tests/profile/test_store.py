@@ -99,6 +99,18 @@ def test_a_full_disk_is_told(run, monkeypatch):
     assert (run.profile / "trace.json").exists()
 
 
+def test_memory_that_would_read_as_zero_is_no_line(run):
+    files.finish(run)
+    memory = {"categories": ["weights", "adapters"], "timeline": [],
+              "peak": dict.fromkeys(CATEGORIES, 0.0) | {"total_gb": 2.0, "weights": 2.0, "adapters": 1e-4,
+                                                        "phase": "forward"},
+              "alive": [{"category": "weights", "gb": 2.0, "tensors": 3, "made_by": "a.py:1 f"},
+                        {"category": "adapters", "gb": 1e-4, "tensors": 1, "made_by": "a.py:2 f"}]}  # fmt: skip
+    (run.profile / "memory.json").write_text(json.dumps(memory))
+    text = as_text(files.load(run.profile), run.profile)
+    assert ["weights, 3 tensors" in text, "adapters" in text] == [True, False]
+
+
 def test_the_table_tells_all_of_it(run):
     files.finish(run)
     memory = {"categories": ["weights"], "timeline": [],

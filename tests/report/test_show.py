@@ -152,6 +152,16 @@ def test_a_summary_that_lacks_what_a_card_tells_is_shown_all_the_same(ftbench, t
     assert out.startswith("a: ")
 
 
+def test_a_folder_that_holds_one_run_is_that_run_and_of_several_says_their_numbers(ftbench, tmp_path):
+    make_run(tmp_path / "one", "a")
+    make_run(tmp_path / "two", "b")
+    make_run(tmp_path / "two", "c", spec={"train.batch_size": 8})
+    code, out, err = ftbench("show", tmp_path / "one", tmp_path)
+    assert (code, out.startswith("a: ")) == (0, True), err
+    code, _, err = ftbench("show", tmp_path / "two", tmp_path)
+    assert (code, "there are several: 2 (" in err) == (2, True), err
+
+
 @pytest.mark.exhaustive
 def test_a_run_below_the_root_is_shown(ftbench, tmp_path, monkeypatch):
     run = make_run(tmp_path, "a")

@@ -40,8 +40,8 @@ def check(facts: Facts) -> list[Finding]:
 
 
 def label(key: str, value: Any) -> str:
-    """Return `compile`, `fp8 rowwise`, `flash_attention_2`."""
-    return key if value is True else str(value) if key == "attention" else f"{key} {value}"
+    """Return `compile`, `fp8 rowwise`, `attention sdpa`."""
+    return key if value is True else f"{key} {value}"
 
 
 def used_by(spec: Experiment) -> list[tuple[str, str]]:

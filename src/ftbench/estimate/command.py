@@ -32,6 +32,7 @@ from ftbench.spec.strategies import MOST_GPUS
 from ftbench.store import machine
 
 ALL, _MOST_COMPARED = "all", 64  # of --strategy, of --gpus beside it
+_USUAL_NODE = 8  # GPUs
 _MOST_MEMORY_GB = 1_000_000
 
 
@@ -98,13 +99,20 @@ def estimate(request: EstimateRequest) -> Answer:
 
 
 def _every_strategy(request: EstimateRequest, store: Store) -> Answer:
-    """Return a table of strategies and numbers of GPUs; of several GPUs that are named, the first."""
+    """Return a table of strategies and numbers of GPUs, of one kind of GPU."""
     from ftbench.estimate import strategies_table
 
+    given = {"--samples": request.samples, "--hours": request.hours, "--prices": request.prices}
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise SpecError(
+            f"--strategy {ALL} compares memory and speed alone: leave {' and '.join(unused)} out, or name one strategy"
+        )
     spec = store.counted(load(request.spec, request.sets))
     config = None if request.config is None else read_config(request.config)
-    name, gpu, total = gpus_of(request, store.path)[0]
-    most = 8 if request.gpus is None else request.gpus
+    (name, gpu, total), *others = gpus_of(request, store.path)
+    if others:
+        raise SpecError(f"--strategy {ALL} compares strategies on one kind of GPU: name one with --gpu, {name} say")
+    most = request.gpus or (spec.launch.gpus if spec.launch.gpus > 1 else _USUAL_NODE)
     if not 2 <= most <= _MOST_COMPARED:
         raise SpecError(
             f"--gpus {most}: --strategy {ALL} compares ways to share the work of 2 to {_MOST_COMPARED} GPUs"

@@ -20,14 +20,19 @@ def as_text(document: dict[str, Any]) -> str:
     return "\n".join([
         " · ".join(part for part in title if part),
         "",
-        text_table(
-            ("TFLOP/s", ">best", ">at", ">lasting", ">clock", ">power"),
-            [_product(kind, product) for kind, product in document["products"].items() if product],
-        ),
+        _products(document["products"]),
         "",
         text_table(("", ""), [row for row in _others(document) if row[1]]),
         *(f"note: {note}" for note in document["notes"]),
     ])  # fmt: skip
+
+
+def _products(products: dict[str, Any]) -> str:
+    """Return a row a precision; without the columns for which nothing was measured."""
+    headings = ("TFLOP/s", ">best", ">at size", ">lasting", ">clock", ">power")
+    rows = [_product(kind, product) for kind, product in products.items() if product]
+    kept = [at for at in range(len(headings)) if at < len(headings) - 2 or any(row[at] for row in rows)]
+    return text_table([headings[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
 def _product(kind: str, product: dict[str, Any]) -> list[str]:

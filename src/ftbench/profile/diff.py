@@ -7,7 +7,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import Difference
-from ftbench.core.table import text_table
+from ftbench.core.table import folded, text_table
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.names import short
 
@@ -93,12 +93,16 @@ def _alone(this: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
 def as_text(comparison: dict[str, Any], names: tuple[str, str]) -> str:
     """Return the comparison for a person."""
     a, b = comparison["a"], comparison["b"]
-    lines = [f"A  {names[0]}: {_about(a)}", f"B  {names[1]}: {_about(b)}"]
+    work = "kernels" if "cuda" in (a["device"], b["device"]) else "operators"
+    sides = [("A", f"{names[0]}: {_about(a)}"), ("B", f"{names[1]}: {_about(b)}")]
+    lines = [text_table(["", ""], sides)]
     if not comparison["same_gpu"]:
         lines.append(f"note: not the same GPU: {a['gpu'] or 'none (CPU)'} against {b['gpu'] or 'none (CPU)'}")
     rows = [_row(each["group"], each) for each in comparison["groups"]]
-    rows += [_row(name, comparison[name.split()[-1]]) for name in ("all kernels", "idle", "step")]
-    headings = ("ms a step", ">A", ">B", ">B - A", ">B / A", ">of all", ">calls A", ">calls B")
+    rows += [
+        _row(name, comparison[key]) for name, key in ((f"all {work}", "kernels"), ("idle", "idle"), ("step", "step"))
+    ]
+    headings = ("ms a step", ">A", ">B", ">B - A", ">B / A", ">of B - A", ">calls A", ">calls B")
     parts = ["\n".join([*lines, *_differences(comparison["differences"])]), text_table(headings, rows)]
     for side in ("A", "B"):
         if alone := comparison[f"only_{side.lower()}"]:
@@ -110,10 +114,10 @@ def as_text(comparison: dict[str, Any], names: tuple[str, str]) -> str:
 
 def _differences(differences: Sequence[dict[str, str]] | None) -> list[str]:
     if differences is None:
-        return ["note: whether both ran the same spec is not known: their run directories are not there"]
-    return [f"differs  {each['key']}: {each['a']} → {each['b']}" for each in differences] or [
-        "nothing differs in their specs, data and versions"
-    ]
+        return [folded("note: whether both ran the same spec is not known: their run directories are not there")]
+    if not differences:
+        return ["nothing differs in their specs, data and versions"]
+    return [text_table(["", ""], [("differs", f"{each['key']}: {each['a']} → {each['b']}") for each in differences])]
 
 
 def _about(side: dict[str, Any]) -> str:
@@ -131,7 +135,7 @@ def _row(name: str, pair: dict[str, Any]) -> list[str]:
     def text(key: str, form: str, factor: float = 1.0) -> str:
         return "" if pair.get(key) is None else format(pair[key] * factor, form)
 
-    share = text("share_of_difference", ".0f", 100)
+    share = text("share_of_difference", "z.0f", 100)
     return [
         name, text("a_ms", ".3f"), text("b_ms", ".3f"), text("difference_ms", "+.3f"), text("ratio", ".2f"),
         share and f"{share} %", text("a_calls", ",.0f"), text("b_calls", ",.0f"),

@@ -11,6 +11,7 @@ from ftbench.profile.names import short
 from ftbench.store.rundir import MEMORY, read_json
 
 _KERNELS, _GAPS, _ALIVE, _OPERATORS = 15, 5, 8, 8
+_LEAST_GB = 0.0005  # GiB: less would read 0.000
 
 
 def as_text(document: dict[str, Any], folder: Path) -> str:
@@ -107,12 +108,15 @@ def _memory(folder: Path) -> str:
     if "peak" not in document:
         return ""
     peak = document["peak"]
-    parts = ", ".join(f"{name} {units.gibibytes(peak[name])}" for name in document["categories"] if peak.get(name))
+    parts = ", ".join(
+        f"{name} {units.gibibytes(peak[name])}" for name in document["categories"] if peak.get(name, 0.0) >= _LEAST_GB
+    )
     lines = [f"memory    {units.gibibytes(peak['total_gb'])} GiB at its highest, in {peak['phase']}: {parts}"]
     lines += [
         f"{units.gibibytes(each['gb']):>10} GiB  {each['category']}, {units.some(each['tensors'], 'tensor')}"
         + (f", {each['made_by']}" if each["made_by"] else "")
         for each in document["alive"][:_ALIVE]
+        if each["gb"] >= _LEAST_GB
     ]
     return "\n".join(lines)
 

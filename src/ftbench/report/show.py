@@ -70,6 +70,8 @@ def _record(name: str, paths: Sequence[Path]) -> Record:
     plain = name.casefold()
     same = [record for record in records if plain in (record["run_id"].casefold(), record["label"].casefold())]
     near = same or [record for record in records if plain in f"{record['run_id']} {record['label']}".casefold()]
+    if not near and (folder := Path(name)).is_dir():
+        near = [record for record in records if Path(record["path"]).resolve().is_relative_to(folder.resolve())]
     if len(near) == 1:
         return near[0]
     if not near:

@@ -50,6 +50,8 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: is no bundle (no tar of plain files); `ftbench bundle` makes one") from None
     except ValueError as error:
         raise SpecError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file") from None
     except OSError as error:
         raise SpecError(f"{path}: cannot be unpacked ({error.strerror or error})") from None
 
