@@ -4,7 +4,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of, tokenizer_file
 from ftbench.estimate.workload.model import shape_of
+from ftbench.facts import SAMPLE
 from ftbench.families.vision import NOTHING
 from ftbench.spec.dataset_rows import check_file, row_example, row_format
 from ftbench.spec.datasets import Dataset
@@ -75,7 +75,7 @@ def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
 
 
 def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) -> dict[str, Any]:
-    path = Path(dataset.path) if dataset.path else Path(str(files("ftbench.facts") / "sample.jsonl"))
+    path = Path(dataset.path or SAMPLE)
     pairs = spec.objective.pairs
     check_file(dataset, pairs)
     rows = read_file(path)

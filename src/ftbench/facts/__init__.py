@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+SAMPLE = Path(__file__).parent / "sample.jsonl"  # the sample data set
 # libyaml's loader takes a tenth of the time; a PyYAML that was built without it has none.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

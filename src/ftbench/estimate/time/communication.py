@@ -7,7 +7,8 @@ reduce-scatter (n - 1) / n times (nccl-tests, PERFORMANCE.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 from ftbench.estimate.time.ceilings import Ceilings
 from ftbench.estimate.workload.batches import Batch
@@ -44,9 +45,7 @@ class Traffic:
     copied: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.hidden + other.hidden, self.waited + other.waited, self.calls + other.calls,
-                       self.to_host + other.to_host, self.on_host + other.on_host,
-                       self.copied + other.copied)  # fmt: skip
+        return Traffic(*map(add, astuple(self), astuple(other)))
 
 
 def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> Traffic:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
 from statistics import NormalDist
@@ -15,8 +14,8 @@ from typing import Any
 
 from ftbench.core.data_files import read_file
 from ftbench.errors import FtbenchError
+from ftbench.facts import SAMPLE
 from ftbench.spec.batches import SHORTEST, synthetic_lengths
-from ftbench.spec.dataset_rows import named_row
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Model
 
@@ -132,7 +131,9 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 def file_lengths(dataset: Dataset, model: Model, pairs: bool = False) -> tuple[tuple[int, ...], int, str] | str:
     """Return the lengths of at most MOST_SAMPLES rows of a file before they are cut (of `pairs` of both sequences), how
     many rows it has, and in words how they were counted; only a reason where the file cannot be read here."""
-    path = Path(dataset.path) if dataset.path else Path(str(files("ftbench.facts") / "sample.jsonl"))
+    from ftbench.spec.dataset_rows import named_row  # most lengths are known without the file
+
+    path = Path(dataset.path or SAMPLE)
     try:
         rows = read_file(path)
     except FtbenchError as error:

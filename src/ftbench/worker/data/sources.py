@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
 from ftbench.core.data_files import read_file
 from ftbench.errors import MissingError
+from ftbench.facts import SAMPLE
 from ftbench.spec.datasets import Dataset
 
 
@@ -54,7 +54,7 @@ class HubRows:
 def open_rows(dataset: Dataset) -> Rows:
     """Return the rows of a named data set or file. Raise DataError or MissingError with a way out."""
     if dataset.name == "sample":
-        return read_file(Path(str(files("ftbench.facts") / "sample.jsonl")))
+        return read_file(SAMPLE)
     if dataset.path:
         return read_file(Path(dataset.path))
     return _hub(dataset)

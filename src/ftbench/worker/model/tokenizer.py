@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from ftbench.facts import SAMPLE
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<turn>")
 MAX_VOCABULARY = 16_384
@@ -55,6 +56,6 @@ def _trained(vocab_size: int, special: tuple[str, ...]) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    lines = (files("ftbench.facts") / "sample.jsonl").read_text("utf-8").splitlines()
+    lines = SAMPLE.read_text("utf-8").splitlines()
     tokenizer.train_from_iterator((text for line in lines for text in json.loads(line).values() if text), trainer)
     return tokenizer
