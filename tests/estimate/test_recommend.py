@@ -191,6 +191,17 @@ def test_a_data_set_without_padding_needs_no_packing_but_for_a_graph_of_one_shap
         assert on.packing == on.cuda_graph
 
 
+def test_pairs_are_weighed_with_all_that_a_spec_of_pairs_takes_but_the_losses_of_answers():
+    """Of the shipped ways nearly all have one of those, and were ruled out with what else they switch on."""
+    pairs = {"objective": {"name": "dpo"}, "dataset": {"name": "synthetic", "samples": 512, "length": 512}}
+    options = ask(spec=pairs, effective_batch=4).options
+    switched = [{name for name, value in option.spec.optimizations if value is not False} for option in options]
+    offered = set.union(*switched)
+    assert {"compile", "gradient_checkpointing"} <= offered
+    assert not {"chunked_loss", "liger"} & offered
+    assert ask("RTX 4090", spec=pairs, effective_batch=4).options  # where checkpoints alone make room
+
+
 def test_nothing_within_the_deadline_names_what_comes_closest():
     found = ask(deadline_s=60)
     assert not found.options

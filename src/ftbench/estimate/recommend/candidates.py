@@ -71,7 +71,8 @@ def ways(
     `equal_lengths` says that no batch has padding. Our own kernels are among them where the model is one they know."""
     seen, known = set(), shape_of(spec.model, config).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
-    for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
+    others = (*_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths))
+    for candidate in (*own, *map(_with_its_loss, others)):
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen and (known or candidate.optimizations.triton_kernels is not True):
             seen.add(key)
@@ -100,6 +101,14 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
                 "train": spec.train.model_copy(update=train),
             }
         )
+
+
+def _with_its_loss(spec: Experiment) -> Experiment:
+    """Return a way of pairs without the losses of answers alone: what else it switches on is still a way."""
+    if not spec.objective.pairs:
+        return spec
+    on = spec.optimizations.model_copy(update={"chunked_loss": False, "liger": False})
+    return spec.model_copy(update={"optimizations": on})
 
 
 def _of_images(spec: Experiment) -> dict[str, Any]:
