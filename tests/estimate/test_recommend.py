@@ -307,6 +307,21 @@ def test_nothing_that_meets_the_limits_is_exit_code_1(ftbench, spec_file):
     assert "The closest is later than the deadline" in out
 
 
+def test_how_many_ways_stand_behind_the_ones_shown_is_told(ftbench, spec_file):
+    arguments = ("recommend", spec_file, "--gpu", "H200", "--samples", 1000)
+    count = len(json.loads(ftbench(*arguments, "--json")[1])["options"])
+    assert count > 10
+    assert f"the best 10 of {count} ways that fit" in ftbench(*arguments)[1]
+
+
+def test_gpus_without_a_time_for_one_reason_share_its_sentence(ftbench, spec_file):
+    code, out, err = ftbench("estimate", spec_file, "--gpu", "T4,V100 SXM2 32GB,H200")
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert said.count("is not known: run `ftbench probe`") == 1
+    assert "--store; the same holds of V100 SXM2 32GB" in said
+
+
 def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench, spec_file):
     code, out, err = ftbench("recommend", spec_file, "--gpu", "T4,H200", "--samples", 1000, "--json")
     found = json.loads(out)

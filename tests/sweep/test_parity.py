@@ -153,6 +153,17 @@ def test_a_plan_goes_on_where_it_stopped_and_says_what_is_left(tmp_path, cache):
     assert "4 runs still to come" in (tmp_path / "parity.md").read_text()
 
 
+def test_a_control_waits_for_every_seed_of_the_reference(tmp_path):
+    """Nothing is held against a reference whose later seeds have not been trained yet."""
+    plan = plan_of(tmp_path, recipe(**CHECKPOINTING), seeds=2)
+    for job in plan.standings:
+        if job.values["seed"] == 1:
+            rundir.claim_at(job.run.path)
+            rundir.write_json(job.run.state, {"state": "ok"})
+            plan.ended(job)
+    assert {found.verdict for found in plan.controls()} == {PENDING}
+
+
 def test_a_run_that_failed_and_a_recipe_that_cannot_run_are_no_pass(tmp_path):
     refused = Contender("fp8", spec_of(), (), "needs a GPU")
     plan = plan_of(tmp_path, recipe(**CHECKPOINTING), refused, seeds=1)

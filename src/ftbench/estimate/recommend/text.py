@@ -33,7 +33,10 @@ def as_text(answer: Recommendation, output: Path | None = None) -> str:
     limits += [f"{units.some(goal.effective_batch, 'sample')} a step"] if goal.effective_batch else []
     lines = [folded(" · ".join([goal.spec.model.id, *limits, f"best by {goal.objective}"])), ""]
     if answer.options:
-        lines += [_table(answer.options[:SHOWN], goal), "", *map(folded, _remarks(answer))]
+        lines += [_table(answer.options[:SHOWN], goal)]
+        if (count := len(answer.options)) > SHOWN:
+            lines.append(folded(f"the best {SHOWN} of {units.count(count)} ways that fit (--json has all)"))
+        lines += ["", *map(folded, _remarks(answer))]
     else:
         lines += map(folded, _nothing(answer))
         lines += ["", _table([answer.closest], goal)] if answer.closest else []

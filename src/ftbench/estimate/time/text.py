@@ -147,8 +147,19 @@ def _table(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
     columns = ["GPU", ">step", ">tokens/s", ">samples/h", f">in {scope.hours:g} h", training, ">cost", "basis"]
     table = text_table(columns, [_row(spec, row, scope) for row in rows])
     notes = dict.fromkeys(_BASIS.format(units.rate(each.mean_tokens), each.lengths) for each in known)
-    reasons = [f"{row.name}: {row.reason}" for row in rows if row.estimate is None]
-    return "\n".join([table, *map(folded, (*reasons, *notes))])
+    return "\n".join([table, *map(folded, (*_unknown(rows), *notes))])
+
+
+def _unknown(rows: Sequence[GpuTime]) -> list[str]:
+    """Return why GPUs have no estimate: a sentence for those that lack it for one reason, which names the first."""
+    names: dict[str, list[GpuTime]] = {}
+    for row in rows:
+        if row.estimate is None:
+            names.setdefault(row.reason.replace(row.name, ""), []).append(row)
+    return [
+        f"{first.name}: {first.reason}" + (f"; the same holds of {', '.join(row.name for row in more)}" if more else "")
+        for first, *more in names.values()
+    ]
 
 
 def _row(spec: Experiment, row: GpuTime, scope: Scope) -> list[str]:

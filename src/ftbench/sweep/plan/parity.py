@@ -163,6 +163,8 @@ class ParityPlan(Grid):
                 return Judgement(name, NOT_FINITE, f"{each.what}: {standing.reason}")
             if standing.state != "ok":
                 return Judgement(name, FAILED, f"{each.what}: {standing.reason or standing.state}")
+        if not all(self.standings[self.job(self.reference, seed)].done for seed in range(self.count)):
+            return Judgement(name, PENDING)  # a control is held against how far the reference's seeds lie apart
         spread = self.spread()
         if spread is None:
             return Judgement(name, CANNOT_TELL, "the reference has no finite loss with every seed", share)
