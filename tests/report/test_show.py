@@ -13,6 +13,7 @@ from ftbench.core.hardware import find_gpu
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.run_index import Store
+from ftbench.report.data.names import row_names
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.methods import METHODS
@@ -160,6 +161,11 @@ def test_a_folder_that_holds_one_run_is_that_run_and_of_several_says_their_numbe
     assert (code, out.startswith("a: ")) == (0, True), err
     code, _, err = ftbench("show", tmp_path / "two", tmp_path)
     assert (code, "there are several: 2 (" in err) == (2, True), err
+
+
+def test_a_row_of_the_cpu_beside_one_of_a_gpu_is_on_the_cpu():
+    rows = [("Qwen/Qwen3-8B", "lora", gpu, "synthetic") for gpu in ("none (CPU)", "NVIDIA H200")]
+    assert row_names(rows) == ["lora on the CPU", "lora on H200 SXM"]
 
 
 @pytest.mark.exhaustive

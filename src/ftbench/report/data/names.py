@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftbench.core.hardware import canonical_name
+from ftbench.report.data.facts import CPU
 from ftbench.report.data.groups import Cell, Run, cells_of
 
 
@@ -22,7 +23,7 @@ def row_names(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
     models, gpus = ({row[at] for row in rows} for at in (0, 2))
     names = [
         (f"{model}: " if len(models) > 1 and model else "") + name
-        + (f" on {canonical_name(gpu)}" if len(gpus) > 1 else "")
+        + (f" on {'the CPU' if gpu == CPU else canonical_name(gpu)}" if len(gpus) > 1 else "")
         for model, name, gpu, _ in rows
     ]  # fmt: skip
     times = Counter(dict(zip(rows, names, strict=True)).values())  # several rows may be about the same
