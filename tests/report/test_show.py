@@ -163,6 +163,19 @@ def test_a_folder_that_holds_one_run_is_that_run_and_of_several_says_their_numbe
     assert (code, "there are several: 2 (" in err) == (2, True), err
 
 
+def test_the_card_of_an_imported_log_leaves_out_what_the_log_does_not_say(ftbench, tmp_path):
+    log = [{"step": step, "loss": 2.0 - step / 10, "epoch": step / 3} for step in (1, 2, 3)]
+    log.append({"step": 3, "epoch": 1.0, "train_runtime": 30.0, "train_samples_per_second": 4.0})
+    state = tmp_path / "trainer_state.json"
+    state.write_text(json.dumps({"global_step": 3, "train_batch_size": 4, "log_history": log}))
+    told = ("--name", "x", "--model", "Qwen/Qwen3-8B", "--method", "lora", "--gpu", "H200", "--out", tmp_path / "runs")
+    assert ftbench("import", state, *told)[0] == 0
+    code, out, err = ftbench("show", "1", tmp_path / "runs")
+    assert code == 0, err
+    assert "lora of Qwen/Qwen3-8B on H200" in out
+    assert re.search(r"speed +14,400 samples/h$", out, re.MULTILINE)
+
+
 def test_a_row_of_the_cpu_beside_one_of_a_gpu_is_on_the_cpu():
     rows = [("Qwen/Qwen3-8B", "lora", gpu, "synthetic") for gpu in ("none (CPU)", "NVIDIA H200")]
     assert row_names(rows) == ["lora on the CPU", "lora on H200 SXM"]

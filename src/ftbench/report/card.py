@@ -28,7 +28,8 @@ def card(summary: RunSummary, run: RunDir) -> str:
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:
     steps, trained, bound = summary.steps, summary.parameters.get("trainable"), clean(summary.bound)
     verdict = bound.get("verdict")
-    what = f"{summary.method} of {summary.model} ({summary.weights} weights) on {summary.gpu or 'the CPU'}"
+    weights = f"({summary.weights} weights) " if summary.weights else ""
+    what = f"{summary.method} of {summary.model} {weights}on {summary.gpu or 'the CPU'}"
     share = f"{units.parameters(trained)} of {units.parameters(summary.parameters.get('total'))} parameters"
     rates: dict[str, Any] = summary.tokens_per_s
     samples_per_hour, joules = speeds(summary)
@@ -81,11 +82,12 @@ def _speed(summary: RunSummary, samples_per_hour: float | None) -> str:
     if not samples_per_hour:
         return ""
     tokens = units.rate(summary.tokens_per_s.get("real"))
+    tokens = f"{tokens} real tokens/s, " if tokens else ""
     images = summary.images_per_s.get("images")
     shown = f", {units.rate(images)} images/s" if images else ""
     generated = units.rate(summary.tokens_per_s.get("generated"))
     apart = f"; {generated} generated tokens/s while generating" if generated else ""
-    return f"{tokens} real tokens/s, {units.rate(samples_per_hour)} samples/h{shown}{apart}"
+    return f"{tokens}{units.rate(samples_per_hour)} samples/h{shown}{apart}"
 
 
 def _ranks(summary: RunSummary) -> str:
