@@ -115,7 +115,7 @@ _ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in rang
 ])  # fmt: skip
 def test_a_template_that_does_not_end_or_fails_shows_the_turns(tmp_path, monkeypatch, template, why):
     monkeypatch.setattr(preview, "_TEMPLATE_S", 0.5)
-    monkeypatch.setattr(preview, "_TEMPLATE_BYTES", 1 << 28)
+    monkeypatch.setattr(preview, "RENDERING_BYTES", 1 << 28)
     model = tmp_path / "model"
     model.mkdir()
     (model / "tokenizer.json").write_text("{}")

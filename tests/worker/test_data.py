@@ -227,7 +227,7 @@ def test_a_template_that_does_not_end_is_an_error_that_names_the_row(tokenizer, 
 def test_a_template_that_grows_without_end_is_named_before_the_memory_ends(tokenizer, data_file, monkeypatch, growing):
     monkeypatch.setattr(tokenizer, "chat_template", growing + CHAT_TEMPLATE)
     monkeypatch.setattr(tokenizer, "name_or_path", "some/model")
-    monkeypatch.setattr(tokens_module, "_MOST_MEMORY", 1 << 28)
+    monkeypatch.setattr(tokens_module, "RENDERING_BYTES", 1 << 28)
     said = r"data\.jsonl, line 1: the chat template of some/model makes more of it than 16,777,216 characters: mend it"
     with pytest.raises(DataError, match=said):
         prepare(data_file([PAIR]), tokenizer, 8192, 1)

@@ -123,13 +123,13 @@ def _two_sided(comparisons: int) -> float:
 
 def _standard_error(sides: Sequence[Sequence[float]], spread: float | None) -> tuple[float, float]:
     """Return the standard error of the difference of two means, with its degrees of freedom."""
-    known = [variance_of(side, spread) for side in sides if len(side) > 1]
-    most, fewest = max(variance for variance, _ in known), min(freedom for _, freedom in known)
-    parts = [(variance_of(side, spread)[0] if len(side) > 1 else most) / len(side) for side in sides]
-    if spread is not None or len(known) == 1 or not sum(parts):
-        return math.sqrt(sum(parts)), fewest
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, sides, strict=True))
-    return math.sqrt(sum(parts)), freedom
+    repeated = [variance_of(side, spread) for side in sides if len(side) > 1]
+    known = repeated if len(repeated) == len(sides) else repeated * 2
+    parts = [variance / len(side) for (variance, _), side in zip(known, sides, strict=True)]
+    if spread is not None or len(repeated) == 1 or not sum(parts):
+        return math.sqrt(sum(parts)), min(freedom for _, freedom in known)
+    welch = sum(parts) ** 2 / sum(part**2 / freedom for part, (_, freedom) in zip(parts, known, strict=True))
+    return math.sqrt(sum(parts)), welch
 
 
 def variance_of(logs: Sequence[float], spread: float | None) -> tuple[float, float]:

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# What a chat template may make of one dialogue, and take for it: the longest context is a third of that.
+RENDERED_CHARACTERS, RENDERING_BYTES = 1 << 24, 1 << 30
+
 
 @contextmanager
 def time_limit(limit_s: float) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Any
 from ftbench.core import lengths, programs, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
-from ftbench.core.limits import memory_limit, time_limit
+from ftbench.core.limits import RENDERED_CHARACTERS, RENDERING_BYTES, memory_limit, time_limit
 from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of, tokenizer_file
@@ -27,8 +27,7 @@ from ftbench.store.rundir import open_plain_file, read_json
 
 _BAR, _LETTERS = 40, 600
 _EXPORT_S, _LONGEST_BARS = 3600.0, 1 << 24  # a slow line takes long for gigabytes, and bars of progress many bytes
-_TEMPLATE_S, _TEMPLATE_BYTES = 3.0, 1 << 30  # of computing for the samples: long dialogues take a thousandth
-_LONGEST = 1 << 24  # characters
+_TEMPLATE_S = 3.0  # of computing for the samples: long dialogues take a thousandth
 _PLAIN = "turns one after the other, as the model's chat template is not on this machine"
 
 
@@ -136,7 +135,7 @@ def _all_rendered(examples: Sequence[Example], model: Model) -> tuple[list[str],
     """Return the text of each example, and in words by what: turns where the model's template cannot write them."""
     if template := _chat_template(model):
         try:
-            with time_limit(_TEMPLATE_S), memory_limit(_TEMPLATE_BYTES):
+            with time_limit(_TEMPLATE_S), memory_limit(RENDERING_BYTES):
                 return [_rendered(example, template) for example in examples], "the model's chat template"
         except Exception as error:  # noqa: BLE001 - it asks for what only the tokenizer has, or is a stranger's
             endless = isinstance(error, (TimeoutError, MemoryError))
@@ -159,7 +158,7 @@ def _rendered(example: Example, template: str | None) -> str:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     text = environment.from_string(template).render(messages=example.messages, bos_token="", eos_token="")
-    if len(text) > _LONGEST:
+    if len(text) > RENDERED_CHARACTERS:
         raise MemoryError
     return text
 

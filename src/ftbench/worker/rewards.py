@@ -21,6 +21,10 @@ from ftbench.spec.base import shortened, shown
 from ftbench.spec.rewards import parts
 
 EVEN = "share of even token ids"
+_TAKEN = {
+    "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "environments",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,6 @@ def _blamed(name: str, file: str, call: Callable[[], Any]) -> Any:
 def columns(rows: Sequence[Any]) -> list[dict[str, Any]]:
     """Return what a function is given of each prompt's row: all columns of any, None where a row has not one of them,
     and none by which trl gives something else."""
-    taken = {"prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra"}
     names = dict.fromkeys(str(name) for row in rows for name in row or {})
-    kept = [name for name in names if name not in taken | {"log_metric", "environments"}]
+    kept = [name for name in names if name not in _TAKEN]
     return [{name: (row or {}).get(name) for name in kept} for row in rows]

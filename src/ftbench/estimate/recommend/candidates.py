@@ -72,7 +72,7 @@ def ways(
     seen, known = set(), shape_of(spec.model, config).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     others = (*_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths))
-    for candidate in (*own, *map(_with_its_loss, others)):
+    for candidate in (*own, *map(_of_pairs, others)):
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen and (known or candidate.optimizations.triton_kernels is not True):
             seen.add(key)
@@ -103,7 +103,7 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
         )
 
 
-def _with_its_loss(spec: Experiment) -> Experiment:
+def _of_pairs(spec: Experiment) -> Experiment:
     """Return a way of pairs without the losses of answers alone: what else it switches on is still a way."""
     if not spec.objective.pairs:
         return spec

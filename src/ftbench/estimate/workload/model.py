@@ -53,9 +53,8 @@ def check_modelled(spec: Experiment) -> None:
 
 def is_rough(spec: Experiment) -> bool:
     """Return whether a step is known in its order of size alone: of unsloth's own packing one run on a large model took
-    14 % more memory than rows of one sample would, and more than twice the time (headline-first/short-equal in
-    results/h200); other frameworks took 17 % more, and with QLoRA 19 % less, than ftbench's own loop (its
-    frameworks)."""
+    14 % more memory than rows of one sample would, and more than twice the time; other frameworks took 17 % more, and
+    with QLoRA 19 % less, than ftbench's own loop (headline-first/short-equal and frameworks in results/h200)."""
     packed = isinstance(spec.method, Unsloth) and spec.optimizations.packing
     return packed or spec.launch.framework != "trl"
 

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from ftbench.core.data_formats import BadRow, Example
-from ftbench.core.limits import memory_limit, time_limit
+from ftbench.core.limits import RENDERED_CHARACTERS, RENDERING_BYTES, memory_limit, time_limit
 from ftbench.core.units import some
 from ftbench.errors import DataError, FtbenchError
 from ftbench.worker.data.pictures import Picture
 
 IGNORE = -100
 ROW_S = 20  # of computing for one row: a long dialogue takes a tenth of a second
-_MOST_MEMORY, _LONGEST = 1 << 30, 1 << 24  # bytes, characters: the longest context is a third of that
 FEW = 8  # answers whose ends are looked for one by one
 
 
@@ -192,19 +191,19 @@ def write(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = Fal
     """Return a dialogue as the template writes it; with `answer` opened for one. Raises BadRow where it grows without
     end: the memory would end before any limit of time."""
     try:
-        with memory_limit(_MOST_MEMORY):
+        with memory_limit(RENDERING_BYTES):
             text = str(
                 tokenizer.apply_chat_template(
                     list(messages), tokenize=False, add_generation_prompt=answer, strftime_now=_fixed_date
                 )
             )
-        if len(text) <= _LONGEST:
+        if len(text) <= RENDERED_CHARACTERS:
             return text
     except MemoryError:
         pass
     raise BadRow(
-        f"the chat template of {tokenizer.name_or_path or 'the model'} makes more of it than {_LONGEST:,} characters: "
-        "mend it if it grows without end, or split the row"
+        f"the chat template of {tokenizer.name_or_path or 'the model'} makes more of it than {RENDERED_CHARACTERS:,} "
+        "characters: mend it if it grows without end, or split the row"
     )
 
 
