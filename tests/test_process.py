@@ -1,4 +1,5 @@
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -185,6 +186,15 @@ def test_handlers_are_given_back(run):
 
 
 # --- signals to this process -----------------------------------------------------------------------------------------
+
+
+def test_a_signal_is_in_the_pipe_before_any_handler_of_python_runs():
+    """Or one that comes between the interpreter's last look and a wait would be heard after the wait."""
+    with signals() as asked:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # all that could write is the interpreter itself
+        signal.raise_signal(signal.SIGTERM)
+        assert select.select([asked], [], [], 0)[0] == [asked]
+
 
 PARENT = """
 import os, signal, sys

@@ -141,23 +141,22 @@ def _end_family(child: subprocess.Popen[bytes], line: socket.socket, signals_pip
 @contextmanager
 def signals() -> Iterator[int]:
     """Yield the reading end of a pipe: within the block TERM, HUP and INT put a byte into it and end nothing, but for
-    those that are ignored anyway (nohup). Only the main thread can; elsewhere nothing arrives."""
+    those that are ignored anyway (nohup). The interpreter's own handler writes it, so that a signal which comes just
+    before a wait cuts that short. Only the main thread can; elsewhere nothing arrives."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     main = threading.current_thread() is threading.main_thread()
     heeded = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: _put(writer)) for number in heeded} if main else {}
+    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if main else -1  # full, it says no more than one
+    before = {number: signal.signal(number, lambda *_: None) for number in heeded} if main else {}
     try:
         yield reader
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if main:
+            signal.set_wakeup_fd(woken)
         os.close(reader)
         os.close(writer)
-
-
-def _put(writer: int) -> None:
-    with suppress(BlockingIOError):  # a pipe full of signals says no more than one
-        os.write(writer, b"!")
 
 
 def _kernel_oom_kills() -> int:
