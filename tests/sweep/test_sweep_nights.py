@@ -87,7 +87,8 @@ def patient(asked: Path) -> None:
 
     def ask(group: int, number: int) -> None:
         killpg(group, number)
-        asked.touch()
+        if number == signal.SIGTERM:  # a program that is asked what GPU there is is killed with its group too
+            asked.touch()
 
     os.killpg = ask
 
