@@ -25,9 +25,9 @@ def test_a_table_is_named_exactly_and_a_run_that_is_there_is_not_made_again(tmp_
     wrong = recipes(tmp_path, "--only", "short", "--estimate")
     assert wrong.returncode == 2
     known = (
-        "fp8, frameworks, frameworks-short, full, full-finetuning, images, kernels, launches-1x512, launches-4x2048, "
-        "moe-gpt-oss-20b, moe-qwen3-30b-a3b, policies, qlora, short-defaults, short-equal, smallest, smallest-32b, "
-        "sustained"
+        "fp8, fp8-head, frameworks, frameworks-short, full, full-finetuning, images, kernels, launches-1x512, "
+        "launches-4x2048, moe-gpt-oss-20b, moe-qwen3-30b-a3b, policies, qlora, short-defaults, short-equal, smallest, "
+        "smallest-32b, sustained"
     )
     assert f"'short' is none of {known}" in wrong.stderr
     there = ("--only", "full,short-equal,short-defaults", "--rounds", "1", "--estimate")

@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core import units
+from ftbench.core.architectures import architectures
 from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import preflight
 from ftbench.estimate.memory import measured
+from ftbench.estimate.memory.weights import weights
 from ftbench.estimate.recorded import is_older
 from ftbench.estimate.time import accuracy, speeds
 from ftbench.estimate.time.duration import (
@@ -37,7 +39,9 @@ from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.lengths import lengths_of
+from ftbench.estimate.workload.method import Recipe
 from ftbench.estimate.workload.trainable import trainable_shape
+from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
@@ -127,6 +131,17 @@ def test_the_loss_over_chunks_multiplies_with_the_head_twice_and_trls_three_time
     ours, theirs = (_work(optimizations={"chunked_loss": on}) for on in (True, False))
     head = 2 * 2047 * 4 * trainable_shape(spec_of()).matmul.head
     assert theirs["products"] - ours["products"] == pytest.approx(head, rel=1e-3)
+
+
+def test_a_head_in_8_bits_has_the_gradient_s_product_alone_and_a_copy_of_a_byte_a_weight():
+    parts = {"compile": True, "chunked_loss": True, "fp8": "tensorwise"}
+    plain, small = (_work(optimizations={**parts, "fp8_head": on}) for on in (False, True))
+    head = 2 * 2047 * 4 * trainable_shape(spec_of()).matmul.head
+    assert small["products.fp8"] - plain["products.fp8"] == pytest.approx(head, rel=1e-3)
+    assert plain["products"] - small["products"] == pytest.approx(head, rel=1e-3)
+    shape = describe(architectures()["Qwen/Qwen3-8B"])
+    without, copied = (weights(shape, Recipe(fp8=True, fp8_head=on)) for on in (False, True))
+    assert copied - without == shape.vocab * shape.hidden
 
 
 def test_adapters_within_the_base_product_pass_less_over_the_activations():

@@ -22,6 +22,7 @@ LEFT_OUT = {
     "compile": {"lean"},  # for memory, and no faster
     "image_size": {True},  # a size is a number
     "fp8": {"tensorwise-delayed", "te-current", "te-delayed", "te-mxfp8"},  # not proven
+    "fp8_head": {True},  # a part of two others
     "cuda_graph": {True},  # beside three others: a recipe of its own
     "optimizer_in_backward": {True, "offload"},  # for recipes that clip nothing
 }

@@ -32,7 +32,7 @@ from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
 from ftbench.worker.kernels.host_offload import HostTensors
 from ftbench.worker.model.random_weights import materialise
-from ftbench.worker.optimizations import attention, chunked_loss, compile, packing
+from ftbench.worker.optimizations import attention, chunked_loss, compile, fp8_head, packing
 
 BF16 = torch.finfo(torch.bfloat16).eps
 
@@ -322,13 +322,56 @@ def test_the_chunked_loss_is_the_plain_one_and_so_is_its_gradient():
         torch.testing.assert_close(chunked_loss.chunked_loss(hidden, labels, positions, head), plain)
 
 
+def with_small_head(head):
+    model = SimpleNamespace(get_output_embeddings=lambda: head)
+    fp8_head.apply(model, spec_of(optimizations={"fp8": "tensorwise", "chunked_loss": True, "fp8_head": True}))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_by_a_head_in_8_bits_is_that_of_all_its_bits_but_for_their_rounding(dtype):
+    """e4m3 rounds a weight by a sixteenth at the most, e5m2 a probability by an eighth, which many words average; the
+    logits, and so the loss, are those of the head as it is."""
+    torch.manual_seed(0)
+    hidden = (3 * torch.randn(2, 65, 64)).to(dtype).requires_grad_()
+    head = torch.nn.Linear(64, 512, bias=False).to(dtype).requires_grad_(False)
+    labels = torch.randint(0, 512, (2, 65))
+    labels[0, :20] = IGNORE
+    positions = torch.tensor([at for at in torch.nonzero(labels.reshape(-1) != IGNORE).squeeze(1) if at % 65])
+    plain = chunked_loss.chunked_loss(hidden, labels, positions, head, size=50)
+    plain.backward()
+    exact, hidden.grad = hidden.grad.double(), None
+    with_small_head(head)
+    loss = chunked_loss.chunked_loss(hidden, labels, positions, head, size=50)
+    (3 * loss).backward()
+    found = hidden.grad.double() / 3
+    assert torch.equal(loss, plain)
+    assert torch.equal(found.any(-1), exact.any(-1))
+    assert ((found - exact).norm() / exact.norm()).item() < 1 / 16
+    assert F.cosine_similarity(found.sum((0, 1)), exact.sum((0, 1)), dim=0).item() > 0.995
+    assert (found.norm() / exact.norm()).item() == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_head_that_is_trained_or_has_odd_sides_is_not_cast_and_one_that_is_not_cast_is_told():
+    for head, said in ((torch.nn.Linear(64, 512), "512 x 64, trained"), (torch.nn.Linear(64, 500), "500 x 64")):
+        with pytest.raises(SpecError, match=f"multiples of 16, and this one is {said}"):
+            with_small_head(head)
+    model = with_small_head(torch.nn.Linear(64, 512).requires_grad_(False))
+    spec = spec_of(optimizations={"fp8": "tensorwise", "chunked_loss": True, "fp8_head": True})
+    assert fp8_head.verify(model, spec) == []
+    del model.get_output_embeddings().of_gradient
+    assert fp8_head.verify(model, spec) == [
+        "optimizations.fp8_head is on and the head has no copy in 8 bits, or is trained"
+    ]
+
+
 def test_of_one_chunk_nothing_is_left_as_the_next_one_is_computed():
     """Its gradient is as large as its logits: 0.58 GiB of 2,048 tokens of Qwen3."""
     made = []
 
-    def softmax(logits, targets):
+    def softmax(logits, *given):
         assert [tensor() for tensor in made] == [None] * len(made)
-        gradient, of_targets = chunked_loss.probabilities(logits, targets)
+        gradient, of_targets = chunked_loss.probabilities(logits, *given)
         made.extend([weakref.ref(logits), weakref.ref(gradient)])
         return gradient, of_targets
 

@@ -26,7 +26,8 @@ def weights(model: ModelShape, recipe: Recipe) -> float:
     """Return the base model: 16-bit, or 4-bit linear layers and the rest in 16 bits, or in 32 where peft's
     prepare_model_for_kbit_training casts what is not quantised (dense models; `worker/methods/qlora.py`). unsloth
     keeps gpt-oss's experts as they are published: the founding study trained the 120b on 96 GB. fp8 keeps
-    two layouts of 8 bits of each linear layer and drops the 16-bit one (worker/optimizations/fp8.py). What waits in
+    two layouts of 8 bits of each linear layer and drops the 16-bit one (worker/optimizations/fp8.py), fp8_head one of 8
+    bits beside the head's. What waits in
     host memory does not count, and the buffers do for which it waits."""
     return _whole(model, recipe) - on_host(model, recipe) + buffers(model, recipe)
 
@@ -37,7 +38,8 @@ def _whole(model: ModelShape, recipe: Recipe) -> float:
     linear = model.linear_parameters
     if not recipe.quantised:
         eight = linear if recipe.fp8 else 0
-        return (model.total - eight) * recipe.weight + 2 * eight + fused(model, recipe)
+        copy = model.vocab * model.hidden if recipe.fp8_head else 0
+        return (model.total - eight) * recipe.weight + 2 * eight + copy + fused(model, recipe)
     return four_bit(linear, recipe.double_quant) + (model.total - linear) * recipe.upcast + fused(model, recipe)
 
 

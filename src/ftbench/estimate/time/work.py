@@ -148,6 +148,7 @@ def _products(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Ba
     head = heads * (flops.head_per_token(matmul) + (beside if once else 1) * 2 * matmul.head)
     experts = n * (4 + 2 * again + 2 * beside + 2 * recipe.full) * shape.expert_matmul
     fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if recipe.fp8 else 0.0
+    fp8 += heads * 2 * matmul.head if recipe.fp8_head else 0.0  # the gradient's
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 

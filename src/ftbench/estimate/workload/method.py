@@ -58,6 +58,7 @@ class Recipe:
     lean: bool = False
     graphed: bool = False
     fp8: bool = False
+    fp8_head: bool = False
     fused: Fused = "off"
     triton: bool = False
     whole_mlp: bool = False
@@ -134,6 +135,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
         lean=on.compile == "lean",
         graphed=on.cuda_graph,
         fp8=in_8_bits(on.fp8),
+        fp8_head=on.fp8_head,
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
         fused=fused(spec),
         triton=on.triton_kernels,

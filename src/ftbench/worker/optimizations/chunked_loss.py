@@ -4,7 +4,8 @@ trl's own chunked loss counts the label tokens on the device, waits for the coun
 which wait again. Here the collator has counted already and says where they stand. Logits of one chunk are alive at a
 time, and their gradient is taken at once (as Liger's fused loss does): two products with the head for each label, not
 the three of logits that are made again in the backward pass. With `compile` the softmax of a chunk is one compiled
-function, which passes over the logits three times instead of eleven.
+function, which passes over the logits three times instead of eleven. A head with a copy in 8 bits (`fp8_head`) is
+multiplied with a gradient in 8 bits.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.kernels.small_products import GRADIENT, multiply_back
 from ftbench.worker.model.parts import base_model
 
 SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of gemma2, cohere2 and granite
 CHUNK = 2048  # label tokens; x 152k words x 4 bytes is 1.2 GB of logits
+SMALL = 2.0**15  # the largest power of two by which a gradient, -1 to 1, may be multiplied in 8 bits (e5m2)
 POSITIONS = "label_positions"  # the batch's key: where in the flattened labels a label stands
 
 
@@ -66,7 +69,9 @@ def chunked_loss(
     the flattened `labels`, each predicted from the position before it; `size` of them are computed at a time.
     `softmax` is `probabilities`, maybe compiled."""
     weight, bias = _whole(head.weight), _whole(head.bias)
-    return _Loss.apply(hidden, weight, bias, labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
+    small = (head.of_gradient, head.of_gradient_factor) if hasattr(head, "of_gradient") else None
+    given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled(), small)
+    return _Loss.apply(hidden, weight, bias, *given)
 
 
 def _whole(parameter: Any) -> Any:
@@ -78,12 +83,15 @@ def _whole(parameter: Any) -> Any:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probability of each word (labels x words), and the logarithm of the target's (labels x 1, float32):
-    zeros where the target is none, which adds nothing to the loss and its gradient."""
+def probabilities(
+    logits: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None = None, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probability of each word (labels x words) times `scale`, in the type of the logits or in `dtype`, and
+    the logarithm of the target's (labels x 1, float32): zeros where the target is none, which adds nothing to the loss
+    and its gradient."""
     logarithms, there = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
     of_targets = torch.where(there, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
-    return torch.where(there, logarithms.exp().to(logits.dtype), 0.0), of_targets
+    return torch.where(there, logarithms.exp() * scale, 0.0).to(dtype or logits.dtype), of_targets
 
 
 class _Loss(torch.autograd.Function):
@@ -92,7 +100,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, positions: torch.Tensor,
-        softmax: Any, size: int, learning: bool,
+        softmax: Any, size: int, learning: bool, small: Any,
     ) -> torch.Tensor:  # fmt: skip
         given = (hidden, weight, bias)
         wanted = [learning and is_wanted for is_wanted in ctx.needs_input_grad[:3]]
@@ -106,11 +114,13 @@ class _Loss(torch.autograd.Function):
                 if len(chunk) < size:  # of another length in each batch: one graph for all
                     torch._dynamo.maybe_mark_dynamic(logits, 0)
                     torch._dynamo.maybe_mark_dynamic(targets, 0)
-                gradient, of_targets = softmax(logits, targets)
+                given_type, scale = (logits.dtype, 1.0) if small is None else (GRADIENT["tensorwise"], SMALL)
+                gradient, of_targets = softmax(logits, targets, given_type, scale)
                 del logits
-                gradient.scatter_(1, targets.clamp(min=0)[:, None], of_targets.expm1().to(gradient.dtype))
+                of_target = (of_targets.expm1() * scale).to(gradient.dtype)
+                _bits(gradient).scatter_(1, targets.clamp(min=0)[:, None], _bits(of_target))
                 total -= of_targets.sum()
-                _add(gradients, gradient, states, weight, chunk - 1)
+                _add(gradients, gradient, states, weight, chunk - 1, small)
                 del gradient  # or it would be there beside the next chunk's logits
             else:
                 total += F.cross_entropy(logits.float(), targets, reduction="sum")
@@ -122,14 +132,28 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (factor,) = gradients
         scaled = [None if part is None else part * factor.to(part.dtype) for part in ctx.saved_tensors]
-        return *scaled, None, None, None, None, None
+        return *scaled, *[None] * 6
 
 
-def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any) -> None:
-    """Add the gradient of one chunk's logits to those of the hidden states, the head's weight and its bias."""
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Return values as something that torch can scatter: of 8-bit floats their bytes."""
+    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+
+
+def _add(
+    gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any, small: Any
+) -> None:
+    """Add the gradient of one chunk's logits to those of the hidden states, the head's weight and its bias. With a
+    `small` head, transposed and its factor, which is frozen, the gradient is in 8 bits, times SMALL."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
-        of_hidden.view(-1, of_hidden.shape[-1])[rows] = (gradient @ weight).to(of_hidden.dtype)
+        if small is None:
+            made = gradient @ weight
+        else:
+            turned, factor = small
+            short = (gradient, factor.new_full((), 1 / SMALL))
+            made = multiply_back(states, turned, factor, "tensorwise", None, short)
+        of_hidden.view(-1, of_hidden.shape[-1])[rows] = made.to(of_hidden.dtype)
     if of_weight is not None and gradient.dtype == states.dtype == of_weight.dtype:
         of_weight.addmm_(gradient.t(), states)  # in place, without a product of its own
     elif of_weight is not None:  # under autocast the products alone are in 16 bits
