@@ -13,6 +13,7 @@ from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.spec.identity import fingerprint
 from ftbench.spec.load import load
+from ftbench.spec.rewards import problem
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import rewards
@@ -98,6 +99,11 @@ def test_a_reward_is_given_texts_and_the_columns_of_each_prompts_row(train_here,
         ("return [0.0, 1e39, 0.0, 0.0]", "for completion 2: a finite number"),
         ("return ['good'] * 4", "gave 'good' for completion 1: a finite number"),
         ("return [None] * 4", "gave None for completion 1"),
+        ("return [10**400] * 4", "for completion 1: a finite number"),
+        ("return dict.fromkeys(range(4), 1.0)", "gave {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, and a list of numbers"),
+        ("import itertools\n    return itertools.count()", "gave more than 4 numbers for 4 completions"),
+        ("return (x / 0 for x in [1])", "judge.py:judge, line 2: ZeroDivisionError: division"),
+        ("import numpy\n    return iter([numpy.ones(2)] * 4)", "judge.py:judge: ValueError: can only convert an array"),
         ("return 'good'", "gave 'good', and a list of numbers"),
         ("return 1.0", "gave 1.0, and a list of numbers"),
         ("return None", "gave None, and a list of numbers"),
@@ -166,6 +172,11 @@ def test_runs_of_an_edited_reward_are_no_repeats_in_a_report(train_here, reward_
     assert sorted(len(cell.runs) for cell in cells) == [1, 2]
 
 
+def test_a_folder_is_not_said_to_be_missing(tmp_path):
+    (tmp_path / "judge.py").mkdir()
+    assert problem(f"{tmp_path}/judge.py:judge") == f"{tmp_path}/judge.py: is no file"
+
+
 def spec_with(folder, reward):
     folder.mkdir(exist_ok=True)
     path = folder / "spec.yaml"
@@ -190,6 +201,8 @@ def test_a_path_begins_at_the_file_that_says_it(tmp_path):
         ("", "nowhere.py:judge", "nowhere.py: no such file"),
         ("def juge(**columns): pass", "judge.py:judge", "has no function judge; did you mean juge?"),
         ("x = (", "judge.py:judge", "judge.py, line 1: no Python"),
+        pytest.param("x = 1\0", "judge.py:judge", "judge.py: no Python: source code string cannot", id="null byte"),
+        pytest.param("x = " + "-" * 100_000 + "1", "judge.py:judge", "no Python: nested too deeply", id="deep"),
         ("", "judge.py", "'judge.py' names no function: write path/to/file.py:function"),
         ("", "judge:judge", "names no function"),
         ("", "[]", "must be path/to/file.py:function"),

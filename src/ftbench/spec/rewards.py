@@ -46,7 +46,7 @@ def problem(reward: str) -> str | None:
     """Return why a function cannot be there, from the text of its file, which is not executed."""
     file, function = parts(reward)
     if not file.is_file():
-        return f"{file}: no such file"
+        return f"{file}: {'is no file' if file.exists() else 'no such file'}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -54,9 +54,10 @@ def problem(reward: str) -> str | None:
     except OSError as error:
         return f"{file}: {file_problem(error)}"
     except SyntaxError as error:
-        return f"{file}, line {error.lineno}: no Python: {error.msg}"
+        where = "" if error.lineno is None else f", line {error.lineno}"
+        return f"{file}{where}: no Python: {error.msg}"
     except (ValueError, RecursionError, MemoryError) as error:
-        return f"{file}: no Python: {error}"
+        return f"{file}: no Python: {str(error) or 'nested too deeply'}"
     names = set(_bound(tree))
     if function in names or "*" in names:
         return None

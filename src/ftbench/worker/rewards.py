@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -39,17 +39,23 @@ class Reward:
     def __call__(self, completions: Sequence[str], **given: Any) -> list[float]:
         """Return a finite number for each completion. Raise SpecError for anything else, and for what the function
         raises, with the line in its file."""
-        made = _blamed(self.name, self.file, partial(self.function, completions=completions, **given))
-        made = made.tolist() if hasattr(made, "tolist") else made
-        if isinstance(made, str) or not isinstance(made, Iterable):
-            raise self._wrong(f"gave {shown(made)}, and a list of numbers is asked for, one a completion")
-        numbers = [each.item() if hasattr(each, "item") else each for each in made]
-        if len(numbers) != len(completions):
-            raise self._wrong(f"gave {some(len(numbers), 'number')} for {some(len(completions), 'completion')}")
+        count = len(completions)
+        numbers = _blamed(self.name, self.file, partial(self._made, count, completions=completions, **given))
+        if len(numbers) != count:
+            made = f"more than {some(count, 'number')}" if len(numbers) > count else some(len(numbers), "number")
+            raise self._wrong(f"gave {made} for {some(count, 'completion')}")
         for position, number in enumerate(numbers, 1):
-            if not isinstance(number, (int, float)) or not math.isfinite(number) or abs(number) > FLOAT32:
+            if not (isinstance(number, (int, float)) and abs(number) <= FLOAT32):
                 raise self._wrong(f"gave {shown(number)} for completion {position}: a finite number is asked for")
         return [float(number) for number in numbers]
+
+    def _made(self, count: int, **given: Any) -> list[Any]:
+        """Return what the function gives, of what does not end no more than one too many."""
+        made = self.function(**given)
+        made = made.tolist() if hasattr(made, "tolist") else made
+        if isinstance(made, (str, Mapping)) or not isinstance(made, Iterable):
+            raise self._wrong(f"gave {shown(made)}, and a list of numbers is asked for, one a completion")
+        return [each.item() if hasattr(each, "item") else each for each in islice(made, count + 1)]
 
     def _wrong(self, what: str) -> SpecError:
         return SpecError(f"objective.reward: {self.name} {what}")
