@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,9 @@ import torch
 
 from commands import ENDLESS, Command, write_spec
 from ftbench.errors import MissingError
+from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.workload.division import division_of, rank_model
+from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import shape_of
 from ftbench.launch import follow, trl
 from ftbench.spec import strategies
@@ -199,6 +202,46 @@ def test_weights_are_released_layer_by_layer_where_activations_are_made_again_un
     assert parallel["kept"] <= 1
     assert parallel["gathered_whole"] == 2  # layers, each at once
     assert figures(two) == pytest.approx(figures(one), rel=1e-4)
+
+
+def fetching(place: Path) -> None:
+    """Let rank 0 write for each module, once DeepSpeed knows their order, how many weights a layer lacks as it is
+    needed, and how many are whole then."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Gathering
+    from deepspeed.utils import z3_leaf_module
+
+    def watched(fetch: Any) -> Any:
+        def look(gathering: Any, module: Any) -> None:
+            weights = [weight for weight in module.parameters() if z3_leaf_module(module)]
+            lacking = sum(weight.ds_numel for weight in weights if weight.ds_status.name == "NOT_AVAILABLE")
+            fetch(gathering, module)
+            there = [weight.ds_numel for weight in gathering.module.parameters()
+                     if not weight.ds_persist and weight.ds_status.name != "NOT_AVAILABLE"]  # fmt: skip
+            if torch.distributed.get_rank() == 0 and gathering.get_param_coordinator().is_complete_trace():
+                with place.open("a") as file:
+                    file.write(f"{lacking} {sum(there)}\n")
+
+        return look
+
+    for name in ("pre_sub_module_forward_function", "pre_sub_module_backward_function"):
+        setattr(Gathering, name, watched(getattr(Gathering, name)))
+
+
+@NO_DEEPSPEED
+def test_a_layer_is_fetched_while_another_computes_and_no_more_of_them_are_there_than_estimated(tmp_path):
+    """Of weights whose table of words is no head: at the most head, table and a layer are whole."""
+    parts = {**FULL, "model": HEAD["model"], "optimizations": {"gradient_checkpointing": True}}
+    parts |= {"dataset": DATA | {"eval_samples": 0}, "train": {"batch_size": 2, "max_steps": 4, **SGD}}
+    spec = write_spec(tmp_path, **parts, launch={"gpus": 2, "strategy": "zero3"})
+    with Command(spec, tmp_path / "out", before=partial(fetching, tmp_path / "fetched")) as command:
+        assert command.finish().code == 0, command.stderr
+    fetched = [[*map(int, line.split())] for line in (tmp_path / "fetched").read_text().splitlines()]
+    values = rundir.read_json(command.run.spec_json)
+    spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
+    model = shape_of(spec.model)
+    expected = gathered(model, replace(recipe_of(spec, model), compute=1), share(division_of(spec.launch)))
+    assert {lacking for lacking, _ in fetched} == {0}
+    assert max(there for _, there in fetched) == pytest.approx(max(expected), rel=0.01)
 
 
 def test_weights_that_stay_gathered_through_the_backward_pass_are_said_under_zero(monkeypatch):

@@ -20,7 +20,8 @@ from ftbench.estimate.memory.calibrate import fit
 from ftbench.estimate.memory.constants import shipped
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.memory.measured import Measured, realised
-from ftbench.estimate.memory.phases import MemoryPlan, peak, phases
+from ftbench.estimate.memory.phases import GATHERED, MemoryPlan, peak, phases
+from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.preflight import warning
 from ftbench.estimate.recommend import command as recommend
 from ftbench.estimate.time import accuracy, speeds
@@ -46,6 +47,9 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768, "vocab_size": 4096,
     "tie_word_embeddings": False,
 }  # fmt: skip
+
+# Parameters of Qwen3-8B: all, of its table of words, which its head has once more, and of a layer.
+N, WORDS, LAYER = 8_190_735_360, 151_936 * 4096, 192_946_432
 
 
 def divided(strategy: str, gpus: int, offload: str = "none") -> Division:
@@ -109,12 +113,27 @@ DEEPSPEED = {("zero2", "none"): 49.58, ("zero2", "optimizer"): 15.26, ("zero3", 
 
 @pytest.mark.parametrize(("strategy", "offload"), DEEPSPEED)
 def test_states_of_zero_are_what_deepspeeds_own_estimator_says(strategy: str, offload: str) -> None:
-    """Which takes the largest layer for there at all times, and leaves out a short row's activations and the
-    optimizer's own temporary tensor of 4 bytes a parameter that is updated at once."""
+    """Which takes the largest layer, and that alone, for gathered at all times, and leaves out a short row's
+    activations and the optimizer's own temporary tensor of 4 bytes a parameter that is updated at once."""
     shape = describe(architectures()["Qwen/Qwen3-8B"])
     plan = MemoryPlan(shape, Recipe(full=True), BatchShape(1, 8, 7), division=divided(strategy, 4, offload))
-    size = peak(phases(plan))[1] / GIB
+    largest = 2 * shape.parameters["embedding"] if strategy == "zero3" else 0
+    named = {phase: parts | ({GATHERED: largest} if GATHERED in parts else {}) for phase, parts in phases(plan).items()}
+    size = peak(named)[1] / GIB
     assert DEEPSPEED[strategy, offload] * 0.97 <= size <= 1.1 * DEEPSPEED[strategy, offload] + 0.1
+
+
+@pytest.mark.parametrize(("checkpointing", "backward", "end"), [
+    ("off", 10**9, 2 * WORDS + LAYER), ("full", WORDS + 2 * LAYER, 2 * WORDS + LAYER),
+])  # fmt: skip
+def test_zero3_gathers_a_head_that_stays_and_layers(checkpointing: str, backward: int, end: int) -> None:
+    """One more where they are fetched at once, else as much as DeepSpeed fetches ahead; and in the end the embedding
+    (tests/test_several_gpus.py holds the first against DeepSpeed itself)."""
+    shape = describe(architectures()["Qwen/Qwen3-8B"])
+    part = share(divided("zero3", 4))
+    found = gathered(shape, Recipe(full=True, checkpointing=checkpointing), part)
+    assert (found.forward, found.loss) == (found.backward, found.backward)
+    assert (found.backward, found.end) == (2 * backward, 2 * end)
 
 
 def test_a_gpu_of_tensor_parallelism_holds_its_part_of_each_matrix() -> None:
@@ -178,7 +197,6 @@ def sent(spec: Experiment):
 
 
 EVEN = Lengths((2048,) * 64, 1.0, "exact")
-N = 8_190_735_360  # parameters of Qwen3-8B
 
 
 def test_what_each_strategy_sends_is_what_its_paper_says() -> None:

@@ -153,7 +153,7 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     left, step = share.update(model, kept, part)
     shown, encoded, read, remade = _of_images(plan)
     beside = share.gathered(model, kept, part)
-    back = base | {GATHERED: beside.backward}
+    back, end = base | {GATHERED: beside.backward}, base | {GATHERED: beside.end}
     tensor = plan.division.tensor > 1  # what is read as a share of matrices is dealt on once it is there
     head = {"head": weights.fetched_head(model, kept)}
     held, first = held | {"images": encoded}, first | {"images": encoded}
@@ -169,9 +169,9 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
             GATHERED: beside.loss, "activations": acts.kept - acts.away, "hidden states": tail, "logits": final,
         },
         "backward, last layer": back | held | gradients | {"one layer": acts.again + acts.peak},
-        "backward, first layer": back | first | grown | {"one layer": acts.first_again + acts.first_peak},
+        "backward, first layer": end | first | grown | {"one layer": acts.first_again + acts.first_peak},
         "backward, images": back | grown | {"images": encoded, "one layer": remade},
-        "backward, embedding": back | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
+        "backward, embedding": end | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
         "optimizer step": base | {GATHERED: 0.0, "gradients": left, "one step": step},
     }  # fmt: skip
     return _stepped_in_backward(plan, named, held | {"hidden states": tail}) if recipe.in_backward else named

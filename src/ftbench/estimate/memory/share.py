@@ -14,6 +14,7 @@ from ftbench.estimate.workload.method import Recipe
 from ftbench.families.shape import ModelShape
 
 FLOAT = 4
+LIVE = 10**9  # elements that ZeRO-3 has gathered, where it fetches ahead by its default (stage3_max_live_parameters)
 SUB_GROUP = 10**9  # elements of a GPU's part that ZeRO-3 updates at a time (DeepSpeed's default of sub_group_size)
 
 
@@ -101,16 +102,17 @@ def update(model: ModelShape, recipe: Recipe, part: Share) -> tuple[float, float
 
 
 class Gathered(NamedTuple):
-    """Weights that are whole for a while: beside a layer's forward pass, the loss, a layer's backward pass."""
+    """Weights that are whole for a while: beside a layer's forward pass, the loss, a layer's backward pass, the first
+    layer's and the embedding's."""
 
     forward: float
     loss: float
     backward: float
+    end: float
 
 
 def gathered(model: ModelShape, recipe: Recipe, part: Share) -> Gathered:
-    """Return what is gathered of weights that GPUs divide: by ZeRO-3 the layer at work and the next one that is fetched
-    meanwhile, or the embedding or head.
+    """Return what is gathered of weights that GPUs divide.
 
     FSDP2 as accelerate divides it (fsdp2_prepare_model): the embedding, each layer, and the head with the last norm are
     units. In the forward pass a unit is there twice, in its place and as it was received, which is freed when the next
@@ -119,17 +121,29 @@ def gathered(model: ModelShape, recipe: Recipe, part: Share) -> Gathered:
     from the first use to the end. Trained units are there as gradients, too, and as what is made of them to be
     summed."""
     if not part.gathered:
-        return Gathered(0.0, 0.0, 0.0)
-    largest, c = model.largest_layer, float(recipe.compute)
+        return Gathered(0.0, 0.0, 0.0, 0.0)
     if part.keeper != "fsdp":
-        return Gathered(*[c * max(2 * largest, model.vocab * model.hidden)] * 3)
+        return _gathered_by_zero(model, recipe)
+    largest, c = model.largest_layer, float(recipe.compute)
     embedding, head = model.parameters["embedding"], model.parameters["head"]
     kept = embedding if model.tied else 0
     by_itself = model.tied or (recipe.loss == "chunked" and not recipe.full)
     backward = max(4 * largest, largest + 2 * head, 0 if model.tied else 3 * embedding) if recipe.full else 2 * largest
     return Gathered(
-        c * (kept + 2 * largest), c * (kept + head + (largest if by_itself else head)), c * (kept + backward)
-    )
+        c * (kept + 2 * largest), c * (kept + head + (largest if by_itself else head)), c * (kept + backward),
+        c * (kept + backward),
+    )  # fmt: skip
+
+
+def _gathered_by_zero(model: ModelShape, recipe: Recipe) -> Gathered:
+    """Return what ZeRO-3 gathers (DeepSpeed 0.19, partitioned_param_coordinator.py; traces of its fetches on the CPU).
+    The head is there from the first, since TRL's loss takes it without its own forward pass, and to the last, since
+    what it makes has no gradient. Beside it are the layer at work and the next one, and in the end the embedding, where
+    layers are gathered at once (worker/parallel/zero.py); of others as much as DeepSpeed fetches ahead."""
+    largest, head = model.largest_layer, model.parameters["head"] or model.parameters["embedding"]
+    embedding, c = 0 if model.tied else model.parameters["embedding"], float(recipe.compute)
+    there = head + 2 * largest if recipe.checkpointing != "off" else max(head, min(LIVE, model.total))
+    return Gathered(c * there, c * there, c * there, c * (head + embedding + (largest if there > head else 0)))
 
 
 def offloaded(model: ModelShape, recipe: Recipe, division: Division) -> float:

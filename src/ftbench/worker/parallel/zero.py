@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.model.parts import decoder_layers
+from ftbench.worker.model.parts import base_model, decoder_layers
 
 _FILLED_IN = (
     "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
@@ -55,13 +55,29 @@ def prepare(made: Any) -> None:
 def attach(trainer: Any, spec: Experiment) -> None:
     """Let a layer's activations be made again within the model's backward pass: by one of its own, which TRL asks for
     beside adapters, DeepSpeed would keep all frozen weights gathered until the model's has ended. Let it gather the
-    weights of such a layer at once: one at a time the GPUs wait for Python (of other layers DeepSpeed 0.19 lacks them
-    in the backward pass then)."""
+    weights of such a layer at once, beside the work of the layer before: one at a time the GPUs wait for Python (of
+    other layers DeepSpeed 0.19 lacks them in the backward pass then)."""
     if spec.launch.strategy == "zero3" and trainer.args.gradient_checkpointing:
         from deepspeed.utils import set_z3_leaf_modules
 
         trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False}
         set_z3_leaf_modules(trainer.model, list({type(layer) for layer in decoder_layers(trainer.model)}))
+        trainer.args.hf_deepspeed_config.config["zero_optimization"] |= _a_layer_ahead(trainer.model)
+
+
+def _a_layer_ahead(model: Any) -> dict[str, int]:
+    """Return settings by which DeepSpeed (partitioned_param_coordinator.py) fetches the next of such layers while one
+    computes, and keeps no more of them. By what it takes for itself it fetches nothing ahead beside 10^9 elements that
+    are there, which a head, an embedding and a layer of a model of 14B parameters are (TRL's loss gathers the head
+    before the layers); keeps layers of as many from one pass to the next; and with them the embedding, since it counts
+    the elements between two uses of it as if these layers had none. What is small stays whole, as transformers has
+    it."""
+    whole = 10 * base_model(model).config.get_text_config().hidden_size
+    sizes = [[_elements(parameter) for parameter in layer.parameters()] for layer in decoder_layers(model)]
+    layer = max(sum(size for size in each if size > whole) for each in sizes)
+    there = _elements(base_model(model).get_output_embeddings().weight) + 2 * layer
+    return {"stage3_param_persistence_threshold": whole, "stage3_prefetch_bucket_size": layer,
+            "stage3_max_live_parameters": there, "stage3_max_reuse_distance": 0}  # fmt: skip
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
