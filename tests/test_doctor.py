@@ -638,6 +638,18 @@ def test_long_sentences_go_over_several_lines():
     assert all(len(line) <= 90 for line in lines)
 
 
+def test_what_holds_of_every_value_of_a_setting_is_said_once():
+    refused = "needs a GPU of compute capability 8.9"
+    findings = [Finding("optimizations", f"fp8 {value}", "n/a", refused) for value in ("rowwise", "te-mxfp8")]
+    findings += [Finding("optimizations", "attention sdpa", "ok", "works"),
+                 Finding("optimizations", "attention cudnn", "n/a", refused),
+                 Finding("methods", "fp8", "ok", "works")]  # fmt: skip
+    assert as_text(abilities.said_once(findings)).splitlines() == [
+        "optimizations", f"  n/a  fp8              {refused}", "  ok   attention sdpa   works",
+        f"  n/a  attention cudnn  {refused}", "", "methods", "  ok  fp8  works",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("module", ["ftbench.doctor.examine", "ftbench.probe.command"])
 def test_nothing_heavy_stands_behind_it(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'pandas', 'numpy'}} & set(sys.modules)))"

@@ -6,7 +6,8 @@ libraries (kernels of attention, compilers, CUDA builds) is known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ftbench.doctor import stack
@@ -42,6 +43,19 @@ def check(facts: Facts) -> list[Finding]:
 def label(key: str, value: Any) -> str:
     """Return `compile`, `fp8 rowwise`, `attention sdpa`."""
     return key if value is True else f"{key} {value}"
+
+
+def said_once(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings for a person: what holds of every value of an optimization is said of the optimization."""
+    answers: dict[str, set[Answer]] = {}
+    for each in findings:
+        if each.area == OPTIMIZATION:
+            answers.setdefault(each.name.split()[0], set()).add((each.verdict, each.text))
+    agreed = {name for name, different in answers.items() if len(different) == 1}
+    return list(dict.fromkeys(
+        replace(each, name=name) if each.area == OPTIMIZATION and name in agreed else each
+        for each in findings for name in each.name.split()[:1]
+    ))  # fmt: skip
 
 
 def used_by(spec: Experiment) -> list[tuple[str, str]]:

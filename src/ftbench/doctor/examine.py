@@ -56,7 +56,7 @@ class Diagnosis:
         ends = [f"{count['fail']} fail, {count['warn']} warn"]
         if self.can_run is not None:
             ends.append(f"{self.subject} {'can' if self.can_run else 'cannot'} run here")
-        return f"{as_text(self.findings)}\n\n{'; '.join(ends)}"
+        return f"{as_text(abilities.said_once(self.findings))}\n\n{'; '.join(ends)}"
 
 
 def examine_environment(python: str) -> Diagnosis:
