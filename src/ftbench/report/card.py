@@ -11,6 +11,7 @@ from ftbench.core.table import folded, text_table
 from ftbench.core.units import reworded
 from ftbench.report.data.collect import speeds
 from ftbench.store.rundir import RunDir
+from ftbench.store.summary import UNKNOWN
 
 _LABEL = 10  # letters of the longest, so that all cards look alike
 
@@ -38,7 +39,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
     losses = {} if judged else {name: loss for name, loss in summary.loss.items() if not name.startswith("reward")}
     padding = units.percent(1 - rates["real"] / rates["padded"]) if known else ""
     return [
-        ("what", ", ".join([what, *summary.optimizations])),
+        ("what", ", ".join([what, *(name for name in summary.optimizations if name != UNKNOWN)])),
         ("trained", share if trained else ""),
         ("steps", f"{steps['total']}, of which {steps.get('warmup', 0)} warm-up" if steps.get("total") else ""),
         ("step time", _step_time(summary.step_time_s)),

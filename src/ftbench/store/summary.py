@@ -18,6 +18,7 @@ from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
 _OF_IMAGES = ("images", "tiles", "image_tokens", "text_tokens")
+UNKNOWN = "unknown"  # of an imported run's optimizations, of which no log tells
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
 
 
@@ -89,7 +90,7 @@ def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[st
         weights=model.get("weights", ""), gpu=first_gpu(documents["machine"]).get("name"),
         batch_size=train.get("batch_size", 0),
         gradient_accumulation_steps=train.get("gradient_accumulation_steps", 0),
-        optimizations=["unknown"] if "imported" in spec else optimizations_on(spec.get("optimizations", {})), steps={},
+        optimizations=[UNKNOWN] if "imported" in spec else optimizations_on(spec.get("optimizations", {})), steps={},
         parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},
         dataset=applied.get("dataset", {}), oom=state.get("oom"), warnings=[*applied.get("warnings", []), *shared],
         first_step_cache=(applied["compile_cache"] or "none") if "compile_cache" in applied else None,
