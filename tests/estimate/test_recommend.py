@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -315,11 +316,26 @@ def test_how_many_ways_stand_behind_the_ones_shown_is_told(ftbench, spec_file):
 
 
 def test_gpus_without_a_time_for_one_reason_share_its_sentence(ftbench, spec_file):
-    code, out, err = ftbench("estimate", spec_file, "--gpu", "T4,V100 SXM2 32GB,H200")
+    small = ("--set", "model.id=Qwen/Qwen3-0.6B", "--set", "train.batch_size=1")
+    code, out, err = ftbench("estimate", spec_file, *small, "--gpu", "T4,V100 SXM2 32GB,H200")
     assert code == 0, err
     said = " ".join(out.split())
     assert said.count("is not known: run `ftbench probe`") == 1
     assert "--store; the same holds of V100 SXM2 32GB" in said
+
+
+def test_nobody_is_sent_to_probe_a_gpu_on_which_the_spec_does_not_fit(ftbench, spec_file):
+    full = ("estimate", spec_file, "--set", "method=full", "--set", "dataset=japanese-alpaca")
+    said = " ".join(ftbench(*full, "--gpu", "T4,V100 SXM2 32GB")[1].split())
+    assert "is not known, and the spec does not fit there; the same holds of V100 SXM2 32GB" in said
+    assert "ftbench probe" not in said
+    assert "times are those" not in said
+
+
+def test_of_data_of_unknown_size_no_batch_is_all_samples(ftbench, spec_file):
+    full = ("estimate", spec_file, "--set", "method=full", "--set", "dataset=japanese-alpaca", "--gpu")
+    assert re.search(r"T4 +does not fit +none ", ftbench(*full, "T4,L4")[1])
+    assert "no batch is sure to fit" in ftbench(*full, "T4")[1]
 
 
 def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench, spec_file):

@@ -81,7 +81,10 @@ def estimate(request: EstimateRequest) -> Answer:
         for name, gpu, total in gpus
     ]
     best = min(VERDICTS.index(memory.verdict) for _, memory, _ in rows)
-    times = [time_text.time_on(spec, name, gpu, store, config) for name, gpu, _ in gpus]
+    times = [
+        time_text.time_on(spec, name, gpu, store, config, memory.verdict != VERDICTS[-1])
+        for (name, gpu, _), (_, memory, _) in zip(gpus, rows, strict=True)
+    ]
     document = view.as_document(spec, rows)
     for record, time in zip(document["gpus"], times, strict=True):
         record["time"] = time_text.as_record(spec, time, scope)
@@ -89,7 +92,7 @@ def estimate(request: EstimateRequest) -> Answer:
     if len(gpus) == 1 and (sizes := by_image_size(spec, gpus[0][1], store, scope.hours, config, gpus[0][2])):
         document["gpus"][0]["by_image_size"] = sizes
         text += ["", image_sizes_text(sizes, scope.hours)]
-    if any(memory.verdict == VERDICTS[-1] for _, memory, _ in rows):
+    if any(memory.verdict == VERDICTS[-1] and time.estimate for (_, memory, _), time in zip(rows, times, strict=True)):
         text.append(folded("Where it does not fit, times are those that the GPU would reach with more memory."))
     if best:
         closest = min(range(len(rows)), key=lambda at: rows[at][1].device.high - rows[at][1].usable)

@@ -49,7 +49,7 @@ def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | No
 
 
 def _largest(spec: Experiment, largest: int | None) -> str:
-    return f"{largest} (all samples)" if largest == spec.dataset.samples else str(largest or "")
+    return f"{largest} (all samples)" if largest and largest == spec.dataset.samples else str(largest or "")
 
 
 def bars(parts: Mapping[str, float]) -> str:

@@ -57,8 +57,11 @@ def scope_of(samples: float | None, hours: float | None, prices: Prices | None) 
     return Scope(samples, NIGHT_H if hours is None else hours, prices)
 
 
-def time_on(spec: Experiment, name: str, gpu: Gpu | float, store: Store, config: dict[str, Any] | None) -> GpuTime:
-    """Return the estimate of a GPU of the table, or of as many as `launch` asks for."""
+def time_on(
+    spec: Experiment, name: str, gpu: Gpu | float, store: Store, config: dict[str, Any] | None, fits: bool = True
+) -> GpuTime:
+    """Return the estimate of a GPU of the table, or of as many as `launch` asks for. Where that is not known and the
+    spec does not fit, the reason is without its way out, which would lead nowhere."""
     if not isinstance(gpu, Gpu):
         return GpuTime(
             name, None, None, "how fast this GPU is is not known: name one of `ftbench list gpus` with --gpu"
@@ -66,7 +69,10 @@ def time_on(spec: Experiment, name: str, gpu: Gpu | float, store: Store, config:
     try:
         return GpuTime(name, gpu, estimate_duration(spec, gpu, store, config=config))
     except SpecError as error:
-        return GpuTime(name, gpu, None, str(error))
+        reason = str(error)
+        return GpuTime(
+            name, gpu, None, reason if fits else f"{reason.partition(': ')[0]}, and the spec does not fit there"
+        )
 
 
 def as_text(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
