@@ -185,6 +185,7 @@ def test_the_columns_that_were_named_are_those_that_are_shown(ftbench, store):
         (["--where", "methd=lora"], "--where methd: no run has such a column; did you mean method?"),
         (["--where", "method=lorra"], "no run has it; did you mean lora? (there are full, lora, qlora)"),
         (["--where", "method"], "write it as method=lora, batch=4,8 or tokens/s>=5000"),
+        (["--where", "rank=1"], "--where rank=1: no run has it; did you mean 16? (there are 8, 16)"),
         (["--where", "tokens/s>fast"], "> compares with a number"),
         (["--sort", "token/s"], "did you mean tokens/s?"),
         (["--columns", "ranks"], "did you mean rank?"),

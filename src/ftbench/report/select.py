@@ -69,8 +69,8 @@ class Selection:
             self.records = kept
 
     def _values(self, column: Column, value: str) -> str:
-        values = list(dict.fromkeys(_text(record, column) for record in self.records))
-        return f"{nearest(value, values)} (there are {units.listed(values, _MOST_VALUES)})"
+        values = list(filter(None, dict.fromkeys(_text(record, column) for record in self.records)))
+        return f"{nearest(value, values)} (there are {units.listed(values or ['none'], _MOST_VALUES)})"
 
     def sort(self, name: str) -> None:
         """Put the best first: most of what more of is better, least of other figures, words by the alphabet; with a
@@ -151,12 +151,13 @@ def _ordered(records: Sequence[Record], column: Column, sign: str, value: str) -
 
 
 def _equal(records: Sequence[Record], column: Column, sign: str, value: str) -> list[Record]:
-    """Return the records that have one of the values, or else, of words, one as a part of theirs."""
+    """Return the records that have one of the values, or else, of words, one as a part of theirs: 16 is no 1."""
     wanted = [_SWITCHES.get(_plain(part), _plain(part)) for part in value.split(",")]
     numbers = {_number(part) for part in wanted} - {None}
     texts = [(record, _plain(_text(record, column))) for record in records]
     exact = [record for record, text in texts if text in wanted or _number(text) in numbers]
-    return exact or [record for record, text in texts if any(part and part in text for part in wanted)]
+    words = [(record, text) for record, text in texts if _number(text) is None]
+    return exact or [record for record, text in words if any(part and part in text for part in wanted)]
 
 
 def matching(records: Sequence[Record], conditions: Sequence[str]) -> list[Record]:
