@@ -47,10 +47,10 @@ def test_frameworks_take_turns_plain_and_at_their_best(tmp_path: Path) -> None:
 
 def test_rows_of_pictures_are_estimated_to_fit(tmp_path: Path) -> None:
     told = recipes(tmp_path, "--only", "images", "--estimate").stdout.splitlines()
-    assert told[0].startswith("17 of 17 runs to do")
+    assert told[0].startswith("20 of 20 runs to do")
     smaller = [line for line in told[1:] if "image_size=336" in line]
     assert len(smaller) == 6
-    for line in told[1:]:
+    for line in (line for line in told[1:] if "unsloth" not in line):  # with images no formula knows it
         sets = [f"train.batch_size={line.split()[5].removeprefix('b')}", *line.split()[6:]]
         estimate = estimate_memory(load(ROOT / "configs/llava-next-bf16.yaml", sets), find_gpu("NVIDIA H200") or 141.0)
         assert estimate.allocated.high < 140, line

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -86,5 +89,46 @@ def test_parts_of_a_model_without_images_cannot_be_trained(train_here, tmp_path)
 def test_what_cannot_be_kept_or_loaded_is_refused():
     with pytest.raises(ValidationError, match="save_adapter keeps adapters alone"):
         spec_of(model={"id": MODELS[0]}, method={"vision": "full"}, measure={"save_adapter": True})
-    with pytest.raises(ValidationError, match="unsloth: it loads image models"):
-        spec_of(model={"id": MODELS[0]}, method={"name": "unsloth"})
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"method": {"projector": "full"}}, "unsloth is asked for adapters alone: frozen or lora"),
+    ({"method": {"load_in_4bit": False, "load_in_fp8": True}}, "method.load_in_fp8 with method unsloth is for text"),
+    ({"method": {"tiled_mlp": True}}, "method.tiled_mlp with method unsloth is for text alone"),
+    ({"optimizations": {"packing": True}}, "optimizations.packing with method unsloth is for text alone"),
+])  # fmt: skip
+def test_what_unsloth_does_with_text_alone_is_refused_also_where_the_worker_alone_knows(
+    cache, monkeypatch, changes, said
+):
+    parts = changes | {"method": {"name": "unsloth"} | changes.get("method", {})}
+    with pytest.raises(ValidationError, match=said):
+        spec_of(model={"id": MODELS[0]}, **parts)
+    folder = random_weights.materialise(spec_of(model={"id": MODELS[0]}).model)
+    spec = spec_of(model={"id": "mine", "path": str(folder), "weights": "pretrained"}, **parts)
+    with pytest.raises(SpecError, match=said.replace("tiny/llava-next", "mine")):
+        methods.load("unsloth").load(spec, str(folder))
+
+
+@pytest.mark.parametrize(("name", "by"), [(MODELS[0], "FastVisionModel"), ("tiny/qwen3", "FastLanguageModel")])
+def test_unsloth_is_asked_by_its_functions_for_the_kind_of_model(cache, monkeypatch, name, by):
+    asked = []
+
+    class Loader:
+        def __init__(self, kind):
+            self.kind = kind
+
+        def from_pretrained(self, **arguments):
+            asked.append((self.kind, arguments["model_name"]))
+            return loading.load_model(spec, source), None
+
+        def get_peft_model(self, model, target_modules, **arguments):
+            asked.append((self.kind, len(target_modules)))
+            return model
+
+    kinds = {kind: Loader(kind) for kind in ("FastVisionModel", "FastLanguageModel")}
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(**kinds))
+    spec = spec_of(model={"id": name}, method={"name": "unsloth", "load_in_4bit": False})
+    source = loading.source_of(spec.model)
+    unsloth = methods.load("unsloth")
+    unsloth.adapt(unsloth.load(spec, source), spec)
+    assert asked == [(by, source), (by, 14 if by == "FastVisionModel" else 7)]

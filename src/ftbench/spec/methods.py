@@ -14,7 +14,6 @@ from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
 
 GPT_OSS = "gpt_oss"  # the family that is published in MXFP4 (docs/gpt-oss.md)
 GRANULE = 8  # columns of a factor of an expert's adapter: grouped products take rows of 16 bytes
-NO_UNSLOTH = "it loads image models by classes of its own, which ftbench does not verify: use lora or qlora"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -213,11 +212,23 @@ class Unsloth(_Adapters):
     def refusals(self, spec: Experiment) -> Iterator[str]:
         yield from super().refusals(spec)
         if family(spec.model) in TRAINED:
-            yield f"method unsloth: {NO_UNSLOTH}"
+            yield from self.refusals_of_images(spec)
         if self.load_in_fp8 and self.load_in_4bit:
             yield "method.load_in_fp8 and load_in_4bit exclude each other: set one to off"
         if self.offload_layers and self.use_gradient_checkpointing == "off":
             yield "method.offload_layers needs use_gradient_checkpointing: set it to unsloth or on"
+
+    def refusals_of_images(self, spec: Experiment) -> Iterator[str]:
+        """Yield what of a spec goes with models of text alone: unsloth's layout of rows, and where it keeps what."""
+        if "full" in (self.vision, self.projector):
+            yield "method.vision and method.projector: unsloth is asked for adapters alone: frozen or lora"
+        savers = ("load_in_fp8", "offload_layers", "offload_embedding", "tiled_mlp")
+        keys = [f"method.{name}" for name in savers if getattr(self, name)]
+        keys += [f"optimizations.{name}" for name in ("packing", "padding_free") if getattr(spec.optimizations, name)]
+        yield from (
+            f"{key} with method unsloth is for text alone, and {spec.model.id} reads images: leave it off"
+            for key in keys
+        )
 
     def refusals_on(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
         yield from super().refusals_on(spec, capability)

@@ -7,7 +7,7 @@ from ftbench.errors import SpecError
 from ftbench.families import FAMILIES
 from ftbench.spec import frameworks, strategies
 from ftbench.spec.base import Experiment
-from ftbench.spec.methods import NO_UNSLOTH, reads_images
+from ftbench.spec.methods import reads_images
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 from ftbench.spec.optimizations.declaration import OFF, Capability
 
@@ -37,16 +37,9 @@ def refusals(spec: Experiment) -> list[str]:
 
 
 def _of_images(spec: Experiment) -> list[str]:
-    if not spec.dataset.has_images:
+    if not spec.dataset.has_images or reads_images(spec.model):
         return []
-    sentences = []
-    if not reads_images(spec.model):
-        sentences.append(
-            f"dataset: {spec.dataset.name} holds images, and {spec.model.id} reads none: take one that does"
-        )
-    if spec.method.name == "unsloth":
-        sentences.append(f"method unsloth: {NO_UNSLOTH}")
-    return sentences
+    return [f"dataset: {spec.dataset.name} holds images, and {spec.model.id} reads none: take one that does"]
 
 
 def _of_profile(spec: Experiment) -> list[str]:

@@ -123,7 +123,8 @@ def _shipped() -> tuple[dict[str, Any], ...]:
 
 def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
     weighed = read_facts("ways.yaml")
-    for method in methods:
+    estimated = [name for name in methods if name != "unsloth" or not spec.dataset.has_images]  # see check_modelled
+    for method in estimated:
         for chosen in _variants(spec, method):
             for switches in weighed["switches"] if method != "unsloth" else ({},):
                 layouts = weighed["compiled_layouts" if switches.get("compile") else "layouts"]

@@ -35,6 +35,11 @@ def check_modelled(spec: Experiment) -> None:
         )
     if not isinstance(method, Unsloth):
         return
+    if shape_of(spec.model).vision:
+        raise SpecError(
+            "what unsloth takes with images was never measured: estimate with --set "
+            f"method={'qlora' if method.load_in_4bit else 'lora'}, or train a few steps with --set train.max_steps=5"
+        )
     unmeasured = {
         "8-bit weights": (method.load_in_fp8, "method.load_in_fp8=off"),
         "layers in host memory": (method.offload_layers, "method.offload_layers=0"),

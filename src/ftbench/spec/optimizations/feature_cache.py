@@ -22,6 +22,6 @@ OPTIMIZATION = Optimization(
     verified="what the images of the first step became is kept",
     tolerance=Tolerance(EXACT),
     images="keeps what images become",
-    unsloth="its image models are not measured here: leave it off",
+    unsloth="its own classes compute the features: leave it off",
     refusals=_refusals,
 )

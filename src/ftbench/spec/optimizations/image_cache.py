@@ -7,5 +7,4 @@ OPTIMIZATION = Optimization(
     verified="batches take images from the disk alone",
     tolerance=Tolerance(EXACT),
     images="keeps images",
-    unsloth="its image models are not measured here: leave it off",
 )

@@ -11,6 +11,5 @@ OPTIMIZATION = Optimization(
     verified="the tiles that the model cuts images into; images are scaled where they are processed",
     tolerance=Tolerance(COARSE),
     images="scales images",
-    unsloth="its image models are not measured here: leave it off",
     not_ablated=(True,),
 )

@@ -8,7 +8,6 @@ OPTIMIZATION = Optimization(
     verified="the counts of the batches",
     tolerance=Tolerance(COARSE, another_order=True),
     images="orders images",
-    unsloth="its image models are not measured here: leave it off",
     excludes=dict.fromkeys(
         ("optimizations.length_grouping", "dataset.longest_first"),
         "optimizations.tile_buckets, length_grouping and dataset.longest_first each order the samples: choose one",

@@ -14,7 +14,6 @@ import torch
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.methods import NO_UNSLOTH
 from ftbench.worker.methods import lora
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
@@ -24,15 +23,15 @@ PACKED = "Mxfp4ExpertParam"  # how unsloth holds the experts of gpt-oss, publish
 
 
 def load(spec: Experiment, source: str) -> Any:
-    """Load the model as unsloth loads it, in 4, 8 or 16 bits."""
-    from unsloth import FastLanguageModel
-
-    if reads_images(loading.load_config(spec.model, source)):
-        raise SpecError(f"method unsloth: {NO_UNSLOTH}")
+    """Load the model as unsloth loads it, in 4, 8 or 16 bits. Raises SpecError for what does not go with images."""
     method: Any = spec.method
+    config = loading.load_config(spec.model, source)
+    if reads_images(config) and (sentences := [*method.refusals_of_images(spec)]):
+        raise SpecError(sentences[0])
+    loader = _loader(config)
     model, _ = loading.reach(
         spec.model,
-        lambda: FastLanguageModel.from_pretrained(
+        lambda: loader.from_pretrained(
             model_name=source,
             max_seq_length=spec.dataset.max_length,
             dtype=getattr(torch, spec.model.dtype),
@@ -47,6 +46,13 @@ def load(spec: Experiment, source: str) -> Any:
         ),
     )
     return model
+
+
+def _loader(config: Any) -> Any:
+    """Return unsloth's functions for models of such a configuration: of text, or of text and images."""
+    import unsloth
+
+    return unsloth.FastVisionModel if reads_images(config) else unsloth.FastLanguageModel
 
 
 def _memory_savers(method: Any) -> dict[str, Any]:
@@ -67,12 +73,10 @@ def _checkpointing(method: Any) -> bool | str:
 def adapt(model: Any, spec: Experiment) -> Any:
     """Return the model with adapters and unsloth's fused functions. Raises SpecError where no layer has a name asked
     for."""
-    from unsloth import FastLanguageModel
-
     method: Any = spec.method
     experts = {"target_parameters": lora.expert_parameters(model)} if method.experts else {}
     try:
-        return FastLanguageModel.get_peft_model(
+        return _loader(model.config).get_peft_model(
             model,
             r=method.rank,
             lora_alpha=method.alpha,
@@ -90,10 +94,9 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 def answering(model: Any, spec: Experiment, undo: ExitStack) -> None:
     """Make a model ready to answer in unsloth's own way; `undo` makes it ready to train again."""
-    from unsloth import FastLanguageModel
-
-    FastLanguageModel.for_inference(model)
-    undo.callback(FastLanguageModel.for_training, model, use_gradient_checkpointing=_checkpointing(spec.method))
+    loader = _loader(model.config)
+    loader.for_inference(model)
+    undo.callback(loader.for_training, model, use_gradient_checkpointing=_checkpointing(spec.method))
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
