@@ -19,7 +19,7 @@ from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.calibrate import fit
 from ftbench.estimate.memory.constants import shipped
 from ftbench.estimate.memory.estimate import estimate_memory
-from ftbench.estimate.memory.measured import Measured, realised
+from ftbench.estimate.memory.measured import Measured, measured, realised
 from ftbench.estimate.memory.phases import GATHERED, MemoryPlan, peak, phases
 from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.preflight import warning
@@ -40,13 +40,15 @@ from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.refusals import refusals
 from ftbench.store.rundir import RunDir
-from ftbench.store.steps import StepsWriter
+from ftbench.store.steps import StepsWriter, read_steps
 
 SMALL = {
     "model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768, "vocab_size": 4096,
     "tie_word_embeddings": False,
 }  # fmt: skip
+
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
 
 # Parameters of Qwen3-8B: all, of its table of words, which its head has once more, and of a layer.
 N, WORDS, LAYER = 8_190_735_360, 151_936 * 4096, 192_946_432
@@ -136,6 +138,19 @@ def test_zero3_gathers_a_head_that_stays_and_layers(checkpointing: str, backward
     assert (found.backward, found.end) == (2 * backward, 2 * end)
 
 
+def test_what_stays_and_what_is_updated_at_once_under_zero3_is_what_a_run_measured() -> None:
+    """Of Qwen3-14B on two GPUs: gradients never go, and the last sub-group is larger than DeepSpeed's 10^9 elements.
+    Nothing is gathered then, so that it does not matter how that run gathered its layers."""
+    (path,) = (RESULTS / "several-gpus").glob("qwen3-14b-full-zero3-2gpus-*")
+    run, steps = measured(RunDir(path)), read_steps(RunDir(path).steps)[0]
+    assert run is not None
+    estimate = run.estimate(shipped())
+    assert estimate.peak_phase == "optimizer step"
+    assert estimate.allocated.expected == pytest.approx(run.allocated, rel=0.002)
+    stays = estimate.allocated.expected - estimate.parts["one step"]
+    assert stays == pytest.approx(steps[-1].memory_allocated_gb, rel=0.002)
+
+
 def test_a_gpu_of_tensor_parallelism_holds_its_part_of_each_matrix() -> None:
     whole = describe(SMALL)
     half = rank_model(whole, divided("tp", 2))
@@ -209,7 +224,7 @@ def test_what_each_strategy_sends_is_what_its_paper_says() -> None:
 
 
 def test_committed_steps_of_several_gpus_are_estimated_within_the_bound_that_the_recipes_have() -> None:
-    store = Store.read(Path(__file__).resolve().parents[2] / "results" / "h200" / "several-gpus")
+    store = Store.read(RESULTS / "several-gpus")
     rows = accuracy.several_gpus(store, speeds.values(speeds.shipped()))
     assert {row.run.spec.launch.strategy for row in rows} >= {"ddp", "fsdp"}
     counted = [row for row in rows if not row.run.spec.launch.strategy.startswith("zero")]

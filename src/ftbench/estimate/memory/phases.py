@@ -31,7 +31,7 @@ class MemoryPlan:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients are there before the backward pass."""
-        return self.accumulates or self.recipe.graphed
+        return self.accumulates or self.recipe.graphed or share.share(self.division).holds_gradients
 
 
 def resident(plan: MemoryPlan) -> Parts:
@@ -149,7 +149,8 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
     first = {"activations": acts.first, "checkpoints": acts.first_mark, "cast weights": cast}
     grown = {} if plan.keeps_gradients else {"gradients": grads * _grown(model, recipe)}
     twice = loss.tied_gradients(model, recipe) * part.gradients + share.whole_gradient(model, recipe, part)
-    gradients = {"gradients": base["gradients"] + (0.0 if plan.keeps_gradients else top)}
+    made = top if part.holds_gradients or not plan.keeps_gradients else 0.0
+    gradients = {"gradients": base["gradients"] + made}
     left, step = share.update(model, kept, part)
     shown, encoded, read, remade = _of_images(plan)
     beside = share.gathered(model, kept, part)

@@ -15,7 +15,7 @@ from ftbench.families.shape import ModelShape
 
 FLOAT = 4
 LIVE = 10**9  # elements that ZeRO-3 has gathered, where it fetches ahead by its default (stage3_max_live_parameters)
-SUB_GROUP = 10**9  # elements of a GPU's part that ZeRO-3 updates at a time (DeepSpeed's default of sub_group_size)
+SUB_GROUP = 10**9  # elements of a GPU's part beside which ZeRO-3 updates no more (DeepSpeed's default, sub_group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ class Share:
     def gathered(self) -> bool:
         """Whether a layer's weights are only whole while it computes."""
         return self.weights < 1
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients have a place of their own that stays (DeepSpeed, grad_partitions_flat_buffer)."""
+        return self.gathered and self.keeper == "deepspeed"
 
 
 def share(division: Division) -> Share:
@@ -88,7 +93,7 @@ def optimizer_state(model: ModelShape, recipe: Recipe, part: Share) -> float:
 
 def update(model: ModelShape, recipe: Recipe, part: Share) -> tuple[float, float]:
     """Return the gradients that are there while the optimizer's step is at its most, and what it takes itself. Float32
-    copies get gradients in float32, made of the others, which go: in ZeRO-3 a sub-group at a time."""
+    copies get gradients in float32, made of the others, which go; in ZeRO-3 a sub-group at a time, and none go."""
     count, width = weights.trained(model, recipe)
     gradients = count * width * part.gradients
     if not _has_masters(recipe, part):
@@ -96,9 +101,25 @@ def update(model: ModelShape, recipe: Recipe, part: Share) -> tuple[float, float
     if not part.optimizer:
         return gradients, 0.0
     held = count * part.optimizer
-    updated = min(held, SUB_GROUP) if part.gathered else held
+    updated = _sub_group(model, held) if part.gathered else held
     step = FLOAT * updated + weights.optimizer_step(recipe.optimizer, updated, FLOAT)
-    return width * (held - updated), max(step, (width + FLOAT) * updated)
+    return width * held if part.holds_gradients else 0.0, max(step, (width + FLOAT) * updated)
+
+
+def _sub_group(model: ModelShape, held: float) -> float:
+    """Return the elements of the largest sub-group: matrices in their order until they are SUB_GROUP or more
+    (stage3.py, _create_fp16_sub_groups), the last of which may be a large one: the head."""
+    if held <= SUB_GROUP:
+        return held
+    sizes = [model.parameters["embedding"]]
+    for layer in model.layers:
+        experts = layer.expert_matrices // 3  # gate and up are one tensor
+        sizes += [*(linear.parameters for linear in layer.linears), 2 * experts, experts]
+    most = current = 0.0
+    for size in [*sizes, model.parameters["head"]]:
+        current = size * held / model.total + (current if current < SUB_GROUP else 0.0)
+        most = max(most, current)
+    return most
 
 
 class Gathered(NamedTuple):
