@@ -25,10 +25,10 @@ def cases(norm: bool):
     row = rms_norm._block(5120)
     head = rotary._blocks(28, 4, 128)
     short = {"LIMIT": 57344.0, "AGAIN": norm}
-    yield delayed_cast._cast, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
+    yield delayed_cast._cast_to_fp8, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
     gate = adapted_swiglu.constants_of(24, torch.bfloat16 if norm else torch.float32, torch.float8_e5m2, False)
-    yield adapted_swiglu._gate, {**gate, "AGAIN": norm}
-    yield adapted_swiglu._gate_back, {**gate, "AGAIN": norm}
+    yield adapted_swiglu._adapted_swiglu_forward, {**gate, "AGAIN": norm}
+    yield adapted_swiglu._adapted_swiglu_backward, {**gate, "AGAIN": norm}
     yield adamw._adamw, {"BLOCK": adamw.BLOCK, "num_warps": 8}
     yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}

@@ -1,7 +1,11 @@
 """Each kernel's name is one that its library gives it; where it comes from stands above it."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+import ftbench
 from ftbench.profile.groups import GROUPS, group_of_kernel, group_of_operator
 from ftbench.profile.names import short
 
@@ -46,18 +50,23 @@ NAMES = {
         "triton_per_fused__to_copy_add_mul_sum_11",
         "_rms_layernorm_forward", "_rms_layernorm_backward", "_rope_embedding_QK", "_fg_kernel", "_DWf_DW_dfg_kernel",
         "_rms_norm_forward_kernel", "_swiglu_backward_kernel", "_triton_rope",
+        "_gemma_rms_layernorm_forward", "_approx_backward_kernel", "_adapted_swiglu_forward", "_rotary_backward",
     ],
     "quantise/dequantise": [
         "void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*, unsigned char*, float*, __nv_bfloat16*, int)",
         "void kQuantizeBlockwise<float, 256, 2, 0, 0>(float*, float*, float*, unsigned char*, float*, int, int)",
         "triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_4",
         "triton_red_fused_abs_amax_7",
+        # unsloth's, bitsandbytes' and our own in Triton
+        "_nf4_dequant_kernel", "weight_dequant_kernel", "dequant_4bit_kernel", "quantize_8bit_blockwise_kernel",
+        "_cast_to_fp8",
     ],
     "optimizer": [
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
         "TensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, ...",
         "void kOptimizerStatic8bit2StateBlockwise<float, 0, 256, 1>(...)",
         "void kOptimizer32bit2State<float, 0>(...)",
+        "_adamw", "_optimizer_update_2state_8bit_blockwise_triton_kernel",
     ],
     "loss": [
         "void at::native::(anonymous namespace)::cunn_SoftMaxForwardGmem<4, float, float, float, "
@@ -65,6 +74,9 @@ NAMES = {
         "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>",
         "_chunked_cross_entropy_forward", "_cross_entropy_backward", "liger_cross_entropy_kernel",
         "triton_red_fused__log_softmax_nll_loss_forward_1",
+        # the loss over chunks, compiled, which clamps its targets; unsloth's, Liger's
+        "triton_red_fused__log_softmax__to_copy_clamp_exp_gather_ge_mul_scalar_tensor_where_0",
+        "_fl_partial_kernel", "_fl_flash_p_kernel", "_cce_lse_forward_kernel", "_grpo_loss_fwd_kernel",
     ],
     "communication": ["ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"],
     "memory copy": ["Memcpy DtoH (Device -> Pinned)", "Memset (Device)", "Memcpy HtoD (Pageable -> Device)"],
@@ -75,6 +87,15 @@ NAMES = {
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group in NAMES for name in NAMES[group]])
 def test_a_kernel_belongs_to_the_group_that_its_name_says(group, name):
     assert group_of_kernel(name) == group
+
+
+def test_every_kernel_of_our_own_has_a_group():
+    folder = Path(ftbench.__file__).parent / "worker/kernels"
+    launched = {
+        name for path in folder.glob("*.py") for name in re.findall(r"^ +(_\w+)\[.+\]\(", path.read_text(), re.M)
+    }
+    assert len(launched) > 7
+    assert [name for name in launched if group_of_kernel(name) == "other"] == []
 
 
 def test_every_group_has_names():

@@ -18,41 +18,44 @@ MATMUL, ATTENTION, NORM, QUANTISE = "matmul", "attention", "norm/elementwise", "
 OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER = "optimizer", "loss", "communication", "memory copy", "other"
 GROUPS = (MATMUL, ATTENTION, NORM, QUANTISE, OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER)
 
-# What no context changes, in this order: attention before matmul, because its kernels are built from CUTLASS too.
+# What no context changes, in this order: attention before matmul, because its kernels are built from CUTLASS too; the
+# loss before casts, because its compiled kernels clamp and copy.
 _SURE: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"nccl|all_?reduce_kernel|one_shot_all|two_shot_all|symm_mem"),
     (COPY, r"^Mem(cpy|set)\b"),
     (
         ATTENTION,
         r"flash_(fwd|bwd)|flash_?attn|FlashAttn|fmha|sdpa|mem_eff|attention|_attn_(fwd|bwd)|AttentionKernel|"
-        r"AttentionBackwardKernel|softmax_dropout|varlen_(fwd|bwd)",
+        r"AttentionBackwardKernel|softmax_dropout|varlen_(fwd|bwd)|^_lh_(fwd|bwd)",
+    ),
+    (
+        LOSS,
+        r"cross_?entropy|nll_?loss|LogSoftMax|log_softmax|liger_fused_linear|element_mul_kernel|entropy_from_logits|"
+        r"^_fl_[a-z]|_cce_|vocab_parallel_ce|grpo_loss|kl_?div_kernel",
     ),
     (
         QUANTISE,
-        r"k(Deq|Q)uantize(Blockwise)?\b|(de)?quantize_(blockwise|4bit|nf4)|kgetColRowStats|kInt8VectorQuant|"
-        r"per_?token_(group_)?quant|fp8_quant|cast_to_fp8|scale_transpose|"
+        r"k(Deq|Q)uantize(Blockwise)?\b|(de)?quantize_(blockwise|4bit|nf4)|quantize_\w*kernel|kgetColRowStats|kInt8VectorQuant|"
+        r"per_?token_(group_)?quant|fp8_quant|cast_to_fp8|scale_transpose|dequant_|act_quant|"
         r"triton_\w*_fused\w*(_scaled_mm|float8|fp8|_abs_\w*max|_to_copy\w*_clamp)",
     ),
     (
         OPTIMIZER,
-        r"multi_tensor_apply|kOptimizer|kPreconditionOptimizer|kPercentileClipping|\badam|FusedAdam|fused_adam|"
-        r"foreach|triton_\w*(_foreach|adam)",
-    ),
-    (
-        LOSS,
-        r"cross_?entropy|nll_?loss|LogSoftMax|log_softmax|liger_fused_linear|element_mul_kernel|entropy_from_logits",
+        r"multi_tensor_apply|kOptimizer|kPreconditionOptimizer|kPercentileClipping|[Aa]dam|foreach|"
+        r"_optimizer_(update|precondition)",
     ),
     (
         MATMUL,
-        r"nvjet|gemm|gemv|cutlass|xmma|splitKreduce|cublas|wgmma|matmul|_mm_|_mm\b|_bmm|_addmm|grouped_mm|mmt?_kernel|"
-        r"\bmarlin|conv(olve|2d|1d)|dot_kernel|triton_tem_fused",
+        r"nvjet|gemm(?!a)|gemv|cutlass|xmma|splitKreduce|cublas|wgmma|matmul|_mm_|_mm\b|_bmm|_addmm|mmt?_kernel|"
+        r"grouped_mm|\bmarlin|conv(olve|2d|1d)|dot_kernel|triton_tem_fused|w8a8_block|_routed_|grouped_(wgrad|kernel)",
     ),
 )  # fmt: skip
 # Kernels that any part of a step may launch: what they belong to is told by their caller.
 _PLAIN = (
     r"elementwise|vectorized|unrolled|reduce|softmax|SoftMax|norm|rms|rope|rotary|silu|gelu|swiglu|geglu|_fg_kernel|"
     r"DWf_DW|dropout|copy|cat|Cat|fill|Fill|index|gather|scatter|embedding|where|mask|cumsum|scan|sort|topk|arange|"
-    r"triton_(poi|red|per|for)|transpose|tril|triu|distribution|masked|compare|elementwise|exact_(forward|backward)"
+    r"triton_(poi|red|per|for)|transpose|tril|triu|distribution|compare|(exact|approx)_(forward|backward)|_route|"
+    r"_combine_(fwd|bwd)"
 )
 # What an operator is where it launches a kernel without a telling name, and on a machine that has no kernels.
 _OPERATORS: tuple[tuple[str, str], ...] = (

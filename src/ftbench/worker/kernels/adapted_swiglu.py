@@ -47,7 +47,7 @@ def _dot(x: tensor, y: tensor, TYPE: constexpr) -> tensor:
 
 
 @triton.jit
-def _gate(
+def _adapted_swiglu_forward(
     base: tensor, mid: tensor, b: tensor, a: tensor, small: tensor, factor: tensor, maxima: tensor, of_rows: tensor,
     tokens: tensor, columns: tensor, mid_row: tensor, b_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor,
     LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
@@ -80,7 +80,7 @@ def _gate(
 
 
 @triton.jit
-def _gate_back(
+def _adapted_swiglu_backward(
     dout: tensor, base: tensor, mid: tensor, b: tensor, thin: tensor, a: tensor, small: tensor, factor: tensor,
     maxima: tensor, of_columns: tensor, of_rows: tensor, tokens: tensor, columns: tensor, mid_row: tensor,
     b_row: tensor, thin_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor, size: tensor, LIMIT: constexpr,
@@ -147,7 +147,7 @@ def gate_and_cast(
     of_rows = maxima.new_empty(parts, tokens, constants["RANK"])
     sizes = (tokens, columns, mid.stride(0), b.stride(0), a.stride(0), rank, down)
     for again in (False, True):
-        _gate[(triton.cdiv(tokens, TILE["ROWS"]), parts)](
+        _adapted_swiglu_forward[(triton.cdiv(tokens, TILE["ROWS"]), parts)](
             base, mid, b, a, small, factor, maxima, of_rows, *sizes, AGAIN=again, **constants
         )  # fmt: skip
     return small, factor, of_rows.sum(0)[:, :down].to(base.dtype).contiguous()
@@ -179,7 +179,7 @@ def gate_gradients(
     given = (dout.contiguous(), base, mid, b, thin, a, small, factor, maxima, of_columns, of_rows)
     sizes = (tokens, columns, *(part.stride(0) for part in (mid, b, thin, a)), rank, down, size)
     for again in (False, True):
-        _gate_back[(tiles, PARTS)](*given, *sizes, AGAIN=again, **constants)
+        _adapted_swiglu_backward[(tiles, PARTS)](*given, *sizes, AGAIN=again, **constants)
     db, da = of_columns.sum(0).to(base.dtype).split([2 * columns, columns])
     dmid = of_rows.sum(0)[:, :rank].to(base.dtype)
     return small, factor, dmid.contiguous(), db[:, :rank].clone(), da[:, :down].t().contiguous()

@@ -34,7 +34,7 @@ def shortened(values: tensor, scale: tensor, LIMIT: constexpr) -> tensor:
 
 
 @triton.jit
-def _cast(
+def _cast_to_fp8(
     x: tensor, small: tensor, factor: tensor, maxima: tensor, size: tensor, LIMIT: constexpr, AGAIN: constexpr,
     BLOCK: constexpr,
 ) -> None:  # fmt: skip
@@ -65,7 +65,7 @@ def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> t
     grid = (min(triton.cdiv(x.numel(), BLOCK), PROGRAMS),)
     for again in (False, True):
         limit = torch.finfo(dtype).max
-        _cast[grid](x, small, factor, maxima, x.numel(), LIMIT=limit, AGAIN=again, BLOCK=BLOCK, num_warps=8)
+        _cast_to_fp8[grid](x, small, factor, maxima, x.numel(), LIMIT=limit, AGAIN=again, BLOCK=BLOCK, num_warps=8)
     return small, factor
 
 
