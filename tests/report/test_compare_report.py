@@ -300,7 +300,7 @@ def test_every_row_shows_one_metric_whatever_the_order_of_its_samples(tmp_path):
     columns = [dict(zip(shown.headings, row, strict=True)) for row in shown.rows]
     # The alternate steps of the second cancel in the mean: its worst step is 0.4 % off.
     assert [row["loss"] for row in columns] == [
-        "", "follows (+0.0042 %, allowed 5 %)", "follows (+1 %, allowed 5 %)",
+        "", "follows (< 0.01 %, allowed 5 %)", "follows (+1 %, allowed 5 %)",
     ]  # fmt: skip
     assert [row["grad norm"] for row in columns] == ["", "-1 %", ""]
     make_run(tmp_path, "d", rows, spec={"dataset.seed": 7, "optimizations.packing": True}, applied=other)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
 
-from ftbench.core.units import some
+from ftbench.core.units import difference, some
 
 FOLLOWS, DIFFERS, CANNOT_TELL, NOT_FINITE = "follows", "does not follow", "cannot tell", "not finite"
 FEWEST_STEPS = 6  # with fewer, what a run has learned is not told from noise
@@ -80,7 +80,7 @@ def learning_verdict(
     progress, allowed = learned(sides[0]), f"{tolerance * 100:g} %"
     verdict, reason = FOLLOWS, ""
     if abs(change) > tolerance:
-        verdict, reason = DIFFERS, f"its mean loss differs by {change * 100:+.2g} %, allowed are {allowed}"
+        verdict, reason = DIFFERS, f"its mean loss differs by {difference(change)}, allowed are {allowed}"
     elif sum(share > tolerance for share in shares.values()) > _OUTSIDE * len(shares):
         verdict = DIFFERS
         reason = f"its loss differs by {(worst or 0) * 100:.2g} % in step {step}, allowed are {allowed}"

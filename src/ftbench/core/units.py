@@ -96,6 +96,13 @@ def change(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value * 100:+,.{digits if abs(value) < 10 else 0}f} %"
 
 
+def difference(value: float) -> str:
+    """Return a share of one by two digits, as small as anyone cares for: `+0.048 %`, `-7.5 %`, `+120 %`, `< 0.01 %`."""
+    if abs(value) >= 0.0995:
+        return change(value, 0)
+    return f"{value * 100:+.2g} %" if abs(value) >= 1e-4 else "< 0.01 %" if value else "0 %"
+
+
 def reworded(text: str) -> str:
     """Return a sentence of a run as it is written today: of one thing in the singular, a space before the percent
     sign. Runs keep the sentences that they ended with."""

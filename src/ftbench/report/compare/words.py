@@ -54,7 +54,7 @@ def break_even_text(when: BreakEven | None) -> str:
 
 
 def learning_text(learning: Learning | None) -> str:
-    """Return `follows (+0.005 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `cannot tell (+0.1 %)`, `NOT
+    """Return `follows (+0.05 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `cannot tell (+0.1 %)`, `NOT
     FINITE`: the verdict with the difference of the mean losses over the same samples."""
     if learning is None:
         return ""
@@ -62,12 +62,12 @@ def learning_text(learning: Learning | None) -> str:
     if learning.change is None:
         return verdict
     allowed = "" if learning.verdict == CANNOT_TELL else f", allowed {(learning.tolerance or 0) * 100:g} %"
-    return f"{verdict} ({learning.change * 100:+.2g} %{allowed})"
+    return f"{verdict} ({units.difference(learning.change)}{allowed})"
 
 
 def grad_norm_text(learning: Learning | None) -> str:
     """Return `-1.0 %`: the difference of the gradient norms."""
-    return "" if learning is None or learning.grad_norm is None else f"{learning.grad_norm * 100:+.2g} %"
+    return "" if learning is None or learning.grad_norm is None else units.difference(learning.grad_norm)
 
 
 def differences_text(pair: Pair) -> str:

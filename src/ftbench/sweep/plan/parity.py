@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ftbench.core import units
 from ftbench.core.learning import (
     CANNOT_TELL,
     DIFFERS,
@@ -195,7 +196,7 @@ def _together(
     if broken or not all(map(math.isfinite, held_out)):
         return NOT_FINITE, broken[0].reason if broken else "its held-out loss is not a number"
     outside = [seed.reason for seed in seeds if seed.verdict == DIFFERS]
-    outside += [f"its held-out loss differs by {x * 100:+.2g} %" for x in held_out if abs(x) > share]
+    outside += [f"its held-out loss differs by {units.difference(x)}" for x in held_out if abs(x) > share]
     if outside:
         trained = max((abs(seed.change or 0.0) for seed in seeds), default=0.0)
         if trained <= spread.train and max(map(abs, held_out), default=0.0) <= spread.held_out:
