@@ -15,6 +15,7 @@ from ftbench.errors import SpecError
 from ftbench.spec import ablation
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
+from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals
 from ftbench.store import rundir
 from ftbench.store.rundir import claim_at, write_json
@@ -90,7 +91,7 @@ def ablated(tmp_path):
 def made(folder, *only, objective="speed", repeats=2, **sections):
     start = Start(
         spec(repeats, **sections), ablation.variants("adamw_torch", only), objective,
-        lambda found: "; ".join(refusals(found)) or None,
+        lambda found: "; ".join(refusals(found)) or None, Optimizations(**sections.get("optimizations", {})),
     )  # fmt: skip
     return AblationPlan(start, Options(folder / "exp", GPU["name"], ("recipe=plain",)))
 
@@ -304,7 +305,7 @@ def test_each_row_says_what_the_optimization_brought(ablated, tmp_path):
     assert rows["compile"]["break-even"] == "after step 17"
     assert rows["liger"]["Δ speed"].startswith("≈ +0.0 %")
     assert rows["liger"]["peak GiB (Δ)"] == "32.0 (-8.00, -20.0 %)"
-    assert rows["liger"]["Δ loss"] == "cannot tell (+0 %), gradient norm +0 %"
+    assert rows["liger"]["Δ loss"] == "cannot tell (0 %), gradient norm 0 %"
 
 
 def test_the_best_is_a_spec_that_gives_the_run_it_was(ablated, tmp_path):
@@ -317,6 +318,9 @@ def test_the_best_is_a_spec_that_gives_the_run_it_was(ablated, tmp_path):
     wanted = ablation.with_changes(plan.start.spec, plan.best)
     found = load(best, ["name=exp"])
     assert (found.optimizations, found.train, found.model) == (wanted.optimizations, wanted.train, wanted.model)
+    on, off = [f"  {key.partition('.')[2]}: on" for key in plan.best if key != "train.optimizer"], ["  liger: off"]
+    said = best.read_text().partition("optimizations:\n")[2].splitlines()
+    assert sorted(said) == sorted([*on, *off * ("optimizations.liger" not in plan.best)])
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -346,7 +350,7 @@ def test_the_command_runs_resumes_tells_and_writes_the_best(tmp_path):
     runs = folder.content()
     text = command(*asked[:-2])
     assert (text.returncode, folder.content()) == (0, runs)
-    assert "optimizations: {compile: on, liger: on, chunked_loss: on}" in text.stdout
+    assert "\noptimizations:\n  compile: on\n  liger: on\n  chunked_loss: on\n" in text.stdout
     told = sweep(None, out, "--status", str(folder.path))
     assert told.code == 0
     assert f"{len(runs)} ok" in told.stdout

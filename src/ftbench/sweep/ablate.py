@@ -48,7 +48,7 @@ def prepare(request: AblationRequest) -> command.Ready:
     plain = resolve(ablation.plain_spec(spec), runner.capability(described))
     runner.check(plain, described)
     variants = ablation.variants(plain.train.optimizer, request.only, plain.method.name == "full")
-    start = Start(plain, variants, request.objective, lambda variant: _refused(variant, described))
+    start = Start(plain, variants, request.objective, lambda variant: _refused(variant, described), spec.optimizations)
     recipe = [f"recipe={ablation.PLAIN}", f"train.optimizer={plain.train.optimizer}"]
     folder = request.out / runner.experiment(plain)
     plan = AblationPlan(start, request.options(folder, runner.gpu_name(described), (*sets, *recipe)))
@@ -81,7 +81,8 @@ def check_output(request: AblationRequest, path: Path) -> None:
 
 
 def write_best(request: AblationRequest, tables: Tables, path: Path) -> None:
-    """Write the best combination as a spec that extends the one that was asked about. Raise FtbenchError where the
+    """Write the best combination as a spec that extends the one that was asked about, and switches off what that one
+    has on. Raise FtbenchError where the
     plain recipe has no figures to be better than."""
     plan = tables.plan
     assert isinstance(plan, AblationPlan)
@@ -89,9 +90,12 @@ def write_best(request: AblationRequest, tables: Tables, path: Path) -> None:
         raise FtbenchError(f"{path}: not written, the plain recipe has no figures ({plan.state({})})")
     values: dict[str, Any] = {}
     optimizer = {"train": {"optimizer": plan.start.spec.train.optimizer}}
-    off = {"optimizations": Optimizations().model_dump()}
     changes = (nested(key.split("."), value) for key, value in plan.best.items())
-    for data in (*(layer.data for layer in map(set_layer, request.sets)), optimizer, off, *changes):
+    for data in (layer.data for layer in map(set_layer, request.sets)):
+        values = merge(values, data)
+    written, given = plan.start.optimizations.model_dump(), values.get("optimizations", {})
+    off = {key: value for key, value in Optimizations().model_dump().items() if key in given or value != written[key]}
+    for data in (optimizer, {"optimizations": off}, *changes):
         values = merge(values, data)
     source = os.path.relpath(request.spec, path.parent)
     head = f"# {ablation.label(plan.best)}: the best for {plan.start.objective} of {tables.folder.name}\n"

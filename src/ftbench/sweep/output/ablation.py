@@ -145,9 +145,9 @@ def spec_lines(sections: Mapping[str, Any]) -> str:
     lines = []
     for section, values in sections.items():
         inner = values if isinstance(values, dict) else {}
-        text = "{" + ", ".join(f"{name}: {as_text(value)}" for name, value in inner.items()) + "}"
-        lines.append(f"{section}: {text if inner else as_text(values)}\n")
-    return "".join(lines)
+        lines.append(f"{section}:" if inner else f"{section}: {as_text(values)}")
+        lines += [f"  {name}: {as_text(value)}" for name, value in inner.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _table(rows: Sequence[Mapping[str, str]], notes: Sequence[str]) -> Table:

@@ -14,6 +14,7 @@ from ftbench.report.data.groups import Cell, cells_of, runs_of
 from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN, Changes, Variant
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.optimizations import Optimizations
 from ftbench.store.summary import read_summary
 from ftbench.sweep.jobs import FAILED, Job, Standing, job
 from ftbench.sweep.plan.base import Options
@@ -26,12 +27,13 @@ MEMORY_GAIN = 0.005  # of the peak: repeats agree to more digits than matter
 @dataclass(frozen=True, slots=True)
 class Start:
     """What the variants stand on: the plain spec, resolved and with its number of repeats; `refused` says why a spec
-    cannot run on this machine; `objective` is one of OBJECTIVES."""
+    cannot run on this machine; `objective` is one of OBJECTIVES; `optimizations` are those of the spec itself."""
 
     spec: Experiment
     variants: Sequence[Variant]
     objective: str
     refused: Callable[[Experiment], str | None]
+    optimizations: Optimizations
 
 
 @dataclass(frozen=True, slots=True)
