@@ -111,6 +111,19 @@ def test_memory_that_would_read_as_zero_is_no_line(run):
     assert ["weights, 3 tensors" in text, "adapters" in text] == [True, False]
 
 
+def test_no_line_is_wider_than_the_terminal(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    files.finish(run)
+    parts = ("weights", "adapters", "gradients", "optimizer", "activations", "temporary")
+    memory = {"categories": parts, "timeline": [],
+              "peak": dict.fromkeys(parts, 12.25) | {"total_gb": 73.5, "phase": "backward"},
+              "alive": [{"category": part, "gb": 12.25, "tensors": 144, "made_by": "unsloth/models/llama.py:1228 "
+                         "LlamaDecoderLayer_fast_forward"} for part in parts]}  # fmt: skip
+    (run.profile / "memory.json").write_text(json.dumps(memory))
+    lines = as_text(files.load(run.profile), run.profile).splitlines()
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_table_tells_all_of_it(run):
     files.finish(run)
     memory = {"categories": ["weights"], "timeline": [],

@@ -20,7 +20,7 @@ def as_text(document: dict[str, Any], folder: Path) -> str:
     idle = ("the longest idle stretches, and what the CPU did meanwhile" if on_gpu else
             "the longest stretches without an operator")  # fmt: skip
     parts = [
-        "\n".join(_head(document)),
+        f"{units.some(steps, 'step')} on {document['gpu'] or 'the CPU'}\n{text_table(['', ''], _head(document))}",
         text_table(("group", ">ms/step", ">share", ">calls/step"), [
             (group["group"], *_ms(steps, group["time_ms"]), _percent(group["share"]), f"{group['calls'] / steps:,.0f}")
             for group in document["groups"]
@@ -39,9 +39,9 @@ def as_text(document: dict[str, Any], folder: Path) -> str:
             for phase in document["phases"]
         ]),
         _sent(document, folder),
-        "\n".join([idle, *(_gap(gap) for gap in document["gaps"][:_GAPS])]),
+        f"{folded(idle)}\n" + text_table(("", ">", ""), [("  ", *_gap(gap)) for gap in document["gaps"][:_GAPS]]),
         _memory(folder),
-        "\n".join(_below(document, folder)),
+        text_table(["", ""], _below(document, folder)),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
@@ -75,22 +75,24 @@ def _ms(steps: int, *times: float) -> list[str]:
     return [f"{time / steps:.3f}" for time in times]
 
 
-def _head(document: dict[str, Any]) -> list[str]:
-    device, times = document["gpu"] or "the CPU", document["step_ms"]
-    step = f"step      {units.seconds(times['profiled'] / 1e3)} profiled"
+def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
+    times, on_gpu, idle = document["step_ms"], document["device"] == "cuda", document["idle"]
+    step = f"{units.seconds(times['profiled'] / 1e3)} profiled"
     if times["before"]:
         step += f", {units.seconds(times['before'] / 1e3)} just before"
-    busy = f"busy      {units.percent(document['busy_share'])} of the profiled time"
-    if document["device"] != "cuda":
-        busy = f"operators {units.percent(document['busy_share'])} of the time, the rest is Python and waiting"
+    busy = f"{units.percent(document['busy_share'])} of the profiled time"
+    if not on_gpu:
+        busy += " by operators, the rest is Python and waiting"
     elif document["busy_share_unprofiled"] is not None:
-        busy += f"; {units.percent(document['busy_share_unprofiled'])} of the steps just before, by the same work"
-    idle = document["idle"]
+        busy += f"; {units.percent(document['busy_share_unprofiled'])} of the steps just before, with the same kernels"
+    a_step, work = [idle[key] / document["steps"] for key in ("ms", "gaps")], "kernels" if on_gpu else "operators"
     return [
-        f"{units.some(document['steps'], 'step')} on {device}", step, busy,
-        f"idle      {idle['ms'] / document['steps']:.3f} ms a step, {idle['gaps'] / document['steps']:,.0f} stretches",
-        f"backward  {units.percent(document['backward_share'])} of the work",
-        *(folded(f"warning   {text}") for text in document.get("warnings", [])),
+        ("step", step),
+        ("busy", busy),
+        ("idle", "{:.3f} ms a step, in {:,.0f} stretches".format(*a_step)),
+        ("backward", f"{units.percent(document['backward_share'])} of the time of all {work}: gradients, and what "
+                     "checkpoints compute again"),
+        *(("warning", text) for text in document.get("warnings", [])),
     ]  # fmt: skip
 
 
@@ -98,9 +100,9 @@ def _percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def _gap(gap: dict[str, Any]) -> str:
+def _gap(gap: dict[str, Any]) -> tuple[str, str]:
     ran = ", ".join(f"{each['name']} {each['ms']:.3f} ms" for each in gap["meanwhile"])
-    return f"{gap['ms']:>10.3f} ms  {gap['phase'] or 'between phases'}: {ran}"
+    return f"{gap['ms']:.3f} ms", f"{gap['phase'] or 'between phases'}: {ran}"
 
 
 def _memory(folder: Path) -> str:
@@ -111,18 +113,17 @@ def _memory(folder: Path) -> str:
     parts = ", ".join(
         f"{name} {units.gibibytes(peak[name])}" for name in document["categories"] if peak.get(name, 0.0) >= _LEAST_GB
     )
-    lines = [f"memory    {units.gibibytes(peak['total_gb'])} GiB at its highest, in {peak['phase']}: {parts}"]
-    lines += [
-        f"{units.gibibytes(each['gb']):>10} GiB  {each['category']}, {units.some(each['tensors'], 'tensor')}"
-        + (f", {each['made_by']}" if each["made_by"] else "")
-        for each in document["alive"][:_ALIVE]
-        if each["gb"] >= _LEAST_GB
-    ]
-    return "\n".join(lines)
+    highest = f"{units.gibibytes(peak['total_gb'])} GiB at its highest, in {peak['phase']}: {parts}"
+    tensors = [
+        ("  ", f"{units.gibibytes(each['gb'])} GiB", f"{each['category']}, {units.some(each['tensors'], 'tensor')}"
+         + (f", {each['made_by']}" if each["made_by"] else ""))
+        for each in document["alive"][:_ALIVE] if each["gb"] >= _LEAST_GB
+    ]  # fmt: skip
+    return "\n".join([text_table(["", ""], [("memory  ", highest)]), text_table(("", ">", ""), tensors)]).rstrip()
 
 
-def _below(document: dict[str, Any], folder: Path) -> list[str]:
+def _below(document: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
     trace = document.get("trace") or {}
     cut = f"; it holds the first {trace['kept_ms']:.0f} ms of {document['window_ms']:.0f}"
     where = f"{folder / trace['file']}{'' if trace.get('complete', True) else cut}" if trace else "none"
-    return [f"trace     {where}", "          open it in ui.perfetto.dev; timeline.svg beside it shows one step"]
+    return [("trace   ", where), ("", "open it in ui.perfetto.dev; timeline.svg beside it shows one step")]
