@@ -241,6 +241,8 @@ def test_a_layer_is_fetched_while_another_computes_and_no_more_of_them_are_there
     model = shape_of(spec.model)
     expected = gathered(model, replace(recipe_of(spec, model), compute=1), share(division_of(spec.launch)))
     assert {lacking for lacking, _ in fetched} == {0}
+    told = rundir.read_json(command.run.applied)["parallel"]
+    assert told["fetched_ahead"] == pytest.approx(model.largest_layer, rel=0.01)  # but for norms, which stay whole
     assert max(there for _, there in fetched) == pytest.approx(max(expected), rel=0.01)
 
 

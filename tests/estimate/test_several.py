@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,11 @@ from ftbench.estimate.memory.phases import GATHERED, MemoryPlan, peak, phases
 from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.preflight import warning
 from ftbench.estimate.recommend import command as recommend
+from ftbench.estimate.recorded import recorded
 from ftbench.estimate.time import accuracy, speeds
 from ftbench.estimate.time.ceilings import ceilings
 from ftbench.estimate.time.communication import traffic
-from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.duration import MEASURED, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import update
 from ftbench.estimate.workload.batches import batches_of
@@ -39,7 +41,7 @@ from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.refusals import refusals
-from ftbench.store.rundir import RunDir
+from ftbench.store.rundir import RunDir, read_json, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
 SMALL = {
@@ -238,6 +240,27 @@ def test_what_deepspeed_does_on_the_host_is_not_counted_so_zero_has_a_wider_band
     assert zero3.high / zero3.expected == pytest.approx(1.5 * fsdp.high / fsdp.expected)
 
 
+def test_a_run_whose_weights_came_in_another_way_than_todays_measures_nothing_of_today(tmp_path: Path) -> None:
+    """The committed run of zero3 is such a one, and lies in the band that there is without it."""
+    (path,) = (RESULTS / "several-gpus").glob("qwen3-14b-full-zero3-2gpus-*")
+    run = RunDir(Path(shutil.copytree(path, tmp_path / path.name)))
+    took = read_json(run.summary)["step_time_s"]["mean"]
+    spec = recorded(run)
+    assert spec is not None
+    h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
+    before = estimate_duration(spec, h200, Store.read(tmp_path))
+    assert before.basis != MEASURED
+    assert "1 run of this step left out: weights came in another way than today's" in before.confidence
+    assert before.step_s.low < took < before.step_s.high
+    rows = accuracy.several_gpus(Store.read(tmp_path), speeds.values(speeds.shipped()))
+    assert [row.run.outdated for row in rows] == [True]
+    facts = read_json(run.applied)
+    write_json(run.applied, facts | {"parallel": facts["parallel"] | {"fetched_ahead": 1}})
+    today = estimate_duration(spec, h200, Store.read(tmp_path))
+    assert (today.basis, today.step_s.expected) == (MEASURED, pytest.approx(took))
+    assert "left out" not in today.confidence
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero3"])
 def test_a_gpu_updates_its_own_share_in_float32(strategy: str) -> None:
     """Of each parameter foreach AdamW reads and writes the weight, reads the gradient, reads and writes two moments;
@@ -415,6 +438,7 @@ def test_a_strategy_that_was_measured_as_estimated_has_a_narrow_band() -> None:
     near, far = _measured(spec, size * 1.03), _measured(spec, size * 1.3)
     assert fit([*runs, near]).strategies == ("fsdp",)
     assert fit([*runs, near, far]).strategies == ()
+    assert fit([*runs, replace(near, outdated=True)]).strategies == ()
     narrow = estimate_memory(spec, gpu, known=replace(shipped(), strategies=("fsdp",)))
     assert narrow.allocated.high - narrow.allocated.low < 0.5 * (wide.allocated.high - wide.allocated.low)
 

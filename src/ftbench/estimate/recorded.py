@@ -27,3 +27,11 @@ def is_older(run: RunDir) -> bool:
         return b'"loss": "chunked (ftbench)"' in rundir.read_bytes(run.applied)  # parsed, it took ten times as long
     except (OSError, ValueError):
         return False
+
+
+def is_outdated(run: RunDir, spec: Experiment) -> bool:
+    """Return whether a run took its step in another way than today's code would: under ZeRO-3 with checkpointing the
+    weights came one at a time, or none ahead of their layer, before applied.json said what is fetched ahead."""
+    if spec.launch.strategy != "zero3" or not spec.optimizations.gradient_checkpointing:
+        return False
+    return "fetched_ahead" not in (rundir.read_json(run.applied).get("parallel") or {})

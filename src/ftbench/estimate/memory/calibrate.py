@@ -58,7 +58,7 @@ def fit(runs: Sequence[Measured]) -> Constants:
 
 def _confirmed(runs: Sequence[Measured], fitted: Constants) -> tuple[str, ...]:
     """Return the strategies all of whose runs on several GPUs took what is estimated, within ALLOCATED_SPREAD."""
-    several = [row for row in rows(runs, fitted) if row.run.spec.launch.gpus > 1]
+    several = [row for row in rows(runs, fitted) if row.run.spec.launch.gpus > 1 and not row.run.outdated]
     strategies = {row.run.spec.launch.strategy for row in several}
     missed = {row.run.spec.launch.strategy for row in several if abs(row.errors["allocated"]) > ALLOCATED_SPREAD}
     return tuple(sorted(strategies - missed))

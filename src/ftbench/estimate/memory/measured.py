@@ -8,7 +8,7 @@ from ftbench.core.hardware import find_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import Constants
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
-from ftbench.estimate.recorded import recorded
+from ftbench.estimate.recorded import is_outdated, recorded
 from ftbench.estimate.workload.largest import BatchShape, Largest
 from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import is_rough, shape_of
@@ -24,7 +24,7 @@ TIERS = ("allocated", "reserved", "device")
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A run that ended well, or that ran out of memory (`fits` is then False and its peaks say nothing). Peaks in GiB;
-    a device peak below the pool was sampled too late and is None."""
+    a device peak below the pool was sampled too late and is None. An `outdated` one confirms nothing of today's way."""
 
     name: str
     spec: Experiment
@@ -35,6 +35,7 @@ class Measured:
     reserved: float | None
     device: float | None
     batch: Largest | None
+    outdated: bool = False
 
     def estimate(self, known: Constants | None = None) -> MemoryEstimate:
         gpu = find_gpu(self.gpu) or self.total
@@ -81,6 +82,7 @@ def measured(run: RunDir) -> Measured | None:
         reserved=reserved,
         device=None if late else device,
         batch=realised(run, spec) if ended_well else None,
+        outdated=is_outdated(run, spec),
     )
 
 

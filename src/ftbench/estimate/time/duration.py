@@ -32,7 +32,8 @@ HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more 
 ROUGH_SPREAD = 2.0  # on top, for what `is_rough` and was not measured
 SEVERAL_SPREAD = 1.2  # on top, for several GPUs: what they wait for each other was not measured
 # On top of that under DeepSpeed, whose work on the host and passes over its own partitions are not counted: a step of
-# ZeRO-3 took half as long again as estimated (results/h200/several-gpus).
+# ZeRO-3 took half as long again as estimated (results/h200/several-gpus). Its weights came one at a time, beside
+# nothing, so that its GPUs waited for Python in a fifth of it; no run of today's way says how much of that is left.
 ZERO_SPREAD = 1.5
 # Bytes a second at which a full pool is given back and asked for again for the optimizer's temporary tensors: 16.4 GB
 # made its step 38 ms longer (results/h200/qwen3-8b-frontier, full at batch 6 against 4, two flushes a step).
@@ -131,12 +132,9 @@ def estimate_duration(
         confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
     if left_out := store.contended[gpu.name]:
         confidence += f"; {units.some(left_out, 'run')} beside other work on the machine left out"
-    spread = SPREAD[basis]
-    if basis != MEASURED:
-        spread *= (HOST_SPREAD if modelled.host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
-        spread *= ROUGH_SPREAD if is_rough(spec) else 1.0
-        spread *= SEVERAL_SPREAD if division.gpus > 1 else 1.0
-        spread *= ZERO_SPREAD if division.states.startswith("zero") else 1.0
+    if outdated := 0 if same else store.outdated(spec, gpu):
+        confidence += f"; {units.some(outdated, 'run')} of this step left out: weights came in another way than today's"
+    spread = _spread(spec, basis, modelled.host_bound, unlike)
     waits = {COMMUNICATION: exposed, FLUSHES: flushes}
     watts, source = _watts(spec, gpu, same, store.on(gpu), modelled)
     bound = ("images" if modelled.by_images else "host") if modelled.host_bound else "GPU"
@@ -147,6 +145,17 @@ def estimate_duration(
         dict(modelled.parts) | {name: value for name, value in waits.items() if value},
         division.gpus, exposed,
     )  # fmt: skip
+
+
+def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> float:
+    """Return how far the truth may lie from the expectation, as a factor."""
+    if basis == MEASURED:
+        return SPREAD[basis]
+    spread, division = SPREAD[basis], division_of(spec.launch)
+    spread *= (HOST_SPREAD if host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
+    spread *= ROUGH_SPREAD if is_rough(spec) else 1.0
+    spread *= SEVERAL_SPREAD if division.gpus > 1 else 1.0
+    return spread * (ZERO_SPREAD if division.states.startswith("zero") else 1.0)
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape, config: dict[str, Any] | None) -> float:

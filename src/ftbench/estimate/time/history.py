@@ -11,7 +11,7 @@ from typing import Any
 
 from ftbench.core.hardware import canonical_name, limited_gpu
 from ftbench.core.stats import MINIMUM_STEADY
-from ftbench.estimate.recorded import recorded
+from ftbench.estimate.recorded import is_outdated, recorded
 from ftbench.estimate.workload.batches import Batch, mean_batch
 from ftbench.estimate.workload.division import division_of
 from ftbench.spec.experiment import Experiment
@@ -31,7 +31,7 @@ class TimedRun:
     """A run that ended well. `gpu` is the table's name and `limit_w` the watts that its machine held it to; `step_s`
     the mean of the steady steps, and `samples` and real `tokens` how many a step had; `start_s` the seconds before the
     first steady step, `watts` the mean power, `described` the data set. Beside a `contended` run others used the
-    machine: its speed is no measurement."""
+    machine: its speed is no measurement; an `outdated` one tells of a way that today's code does not go."""
 
     run_id: str
     spec: Experiment
@@ -47,6 +47,7 @@ class TimedRun:
     tokens: float
     contended: bool = False
     limit_w: float | None = None
+    outdated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ def timed_run(run: RunDir) -> TimedRun | None:
             watts and watts / spec.launch.gpus, summary["dataset"], _batch(summary, spec, step),
             step_key(spec), settings_of(spec), summary["tokens_per_s"]["real"] * step,
             bool(summary.get("contention", {}).get("contended")), limited.watts if limited else None,
+            is_outdated(run, spec),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # a file of somebody else
         return None

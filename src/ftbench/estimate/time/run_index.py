@@ -68,6 +68,10 @@ class Store:
         key = step_key(spec)
         return [] if key == self._left_out else steps.get(key, [])
 
+    def outdated(self, spec: Experiment, gpu: Gpu) -> int:
+        """Return how many runs took the step of `spec` (resolved) on such a GPU in a way that today's code does not."""
+        return sum(run.outdated and run.gpu == gpu.name and run.key == step_key(spec) for run in self.runs)
+
     def on(self, gpu: Gpu) -> list[TimedRun]:
         """Return the runs on such a GPU, held to as many watts."""
         return list(chain.from_iterable(self._steps(gpu).values()))
@@ -76,7 +80,11 @@ class Store:
         if gpu not in self._on:
             self._on[gpu] = {}
             for run in self.runs:
-                if run.gpu == gpu.name and abs((run.limit_w or gpu.watts) / gpu.watts - 1) < SAME_WATTS:
+                if (
+                    not run.outdated
+                    and run.gpu == gpu.name
+                    and abs((run.limit_w or gpu.watts) / gpu.watts - 1) < SAME_WATTS
+                ):
                     self._on[gpu].setdefault(run.key, []).append(run)
         return self._on[gpu]
 

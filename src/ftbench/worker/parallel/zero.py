@@ -103,7 +103,8 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 def applied(trainer: Any) -> dict[str, Any]:
     """Return how many elements there are, are trained, and this rank keeps: of the weights, and of the 32-bit copy
     that the optimizer updates. Between two steps a weight that is dealt to the ranks holds none itself; `kept` of
-    them were gathered until the backward pass ended; of `gathered_whole` layers the weights come at once."""
+    them were gathered until the backward pass ended; of `gathered_whole` layers the weights come at once, and as many
+    elements as `fetched_ahead` beside the work before (estimates ask for it: `estimate/recorded.py`)."""
     engine = trainer.deepspeed
     if engine is None:  # before training begins
         return {}
@@ -114,6 +115,7 @@ def applied(trainer: Any) -> dict[str, Any]:
         "released": sum(hasattr(parameter, "ds_tensor") and not parameter.numel() for parameter in parameters),
         "kept": getattr(getattr(engine.optimizer, "parameter_offload", None), "kept", 0),
         "gathered_whole": sum(getattr(module, "_z3_leaf", False) for module in engine.module.modules()),
+        "fetched_ahead": engine.zero_prefetch_bucket_size() if engine.zero_optimization_stage() == 3 else 0,
         "elements": sum(_elements(parameter) for parameter in parameters),
         "trained_elements": sum(_elements(parameter) for parameter in parameters if parameter.requires_grad),
         "elements_of_rank": sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in parameters),
