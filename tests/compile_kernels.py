@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from ftbench.worker.kernels import adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu
 
-SCALARS = dict.fromkeys(("eps", "lr", "decay", "beta1", "beta2", "root"), "fp32")  # others are whole numbers
+SCALARS = dict.fromkeys(("eps", "lr", "decay", "fresh1", "fresh2", "root"), "fp32")  # others are whole numbers
 NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|size|seed|tokens|.*rank")
 
 
