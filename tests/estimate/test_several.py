@@ -385,6 +385,21 @@ def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> N
     assert "ep: ep divides experts, and qwen3 has none\nulysses: launch.strategy: ulysses doubles gradients" in refused
 
 
+def test_every_strategy_side_by_side_says_which_were_measured_and_how_far_the_others_may_be_off(tmp_path: Path) -> None:
+    """By runs of this very step on one GPU and on two; the memory of a strategy by any run of it."""
+    (path,) = (RESULTS / "several-gpus-plain" / "plain-1").glob("*/spec.json")
+    answer = estimate(EstimateRequest(path, gpu="H200 SXM", strategy="all", store=RESULTS))
+    rows = {(row["strategy"], row["gpus"]): row for row in json.loads(answer.document)["strategies"]}
+    measured = {key for key, row in rows.items() if row["basis"] == MEASURED}
+    assert measured == {("none", 1), ("ddp", 2)}
+    assert {key for key, row in rows.items() if row["memory_measured"]} == {*measured, ("fsdp", 2)}
+    assert "runs confirm ddp, fsdp; no run confirms zero1, zero2, zero3, tp, cp: they may take 15 % more" in answer.text
+    factor = rows["zero3", 2]["step_s"]["high"] / rows["zero3", 2]["step_s"]["expected"]
+    said = " ".join(answer.text.split())
+    assert "measured: none on 1 GPU, ddp on 2 GPUs; estimated within a factor of" in said
+    assert f"{factor:.3g} (zero1, zero2, zero3)" in said
+
+
 def test_every_strategy_takes_the_specs_number_of_gpus_and_refuses_what_it_would_ignore(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(

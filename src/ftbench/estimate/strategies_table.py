@@ -2,7 +2,7 @@
 fast all are together."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ from ftbench.core import units
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
-from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
+from ftbench.estimate.memory.constants import constants
+from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, estimate_memory
 from ftbench.estimate.recommend.candidates import Way
-from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
+from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.division import MESH, STRATEGIES, on_gpus, problem
 from ftbench.estimate.workload.model import shape_of
@@ -78,11 +79,42 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     lines = [
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size} a GPU, on {name}",
         "", "GiB of each GPU, expected (`?` may not fit, `no` does not)", text_table(headings, cells(memory)),
+        *_confirmed(dict.fromkeys(strategy for strategy, _ in memory)),
         *(["", "real tokens a second of all GPUs", text_table(headings, cells(speeds))] if speeds else []),
+        *_factors(table),
         *(["", "refused:"] if refused else []),
         *(folded(f"{', '.join(names)}: {why}") for why, names in refused.items()),
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _confirmed(strategies: Iterable[str]) -> list[str]:
+    """Return of which strategies runs confirm the memory, and how much more the others may take."""
+    seen = [name for name in strategies if name in constants().strategies]
+    unseen = [name for name in strategies if name not in ("none", *seen)]
+    more = f"{', '.join(unseen)}: they may take {units.percent(SHARDED_SPREAD, 0)} more" if unseen else ""
+    return _sentence({"runs confirm ": ", ".join(seen), "no run confirms ": more})
+
+
+def _factors(table: Sequence[Row]) -> list[str]:
+    """Return which speeds were measured, and by what factor the others may be off: of each strategy by the largest."""
+    known = [(row, row.time) for row in table if row.time and not row.problems]
+    measured = [f"{row.strategy} on {units.some(row.gpus, 'GPU')}" for row, time in known if time.basis == MEASURED]
+    largest: dict[str, float] = {}
+    for row, time in known:
+        if time.basis != MEASURED:
+            factor = time.step_s.high / time.step_s.expected
+            largest[row.strategy] = max(factor, largest.get(row.strategy, 1.0))
+    alike: dict[str, list[str]] = {}
+    for strategy, factor in sorted(largest.items(), key=lambda pair: pair[1]):
+        alike.setdefault(f"{factor:.3g}", []).append(strategy)
+    within = ", ".join(f"{factor} ({', '.join(names)})" for factor, names in alike.items())
+    return _sentence({"measured: ": ", ".join(measured), "estimated within a factor of ": within})
+
+
+def _sentence(parts: Mapping[str, str]) -> list[str]:
+    """Return what there is of the parts behind their words, as a line or none."""
+    return [folded(text)] if (text := "; ".join(words + what for words, what in parts.items() if what)) else []
 
 
 def as_document(spec: Experiment, name: str, table: Sequence[Row]) -> str:
@@ -96,6 +128,8 @@ def as_document(spec: Experiment, name: str, table: Sequence[Row]) -> str:
             "step_s": None if row.time is None else asdict(row.time.step_s),
             "exposed_s": None if row.time is None else row.time.exposed_s,
             "tokens_per_s": None if row.time is None else row.time.tokens_per_s,
+            "basis": None if row.time is None else row.time.basis,
+            "memory_measured": row.gpus == 1 or row.strategy in constants().strategies,
         }
         for row in table
     ]  # fmt: skip
