@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from itertools import pairwise
@@ -14,7 +16,10 @@ import pytest
 import typer
 
 from ftbench.cli import app
+from ftbench.core.hardware import find_gpu
+from ftbench.estimate.recommend.ranking import Goal, recommend
 from ftbench.report.command import Request, report
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, spec_keys
 from ftbench.spec.slurm import load_settings
 from ftbench.spec.sweep import cells
@@ -147,6 +152,31 @@ def test_every_spec_that_is_shown_is_one(text, tmp_path):
 @pytest.mark.parametrize("script", ["tree", "commands", "several-gpus", "frameworks-table"])
 def test_a_page_that_a_script_writes_is_up_to_date(script):
     subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], check=True)
+
+
+def test_the_decision_guide_says_how_many_tokens_a_step_8_bits_need():
+    """Its sentence against the files of the runs, and `ftbench recommend` against its sentence."""
+    said = " ".join((ROOT / "docs/decision-guide.md").read_text("utf-8").split())
+    sentence = said.partition("**Few tokens a step?**")[2].partition("**Few steps?**")[0]
+    rates = {}
+    for path in (ROOT / "results/h200/headline").glob("*/*/summary.json"):
+        spec, summary = (json.loads((path.parent / name).read_text()) for name in ("spec.json", "summary.json"))
+        if path.parts[-3] in ("full", "short-equal") and spec["optimizations"]["fused_lora"]:
+            tokens = spec["train"]["batch_size"] * spec["dataset"]["max_length"]
+            found = rates.setdefault((tokens, spec["optimizations"]["fp8"] != "off"), [])
+            found.append(summary["tokens_per_s"]["real"])
+    assert sorted(rates) == [(2048, False), (2048, True), (8192, False), (8192, True)]
+    for (tokens, _), found in rates.items():
+        assert f"{tokens:,} tokens a step" in sentence
+        assert f"{statistics.geometric_mean(found):,.0f}" in sentence
+    for rows, eight in ((1, False), (4, True)):
+        spec = Experiment.model_validate({
+            "name": "night", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "lora"},
+            "train": {"batch_size": rows},
+            "dataset": {"name": "synthetic", "samples": 500, "mean_length": 2048, "max_length": 2048},
+        })  # fmt: skip
+        best = recommend(Goal(spec, (find_gpu("H200 SXM"),), 500, methods=("lora",), effective_batch=rows)).options[0]
+        assert (best.spec.optimizations.fp8 != "off") is eight
 
 
 def test_the_picture_is_small_enough_for_a_first_page():
