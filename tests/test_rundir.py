@@ -16,6 +16,7 @@ from ftbench.core import rows
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.errors import MissingError
 from ftbench.store import ceilings, process_identity, rundir, shapes
+from ftbench.store.bundle import pack
 from ftbench.store.rundir import RunDir, claim, find_runs, read_json, read_state, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -390,6 +391,15 @@ def test_a_claim_on_a_full_disk_is_told(small_disk):
     fill(small_disk)
     with pytest.raises(MissingError, match="no space left on the disk"):
         claim(small_disk, "exp", "slug")
+
+
+def test_a_disk_that_takes_nothing_is_told_by_the_name_that_was_asked_for(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    said = r"/x\.json: cannot be written \(Read-only file system\); write elsewhere"
+    with pytest.raises(MissingError, match=said):
+        write_json(small_disk / "x.json", {})
+    with pytest.raises(MissingError, match=said.replace("json", "tar\\.zst")):
+        pack.make([RESULTS / "h200" / "headline"], small_disk / "x.tar.zst")
 
 
 # --- documents of others ---------------------------------------------------------------------------------------------

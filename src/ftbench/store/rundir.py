@@ -129,7 +129,8 @@ def write_text(path: Path, text: str) -> None:
             _write_through(temporary, text)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be taken away
+            temporary.unlink()
         raise disk_error(path, error) from None
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BufferedIOBase
 from pathlib import Path
@@ -74,7 +75,8 @@ def make(paths: Sequence[Path], output: Path, with_logs: bool = False) -> Made:
     except OSError as error:
         raise disk_error(output, error) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be taken away
+            temporary.unlink()
     return made
 
 
