@@ -109,6 +109,21 @@ def test_what_changed_since_is_told(against):
     assert "what changed since: versions.torch: 2.11.0 → 2.12.0" in " ".join(out.split())
 
 
+def of_tokens(tokens, seconds, seed):
+    return run(seconds, seed, applied={"dataset.hash": tokens})
+
+
+def test_the_partner_of_a_run_is_that_of_its_tokens(against):
+    """Of two runs before and after the data file was edited none is lost."""
+    code, out = against([of_tokens("one", 1.0, 1), of_tokens("another", 2.0, 2)], [of_tokens("one", 2.0, 3)])
+    assert (code, "slower" in out, "not run again: r1" in out) == (1, True, True)
+
+
+def test_a_run_of_other_tokens_is_held_against_its_spec(against):
+    code, out = against([of_tokens("one", 1.0, 1)], [of_tokens("third", 2.0, 2)])
+    assert (code, "dataset.hash: one → third" in out) == (1, True)
+
+
 def test_programs_get_the_rows_too(against):
     code, out = against([run(seed=1)], [run(2.0, seed=2)], "--format", "json")
     (row,) = json.loads(out)["gate"]["records"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections import Counter
 from itertools import combinations
@@ -17,7 +19,7 @@ from ftbench.report.render.runs_table import runs_table
 from ftbench.report.sections.cost import money
 from ftbench.spec.prices import load_prices
 from ftbench.store import rundir
-from made_runs import MAX_Q, RESULTS, gpu, make_run, method, steps
+from made_runs import MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
 
 
 def cells(path):
@@ -43,6 +45,16 @@ def test_repeats_are_runs_of_one_spec_on_one_kind_of_machine(tmp_path):
         ("a", "b"): "lora at batch 4", ("c",): "lora at batch 4", ("d",): "unsloth 4-bit at batch 4",
         ("e",): "unsloth 16-bit at batch 4",
     }  # fmt: skip
+
+
+def test_runs_of_an_edited_data_file_are_no_repeats(tmp_path, ftbench):
+    """Their specs are the same word for word. What ended before it had tokens is a repeat all the same."""
+    make_run(tmp_path, "a", steps(1), state=OOM, applied={"dataset.hash": None})
+    for name, tokens in (("b", "one"), ("c", "one"), ("d", "another")):
+        make_run(tmp_path, name, steps(seed=ord(name)), applied={"dataset.hash": tokens})
+    assert [[run.run_id for run in cell.runs] for cell in cells(tmp_path)] == [["a", "b", "c"], ["d"]]
+    out = ftbench("report", tmp_path, "--repeats", "merge", "--format", "csv")[1]
+    assert [row["runs"] for row in csv.DictReader(io.StringIO(out))] == ["2 of 3", "1"]
 
 
 @pytest.mark.parametrize("folder", ["", "recipes", "qwen3-8b-frontier", "grid"])
@@ -147,15 +159,18 @@ def test_a_run_with_nan_has_failed_and_shows_no_figure(tmp_path, column):
 
 
 def test_like_runs_of_one_sitting_are_not_told_apart():
-    """Pairs of repeats that lie in results/h200, each as if it were one run a side."""
+    """Pairs of repeats that lie in results/h200, each as if it were one run a side: by 95 %, no more than one in twenty
+    may seem unlike, and likely so at most."""
     found = cells(RESULTS)
     noise = noise_of(found)
     ratios = [
         pair_of("", Cell(cell.facts, (b,), cell.way), Cell(cell.facts, (a,), cell.way), noise=noise).speed
         for cell in found for a, b in combinations(cell.ok, 2) if a.dir.path.parent == b.dir.path.parent
     ]  # fmt: skip
-    assert len(ratios) >= 11
-    assert [ratio.verdict for ratio in ratios] == ["not distinguishable"] * len(ratios)
+    unlike = [ratio for ratio in ratios if ratio.verdict != "not distinguishable"]
+    assert len(ratios) >= 40
+    assert len(unlike) <= 0.05 * len(ratios)
+    assert all(ratio.verdict.startswith("likely ") for ratio in unlike)
 
 
 def test_an_absurd_interval_is_a_sentence(tmp_path):

@@ -10,7 +10,8 @@ from ftbench.errors import SpecError
 from ftbench.report.compare.pairs import Pair, noise_of, pair_of
 from ftbench.report.compare.words import change, flat_learning, flat_ratio, learning_text
 from ftbench.report.data.collect import Record
-from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, cells_of, identity, runs_of
+from ftbench.report.data.experiments import DATA, identity
+from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, cells_of, runs_of
 from ftbench.report.data.names import cell_names, number_of
 from ftbench.report.render.document import Section, Table
 
@@ -56,18 +57,25 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
     by more than the noise, where its peak memory rose by more than `limit`, where it does not learn the same, or
     where it no longer ends well. Where the noise is not known (fewer than six steady steps) the limit alone decides.
     Raises SpecError if nothing has a partner."""
-    now, then = ({identity(cell.runs[0]): cell for cell in cells_of(runs_of(records))} for records in (new, old))
-    both = [key for key in now if key in then]
+    now, then = (cells_of(runs_of(records)) for records in (new, old))
+    partners = {identity(cell.runs[0]): cell for cell in then}
+    partners |= {(identity(cell.runs[0]), cell.facts.get(DATA)): cell for cell in then}
+    both = []
+    for cell in now:  # what ran the same tokens, or else the same spec
+        spec = identity(cell.runs[0])
+        if before := partners.get((spec, cell.facts.get(DATA)), partners.get(spec)):
+            both.append((cell, before))
     if not both:
         raise SpecError("--against: no run has a partner with the same spec and GPU among the earlier ones")
-    noise, rows = noise_of([*now.values(), *then.values()]), []
-    for key in both:
-        pair = pair_of("", now[key], then[key], noise=noise)
+    noise, rows = noise_of([*now, *then]), []
+    for cell, before in both:
+        pair = pair_of("", cell, before, noise=noise)
         rows.append(GateRow(pair, tuple(_regressed(pair, limit))))
+    paired = {id(cell) for pair in both for cell in pair}
     return Gate(
         tuple(rows),
-        tuple(cell for key, cell in now.items() if key not in then),
-        tuple(cell for key, cell in then.items() if key not in now),
+        tuple(cell for cell in now if id(cell) not in paired),
+        tuple(cell for cell in then if id(cell) not in paired),
         limit,
     )
 

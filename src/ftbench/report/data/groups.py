@@ -27,7 +27,8 @@ from ftbench.report.data.axes import (
     value_at,
 )
 from ftbench.report.data.collect import Record, data_labels, figure, known
-from ftbench.report.data.facts import CPU, IMPORTED, REWARD, clean_document, machine_facts, spec_facts
+from ftbench.report.data.experiments import repeats
+from ftbench.report.data.facts import CPU, clean_document, machine_facts, spec_facts
 from ftbench.store.rundir import RunDir
 
 TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.median"
@@ -185,21 +186,12 @@ def runs_of(records: Sequence[Record]) -> list[Run]:
 def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
     """Return the groups of repeats (and by `axis`, where that is a fact of the machine), in the order of their first
     runs. A run without a readable spec is a cell of its own."""
-    groups: dict[Any, list[Run]] = {}
-    for run in runs:
-        groups.setdefault((identity(run), run.ran.get(axis)), []).append(run)
-    facts = [_facts(group) for group in groups.values()]
-    cells = [Cell(own, tuple(group), _way(own)) for own, group in zip(facts, groups.values(), strict=True)]
+    groups = repeats(runs, axis)
+    facts = [_facts(group) for group in groups]
+    cells = [Cell(own, tuple(group), _way(own)) for own, group in zip(facts, groups, strict=True)]
     others = {(cell.workload, cell.way) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
     by = (framework_words(cell.facts) * ((cell.workload, cell.way) in others) for cell in cells)
     return _told_apart([replace(cell, way=name + cell.way) for cell, name in zip(cells, by, strict=True)], axis)
-
-
-def identity(run: Run) -> Any:
-    """Return what is equal for runs of the same spec on the same kind of machine, wherever and whenever they ran. Of a
-    run that was made of a log too little is known to call another its repeat."""
-    known = None if IMPORTED in run.spec else frozenset(run.spec.items())
-    return known or run.record["path"], gpu_of(run.record), run.ran.get(REWARD)
 
 
 def cache_of(record: Record) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ftbench.core.compare import geometric_mean
 from ftbench.report.data.axes import PREFIX, varying_keys
 from ftbench.report.data.collect import Record, data_labels, known
+from ftbench.report.data.experiments import repeats
 from ftbench.report.data.facts import spec_facts
-from ftbench.report.data.groups import Run, cache_of, identity, runs_of
+from ftbench.report.data.groups import Run, cache_of, runs_of
 from ftbench.report.data.names import run_names
 from ftbench.store.rundir import RunDir
 
@@ -37,10 +37,7 @@ def merge_repeats(records: Sequence[Record]) -> list[Record]:
     """Return one record for the runs of the same spec on the same GPU, in the order of their first; `runs` says how
     many ended well of how many. Figures are geometric means of the runs that ended well, that of the first step of
     those with a cold cache where there are any; the rest is the first's."""
-    groups: dict[Any, list[Record]] = {}
-    for run in runs_of(records):
-        groups.setdefault(identity(run), []).append(run.record)
-    return [_merged(group) for group in groups.values()]
+    return [_merged([run.record for run in group]) for group in repeats(runs_of(records))]
 
 
 def _merged(group: Sequence[Record]) -> Record:
