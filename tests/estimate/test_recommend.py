@@ -95,7 +95,7 @@ def test_our_kernels_are_offered_where_they_know_the_layers_and_what_no_run_had_
     on = [option.spec.optimizations for option in found.options]
     assert {"off", "tensorwise", "tensorwise-delayed"} <= {each.fp8 for each in on if each.triton_kernels}
     assert found.options[0].spec.optimizations.triton_kernels
-    assert "basis other settings: no run had all these settings" in " ".join(as_text(found).split())
+    assert "known from other settings: no run there had all these settings" in " ".join(as_text(found).split())
     other = ask(spec={"model": {"id": "openai/gpt-oss-20b", "weights": "random"}})
     assert other.options
     ran = [resolve(option.spec, (9, 0)) for option in other.options]
@@ -306,6 +306,25 @@ def test_nothing_that_meets_the_limits_is_exit_code_1(ftbench, spec_file):
     code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200", "--samples", 10**12, "--deadline", "8h")
     assert code == 1
     assert "The closest is later than the deadline" in out
+
+
+def test_a_way_that_our_kernels_change_little_is_one_row_and_the_best_is_among_them(ftbench, spec_file, tmp_path):
+    best = tmp_path / "best.yaml"
+    arguments = ("recommend", spec_file, "--gpu", "H200,H100 SXM5", "--samples", 1000, "--method", "lora")
+    found = json.loads(ftbench(*arguments, "--json")[1])["options"]
+    rows = [
+        line for line in ftbench(*arguments, "--wide", "-o", best)[1].splitlines() if re.match(r" *\d+  lora", line)
+    ]
+    assert len(rows) == 10
+    assert sum("triton kernels or not" in row for row in rows) > 0
+    # What is one row has no row of its own, and the figures of the faster of the two.
+    alike = [each for each in found if each["optimizations"].keys() - {"triton_kernels"}
+             == {"chunked_loss", "compile", "fixed_shape", "fused_lora"} and each["gpu"] == "H200 SXM"]  # fmt: skip
+    shown = [row for row in rows if re.search("compile, fixed shape, fused lora(, triton kernels or not)?  ", row)]
+    assert [option["optimizations"].get("triton_kernels", False) for option in alike] == [True, False]
+    assert [row for row in shown if "H200 SXM" in row and "or not" not in row] == []
+    assert any(units.seconds(alike[0]["seconds"]["expected"]) in row for row in shown if "H200 SXM" in row)
+    assert load(best).optimizations.model_dump(exclude_defaults=True) == found[0]["optimizations"]
 
 
 def test_how_many_ways_stand_behind_the_ones_shown_is_told(ftbench, spec_file):

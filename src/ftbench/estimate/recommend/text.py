@@ -1,5 +1,6 @@
 """A recommendation as text, as JSON and as a spec file."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -8,15 +9,22 @@ from typing import Any
 import yaml
 
 from ftbench.core import units
+from ftbench.core.hardware import capability_of
 from ftbench.core.table import folded, text_table
 from ftbench.estimate import by_image_size
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss, place_of
-from ftbench.estimate.time.duration import OTHER, SHEET
+from ftbench.estimate.time.duration import MEASURED, OTHER, SHEET, SPREAD
 from ftbench.estimate.time.text import NIGHT_H
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.ablation import with_changes
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store.summary import optimizations_on
 
 SHOWN = 10
+EITHER = "triton kernels or not"
+_UNSEEN = {
+    OTHER: "no run there had all these settings, so the slow end is farther off",
+    SHEET: "no run there tells of such steps, so the slow end is farthest off",
+}
 FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a run in bf16 first"
 _HEADINGS = (
     ">#", "method", "GPU", "with", ">time", ">batch", "deadline", ">free GiB", ">cost", ">slow end", ">passes", ">kWh",
@@ -33,13 +41,14 @@ def as_text(answer: Recommendation, output: Path | None = None) -> str:
     limits += [f"{units.some(goal.effective_batch, 'sample')} a step"] if goal.effective_batch else []
     lines = [folded(" · ".join([goal.spec.model.id, *limits, f"best by {goal.objective}"])), ""]
     if answer.options:
-        lines += [_table(answer.options[:SHOWN], goal)]
-        if (count := len(answer.options)) > SHOWN:
-            lines.append(folded(f"the best {SHOWN} of {units.count(count)} ways that fit (--json has all)"))
-        lines += ["", *map(folded, _remarks(answer))]
+        rows = _shown(answer)
+        lines += [_table(rows, goal)]
+        if (count := len(answer.options)) > len(rows):
+            lines.append(folded(f"the best {len(rows)} of {units.count(count)} ways that fit (--json has all)"))
+        lines += ["", *map(folded, _remarks(answer, rows))]
     else:
         lines += map(folded, _nothing(answer))
-        lines += ["", _table([answer.closest], goal)] if answer.closest else []
+        lines += ["", _table([(answer.closest, switches(answer.closest.spec))], goal)] if answer.closest else []
     if answer.ruled_out:
         lines += ["", f"ruled out, of {units.some(answer.weighed, 'way')}:"]
         reasons = [(units.count(count), reason) for reason, count in list(answer.ruled_out.items())[:SHOWN]]
@@ -62,19 +71,47 @@ def _image_sizes(answer: Recommendation) -> list[dict[str, Any]]:
     return by_image_size.by_image_size(best.spec, best.gpu, goal.store, NIGHT_H, goal.config)
 
 
-def _table(options: Sequence[Option], goal: Goal) -> str:
+def _shown(answer: Recommendation) -> list[tuple[Option, str]]:
+    """Return the best options, each with its optimizations in words. Two that differ in our own kernels alone, and in
+    no figure by more than what a measured step may be off, are the better one of them."""
+    rows: list[tuple[Option, str]] = []
+    for option in answer.options:
+        at = next((at for at, (better, _) in enumerate(rows) if _alike(better, option, answer.goal)), None)
+        if at is not None:
+            rows[at] = rows[at][0], f"{switches(_without_kernels(option))}, {EITHER}"
+        elif len(rows) < SHOWN:
+            rows.append((option, switches(option.spec)))
+    return rows
+
+
+def _alike(better: Option, option: Option, goal: Goal) -> bool:
+    if better.gpu is not option.gpu or _keeps(better, goal) != _keeps(option, goal):
+        return False
+    pairs = zip(*((each.seconds, each.memory.device, each.joules) for each in (better, option)), strict=True)
+    if any(max(a.expected, b.expected) > SPREAD[MEASURED] * min(a.expected, b.expected) for a, b in pairs):
+        return False
+    return _without_kernels(better) == _without_kernels(option)
+
+
+def _without_kernels(option: Option) -> Experiment:
+    """Return the spec as its GPU runs it, but without our own kernels."""
+    spec = resolve(option.spec, capability_of(option.gpu))
+    return with_changes(spec, {"optimizations.triton_kernels": False, "optimizations.attention": "auto"})
+
+
+def _table(options: Sequence[tuple[Option, str]], goal: Goal) -> str:
     """Return a line an option; columns that none has a value for are left out."""
-    rows = [_row(rank, option, goal) for rank, option in enumerate(options, 1)]
+    rows = [_row(rank, option, words, goal) for rank, (option, words) in enumerate(options, 1)]
     kept = [at for at in range(len(_HEADINGS)) if any(row[at] for row in rows)]
     return text_table([_HEADINGS[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
-def _row(rank: int, option: Option, goal: Goal) -> list[str]:
+def _row(rank: int, option: Option, words: str, goal: Goal) -> list[str]:
     train, cost = option.spec.train, option.cost
     return [
         str(rank), method_words(option.spec),
         place_of(option.spec, option.gpu) if len(goal.gpus) > 1 or goal.counts != (1,) else "",
-        switches(option.spec), units.seconds(option.seconds.expected),
+        words, units.seconds(option.seconds.expected),
         str(train.batch_size), _keeps(option, goal), units.gibibytes(option.headroom),
         "" if cost is None else f"{cost} ({cost.way})",
         units.seconds(option.seconds.high), str(train.gradient_accumulation_steps), f"{option.kwh:.3g}",
@@ -105,10 +142,10 @@ def switches(spec: Experiment) -> str:
     return ", ".join(on).replace("gradient_checkpointing", "checkpointing").replace("_", " ") or "none"
 
 
-def _remarks(answer: Recommendation) -> list[str]:
+def _remarks(answer: Recommendation, rows: Sequence[tuple[Option, str]]) -> list[str]:
     """Return what the reader of the table must know; once each."""
-    best = answer.options[0]
-    lines = [f"time: {best.duration.confidence} (the best)", f"lengths: {best.duration.lengths}"]
+    best, shown = answer.options[0], [option for option, _ in rows]
+    lines = [f"time of the best: {best.duration.confidence}", f"lengths: {best.duration.lengths}"]
     own = answer.goal.spec.dataset.samples
     if own is not None and answer.goal.samples > own:
         lines.append(f"passes over the {units.some(own, 'sample')} of the data set: {answer.goal.samples / own:,.1f}")
@@ -127,15 +164,13 @@ def _remarks(answer: Recommendation) -> list[str]:
             f"{units.count(len(answer.options))} ways keep the deadline as expected; {which} may miss it at the "
             "slow end"
         )
-    if unseen := [
-        basis for basis in (OTHER, SHEET) if any(each.duration.basis == basis for each in answer.options[:SHOWN])
-    ]:
-        lines.append(
-            f"basis {' and '.join(unseen)}: no run had all these settings there, so the slow end is farther off"
-        )
-    if any(option.spec.optimizations.fp8 != "off" for option in answer.options[:SHOWN]):
+    known = {option.duration.basis for option in shown}
+    lines += [f"known from {basis}: {sentence}" for basis, sentence in _UNSEEN.items() if basis in known]
+    if any(words.endswith(EITHER) for _, words in rows):
+        lines.append(f"{EITHER}: no figure of it differs by more than {SPREAD[MEASURED] - 1:.0%}".replace("%", " %"))
+    if any(option.spec.optimizations.fp8 != "off" for option in shown):
         lines.append(FP8)
-    if len({option.spec.method.quantised for option in answer.options[:SHOWN]}) > 1:
+    if len({option.spec.method.quantised for option in shown}) > 1:
         lines.append("4-bit base weights are not the 16-bit ones: compare the loss before the night")
     if answer.goal.effective_batch:
         lines.append("samples a step are held; with --effective-batch any a step may be larger, and learn otherwise")
@@ -163,8 +198,9 @@ def as_yaml(answer: Recommendation) -> str:
     head = [
         f"# Recommended by ftbench for {units.some(round(answer.goal.samples), 'sample')} on "
         f"{place_of(spec, best.gpu)}, best by {answer.goal.objective}.",
-        f"# Expected: {units.seconds(best.seconds.expected)} ({best.duration.confidence}),",
-        f"# {units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB.",
+        f"# Expected: {units.seconds(best.seconds.expected)}, {units.gibibytes(best.memory.device.expected)} of "
+        f"{units.gibibytes(best.memory.total)} GiB.",
+        textwrap.fill(f"# The time is known from: {best.duration.confidence}.", 100, subsequent_indent="# "),
     ]
     if may_miss(best, answer.goal):
         head.append(f"# May miss the deadline: {units.seconds(best.seconds.high)} at the slow end of the band.")

@@ -189,10 +189,11 @@ def _judged(gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens:
         )
     learned = speeds.document()["gpus"]
     if unlike:
-        return modelled, SHEET, f"{limits.source} alone: of a mixture of experts runs of other steps tell little"
+        return modelled, SHEET, f"{limits.source} alone: runs of other steps tell little of a mixture of experts"
     if gpu.name in learned:
         return modelled, OTHER, f"{limits.source} and ftbench's own runs on it; no run of yours there"
-    return modelled, SHEET, f"{limits.source} alone, nothing measured on this GPU (learned on {', '.join(learned)})"
+    theirs = f"how near runs on {', '.join(learned)} came to theirs"
+    return modelled, SHEET, f"{limits.source}, and {theirs}; no run on this GPU is known"
 
 
 # Seconds until the first steady step: imports, weights at 1.5 GB/s from a disk, the first step's kernels; compiled and
