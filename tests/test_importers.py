@@ -198,9 +198,12 @@ def test_a_csv_needs_the_batch_size(tmp_path):
         imported(write_csv(tmp_path / "log.csv", [(1, 1.0)]), tmp_path / "out", batch_size=None)
 
 
-@pytest.mark.parametrize("changes", [{"name": "../up"}, {"method": "lorra"}, {"model": " "}, {"gpu": "a\nb"}])
-def test_a_description_that_cannot_be_is_refused(tmp_path, changes):
-    with pytest.raises(SpecError, match="import: "):
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"name": "../up"}, r"--name '\.\./up' may hold letters"), ({"method": "lorra"}, "'lorra' is no method"),
+    ({"model": " "}, "--model ' ': is no name"), ({"gpu": "a\nb"}, "--gpu "),
+])  # fmt: skip
+def test_a_description_that_cannot_be_is_refused(tmp_path, changes, said):
+    with pytest.raises(SpecError, match=f"import: {said}"):
         imported(write_csv(tmp_path / "log.csv", [(1, 1.0)]), tmp_path / "out", **changes)
 
 

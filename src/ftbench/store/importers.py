@@ -81,6 +81,9 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
 def _check(about: About) -> None:
     try:
         experiment_name(about.name)
+    except ValueError as error:
+        raise SpecError(f"import: --name {about.name!r:.90} {error}") from None
+    try:
         known(about.method, METHODS, "method")
     except ValueError as error:
         raise SpecError(f"import: {error}") from None
