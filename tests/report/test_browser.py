@@ -326,6 +326,23 @@ def test_names_and_legends_say_what_varies(opened):
         assert page.inner_text("#curves-shared") == "All: lora, H200."
 
 
+def test_a_method_has_one_colour_in_every_figure(opened, tmp_path):
+    """Where each run has a method of its own; in the order of memory, of speed and of the table these are unlike."""
+    for method, speed, peak in (("lora", 0.2, 30), ("qlora", 0.1, 20), ("full", 0.4, 40)):
+        made(tmp_path / "runs", method, 4, speed=speed, peak=peak)
+    file = tmp_path / "report.html"
+    file.write_text(report(Request([tmp_path / "runs"], "html")).text, "utf-8")
+    with opened(file=file) as page:
+        draw_all(page)
+        page.select_option("#curve", "loss")
+        of_legend = """spans => Object.fromEntries(spans.map((each) => [each.textContent.trim(),
+            getComputedStyle(each.querySelector("path")).fill]))"""
+        points = page.eval_on_selector_all("#pareto-figure .legend > span", of_legend)
+        lines = page.eval_on_selector_all("#curves-figure .legend > span", of_legend.replace("fill", "stroke"))
+    assert set(lines) == {"lora", "qlora", "full"}
+    assert lines == {name: points[name] for name in lines}
+
+
 def test_evidence_shows_its_runs_in_the_table(opened):
     with opened() as page:
         page.locator(".points .evidence").first.click()

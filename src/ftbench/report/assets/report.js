@@ -470,6 +470,8 @@
     const progress = $("along").value === "progress";
     const indices = [...picked], told = apart(indices.map((index) => data.runs[index])), count = new Map();
     told.names.forEach((name) => count.set(name, (count.get(name) || 0) + 1));
+    const kinds = indices.map((index) => methods.indexOf(data.runs[index].method)); // one run each: as in the other figures
+    const hues = new Set(kinds).size === kinds.length ? kinds : [...kinds.keys()];
     const lines = indices.flatMap((index, place) => names.map((name, part) => {
       const found = series(index, name);
       if (!found) return null;
@@ -479,7 +481,7 @@
         x: progress ? (planned ? (step / planned) * 100 : NaN) : step, y: found.values[i] ?? NaN,
         text: `${what}\n${(found.values[i] ?? NaN).toPrecision(5)} ${title.split(", ").pop()}\nstep ${step}${planned ? " of " + planned : ""}`,
       })).filter(({ x }) => Number.isFinite(x) && (!zoomed || (x >= zoomed[0] && x <= zoomed[1])));
-      return { name: what, colour: colour(place), dash: DASHES[names.length > 1 ? part : Math.floor(place / 8) % DASHES.length], points };
+      return { name: what, colour: colour(hues[place]), dash: DASHES[names.length > 1 ? part : Math.floor(place / 8) % DASHES.length], points };
     })).filter(Boolean);
     const drawn = plot(box, 400, progress ? "progress, % of the planned steps" : "optimizer step", title, !zoomed, !zoomed && $("curve").value !== "loss", lines);
     if (!lines.length) shape(drawn.svg, "text", { x: box.clientWidth / 2, y: 190, "text-anchor": "middle" }, indices.length ? "The chosen runs have no such curve" : "No run is chosen");
