@@ -87,6 +87,15 @@ def diverse(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory) -> Path:
+    """The page of a committed run with its profile."""
+    path = tmp_path_factory.mktemp("profiled") / "report.html"
+    run = Path(__file__).parents[2] / "results/h200/profiles/unsloth"
+    path.write_text(report(Request([run], "html", answers=True)).text, "utf-8")
+    return path
+
+
 @pytest.fixture
 def opened(browser, page_file):
     """Opens a page; at the end it has written nothing to the console and asked for nothing but itself."""
@@ -154,6 +163,29 @@ def test_the_wide_table_scrolls_in_its_own_box(opened):
     with opened(PHONE) as page:
         assert page.eval_on_selector("#all-runs .scroll", "box => box.scrollWidth > box.clientWidth")
         assert page.eval_on_selector("#all-runs .scroll", "box => box.tabIndex") == 0
+
+
+@pytest.mark.parametrize("width", [800, 400])
+def test_what_is_wider_than_the_page_scrolls_in_its_own_box(opened, profiled, width):
+    """And a profile's pictures fit a window of half a screen."""
+    with opened((width, 900), file=profiled) as page:
+        draw_all(page)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "scrolls sideways"
+        assert page.evaluate(CUT) == []
+        wide = "boxes => boxes.map(box => [box.tabIndex, box.scrollWidth > box.clientWidth])"
+        assert page.eval_on_selector_all(".scroll", wide).count([0, True]) > 3
+        pictures = page.eval_on_selector_all(".picture", wide)
+        assert pictures == [[0, width == 400]] * 2
+
+
+def test_a_profiles_pictures_fit_on_paper(browser, profiled):
+    page = browser.new_page(viewport={"width": 680, "height": 900})
+    page.goto(profiled.as_uri())
+    page.emulate_media(media="print")
+    assert (
+        page.eval_on_selector_all(".picture", "all => all.map(box => box.scrollWidth > box.clientWidth)") == [False] * 2
+    )
+    page.close()
 
 
 def test_filters_work_together_and_say_how_many_are_left(opened):
