@@ -408,10 +408,24 @@ def test_every_strategy_takes_the_specs_number_of_gpus_and_refuses_what_it_would
     )
     answer = estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all"))
     assert {row["gpus"] for row in json.loads(answer.document)["strategies"]} == {1, 2, 4}
+    answer = estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=6, strategy="all"))
+    assert {row["gpus"] for row in json.loads(answer.document)["strategies"]} == {1, 2, 4, 6}
+    assert "\ntp: 8 heads of keys do not divide by 6\n" in answer.text
     with pytest.raises(SpecError, match="leave --samples and --hours out"):
         estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all", samples=100, hours=4))
     with pytest.raises(SpecError, match="on one kind of GPU: name one with --gpu, H100 SXM5 say"):
         estimate(EstimateRequest(path, gpu="H100 SXM5,L40S", strategy="all"))
+
+
+def test_what_refuses_a_strategy_on_any_number_of_gpus_is_said_once(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: tiny/qwen3, weights: random}\nmethod: lora\nobjective: dpo\n"
+                    "dataset: {name: synthetic, samples: 64, length: 64}\n")  # fmt: skip
+    refused = " ".join(
+        estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all")).text.split("refused:\n")[1].split()
+    )
+    assert "ddp, fsdp, zero1, zero2, zero3, tp, cp, ulysses: objective dpo is measured on one GPU" in refused
+    assert refused.count("launch.gpus is") == 2  # 2, and of tp+fsdp, which begins there, 4
 
 
 @pytest.mark.parametrize(("strategy", "method", "why"), [

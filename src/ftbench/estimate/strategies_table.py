@@ -36,8 +36,8 @@ class Row:
 def rows(
     spec: Experiment, gpu: Gpu | float, most: int, store: Store, config: dict[str, Any] | None, total: float | None
 ) -> list[Row]:
-    """Return a row for one GPU, and for each strategy on twice as many, and so on, at most `most`."""
-    counts = [2**power for power in range(1, most.bit_length())]
+    """Return a row for one GPU, and for each strategy on twice as many, and so on, at most `most`, and on `most`."""
+    counts = sorted({*(2**power for power in range(1, most.bit_length())), most})
     pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts
                             if strategy != "tp+fsdp" or count > (spec.launch.tp or MESH))]  # fmt: skip
     alone = Way(on_gpus(spec, 1, "none"))
@@ -68,9 +68,10 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
         (row.strategy, row.gpus): units.rate(row.time.tokens_per_s) for row in table if row.time and not row.problems
     }
     refused: dict[str, dict[str, None]] = {}
-    for row in table:
+    fewest = {row.strategy: row for row in sorted(table, key=lambda row: -row.gpus) if row.problems}
+    for row in fewest.values():  # on more GPUs it is refused likewise
         for why in row.problems:
-            refused.setdefault(why, {})[row.strategy] = None
+            refused.setdefault(why.removeprefix(f"{row.strategy}: "), {})[row.strategy] = None
 
     def cells(texts: Mapping[tuple[str, int], str]) -> list[list[str]]:
         strategies = dict.fromkeys(strategy for strategy, _ in texts)
