@@ -30,6 +30,7 @@ from ftbench.estimate.time import accuracy, speeds
 from ftbench.estimate.time.ceilings import ceilings
 from ftbench.estimate.time.communication import traffic
 from ftbench.estimate.time.duration import MEASURED, estimate_duration
+from ftbench.estimate.time.history import step_key
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.work import update
 from ftbench.estimate.workload.batches import batches_of
@@ -398,6 +399,35 @@ def test_every_strategy_side_by_side_says_which_were_measured_and_how_far_the_ot
     said = " ".join(answer.text.split())
     assert "measured: none on 1 GPU, ddp on 2 GPUs; estimated within a factor of" in said
     assert f"{factor:.3g} (zero1, zero2, zero3)" in said
+
+
+def test_a_run_over_several_machines_is_estimated_with_links_that_nobody_knows_and_each_ones_memory(
+    tmp_path: Path,
+) -> None:
+    h100 = next(gpu for gpu in gpus() if gpu.name == "H100 SXM5")
+    one = on_gpus(shared("zero3", 16), 16, "zero3", "params")
+    two = one.model_copy(update={"launch": one.launch.model_copy(update={"nodes": 2})})
+    assert estimate_memory(two, h100).host == pytest.approx(estimate_memory(one, h100).host / 2)
+    near, far = (estimate_duration(each, h100) for each in (one, two))
+    assert far.step_s.expected == near.step_s.expected
+    assert far.step_s.high == pytest.approx(2 * near.step_s.high)
+    assert "those between 2 machines taken for as fast as those within one" in far.confidence
+    assert "machines" not in near.confidence
+    assert step_key(one) != step_key(two)
+    assert [on_gpus(two, count, "fsdp").launch.nodes for count in (1, 4, 8, 16, 32)] == [1, 1, 1, 2, 2]
+
+
+def test_a_spec_for_several_machines_has_a_way_that_fits_and_one_to_recommend(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\n"
+                    "dataset: {name: synthetic, samples: 64, length: 2048}\n"
+                    "train: {batch_size: 16}\nlaunch: {gpus: 4, nodes: 2, strategy: ddp}\n")  # fmt: skip
+    answer = estimate(EstimateRequest(path, gpu="L40S"))
+    assert answer.text.startswith("Qwen/Qwen3-8B, lora, batch 16 a GPU, on 4 GPUs of 2 machines (ddp)\n")
+    assert "The nearest that fits takes" in answer.text
+    found = recommend.run(recommend.RecommendRequest(path, gpu="L40S", method="lora"))
+    assert {(option.spec.launch.gpus, option.spec.launch.nodes) for option in found.options} <= {(1, 1), (2, 1), (4, 2)}
+    assert found.options
 
 
 def test_every_strategy_takes_the_specs_number_of_gpus_and_refuses_what_it_would_ignore(tmp_path: Path) -> None:

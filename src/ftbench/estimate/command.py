@@ -158,7 +158,7 @@ def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experi
     if gpus is not None and not 1 <= gpus <= MOST_GPUS:
         raise SpecError(f"--gpus {gpus}: how many GPUs there are, from 1 to {MOST_GPUS:,}")
     if strategy is not None and strategy not in STRATEGIES:
-        raise SpecError(f"--strategy {strategy}: is none of {', '.join(STRATEGIES)}")
+        raise SpecError(f"--strategy {strategy}: is none of {', '.join([*strategies.STRATEGIES, ALL])}")
     count = spec.launch.gpus if gpus is None else gpus
     how = strategy or ("none" if count == 1 else spec.launch.strategy)
     if count > 1 and how == "none":

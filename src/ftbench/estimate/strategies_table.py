@@ -15,7 +15,7 @@ from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, est
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.division import MESH, STRATEGIES, on_gpus, problem
+from ftbench.estimate.workload.division import MESH, STRATEGIES, counts, on_gpus, problem
 from ftbench.estimate.workload.model import shape_of
 from ftbench.spec.experiment import Experiment
 
@@ -36,9 +36,8 @@ class Row:
 def rows(
     spec: Experiment, gpu: Gpu | float, most: int, store: Store, config: dict[str, Any] | None, total: float | None
 ) -> list[Row]:
-    """Return a row for one GPU, and for each strategy on twice as many, and so on, at most `most`, and on `most`."""
-    counts = sorted({*(2**power for power in range(1, most.bit_length())), most})
-    pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts
+    """Return a row for one GPU, and for each strategy on twice as many, and so on, and on `most`."""
+    pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
                             if strategy != "tp+fsdp" or count > (spec.launch.tp or MESH))]  # fmt: skip
     alone = Way(on_gpus(spec, 1, "none"))
     ways = (alone.on(on_gpus(spec, count, strategy).launch) for strategy, count in pairs)
@@ -60,8 +59,8 @@ def _row(way: Way, gpu: Gpu | float, store: Store, config: dict[str, Any] | None
 
 def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     """Return two tables, a line a strategy and a column for each number of GPUs."""
-    counts = sorted({row.gpus for row in table})
-    headings = ["strategy", *(f">{count} GPUs" if count > 1 else ">1 GPU" for count in counts)]
+    columns = sorted({row.gpus for row in table})
+    headings = ["strategy", *(f">{count} GPUs" if count > 1 else ">1 GPU" for count in columns)]
     memory = {(row.strategy, row.gpus): units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
               for row in table if row.memory and not row.problems}  # fmt: skip
     speeds = {
@@ -75,7 +74,7 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
 
     def cells(texts: Mapping[tuple[str, int], str]) -> list[list[str]]:
         strategies = dict.fromkeys(strategy for strategy, _ in texts)
-        return [[strategy, *(texts.get((strategy, count), "") for count in counts)] for strategy in strategies]
+        return [[strategy, *(texts.get((strategy, count), "") for count in columns)] for strategy in strategies]
 
     lines = [
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size} a GPU, on {name}",
@@ -104,11 +103,11 @@ def _factors(table: Sequence[Row]) -> list[str]:
     largest: dict[str, float] = {}
     for row, time in known:
         if time.basis != MEASURED:
-            factor = time.step_s.high / time.step_s.expected
+            factor = float(f"{time.step_s.high / time.step_s.expected:.3g}")
             largest[row.strategy] = max(factor, largest.get(row.strategy, 1.0))
     alike: dict[str, list[str]] = {}
     for strategy, factor in sorted(largest.items(), key=lambda pair: pair[1]):
-        alike.setdefault(f"{factor:.3g}", []).append(strategy)
+        alike.setdefault(f"{factor:g}", []).append(strategy)
     within = ", ".join(f"{factor} ({', '.join(names)})" for factor, names in alike.items())
     return _sentence({"measured: ": ", ".join(measured), "estimated within a factor of ": within})
 

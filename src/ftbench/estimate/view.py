@@ -7,7 +7,8 @@ from typing import Any
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import gibibytes
 from ftbench.estimate.memory.estimate import HOST, MemoryEstimate
-from ftbench.spec.experiment import Experiment
+from ftbench.estimate.workload.division import shared_how
+from ftbench.spec.experiment import Experiment, Launch
 
 WIDTH = 32  # characters of the longest bar
 
@@ -33,7 +34,7 @@ def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | No
     tiers = [(tier, *map(gibibytes, astuple(getattr(memory, tier)))) for tier in ("allocated", "reserved", "device")]
     most = _largest(spec, largest)
     lines = [
-        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}",
+        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}{_shared(spec.launch)}",
         folded(f"largest batch: {rows} x {length:,} positions ({memory.basis})"),
         "",
         text_table(["GiB", ">low", ">expected", ">high"], tiers),
@@ -46,6 +47,12 @@ def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | No
         *([f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []),
     ]
     return "\n".join(lines)
+
+
+def _shared(launch: Launch) -> str:
+    """Return how several GPUs share the work; nothing of one."""
+    machines = f" of {launch.nodes} machines" if launch.nodes > 1 else ""
+    return "" if launch.gpus == 1 else f" a GPU, on {launch.gpus} GPUs{machines} ({shared_how(launch)})"
 
 
 def _largest(spec: Experiment, largest: int | None) -> str:

@@ -194,11 +194,14 @@ def _mesh(launch: Mapping[str, object]) -> dict[str, object]:
 def refusals(spec: Experiment) -> list[str]:
     """Return what of `launch` cannot work, or not with the rest of the spec."""
     launch, name = spec.launch, spec.launch.strategy
-    if launch.gpus % launch.nodes or (launch.nodes > 1 and launch.mock != "off"):
+    if launch.gpus % launch.nodes:
+        many = f"{launch.gpus} GPU{'s' if launch.gpus > 1 else ''}"
         return [
-            f"launch.nodes: {launch.gpus} GPUs cannot be spread over {launch.nodes} machines as many on each, or "
-            "nothing is trained on them (launch.mock): set launch.gpus to a multiple of it, or launch.nodes to 1"
+            f"launch.nodes: {many} cannot be spread over {launch.nodes} machines, as many on each: set launch.gpus "
+            f"to a multiple of {launch.nodes}, or launch.nodes to 1"
         ]
+    if launch.nodes > 1 and launch.mock != "off":
+        return ["launch.nodes: what launch.mock does is done on one machine: set launch.nodes to 1"]
     if launch.tp is not None and name != "tp+fsdp":
         return [f"launch.tp: is of strategy tp+fsdp alone, and launch.strategy is {name}: leave it out, or set that"]
     if launch.ranks == 1:

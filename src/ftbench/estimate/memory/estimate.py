@@ -53,7 +53,7 @@ class MemoryEstimate:
     """`parts` are the tensors alive at the peak, GiB by name; they add up to `allocated.expected`. `total` is what the
     GPU has as its driver counts it, and `device` counts what the driver keeps for itself, as NVML does; `usable` is
     what processes can have, of which `margin` is left free, GiB: `verdict` compares these. `host` is what the
-    run takes of the host's memory, with all its GPUs. `batch` is the largest batch, rows x length, and `basis` where
+    run takes of one host's memory, with all its GPUs. `batch` is the largest batch, rows x length, and `basis` where
     its shape comes from."""
 
     allocated: Band
@@ -111,8 +111,12 @@ def estimate_memory(
         usable=has.usable,
         margin=has.margin,
         verdict=verdict_of(device, has),
-        host=plan.division.gpus * (HOST + (on_host(plan.model, plan.recipe) + checkpoints_on_host(plan) + states) / GIB)
-        + offloaded(plan.model, plan.recipe, plan.division) / GIB,
+        host=(
+            plan.division.gpus * (HOST * GIB + on_host(plan.model, plan.recipe) + checkpoints_on_host(plan) + states)
+            + offloaded(plan.model, plan.recipe, plan.division)
+        )
+        / GIB
+        / spec.launch.nodes,
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
         batch=(batch.expected.rows, batch.expected.length),

@@ -16,7 +16,7 @@ from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.text import MOST_SAMPLES
 from ftbench.estimate.workload.batches import batches_of, per_step
-from ftbench.estimate.workload.division import division_of
+from ftbench.estimate.workload.division import counts, division_of
 from ftbench.spec.base import known, shortened
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -82,7 +82,7 @@ def _gpus(text: str | None) -> tuple[Gpu, ...]:
 def _counts(request: RecommendRequest, spec: Experiment) -> tuple[int, ...]:
     """Return how many GPUs may share the work: those that there are, and half as many, and so on."""
     most = spec.launch.gpus if request.gpus is None else request.gpus
-    return tuple(sorted({most, *(2**power for power in range(most.bit_length()))}))
+    return tuple(counts(most))
 
 
 def _output(request: RecommendRequest) -> list[str]:

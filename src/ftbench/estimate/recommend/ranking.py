@@ -18,7 +18,7 @@ from ftbench.estimate.time.ceilings import limits_of
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step
-from ftbench.estimate.workload.division import division_of
+from ftbench.estimate.workload.division import division_of, on_gpus, shared_how
 from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.prices import Prices
@@ -27,7 +27,6 @@ from ftbench.store.summary import optimizations_on
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
-ALONE = {"gpus": 1, "strategy": "none", "tp": None, "offload": "none"}  # of `launch`
 PACKED = 0.1  # how far the samples of a step of packed rows may be from the effective batch
 _FEW_GPUS = 3  # of more only the two most promising batches of each way are weighed
 
@@ -98,7 +97,7 @@ def recommend(goal: Goal) -> Recommendation:
     equal = len(set(goal.store.lengths(goal.spec).values)) == 1
     memory_cache, reasons, fitting, weighed = MemoryCache(config=goal.config), Counter[str](), list[Option](), 0
     shared = [launch for count in goal.counts for launch in candidates.launches(goal.spec, count, goal.config)]
-    alone = goal.spec.model_copy(update={"launch": goal.spec.launch.model_copy(update=ALONE)})
+    alone = on_gpus(goal.spec, 1, "none")
     ways = (way.on(launch) for way in candidates.ways(alone, methods, equal, goal.config) for launch in shared)
     seen = set[tuple[object, ...]]()
     for way in ways:
@@ -192,8 +191,7 @@ def place_of(spec: Experiment, gpu: Gpu) -> str:
     launch = spec.launch
     if launch.gpus == 1:
         return gpu.name
-    offloaded = "" if launch.offload == "none" else f", {launch.offload} offloaded"
-    return f"{launch.gpus} x {gpu.name} ({launch.strategy}{offloaded})"
+    return f"{launch.gpus} x {gpu.name} ({shared_how(launch)})"
 
 
 def may_miss(option: Option, goal: Goal) -> bool:

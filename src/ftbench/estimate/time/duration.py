@@ -29,7 +29,9 @@ MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data s
 # others hold nine tenths of the rows of `ftbench estimate --calibrate` or more.
 SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
 HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more than GPUs
-ROUGH_SPREAD = 2.0  # on top, for what `is_rough` and was not measured
+ROUGH_SPREAD = (
+    2.0  # on top, for what `is_rough` and was not measured, and for links between machines, which nobody knows
+)
 SEVERAL_SPREAD = 1.2  # on top, for several GPUs: what they wait for each other was not measured
 # On top of that under DeepSpeed, whose work on the host and passes over its own partitions are not counted: a step of
 # ZeRO-3 took half as long again as estimated (results/h200/several-gpus). Its weights came one at a time, beside
@@ -128,7 +130,7 @@ def estimate_duration(
     flushes = 0.0 if same else _flushes(spec, gpu, shape, config)
     if basis != MEASURED:
         seconds += exposed + flushes
-        confidence += f"; what {division.gpus} GPUs wait for from their links" if division.gpus > 1 else ""
+        confidence += _links(spec)
         confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
     if left_out := store.contended[gpu.name]:
         confidence += f"; {units.some(left_out, 'run')} beside other work on the machine left out"
@@ -153,9 +155,16 @@ def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> flo
         return SPREAD[basis]
     spread, division = SPREAD[basis], division_of(spec.launch)
     spread *= (HOST_SPREAD if host_bound else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
-    spread *= ROUGH_SPREAD if is_rough(spec) else 1.0
+    spread *= ROUGH_SPREAD if is_rough(spec) or spec.launch.nodes > 1 else 1.0
     spread *= SEVERAL_SPREAD if division.gpus > 1 else 1.0
     return spread * (ZERO_SPREAD if division.states.startswith("zero") else 1.0)
+
+
+def _links(spec: Experiment) -> str:
+    """Return in words what the links between GPUs are taken for."""
+    gpus, nodes = spec.launch.gpus, spec.launch.nodes
+    between = f", those between {nodes} machines taken for as fast as those within one" if nodes > 1 else ""
+    return f"; what {gpus} GPUs wait for from their links{between}" if gpus > 1 else ""
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape, config: dict[str, Any] | None) -> float:

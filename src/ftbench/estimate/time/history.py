@@ -73,7 +73,7 @@ def step_key(spec: Experiment) -> StepKey:
         (data.name, data.path, data.revision, data.max_length, data.length, data.mean_length, data.like),
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,
-        (launch.framework, launch.settings, launch.gpus, launch.strategy, launch.tp, launch.offload),
+        (launch.framework, launch.settings, launch.gpus, launch.nodes, launch.strategy, launch.tp, launch.offload),
     )
 
 

@@ -61,10 +61,22 @@ def division_of(launch: Launch) -> Division:
 
 
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
-    """Return the spec on so many GPUs. Whether that can be launched its refusals say."""
+    """Return the spec on so many GPUs, fewer on as few of its machines as have them. Whether that can be launched its
+    refusals say."""
     tp = spec.launch.tp or MESH if strategy == "tp+fsdp" else None
-    launch = spec.launch.model_copy(update={"gpus": gpus, "strategy": strategy, "tp": tp, "offload": offload})
-    return spec.model_copy(update={"launch": launch})
+    nodes = min(spec.launch.nodes, ceil(gpus / max(1, spec.launch.gpus_of_node)))
+    parts = {"gpus": gpus, "nodes": nodes, "strategy": strategy, "tp": tp, "offload": offload}
+    return spec.model_copy(update={"launch": spec.launch.model_copy(update=parts)})
+
+
+def shared_how(launch: Launch) -> str:
+    """Return `fsdp`, or `fsdp, params offloaded`."""
+    return launch.strategy + ("" if launch.offload == "none" else f", {launch.offload} offloaded")
+
+
+def counts(most: int) -> list[int]:
+    """Return how many GPUs may share the work where there are so many: all, and powers of two below."""
+    return sorted({most, *(2**power for power in range(most.bit_length()))})
 
 
 def problem(model: ModelShape, launch: Launch) -> str | None:
