@@ -117,6 +117,21 @@ def test_an_edited_file_is_another_experiment(at, part, name, edited):
     assert at(part, name, b'{"a": 1}') == before
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "model-00001-of-00002.safetensors"])
+def test_a_model_of_another_template_tokenizer_or_weights_is_another_experiment(tmp_path, name):
+    """But where weights are made and tokens with them: only the shape is read then."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def of(weights):
+        return fingerprint(spec(model={"id": "a/b", "path": str(tmp_path), "weights": weights}))
+
+    seen, shapes = {of("pretrained")}, {of("random")}
+    for content in ("one", "two"):
+        (tmp_path / name).write_text(content)
+        seen, shapes = seen | {of("pretrained")}, shapes | {of("random")}
+    assert (len(seen), len(shapes)) == (3, 1)
+
+
 @pytest.mark.parametrize("name", ["pipe", "\ud800"])
 def test_what_is_no_file_is_known_by_its_name_alone(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")

@@ -12,6 +12,7 @@ from ftbench.spec import rewards
 from ftbench.spec.experiment import Experiment
 
 _END = 1 << 20  # bytes of each end of a file that are hashed
+_TOKENIZER = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 _AS_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
@@ -37,6 +38,8 @@ def _relevant(spec: Experiment, known: dict[int, Any]) -> dict[str, Any]:
     for part in ("model", "dataset"):
         if path := values[part].get("path"):
             values[part]["path"] = _content(Path(path))
+    if spec.model.path and spec.model.weights == "pretrained":
+        values["model"]["path"] += _learned(Path(spec.model.path))
     if own := values["objective"].get("reward"):
         values["objective"]["reward"] = [[*_content(file), name] for file, name in map(rewards.parts, own)]
     if spec.launch.mock != "off":
@@ -54,6 +57,13 @@ def _content(path: Path) -> list[str | int]:
     except (OSError, ValueError):  # ValueError: half a character can be in no file's name
         pass
     return [path.name]
+
+
+def _learned(path: Path) -> list[str | int]:
+    """Return the same of what else a model's directory gives a training: what makes its tokens, and its first weights,
+    without the names; nothing for what is no directory."""
+    weights = sorted(path.glob("*.safetensors"))[:1] if path.is_dir() else []
+    return [part for file in (*map(path.joinpath, _TOKENIZER), *weights) for part in _content(file)[1:]]
 
 
 @lru_cache(maxsize=64)  # a sweep asks once for each of its cells
