@@ -279,7 +279,8 @@ def test_without_time_there_is_no_second_attempt(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_sum_and_are_timed(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found, notes = links.self_test(2, "gloo", Budget(100))
+    monkeypatch.setattr(links, "TIMEOUT_S", 240.0)  # two processes import torch, maybe on a loaded machine
+    found, notes = links.self_test(2, "gloo", Budget(1000))
     assert notes == []
     assert found["gpus"] == 2
     assert found["all_reduce_bus_gbs"] > 0
