@@ -14,7 +14,7 @@ import warm
 from ftbench.core.learning import CANNOT_TELL, DIFFERS, FOLLOWS, NOT_FINITE, Learning
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.identity import fingerprint
-from ftbench.store import rundir
+from ftbench.store import machine, rundir
 from ftbench.sweep import gradients
 from ftbench.sweep.output.parity import ParityTables
 from ftbench.sweep.plan.base import Options
@@ -235,6 +235,11 @@ def test_the_command_refuses_what_it_cannot_judge(ftbench, tmp_path):
     code, _, stderr = ftbench("parity", path, "--set", "measure.control=random_labels", *out)
     assert code == 2
     assert "`ftbench parity` makes its controls itself" in stderr
+    code, _, stderr = ftbench("parity", path, "--recipe", "small", "--dry-run", *out)
+    if machine.gpu() is None:  # nothing is trained for a check that can have no verdict
+        assert code == 3
+        assert stderr.count("\n") == 1
+        assert "no recipe can be judged here: small: " in stderr
     code, stdout, _ = ftbench("parity", path, "--dry-run", "--seeds", "2", "--steps", "9", *out)
     assert code == 0
     assert stdout.count("pending") == 7

@@ -12,6 +12,8 @@ from ftbench.spec.sweep import cells
 from ftbench.store import rundir
 from ftbench.store.rundir import claim_at, write_json
 from ftbench.store.steps import StepsWriter
+from ftbench.sweep.jobs import Standing
+from ftbench.sweep.output import view
 from ftbench.sweep.plan.base import Options
 from ftbench.sweep.plan.budget import coarse_to_fine
 from ftbench.sweep.plan.frontier import next_batch
@@ -572,3 +574,21 @@ def test_what_is_known_of_the_edges_can_be_written_to_a_file(search, tmp_path):
     )  # fmt: skip
     assert (full["largest"], full["trials"], full["note"]) == (None, [], "needs a GPU")
     assert next_batch([], plan.candidates(plan.families[0])) == 1
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [(80, "  this machine: a=1: step 2 of 12 · 17 % · 130 tokens/s · 0.561 GiB"),
+     (62, "  this machine: a=1: step 2 of 12 · 17 % · 130 tokens/s"), (9, "  this machine: a=1: step 2 of 12")],
+)  # fmt: skip
+def test_a_line_of_the_live_view_loses_whole_parts(width, shown):
+    line = "  this machine: a=1: step 2 of 12 · 17 % · 130 tokens/s · 0.561 GiB"
+    assert view.fitting(line, width) == shown
+
+
+def test_what_is_left_is_told_as_roughly_as_it_is_known():
+    standings = [Standing("ok"), Standing("pending")]
+    told = [view.counted(standings, left_s) for left_s in (None, 5.27, 44.7, 119.4, 120.4, 4800)]
+    assert told == ["1 ok · 1 left"] + [
+        f"1 ok · 1 left · about {about}" for about in ("5 s", "45 s", "119 s", "2 min 00 s", "1 h 20 min")
+    ]

@@ -88,7 +88,7 @@ def test_a_run_that_no_job_names_is_not_followed(ftbench, tmp_path, monkeypatch)
     assert (code, json.loads(out)["running"]) == (0, {})
 
 
-@pytest.mark.parametrize(("seconds_ago", "left"), [(0, "about 10 min 00 s"), (540, "about 60.0 s"), (900, None)])
+@pytest.mark.parametrize(("seconds_ago", "left"), [(0, "about 10 min 00 s"), (540, "about 60 s"), (900, None)])
 def test_what_is_left_goes_down_while_a_run_is_on(ftbench, tmp_path, monkeypatch, seconds_ago, left):
     monkeypatch.setattr("ftbench.sweep.output.status.is_held", lambda folder: True)
     monkeypatch.setattr("ftbench.sweep.output.status.time.time", lambda: 1_800_000_000.0 + seconds_ago)

@@ -48,9 +48,11 @@ def prepare(request: ParityRequest) -> command.Ready:
         raise MissingError(f"--against {request.against}: {reference.refused}")
     named = [_recipe(request, Path(name).stem, [*sets, f"recipe={name}"], described) for name in request.recipes]
     recipes = named or [_recipe(request, spec.name, sets, described)]
+    refused = [(recipe.name, recipe.refused) for recipe in recipes if recipe.refused]
+    if len(refused) == len(recipes):
+        raise MissingError(f"no recipe can be judged here: {'; '.join(map(': '.join, refused))}")
     options = request.options(request.out / runner.experiment(spec), runner.gpu_name(described), sets)
     plan = ParityPlan(reference, recipes, request.seeds, request.gradients, options)
-    refused = [(recipe.name, recipe.refused) for recipe in recipes if recipe.refused]
     return command.Ready(
         request, request.spec.read_bytes(), plan, slots, first_gpu(described) or None, refused, ParityTables
     )
@@ -76,5 +78,5 @@ def _recipe(request: ParityRequest, name: str, sets: Sequence[str], described: d
         spec = resolve(load(request.spec, sets), runner.capability(described))
         runner.check(spec, described)
     except (ImpossibleError, MissingError) as error:
-        return Contender(name, load(request.spec, request.sets), tuple(sets), str(error))
+        return Contender(name, load(request.spec, request.sets), tuple(sets), "; ".join(str(error).splitlines()))
     return Contender(name, spec, tuple(sets))

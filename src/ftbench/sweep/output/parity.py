@@ -66,7 +66,7 @@ class ParityTables(Tables):
     def _tables(self) -> Iterator[tuple[str, Table]]:
         notes = [NOTE]
         if spread := self.plan.spread():
-            shares = f"{_percent(spread.train)} in training and by {_percent(spread.held_out)} on what was held out"
+            shares = f"{_share(spread.train)} in training and by {_share(spread.held_out)} on what was held out"
             notes.append(f"seeds of the reference differ by {shares}")
         yield "recipes", _table([judgement.record() for judgement in self.plan.judgements()], notes)
         controls = [(judgement.record(), caught(judgement)) for judgement in self.plan.controls()]
@@ -111,7 +111,7 @@ def _table(records: Sequence[Mapping[str, Any]], notes: list[str]) -> Table:
     ]
     rows = [
         {"recipe": row["name"].replace("_", " "), "verdict": row["verdict"], "why": row["reason"] or ""}
-        | {name: _percent(row[key], "+" * name.startswith("Δ")) for name, key in FIGURES.items()}
+        | {name: _share(row[key], signed=name.startswith("Δ")) for name, key in FIGURES.items()}
         for row in records
     ]
     return table_of_rows(rows, notes, ("recipe", "verdict", "why"), headings)
@@ -122,6 +122,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [row["module"], f"{row['cosine']:.4f}", f"{row['lowest']:.4f}", layer, f"{row['norm_ratio']:.3f}"]
 
 
-def _percent(share: float | None, sign: str = "") -> str:
+def _share(share: float | None, *, signed: bool = False) -> str:
     """Return a share with two digits that tell."""
-    return "" if share is None else f"{share * 100:{sign}.{'0f' if abs(share) >= 0.1 else '2g'}} %"
+    return "" if share is None else units.difference(share).removeprefix("" if signed else "+")

@@ -44,11 +44,19 @@ class LiveView:
         """Show the state of things, on a terminal no more often than once a second."""
         if self._live and time.monotonic() - self._shown >= REFRESH_S:
             self._shown = time.monotonic()
-            self._live.update(Group(*(Text(f"  {line}") for line in (*running, counted))), refresh=True)
+            lines = [fitting(f"  {line}", self._console.width) for line in (*running, counted)]
+            self._live.update(Group(*map(Text, lines)), refresh=True)
         elif not self._live and self._log_every_s and time.monotonic() - self._logged >= self._log_every_s:
             self._logged = time.monotonic()
             for line in (*running, counted):
                 self.event(line)
+
+
+def fitting(line: str, width: int) -> str:
+    """Return a line without the last of its parts (`… · 52 % · 149 tokens/s`) that a terminal has no room for."""
+    while len(line) > width and " · " in line:
+        line = line.rpartition(" · ")[0]
+    return line
 
 
 def counted(standings: Iterable[Standing], left_s: float | None) -> str:
@@ -58,7 +66,8 @@ def counted(standings: Iterable[Standing], left_s: float | None) -> str:
     left = states["pending"] + states["running"] + states["interrupted"]
     counts = {"ok": states["ok"], "oom": states["oom"], "failed": failed, "skipped": states["skipped"], "left": left}
     parts = [f"{count} {name}" for name, count in counts.items() if count]
-    return " · ".join([*parts, *([f"about {seconds(left_s)}"] if left_s and left else [])])
+    about = f"about {left_s:.0f} s" if left_s and left_s < 120 else f"about {seconds(left_s)}"
+    return " · ".join([*parts, *([about] if left_s and left else [])])
 
 
 def ended(what: str, summary: RunSummary, wall_s: float | None) -> str:
