@@ -430,6 +430,35 @@ def test_a_spec_for_several_machines_has_a_way_that_fits_and_one_to_recommend(tm
     assert found.options
 
 
+def test_an_optimizer_on_the_host_is_waited_for_by_gpus_that_draw_less_and_is_no_wait_for_others(
+    tmp_path: Path,
+) -> None:
+    l40s = next(gpu for gpu in gpus() if gpu.name == "L40S")
+    here, away = (
+        estimate_duration(on_gpus(shared("zero2", 2), 2, "zero2", each), l40s) for each in ("none", "optimizer")
+    )
+    assert "offloaded" not in here.parts
+    assert away.parts["communication"] < 1.1 * here.parts["communication"]
+    assert away.parts["offloaded"] > 28 * N / 1e11  # bytes of AdamW, at more than any host's memory gives
+    assert away.step_s.expected - away.parts["offloaded"] <= here.step_s.expected
+    assert away.watts.expected < 0.6 * here.watts.expected
+
+
+def test_every_strategy_offloads_what_the_spec_does_where_it_can(tmp_path: Path) -> None:
+    """As the estimate of the spec itself says."""
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
+                    "dataset: {name: synthetic, samples: 64, length: 512}\ntrain: {batch_size: 1}\n"
+                    "launch: {gpus: 3, strategy: zero2, offload: optimizer}\n")  # fmt: skip
+    alone = json.loads(estimate(EstimateRequest(path, gpu="L40S")).document)["gpus"][0]
+    answer = estimate(EstimateRequest(path, gpu="L40S", strategy="all"))
+    rows = {(row["strategy"], row["gpus"]): row for row in json.loads(answer.document)["strategies"]}
+    assert {name for (name, _), row in rows.items() if row["offload"] == "optimizer"} == {"zero1", "zero2", "zero3"}
+    assert rows["zero2", 3]["verdict"] == alone["verdict"] == "fits"
+    assert rows["zero2", 3]["step_s"] == alone["time"]["step_s"]
+    assert "\nzero2, optimizer offloaded " in answer.text
+
+
 def test_every_strategy_takes_the_specs_number_of_gpus_and_refuses_what_it_would_ignore(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(

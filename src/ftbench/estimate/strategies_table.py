@@ -15,9 +15,10 @@ from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, est
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.division import MESH, STRATEGIES, counts, on_gpus, problem
+from ftbench.estimate.workload.division import MESH, STRATEGIES, counts, on_gpus, problem, shared_how
 from ftbench.estimate.workload.model import shape_of
-from ftbench.spec.experiment import Experiment
+from ftbench.spec import strategies
+from ftbench.spec.experiment import Experiment, Launch
 
 _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 
@@ -26,46 +27,62 @@ _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 class Row:
     """A strategy on so many GPUs: its memory and its time as far as they are known, and why it cannot be run."""
 
-    strategy: str
-    gpus: int
+    launch: Launch
     memory: MemoryEstimate | None
     time: DurationEstimate | None
     problems: tuple[str, ...]
+
+    @property
+    def strategy(self) -> str:
+        return self.launch.strategy
+
+    @property
+    def gpus(self) -> int:
+        return self.launch.gpus
+
+    @property
+    def name(self) -> str:
+        return shared_how(self.launch)
 
 
 def rows(
     spec: Experiment, gpu: Gpu | float, most: int, store: Store, config: dict[str, Any] | None, total: float | None
 ) -> list[Row]:
-    """Return a row for one GPU, and for each strategy on twice as many, and so on, and on `most`."""
+    """Return a row for one GPU, and for each strategy on twice as many, and so on, and on `most`;
+    with what the spec offloads where a strategy has that."""
     pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
                             if strategy != "tp+fsdp" or count > (spec.launch.tp or MESH))]  # fmt: skip
     alone = Way(on_gpus(spec, 1, "none"))
-    ways = (alone.on(on_gpus(spec, count, strategy).launch) for strategy, count in pairs)
+    ways = (alone.on(on_gpus(spec, count, strategy, _offload(spec, strategy)).launch) for strategy, count in pairs)
     return [_row(way, gpu, store, config, total) for way in ways]
+
+
+def _offload(spec: Experiment, strategy: str) -> str:
+    known = strategies.STRATEGIES.get(strategy)
+    return spec.launch.offload if known and spec.launch.offload in known.offloads else "none"
 
 
 def _row(way: Way, gpu: Gpu | float, store: Store, config: dict[str, Any] | None, total: float | None) -> Row:
     spec, launch, time = way.spec, way.spec.launch, None
     if why := problem(shape_of(spec.model, config), launch):
-        return Row(launch.strategy, launch.gpus, None, None, (why,))
+        return Row(launch, None, None, (why,))
     memory = estimate_memory(spec, gpu, config=config, total=total)
     if isinstance(gpu, Gpu):
         try:
             time = estimate_duration(spec, gpu, store, config=config)
         except SpecError:  # the memory is known all the same
             time = None
-    return Row(launch.strategy, launch.gpus, memory, time, way.problems)
+    return Row(launch, memory, time, way.problems)
 
 
 def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     """Return two tables, a line a strategy and a column for each number of GPUs."""
     columns = sorted({row.gpus for row in table})
     headings = ["strategy", *(f">{count} GPUs" if count > 1 else ">1 GPU" for count in columns)]
-    memory = {(row.strategy, row.gpus): units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
-              for row in table if row.memory and not row.problems}  # fmt: skip
-    speeds = {
-        (row.strategy, row.gpus): units.rate(row.time.tokens_per_s) for row in table if row.time and not row.problems
-    }
+    known = [row for row in table if not row.problems]
+    memory = {(row.name, row.gpus): units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
+              for row in known if row.memory}  # fmt: skip
+    speeds = {(row.name, row.gpus): units.rate(row.time.tokens_per_s) for row in known if row.time}
     refused: dict[str, dict[str, None]] = {}
     fewest = {row.strategy: row for row in sorted(table, key=lambda row: -row.gpus) if row.problems}
     for row in fewest.values():  # on more GPUs it is refused likewise
@@ -73,13 +90,13 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
             refused.setdefault(why.removeprefix(f"{row.strategy}: "), {})[row.strategy] = None
 
     def cells(texts: Mapping[tuple[str, int], str]) -> list[list[str]]:
-        strategies = dict.fromkeys(strategy for strategy, _ in texts)
-        return [[strategy, *(texts.get((strategy, count), "") for count in columns)] for strategy in strategies]
+        names = dict.fromkeys(name for name, _ in texts)
+        return [[name, *(texts.get((name, count), "") for count in columns)] for name in names]
 
     lines = [
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size} a GPU, on {name}",
         "", "GiB of each GPU, expected (`?` may not fit, `no` does not)", text_table(headings, cells(memory)),
-        *_confirmed(dict.fromkeys(strategy for strategy, _ in memory)),
+        *_confirmed(dict.fromkeys(row.strategy for row in known if row.memory)),
         *(["", "real tokens a second of all GPUs", text_table(headings, cells(speeds))] if speeds else []),
         *_factors(table),
         *(["", "refused:"] if refused else []),
@@ -88,10 +105,10 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _confirmed(strategies: Iterable[str]) -> list[str]:
+def _confirmed(names: Iterable[str]) -> list[str]:
     """Return of which strategies runs confirm the memory, and how much more the others may take."""
-    seen = [name for name in strategies if name in constants().strategies]
-    unseen = [name for name in strategies if name not in ("none", *seen)]
+    seen = [name for name in names if name in constants().strategies]
+    unseen = [name for name in names if name not in ("none", *seen)]
     more = f"{', '.join(unseen)}: they may take {units.percent(SHARDED_SPREAD, 0)} more" if unseen else ""
     return _sentence({"runs confirm ": ", ".join(seen), "no run confirms ": more})
 
@@ -121,7 +138,7 @@ def as_document(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     """Return the document for --json: sizes in GiB, times in seconds."""
     records = [
         {
-            "strategy": row.strategy, "gpus": row.gpus, "problems": list(row.problems),
+            "strategy": row.strategy, "gpus": row.gpus, "offload": row.launch.offload, "problems": list(row.problems),
             "device": None if row.memory is None else asdict(row.memory.device),
             "verdict": None if row.memory is None else row.memory.verdict,
             "parts": None if row.memory is None else row.memory.parts,

@@ -17,7 +17,7 @@ from ftbench.estimate.workload.method import Recipe, recipe_of
 from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
-COMMUNICATION = "communication"  # the name of the term
+COMMUNICATION, OFFLOADED = "communication", "offloaded"  # the names of the terms
 HALF, FLOAT = 2, 4  # bytes of what is gathered, and of activations; of what FSDP trains
 DDP_BUCKET = 25 * 2**20  # bytes of gradients that are sent together (torch, bucket_cap_mb): the last waits for no other
 CALL_S = 20e-6  # of a collective, however small
@@ -129,12 +129,16 @@ def _of_sequences(
 def exposed_seconds(
     sent: Traffic, division: Division, limits: Ceilings, device_s: float, copying: float = 1.0
 ) -> float:
-    """Return the seconds of a step in which a GPU that computes for `device_s` waits for others; `copying` is how often
-    as long as at the memory's bandwidth an eager copy takes."""
+    """Return the seconds of a step in which a GPU that computes for `device_s` waits for others, without what waits in
+    host memory; `copying` is how often as long as at the memory's bandwidth an eager copy takes."""
     if division.gpus == 1:
         return 0.0
     hidden, room = sent.hidden / limits.network, _HIDES.get(division.states, _HIDES_GATHERED) * device_s
     late, beside = max(0.0, hidden - room), _BESIDE * min(hidden, room) + _SLOWEST * device_s
     waited = sent.waited / limits.network + sent.calls * CALL_S
-    waited += copying * sent.copied / limits.memory
-    return late + beside + waited + sent.to_host / limits.link + sent.on_host / _HOST_RATE
+    return late + beside + waited + copying * sent.copied / limits.memory
+
+
+def offloaded_seconds(sent: Traffic, limits: Ceilings) -> float:
+    """Return the seconds of a step in which a GPU waits for what is in host memory, and for the optimizer there."""
+    return sent.to_host / limits.link + sent.on_host / _HOST_RATE

@@ -13,7 +13,7 @@ from ftbench.estimate.memory.share import kept_as, share
 from ftbench.estimate.memory.weights import optimizer_step
 from ftbench.estimate.time import speeds
 from ftbench.estimate.time.ceilings import Ceilings, limits_of
-from ftbench.estimate.time.communication import COMMUNICATION, exposed_seconds, traffic
+from ftbench.estimate.time.communication import COMMUNICATION, OFFLOADED, exposed_seconds, offloaded_seconds, traffic
 from ftbench.estimate.time.history import TimedRun, settings_of
 from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.run_index import Store
@@ -127,9 +127,10 @@ def estimate_duration(
     unlike = shape.model.has_experts and not same  # of a mixture of experts runs of other steps tell little
     near = None if same or unlike else correction(spec, modelled, store.neighbours(gpu, learned))
     seconds, basis, confidence = _judged(gpu, same, near, real, modelled.seconds, limits, unlike)
+    offloaded = offloaded_seconds(sent, limits)
     flushes = 0.0 if same else _flushes(spec, gpu, shape, config)
     if basis != MEASURED:
-        seconds += exposed + flushes
+        seconds += exposed + offloaded + flushes
         confidence += _links(spec)
         confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
     if left_out := store.contended[gpu.name]:
@@ -137,8 +138,8 @@ def estimate_duration(
     if outdated := 0 if same else store.outdated(spec, gpu):
         confidence += f"; {units.some(outdated, 'run')} of this step left out: weights came in another way than today's"
     spread = _spread(spec, basis, modelled.host_bound, unlike)
-    waits = {COMMUNICATION: exposed, FLUSHES: flushes}
-    watts, source = _watts(spec, gpu, same, store.on(gpu), modelled)
+    waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes}
+    watts, source = _watts(spec, gpu, same, store.on(gpu), modelled, offloaded)
     bound = ("images" if modelled.by_images else "host") if modelled.host_bound else "GPU"
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
@@ -224,18 +225,18 @@ _WAITING, _WORKING, _BUSY = 0.2, 0.77, 0.6
 _WATTS_SPREAD, _WATTS_MEASURED, _WATTS_SCALED = 1.3, 1.05, 1.2
 
 
-def _watts(
-    spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], runs: Sequence[TimedRun], step: speeds.Step
-) -> tuple[Band, str]:
-    """Return the mean watts of steady steps, at most the board's, and their source. `runs` are those on such a GPU."""
+def _watts(spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], runs: Sequence[TimedRun], step: speeds.Step,
+           offloaded: float) -> tuple[Band, str]:  # fmt: skip
+    """Return the mean watts of steady steps, at most the board's, and their source. `runs` are those on such a GPU,
+    `offloaded` the seconds of a step in which it waits for its host."""
     if measured := [run.watts for run in same if run.watts]:
         return _watts_band(statistics.median(measured), _WATTS_MEASURED, gpu), "measured"
-    own = settings_of(spec) if runs else None
+    own = settings_of(spec) if runs and not offloaded else None
     alike = [run.watts for run in runs if run.watts and run.settings == own
              and (run.watts > _BUSY * gpu.watts) != step.host_bound]  # fmt: skip
     if alike:
         return _watts_band(statistics.median(alike), _WATTS_SCALED, gpu), "from runs like it"
-    share = _WAITING + _WORKING * min(1.0, step.device / step.seconds)
+    share = _WAITING + _WORKING * min(1.0, step.device / (step.seconds + offloaded))
     basis = f"{units.percent(share, 0)} of the board's {gpu.watts:.0f} W"
     return _watts_band(gpu.watts * share, _WATTS_SPREAD, gpu), basis
 

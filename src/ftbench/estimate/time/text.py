@@ -12,7 +12,7 @@ from ftbench.core.units import JOULES_PER_KWH
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band
 from ftbench.estimate.time import speeds
-from ftbench.estimate.time.communication import COMMUNICATION
+from ftbench.estimate.time.communication import COMMUNICATION, OFFLOADED
 from ftbench.estimate.time.duration import FLUSHES, DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.spec.cost import Amount, amount
@@ -142,7 +142,8 @@ def _parts(estimate: DurationEstimate) -> str:
     total = sum(estimate.parts.values())
     terms = sorted(estimate.parts.items(), key=lambda pair: -pair[1])[:_SHOWN]
     words = {name: term.word for name, term in speeds.shipped().items()}
-    words |= {COMMUNICATION: "waiting for other GPUs", FLUSHES: "flushes of a full pool"}
+    words |= {COMMUNICATION: "waiting for other GPUs", OFFLOADED: "waiting for the host's memory and optimizer"}
+    words |= {FLUSHES: "flushes of a full pool"}
     return ", ".join(f"{words[name]} {units.percent(value / total, 0)}" for name, value in terms)
 
 
