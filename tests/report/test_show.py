@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 from rich.cells import cell_len
@@ -161,6 +162,27 @@ def test_a_folder_that_holds_one_run_is_that_run_and_of_several_says_their_numbe
     assert (code, out.startswith("a: ")) == (0, True), err
     code, _, err = ftbench("show", tmp_path / "two", tmp_path)
     assert (code, "there are several: 2 (" in err) == (2, True), err
+
+
+def test_a_folder_beside_the_usual_one_is_looked_into(ftbench, tmp_path, monkeypatch):
+    """With `results` and without it."""
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "mine", "a-r1", steps())
+    for number in range(2):
+        made = make_run(tmp_path / "both", f"b-r{number}", steps(seed=number))
+    for _ in range(2):
+        code, out, err = ftbench("show", "mine")
+        assert (code, out.splitlines()[0], err) == (0, "a-r1: ok", "")
+        code, _, err = ftbench("show", "both")
+        assert (code, "say which by its number, `ftbench show NUMBER both`" in " ".join(err.split())) == (2, True), err
+        shutil.copytree(made.path.parent, tmp_path / "results" / "made", dirs_exist_ok=True)
+
+
+def test_where_there_are_no_runs_it_says_how_to_name_their_folder(ftbench, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = ftbench("show", "3")
+    said = "ftbench: show 3: there is no results: say where the runs are, `ftbench show RUN FOLDER`"
+    assert (code, out, " ".join(err.split())) == (2, "", said)
 
 
 def test_the_card_of_an_imported_log_leaves_out_what_the_log_does_not_say(ftbench, tmp_path):

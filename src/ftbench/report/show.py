@@ -59,6 +59,12 @@ def shown(run: RunDir, store: Path) -> Shown:
 
 
 def _record(name: str, paths: Sequence[Path]) -> Record:
+    folder = Path(name)
+    if not any(path.exists() for path in paths):
+        if not folder.is_dir():
+            way_out = "say where the runs are, `ftbench show RUN FOLDER`"
+            raise SpecError(f"show {shortened(name)}: there is no {_places(paths)}: {way_out}")
+        return _the_one(name, repeats.with_axes(collect([folder]))[0], folder)
     records, _ = repeats.with_axes(collect(paths))
     ids = {str(record["run_id"]): record for record in records}
     if name.isdecimal():
@@ -70,14 +76,22 @@ def _record(name: str, paths: Sequence[Path]) -> Record:
     plain = name.casefold()
     same = [record for record in records if plain in (record["run_id"].casefold(), record["label"].casefold())]
     near = same or [record for record in records if plain in f"{record['run_id']} {record['label']}".casefold()]
-    if not near and (folder := Path(name)).is_dir():
+    if not near and folder.is_dir():
         near = [record for record in records if Path(record["path"]).resolve().is_relative_to(folder.resolve())]
-    if len(near) == 1:
-        return near[0]
+        if not near:
+            return _the_one(name, repeats.with_axes(collect([folder]))[0], folder)
     if not near:
         raise SpecError(f"show {shortened(name)}: no run in {_places(paths)} is called so{nearest(name, ids)}")
-    named = units.listed([f"{record['number']} ({record['label']})" for record in near], _NAMED)
-    raise SpecError(f"show {shortened(name)}: there are several: {named}; say which by its number")
+    return _the_one(name, near)
+
+
+def _the_one(name: str, records: Sequence[Record], folder: Path | None = None) -> Record:
+    """Return the run, where it is one. Their numbers are those of a report of `folder`, if not of all."""
+    if len(records) == 1:
+        return records[0]
+    named = units.listed([f"{record['number']} ({record['label']})" for record in records], _NAMED)
+    how = "" if folder is None else f", `ftbench show NUMBER {folder}`"
+    raise SpecError(f"show {shortened(name)}: there are several: {named}; say which by its number{how}")
 
 
 def _places(paths: Sequence[Path]) -> str:
