@@ -14,7 +14,7 @@ from ftbench.core.learning import DIFFERS, Learning
 from ftbench.core.stats import median_error
 from ftbench.report.command import Request, report
 from ftbench.report.compare import partners
-from ftbench.report.data import groups, steps
+from ftbench.report.data import steps, ways
 from ftbench.report.data.groups import Cell, Run, cells_of
 from ftbench.report.page import head, view
 from ftbench.report.render.document import Report
@@ -76,7 +76,7 @@ def test_the_work_grows_with_the_specs_and_no_faster(part):
 
 def test_names_of_groups_are_made_of_what_differs_alone(monkeypatch):
     shown = []
-    monkeypatch.setattr(groups, "short_value", lambda text: shown.append(text) or text)
+    monkeypatch.setattr(ways, "short_value", lambda text: shown.append(text) or text)
     listed = cells(100)
     assert [cell.way for cell in listed[:2]] == ["lora (learning rate 1e-06)", "lora (learning rate 2e-06)"]
     assert len(shown) == 100

@@ -12,9 +12,8 @@ from typing import Any
 from ftbench.core import units
 from ftbench.errors import SpecError
 from ftbench.report.data.axes import PREFIX, headings
-from ftbench.report.data.collect import Record, data_labels
+from ftbench.report.data.collect import Record, data_labels, state_of
 from ftbench.report.data.facts import CPU, spec_facts
-from ftbench.report.data.groups import state_of
 from ftbench.report.render.document import Column
 from ftbench.report.render.runs_table import FIGURES
 from ftbench.spec.base import nearest, shortened

@@ -22,6 +22,7 @@ from ftbench.store.summary import as_dict, read_summary
 Record = dict[str, Any]
 _NO_NUMBER = "the loss is not a number"  # so the warning of a summary that has no field for it begins
 _BESIDE_RUNS = (".html", ".md", ".csv", ".json", ".yaml", ".txt", ".png", ".tex")  # files that commands write there
+_SHORT_REASON = 48
 _PER_SAMPLE = "energy.joules_per_1k_samples"
 
 
@@ -172,3 +173,21 @@ def data_labels(runs: Sequence[Record]) -> list[str]:
         if text:
             lengths.setdefault(name or "", set()).add(text)
     return [text or (next(iter(lengths[name])) if len(lengths.get(name, ())) == 1 else name) for name, text in texts]
+
+
+def state_of(record: Mapping[str, Any]) -> str:
+    """Return how a run ended, shortened to fit a table."""
+    reason = record.get("reason")
+    if record["state"] == "ok" or not isinstance(reason, str):
+        return str(record["state"]) + (", contended" if record.get("contention.contended") else "")
+    if record["state"] == "skipped":
+        return f"skipped ({reason})"
+    short = reason if len(reason) <= _SHORT_REASON else reason[: _SHORT_REASON - 1] + "…"
+    return f"{record['state']}: {short}".replace("oom: out of memory", "oom")
+
+
+def long_reason(record: Mapping[str, Any]) -> str:
+    """Return the reason that `state_of` had to shorten; empty where it stands there in full."""
+    reason = record.get("reason")
+    shortened = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] not in ("ok", "skipped")
+    return str(reason) if shortened else ""

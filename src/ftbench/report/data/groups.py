@@ -12,32 +12,17 @@ from typing import Any
 
 from ftbench.core.compare import Pace, geometric_mean
 from ftbench.core.stats import MINIMUM_STEADY
-from ftbench.report.data.axes import (
-    FRAMEWORK,
-    GPUS,
-    NO_OPTIMIZATION,
-    OPTIMIZATIONS,
-    RECIPE,
-    STRATEGY,
-    TRL,
-    by_importance,
-    framework_words,
-    headings,
-    shipped_recipe,
-    value_at,
-)
-from ftbench.report.data.collect import Record, data_labels, figure, known
+from ftbench.report.data.axes import FRAMEWORK, GPUS, TRL, framework_words
+from ftbench.report.data.collect import Record, data_labels, figure, known, state_of
 from ftbench.report.data.experiments import repeats
 from ftbench.report.data.facts import CPU, clean_document, machine_facts, spec_facts
+from ftbench.report.data.ways import told_apart, way_of
 from ftbench.store.rundir import RunDir
 
 TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.median"
 PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
 _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
-_SHORT_REASON = 48
-_OF_LISTS = str.maketrans("", "", '[]"')
 _LASTING = re.compile(r" \((?:(?:samples|max steps|epochs|longest first) [^,()]*(?:, )?)+\)$")  # how long it trained
-_MOST_LETTERS = 24  # of a fact that tells two groups of one name apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +173,10 @@ def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
     runs. A run without a readable spec is a cell of its own."""
     groups = repeats(runs, axis)
     facts = [_facts(group) for group in groups]
-    cells = [Cell(own, tuple(group), _way(own)) for own, group in zip(facts, groups, strict=True)]
+    cells = [Cell(own, tuple(group), way_of(own)) for own, group in zip(facts, groups, strict=True)]
     others = {(cell.workload, cell.way) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
     by = (framework_words(cell.facts) * ((cell.workload, cell.way) in others) for cell in cells)
-    return _told_apart([replace(cell, way=name + cell.way) for cell, name in zip(cells, by, strict=True)], axis)
+    return told_apart([replace(cell, way=name + cell.way) for cell, name in zip(cells, by, strict=True)], axis)
 
 
 def cache_of(record: Record) -> str:
@@ -218,75 +203,3 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
         if texts.keys() != {"unknown"}:
             facts[key] = " / ".join(texts)
     return facts
-
-
-# --- names -----------------------------------------------------------------------------------------------------------
-
-
-def _way(facts: Mapping[str, str]) -> str:
-    """Return what is trained how, by which objective if not sft, and on how many GPUs, where they are several."""
-    gpus, objective = facts.get(GPUS, "1"), facts.get("objective.name", "sft")
-    by = "" if objective == "sft" else f" by {objective}"
-    return recipe_name(facts) + by + ("" if gpus == "1" else f" on {gpus} GPUs ({facts.get(STRATEGY)})")
-
-
-def recipe_name(facts: Mapping[str, str]) -> str:
-    """Return the shipped recipe, or the method with what is on."""
-    recipe, method = value_at(RECIPE, facts) or "", facts.get("method.name", "unknown method")
-    if method == "unsloth" or shipped_recipe(recipe):
-        return recipe
-    on = value_at(OPTIMIZATIONS, facts)
-    return method if on in (None, NO_OPTIMIZATION) else f"{method} with {on}"
-
-
-def _told_apart(cells: Sequence[Cell], axis: str) -> list[Cell]:
-    """Put behind the name of cells of one workload, machine and name the fewest facts that they differ in."""
-    alike: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        alike.setdefault((cell.workload, cell.facts["gpu"], cell.name), []).append(cell)
-    longer = {id(cell): text for group in alike.values() if len(group) > 1
-              for cell, text in zip(group, _distinct(group, axis), strict=True)}  # fmt: skip
-    return [Cell(cell.facts, cell.runs, f"{cell.way} ({longer[id(cell)]})") if id(cell) in longer else cell
-            for cell in cells]  # fmt: skip
-
-
-def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
-    """Return a text for each cell that no other has: facts of the spec, or else the first run."""
-    keys = [axis] * bool(axis) + by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
-    chosen: dict[str, list[str]] = {}
-    kinds: list[Any] = [()] * len(group)
-    for key in keys:
-        facts = [cell.facts.get(key, "unknown") for cell in group]
-        if len(set(facts)) > 1:  # few do
-            values = list(map(short_value, facts))
-            more = list(zip(kinds, values, strict=True))
-            if len(set(more)) > len(set(kinds)):
-                kinds, chosen[key] = more, values
-    if len(set(kinds)) < len(group):
-        return [cell.runs[0].run_id for cell in group]
-    names = headings(chosen)
-    return [", ".join(map("{} {}".format, names, values)) for values in zip(*chosen.values(), strict=True)]
-
-
-def short_value(text: str) -> str:
-    """Return a fact as a table shows it: of a list its values, of a long text its beginning."""
-    text = text.translate(_OF_LISTS)
-    return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 1] + "…"
-
-
-def state_of(record: Mapping[str, Any]) -> str:
-    """Return how a run ended, shortened to fit a table."""
-    reason = record.get("reason")
-    if record["state"] == "ok" or not isinstance(reason, str):
-        return str(record["state"]) + (", contended" if record.get("contention.contended") else "")
-    if record["state"] == "skipped":
-        return f"skipped ({reason})"
-    short = reason if len(reason) <= _SHORT_REASON else reason[: _SHORT_REASON - 1] + "…"
-    return f"{record['state']}: {short}".replace("oom: out of memory", "oom")
-
-
-def long_reason(record: Mapping[str, Any]) -> str:
-    """Return the reason that `state_of` had to shorten; empty where it stands there in full."""
-    reason = record.get("reason")
-    shortened = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] not in ("ok", "skipped")
-    return str(reason) if shortened else ""

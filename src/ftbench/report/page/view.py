@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from ftbench.report.data.axes import MOST_AXES, headings
-from ftbench.report.data.collect import Record
-from ftbench.report.data.groups import Cell, Run, cells_of, long_reason, runs_of, state_of
+from ftbench.report.data.collect import Record, long_reason, state_of
+from ftbench.report.data.groups import Cell, Run, cells_of, runs_of
 from ftbench.report.data.names import number_of
 from ftbench.report.page.figures import NUMBERS, number
 from ftbench.report.render.document import Column, Report

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from ftbench.core import units
 from ftbench.report.data.axes import MOST_AXES, headings
-from ftbench.report.data.collect import Record, data_labels
+from ftbench.report.data.collect import Record, data_labels, long_reason, state_of
 from ftbench.report.data.facts import CPU
-from ftbench.report.data.groups import long_reason, short_value, state_of
 from ftbench.report.data.names import number_of, run_of
 from ftbench.report.data.repeats import RUNS
+from ftbench.report.data.ways import short_value
 from ftbench.report.render.document import Column, Table, table_of
 
 CONTEXT = {"model": "model", "weights": "weights", "gpu": "GPU", "data": "data", "optimizations": "with"}

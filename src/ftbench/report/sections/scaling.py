@@ -11,7 +11,8 @@ from ftbench.core.allocations import CATEGORIES
 from ftbench.profile.pictures import COLOURS, LEFT, WIDE, drawing, escape, label
 from ftbench.report.data.axes import STRATEGY
 from ftbench.report.data.collect import figure
-from ftbench.report.data.groups import TOKENS, Cell, Run, recipe_name
+from ftbench.report.data.groups import TOKENS, Cell, Run
+from ftbench.report.data.ways import recipe_name
 from ftbench.report.render.document import Section
 from ftbench.report.sections.rows import Record, field, names_of, section
 from ftbench.spec.cost import HourlyCost, hourly_costs
