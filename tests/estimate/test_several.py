@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from contextlib import closing
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ftbench.core.architectures import architectures
-from ftbench.core.hardware import gpus
+from ftbench.core.hardware import find_gpu, gpus
 from ftbench.core.rows import StepRow
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
@@ -25,6 +26,7 @@ from ftbench.estimate.memory.phases import GATHERED, MemoryPlan, peak, phases
 from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.preflight import warning
 from ftbench.estimate.recommend import command as recommend
+from ftbench.estimate.recommend.nearest import Fit
 from ftbench.estimate.recorded import recorded
 from ftbench.estimate.time import accuracy, speeds
 from ftbench.estimate.time.ceilings import ceilings
@@ -41,6 +43,7 @@ from ftbench.estimate.workload.method import Recipe
 from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, Launch
+from ftbench.spec.load import load
 from ftbench.spec.refusals import refusals
 from ftbench.store.rundir import RunDir, read_json, write_json
 from ftbench.store.steps import StepsWriter, read_steps
@@ -457,6 +460,56 @@ def test_every_strategy_offloads_what_the_spec_does_where_it_can(tmp_path: Path)
     assert rows["zero2", 3]["verdict"] == alone["verdict"] == "fits"
     assert rows["zero2", 3]["step_s"] == alone["time"]["step_s"]
     assert "\nzero2, optimizer offloaded " in answer.text
+
+
+MESH, OFFLOADED = "{tp: 2, fsdp: 4}", "{gpus: 4, strategy: fsdp, offload: params}"
+
+
+@pytest.mark.parametrize(("launch", "gpus", "strategy", "found"), [
+    (MESH, None, None, (8, "tp", "none")), (MESH, 6, "ddp", (6, "fsdp", "none")),
+    (OFFLOADED, 1, None, (1, "none", "none")),
+    ("{gpus: 4, nodes: 2, strategy: ddp}", 2, None, (2, "fsdp", "params")),
+])  # fmt: skip
+def test_the_command_of_the_nearest_that_fits_can_be_read(tmp_path: Path, launch, gpus, strategy, found) -> None:
+    """Whatever the spec and the options say of how the GPUs share the work."""
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\nmethod: lora\n"
+                    f"dataset: {{name: japanese-alpaca}}\ntrain: {{batch_size: 2}}\nlaunch: {launch}\n")  # fmt: skip
+    answer = estimate(EstimateRequest(path, gpu="RTX 4090", gpus=gpus, strategy=strategy))
+    nearest = json.loads(answer.document)["gpus"][0]["nearest"]
+    assert f"  {nearest['command']}" in answer.text
+    words = shlex.split(nearest["command"])
+    assert words[:3] == ["ftbench", "run", str(path)]
+    spec = load(path, [word.removeprefix("--set=") for word in words[3:]])
+    assert (spec.launch.gpus, spec.launch.strategy, spec.launch.offload) == found
+    memory = estimate_memory(spec, find_gpu("RTX 4090") or 0.0)
+    assert memory.verdict == "fits"
+
+
+@pytest.mark.parametrize("other", [("tp+fsdp", 16), ("tp+fsdp", 4), ("fsdp", 8), ("none", 1)], ids=str)
+def test_a_mesh_that_is_written_as_two_numbers_can_become_any_launch(tmp_path: Path, other: tuple[str, int]) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\n"
+                    f"dataset: {{name: synthetic, samples: 64, length: 512}}\nlaunch: {MESH}\n")  # fmt: skip
+    strategy, count = other
+    written = load(path)
+    asked = on_gpus(written, count, strategy)
+    fit = Fit(asked, (), estimate_memory(asked, 1000.0))
+    words = shlex.split(fit.command(path, (), written))[3:]
+    assert load(path, [word.removeprefix("--set=") for word in words]).launch == asked.launch
+
+
+def test_gpus_that_wait_for_each_other_longer_than_for_python_are_not_said_to_wait_for_python() -> None:
+    rtx = next(gpu for gpu in gpus() if gpu.name == "RTX 4090")
+    short = {
+        "dataset": {"name": "synthetic", "samples": 64, "length": 64},
+        "train": {"batch_size": 1},
+        "method": {"name": "lora"},
+    }
+    alone, several = (estimate_duration(shared(*how, **short), rtx) for how in (("none", 1), ("fsdp", 4)))
+    assert alone.bound == "host"
+    assert several.exposed_s > alone.step_s.expected
+    assert several.bound == "GPU"
 
 
 def test_every_strategy_takes_the_specs_number_of_gpus_and_refuses_what_it_would_ignore(tmp_path: Path) -> None:

@@ -141,16 +141,9 @@ def _nearest(
         return "No batch, optimization or method of `ftbench recommend` is sure to make it fit.", None
     where = "" if request.gpu is None or len(listed(request.gpu)) == 1 else f" on {name}"
     needed = f"{gibibytes(fit.memory.device.expected)} of {gibibytes(fit.memory.total)} GiB{where}"
-    before = [*request.sets, *launch_sets(request)]
-    command = fit.command(request.spec, before)
+    command = fit.command(request.spec, request.sets, load(request.spec, request.sets))
     record = {"set": fit.sets, "command": command, "device_gb": asdict(fit.memory.device)}
     return f"The nearest that fits takes {needed}:\n  {command}", record
-
-
-def launch_sets(request: EstimateRequest) -> list[str]:
-    """Return --gpus and --strategy as `--set` takes them."""
-    given = {"gpus": request.gpus, "strategy": request.strategy}
-    return [f"launch.{key}={value}" for key, value in given.items() if value is not None]
 
 
 def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:

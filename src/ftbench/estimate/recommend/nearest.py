@@ -30,9 +30,11 @@ class Fit:
     sets: tuple[str, ...]
     memory: MemoryEstimate
 
-    def command(self, path: Path, before: Sequence[str] = ()) -> str:
-        """Return the command to type; `before` are the `--set` values that were there before."""
-        return shlex.join(["ftbench", "run", str(path), *(f"--set={value}" for value in (*before, *self.sets))])
+    def command(self, path: Path, before: Sequence[str], written: Experiment) -> str:
+        """Return the command to type; `before` are the `--set` values that were there before, with which the file at
+        `path` says what is `written`."""
+        sets = (*before, *_sets(written, self.spec))
+        return shlex.join(["ftbench", "run", str(path), *(f"--set={value}" for value in sets)])
 
 
 def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None = None) -> Fit | None:
@@ -97,8 +99,14 @@ def _sets(spec: Experiment, fit: Experiment) -> list[str]:
         sets.append(f"method={json.dumps({'name': name, **options})}" if options else f"method={name}")
     for section in ("train", "optimizations", "launch", "measure"):
         old, new = (getattr(each, section).model_dump(mode="json") for each in (spec, fit))
-        sets += [
-            f"{section}.{key}={'off' if value is None else json.dumps(value)}"
-            for key, value in new.items() if value != old[key]
-        ]  # fmt: skip
+        changed = {key: value for key, value in new.items() if value != old[key]}
+        if section == "launch" and changed and spec.launch.tp:
+            changed |= _of_mesh(fit.launch)
+        sets += [f"{section}.{key}={'off' if value is None else json.dumps(value)}" for key, value in changed.items()]
     return sets
+
+
+def _of_mesh(launch: Launch) -> dict[str, int]:
+    """Return what is to be said of a launch that takes the place of a mesh, which may be written as two numbers."""
+    numbers = {"tp": launch.tp, "fsdp": launch.gpus // launch.tp} if launch.tp else {}
+    return {"gpus": launch.gpus, **numbers}

@@ -140,7 +140,8 @@ def estimate_duration(
     spread = _spread(spec, basis, modelled.host_bound, unlike)
     waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes}
     watts, source = _watts(spec, gpu, same, store.on(gpu), modelled, offloaded)
-    bound = ("images" if modelled.by_images else "host") if modelled.host_bound else "GPU"
+    own = modelled.host_bound and modelled.seconds > exposed + offloaded  # else the GPU waits for others the longest
+    bound = ("images" if modelled.by_images else "host") if own else "GPU"
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
         _start(spec, shape, same), watts, source, bound, basis, confidence,
