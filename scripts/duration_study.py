@@ -58,10 +58,11 @@ class StepSum:
     @classmethod
     def of(cls, ideal: StepWork, names: Sequence[str]) -> StepSum:
         columns = {name: column for column, name in enumerate(names)}
-        device, host = (np.zeros((len(ideal.groups), len(names))) for _ in range(2))
-        for row, (weight, terms) in enumerate(ideal.groups):
+        groups = [*((weight * ideal.passes, terms) for weight, terms in ideal.groups), *ideal.generation]
+        device, host = (np.zeros((len(groups), len(names))) for _ in range(2))
+        for row, (times, terms) in enumerate(groups):
             for name, value in terms.items():
-                (host if name == "host" else device)[row, columns[name]] = value * weight * ideal.passes
+                (host if name == "host" else device)[row, columns[name]] = value * times
         update = np.zeros(len(names))
         for name, value in ideal.update.items():
             update[columns[name]] = value

@@ -56,7 +56,8 @@ def _shared(launch: Launch) -> str:
 
 
 def _largest(spec: Experiment, largest: int | None) -> str:
-    return f"{largest} (all samples)" if largest and largest == spec.dataset.samples else str(largest or "")
+    every = largest and not spec.objective.prompts and largest == spec.dataset.samples
+    return f"{largest} (all samples)" if every else str(largest or "")
 
 
 def bars(parts: Mapping[str, float]) -> str:

@@ -102,7 +102,6 @@ class Grpo(Part):
     pairs: ClassVar[bool] = False
     prompts: ClassVar[bool] = True
     sequences: ClassVar[int] = 1
-    in_step: ClassVar[bool] = False  # the adapters' reference is, and a second model there is none
 
     name: Literal["grpo"] = "grpo"
     num_generations: Int = Field(8, ge=2, le=4096, description="completions of a prompt, which are its group")
@@ -122,6 +121,10 @@ class Grpo(Part):
     @property
     def group(self) -> int:
         return self.num_generations
+
+    @property
+    def in_step(self) -> bool:
+        return bool(self.beta)
 
     def refusals(self, spec: Experiment) -> Iterator[str]:
         yield from self._of_batches(spec)

@@ -11,6 +11,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
 from ftbench.estimate.memory.constants import Constants, constants
+from ftbench.estimate.memory.generation import CACHE
 from ftbench.estimate.memory.phases import GATHERED, MemoryPlan, Parts, checkpoints_on_host, peak, phases
 from ftbench.estimate.memory.share import offloaded
 from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
@@ -167,11 +168,12 @@ def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float
     """Return the most, GiB, that may lie in blocks which the peak in `phase` cannot use: of batches of many shapes half
     the activations; what only the loss takes, where the peak comes elsewhere; the whole of the optimizer's temporary
     tensors, where the backward pass leaves little more room than they need. What is gathered comes in a stream of its
-    own, whose blocks nothing else can use."""
+    own, whose blocks nothing else can use. A cache that grows with each token leaves blocks of as many sizes."""
     loss_only = named["loss"]["logits"] / GIB if phase != "loss" else 0.0
     temporary = named["optimizer step"]["one step"] / GIB if basis["optimizer_share"] else 0.0
     gathered = max(parts.get(GATHERED, 0.0) for parts in named.values()) / GIB
-    return max(VARYING_MOST * basis["varying_share"], loss_only, temporary, gathered)
+    grown = VARYING_MOST * max(parts.get(CACHE, 0.0) for parts in named.values()) / GIB
+    return max(VARYING_MOST * basis["varying_share"], loss_only, temporary, gathered, grown)
 
 
 def verdict_of(device: Band, has: Capacity) -> Verdict:
@@ -190,7 +192,7 @@ def _spread(plan: MemoryPlan, known: Constants) -> float:
     unseen = recipe.attention == "flash" or recipe.mxfp4 or unsloths or family not in MEASURED
     unseen |= recipe.streamed or bool(recipe.in_backward)
     unseen |= (recipe.compiled and (recipe.full or recipe.quantised)) or "torchao" in recipe.optimizer or recipe.graphed
-    unseen |= recipe.loss == "pairs"  # no committed run trains them: held against simulations
+    unseen |= recipe.loss in ("pairs", "completions")  # no committed run trains them: held against simulations
     if plan.division.gpus > 1 and plan.division.name not in known.strategies:
         return SHARDED_SPREAD
     return UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD

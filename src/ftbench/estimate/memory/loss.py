@@ -42,8 +42,11 @@ def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded up to a power of two, logits twice,
     16-bit and float32. Of pairs the logits of all positions: as the head makes them and, under autocast, in float32
     (accelerate), then their gradient, of which autograd makes a second copy without the last position; the reference's
-    stand beside the model's while trl computes its metrics of what is chosen.
+    stand beside the model's while trl computes its metrics of what is chosen. Of completions those of their positions
+    and the one before, in the same way; nothing of the reference is left then.
     """
+    if recipe.loss == "completions":
+        return _completion_logits(model, recipe, batch)
     if recipe.loss == "pairs":
         return _pair_logits(model, recipe, batch)
     if recipe.loss == "unsloth":
@@ -63,6 +66,13 @@ def _pair_logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     made = kept + (recipe.compute if recipe.autocast else 0)
     beside = kept + max(made, kept + kept * batch.labels / batch.tokens / 2) if recipe.reference != "none" else 0
     return float(batch.tokens * model.vocab * max(beside, made, 2 * kept))
+
+
+def _completion_logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+    kept = FLOAT if recipe.autocast else recipe.compute
+    made = kept + (recipe.compute if recipe.autocast else 0)
+    before = batch.labels + batch.rows
+    return float(model.vocab * max(made * before, kept * (before + batch.labels)))
 
 
 def head_gradient(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:

@@ -1,15 +1,16 @@
 """Runs that were measured, beside what the estimator says of them at the shapes that they really had."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ftbench.core.hardware import find_gpu
+from ftbench.core.rows import StepRow
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import Constants
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.recorded import is_outdated, recorded
-from ftbench.estimate.workload.largest import BatchShape, Largest
+from ftbench.estimate.workload.largest import BatchShape, Generation, Largest
 from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import is_rough, shape_of
 from ftbench.families.vision import ImageSize
@@ -94,6 +95,8 @@ def realised(run: RunDir, spec: Experiment) -> Largest | None:
     rows = [row for table in tables for row in table if row.padded_tokens and row.longest_sequence]
     if not rows:
         return None
+    if spec.objective.prompts:
+        return _realised_completions(spec, rows)
     passes = spec.train.gradient_accumulation_steps
     on = spec.optimizations
     flat = on.packing or on.padding_free
@@ -112,3 +115,15 @@ def realised(run: RunDir, spec: Experiment) -> Largest | None:
     whole = all(row.real_tokens == row.padded_tokens == (row.samples or 0) * most for row in rows)
     filled = flat and on.fixed_shape and all((row.samples or 0) <= passes * spec.train.batch_size for row in rows)
     return Largest(batch, batch, padded, whole or filled, "as the run had it")
+
+
+def _realised_completions(spec: Experiment, rows: Sequence[StepRow]) -> Largest:
+    """Return the widest step of completions. How much of its width was prompt the means tell."""
+    row = max(rows, key=lambda row: row.padded_tokens or 0)
+    count, made, real = row.samples or spec.global_batch, row.label_tokens or 0, row.real_tokens or 0
+    width = -(-(row.padded_tokens or 0) // count)
+    tokens = max(-(-made // count), width - (real - made) // count)
+    padded = any((row.padded_tokens or 0) > (row.real_tokens or 0) for row in rows)
+    size = spec.train.batch_size
+    batch = BatchShape(size, width, size * tokens, generation=Generation(count, width - tokens, tokens))
+    return Largest(batch, batch, padded, not padded, "as the run had it")

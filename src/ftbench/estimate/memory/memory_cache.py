@@ -1,6 +1,7 @@
 """The largest batch that fits, and the memory of many specs on many GPUs: each is worked out once, since GPUs differ in
 how much they have."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,9 @@ class MemoryCache:
     def _curve(self, spec: Experiment, gpu: Gpu | float) -> dict[int, MemoryEstimate]:
         """Return what is known of a spec by its batch size."""
         capability = capability_of(gpu)
-        train = (spec.train.optimizer, spec.train.precision, spec.train.gradient_accumulation_steps > 1)
+        passes = spec.train.gradient_accumulation_steps
+        together = passes if spec.objective.prompts else passes > 1
+        train = (spec.train.optimizer, spec.train.precision, together, spec.objective)
         launch = (spec.launch.gpus, spec.launch.strategy, spec.launch.tp, spec.launch.offload)
         kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
         return self._known.setdefault(
@@ -46,18 +49,26 @@ class MemoryCache:
     def largest_batch(
         self, spec: Experiment, gpu: Gpu | float, likely: bool = False, most: int = MOST_BATCH
     ) -> int | None:
-        """Return the largest train.batch_size whose verdict is `fits`, at most the samples that there are and `most`;
-        None where not even one does. With `likely` the largest that is expected to fit, with no margin: where a search
-        may start."""
+        """Return the largest train.batch_size whose verdict is `fits`, at most the samples that there are and `most`,
+        whole groups of them in a step; None where not even the smallest does. With `likely` the largest that is
+        expected to fit, with no margin: where a search may start."""
         has, curve = capacity(gpu, self._total), self._curve(spec, gpu)
+        group, passes = spec.objective.group, spec.train.gradient_accumulation_steps
+        unit = group // math.gcd(group, passes)
 
         def needed(estimate: MemoryEstimate) -> float:
             return estimate.device.expected if likely else estimate.device.high
 
-        known = {size: needed(estimate) for size, estimate in curve.items()}
+        known = {size // unit: needed(estimate) for size, estimate in curve.items() if size % unit == 0}
         room = has.usable - (0 if likely else has.margin) + RESERVE
-        most = min(MOST_BATCH, most, spec.dataset.samples or most)
-        return _largest_within(most, lambda size: needed(self._of(curve, spec, gpu, size)), room, known)
+        samples = spec.dataset.samples
+        if samples and spec.objective.prompts:  # of a step
+            samples = samples * group // passes
+        most = min(MOST_BATCH, most, samples or most) // unit
+        if not most:
+            return None
+        units = _largest_within(most, lambda size: needed(self._of(curve, spec, gpu, size * unit)), room, known)
+        return units and units * unit
 
 
 def largest_batch(spec: Experiment, gpu: Gpu | float, *, likely: bool = False, **options: Any) -> int | None:

@@ -3,7 +3,7 @@ sum."""
 
 from dataclasses import dataclass
 
-from ftbench.estimate.memory import images, layer, loss, share, transient, weights
+from ftbench.estimate.memory import generation, images, layer, loss, share, transient, weights
 from ftbench.estimate.workload.division import ALONE, Division
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.method import Recipe
@@ -51,6 +51,7 @@ def resident(plan: MemoryPlan) -> Parts:
         "gradients": trained * part.gradients if plan.keeps_gradients else 0.0,
         "workspace": plan.workspace + kept + share.ddp_buckets(part, trained),
         "pixels": images.pixels(model.vision, plan.batch) if model.vision else 0.0,
+        "completions": generation.tokens(plan.batch.generation),
     }
 
 
@@ -175,6 +176,8 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
         "backward, embedding": end | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
         "optimizer step": base | {GATHERED: 0.0, "gradients": left, "one step": step},
     }  # fmt: skip
+    before = base | {"gradients": 0.0, "cast weights": cast}
+    named |= {phase: before | parts for phase, parts in generation.phases(model, recipe, batch).items()}
     return _stepped_in_backward(plan, named, held | {"hidden states": tail}) if recipe.in_backward else named
 
 

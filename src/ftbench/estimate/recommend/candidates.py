@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ftbench.core.hardware import Gpu, capability_of
+from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.workload.division import on_gpus, problem
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import read_facts
@@ -72,7 +74,7 @@ def ways(
     seen, known = set(), shape_of(spec.model, config).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     others = (*_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths))
-    for candidate in (*own, *map(_of_pairs, others)):
+    for candidate in (*own, *map(_without_losses, others)):
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen and (known or candidate.optimizations.triton_kernels is not True):
             seen.add(key)
@@ -103,9 +105,10 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
         )
 
 
-def _of_pairs(spec: Experiment) -> Experiment:
-    """Return a way of pairs without the losses of answers alone: what else it switches on is still a way."""
-    if not spec.objective.pairs:
+def _without_losses(spec: Experiment) -> Experiment:
+    """Return a way of another objective without the losses of given answers: what else it switches on is still a
+    way."""
+    if spec.objective.name == "sft":
         return spec
     on = spec.optimizations.model_copy(update={"chunked_loss": False, "liger": False})
     return spec.model_copy(update={"optimizations": on})
@@ -160,8 +163,25 @@ def with_batch(spec: Experiment, batch: int, accumulation: int) -> Experiment:
 
 def batches(largest: int, effective: int | None) -> list[tuple[int, int]]:
     """Return batch sizes with their accumulation, largest first: powers of two and the largest, or divisors."""
+    if not largest:
+        return []
     if effective is None:
         sizes = {largest, *(2**power for power in range(largest.bit_length()))}
         return [(size, 1) for size in sorted(sizes, reverse=True)]
     fitting = (size for size in range(min(largest, effective), 0, -1) if effective % size == 0)
     return [(size, effective // size) for size in fitting]
+
+
+def completions(
+    way: Way, gpu: Gpu | float, effective: int | None, most: int, memory_cache: MemoryCache
+) -> list[tuple[int, int]]:
+    """Return the batches of completions that fit, whole groups of them in a step, largest first: those of a step are
+    made together, however few of them a forward pass holds."""
+    capability, group = capability_of(gpu), way.spec.objective.group
+    if effective is None:
+        sizes = batches(memory_cache.largest_batch(way.sized(1, 1, capability), gpu, most=most) or 0, None)
+        return [(size, passes) for size, passes in sizes if size % group == 0]
+    if effective % group:
+        return []
+    sized = ((pair, way.sized(*pair, capability)) for pair in batches(most, effective))
+    return [pair for pair, spec in sized if memory_cache.estimate(spec, gpu).verdict == "fits"]

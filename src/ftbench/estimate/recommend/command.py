@@ -153,6 +153,11 @@ def _effective(request: RecommendRequest, spec: Experiment, store: Store) -> int
     """Return the samples a step that are held: the spec's own unless others are asked for, None for any."""
     if request.effective_batch == ANY:
         return None
+    if request.effective_batch and int(request.effective_batch) % spec.objective.group:
+        raise SpecError(
+            f"--effective-batch {request.effective_batch}: a step has whole groups of objective.num_generations "
+            f"{spec.objective.group} completions: ask for a multiple, or {ANY}"
+        )
     return int(request.effective_batch) if request.effective_batch else max(1, round(_a_step(spec, store)))
 
 

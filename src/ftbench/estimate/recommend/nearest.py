@@ -11,7 +11,7 @@ from typing import Any
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
-from ftbench.estimate.recommend.candidates import Way, launches, own_kind, ways, with_batch
+from ftbench.estimate.recommend.candidates import Way, batches, completions, launches, own_kind, ways, with_batch
 from ftbench.estimate.workload.division import division_of, on_gpus
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.refusals import refusals_on
@@ -56,11 +56,15 @@ def _fit(way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache
         return None
     if (samples := shared_samples(spec, way.spec.launch)) is None:
         return None
-    smallest = way.sized(1, 2 if samples > 1 else 1, capability)
-    largest = memory_cache.largest_batch(smallest, gpu, most=min(spec.train.batch_size, samples))
-    if largest is None:
+    most = min(spec.train.batch_size, samples)
+    if way.spec.objective.prompts:
+        sizes = completions(way, gpu, samples, most, memory_cache)
+    else:
+        smallest = way.sized(1, 2 if samples > 1 else 1, capability)
+        sizes = batches(memory_cache.largest_batch(smallest, gpu, most=most) or 0, samples)
+    if not sizes:
         return None
-    size = next(size for size in range(largest, 0, -1) if samples % size == 0)
+    size, _ = sizes[0]
     sized = way.sized(size, samples // size, capability)
     memory = memory_cache.estimate(sized, gpu)
     if memory.verdict != "fits":

@@ -15,7 +15,7 @@ from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.ceilings import limits_of
-from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
+from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.division import division_of, on_gpus, shared_how
@@ -148,11 +148,14 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
     smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
     shares = division_of(way.spec.launch).data
     most = max(1, math.ceil(goal.samples / shares))  # the first step is a whole batch
-    largest = memory_cache.largest_batch(smallest, gpu, most=min(most, effective or most))
-    if largest is None:
+    most = min(most, effective or most)
+    if way.spec.objective.prompts:
+        pairs = candidates.completions(way, gpu, effective, most, memory_cache)
+    else:
+        pairs = candidates.batches(memory_cache.largest_batch(smallest, gpu, most=most) or 0, effective)
+    if not pairs:
         uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {place_of(way.spec, gpu)}"
-    pairs = candidates.batches(largest, effective)
     if len(goal.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller smallest needs less memory
         pairs = pairs[-2:] if goal.objective == "memory" else pairs[:2]
     options = [_option(way.sized(*pair, capability), gpu, goal, memory_cache) for pair in pairs]
@@ -255,6 +258,6 @@ def as_runnable(option: Option, goal: Goal) -> Experiment:
     name = f"{goal.spec.name[:75]}-best"
     steps = max(1, math.ceil(goal.samples / option.duration.samples))
     data = spec.dataset
-    if spec.train.max_steps is None and data.samples is not None and goal.samples == data.samples * spec.train.epochs:
+    if spec.train.max_steps is None and data.samples is not None and goal.samples == epochs_samples(spec, 0):
         return spec.model_copy(update={"name": name})
     return spec.model_copy(update={"name": name, "train": spec.train.model_copy(update={"max_steps": steps})})

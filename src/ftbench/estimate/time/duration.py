@@ -19,6 +19,7 @@ from ftbench.estimate.time.neighbor_correction import Correction, correction
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.division import division_of, rank_batch
+from ftbench.estimate.workload.lengths import Lengths
 from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import check_modelled, is_rough
 from ftbench.estimate.workload.trainable import TrainableShape
@@ -48,7 +49,8 @@ EXPERTS_SPREAD = 1.5  # on top, for a step of a mixture of experts that was not 
 class DurationEstimate:
     """Seconds of an optimizer step of `samples` samples and `tokens` real ones, over all `gpus`; `padding` is the share
     of computed positions that are none. `start_s` until the first steady step, `watts` of one GPU. `parts` are the
-    step's terms alone on the device, seconds, `exposed_s` of them waiting for other GPUs; `bound` is the GPU, or where
+    step's terms alone on the device, seconds, `exposed_s` of them waiting for other GPUs; `generation_s` of the step
+    the model makes what it learns from; `bound` is the GPU, or where
     the GPU waits for Python the host, or images that it processes. `basis` is one of MEASURED, SCALED, OTHER, SHEET
     and `confidence` says it in words."""
 
@@ -67,6 +69,7 @@ class DurationEstimate:
     parts: dict[str, float] = field(default_factory=dict)
     gpus: int = 1
     exposed_s: float = 0.0
+    generation_s: float = 0.0
 
     def seconds_for(self, samples: float) -> Band:
         """Return wall seconds for so many samples, the start included."""
@@ -126,7 +129,7 @@ def estimate_duration(
     same = store.same(spec, gpu)
     unlike = shape.model.has_experts and not same  # of a mixture of experts runs of other steps tell little
     near = None if same or unlike else correction(spec, modelled, store.neighbours(gpu, learned))
-    seconds, basis, confidence = _judged(gpu, same, near, real, modelled.seconds, limits, unlike)
+    seconds, basis, confidence = _judged(spec, gpu, same, near, real, modelled.seconds, limits, unlike)
     offloaded = offloaded_seconds(sent, limits)
     flushes = 0.0 if same else _flushes(spec, gpu, shape, config)
     if basis != MEASURED:
@@ -145,9 +148,9 @@ def estimate_duration(
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
         _start(spec, shape, same), watts, source, bound, basis, confidence,
-        lengths.source, lengths.upper_bound,
+        *_lengths(spec, lengths),
         dict(modelled.parts) | {name: value for name, value in waits.items() if value},
-        division.gpus, exposed,
+        division.gpus, exposed, seconds * modelled.generation / modelled.seconds,
     )  # fmt: skip
 
 
@@ -169,6 +172,18 @@ def _links(spec: Experiment) -> str:
     return f"; what {gpus} GPUs wait for from their links{between}" if gpus > 1 else ""
 
 
+def _lengths(spec: Experiment, lengths: Lengths) -> tuple[str, bool]:
+    """Return where lengths come from, and whether they are bounds: completions may end before they are as long as they
+    may get."""
+    objective: Any = spec.objective
+    if not objective.prompts:
+        return lengths.source, lengths.upper_bound
+    each = units.some(objective.max_completion_length, "token")
+    if objective.fixed_length:
+        return f"prompts {lengths.source}; completions of {each}", lengths.upper_bound
+    return f"prompts {lengths.source}; completions taken as long as they may get, {each}", True
+
+
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape, config: dict[str, Any] | None) -> float:
     """Return the seconds of a step in which the allocator gives back what it holds, where a GPU has less memory than a
     process would hold: each step the optimizer's temporary tensors take the place of activations, and go again."""
@@ -183,8 +198,8 @@ def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape, config: dict[str
     return temporary / _REMAPPED if memory.device.expected > memory.usable else 0.0
 
 
-def _judged(gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens: float, modelled: float,
-            limits: Ceilings, unlike: bool) -> tuple[float, str, str]:  # fmt: skip
+def _judged(spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens: float,
+            modelled: float, limits: Ceilings, unlike: bool) -> tuple[float, str, str]:  # fmt: skip
     """Return the seconds, basis, and confidence in words."""
     if same:
         seconds = statistics.median(run.step_s / run.tokens for run in same) * tokens
@@ -199,6 +214,9 @@ def _judged(gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens:
             f"scaled from {units.some(near.runs, 'run')} with other settings on this GPU",
         )
     learned = speeds.document()["gpus"]
+    if spec.objective.prompts:
+        never = f"no run of objective {spec.objective.name} was measured on this GPU"
+        return modelled, SHEET, f"{limits.source} alone: {never}"
     if unlike:
         return modelled, SHEET, f"{limits.source} alone: runs of other steps tell little of a mixture of experts"
     if gpu.name in learned:
@@ -252,4 +270,5 @@ def epochs_samples(spec: Experiment, a_step: float) -> float | None:
     batch size says); None where the size of its data set is not known."""
     if spec.train.max_steps is not None:
         return spec.train.max_steps * a_step
-    return None if spec.dataset.samples is None else spec.dataset.samples * spec.train.epochs
+    samples = spec.dataset.samples
+    return None if samples is None else samples * spec.objective.group * spec.train.epochs

@@ -60,7 +60,8 @@ class Settings:
 
 def settings_of(spec: Experiment) -> Settings:
     again = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
-    objective = {("objective", spec.objective)} if spec.objective.pairs else set()
+    what = spec.objective if spec.objective.pairs else spec.objective.name
+    objective = {("objective", what)} if spec.objective.name != "sft" else set()
     return Settings((spec.method.name, spec.method.quantised, again), _switches(spec.optimizations) | objective)
 
 

@@ -68,6 +68,8 @@ def correction(spec: Experiment, modelled: Step, others: Sequence[Neighbour]) ->
     total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0
     own, host_bound, size = settings_of(spec), modelled.host_bound, math.log(modelled.seconds)
     for other in others:
+        if other.run.spec.objective.prompts != spec.objective.prompts:  # generation has nothing in common with the rest
+            continue
         like = other.modelled.host_bound == host_bound
         far = abs(size - other.size) / 2
         far += _MODEL * (spec.model.id != other.run.spec.model.id) + _SIDE * (not like)

@@ -13,10 +13,11 @@ from typing import Any
 from ftbench.core.hardware import Gpu
 from ftbench.errors import SpecError
 from ftbench.estimate.time.ceilings import limits_of
+from ftbench.estimate.time.generation import step_work
 from ftbench.estimate.time.history import StepKey, TimedRun, step_key, timed_runs
 from ftbench.estimate.time.neighbor_correction import Neighbour, Observation, neighbours
 from ftbench.estimate.time.speeds import ideal
-from ftbench.estimate.time.work import StepWork, step_work
+from ftbench.estimate.time.work import StepWork
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.images import lengths_with_images
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
@@ -90,12 +91,14 @@ class Store:
 
     def lengths(self, spec: Experiment, config: dict[str, Any] | None = None) -> Lengths:
         """Return the lengths of a spec's samples, as the runs know them; with images by the rule of the model."""
-        pairs = spec.objective.pairs
-        key = (spec.dataset, spec.model, spec.optimizations.image_size, pairs, id(config))
+        kind = spec.objective.name
+        key = (spec.dataset, spec.model, spec.optimizations.image_size, kind, id(config))
         if key not in self._lengths:
-            alike = (run for run in self.runs if run.spec.objective.pairs == pairs)
+            alike = (run for run in self.runs if run.spec.objective.name == kind)
             recorded = ((run.spec.dataset, run.described) for run in alike)
-            lengths = _with_images(spec, config) or lengths_of(spec.dataset, recorded, spec.model, pairs)
+            lengths = _with_images(spec, config) or lengths_of(
+                spec.dataset, recorded, spec.model, spec.objective.pairs, spec.objective.prompts
+            )
             self._lengths[key] = lengths
         return self._lengths[key]
 

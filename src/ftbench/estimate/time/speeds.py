@@ -20,6 +20,7 @@ _FORWARD = 0.3
 # passes, states in the backward pass. What comes later than that is waited for.
 WEIGHTS, STATES = "offload.weights", "offload.states"
 BESIDE = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
+GENERATION = "generation"  # all that is done before the first forward pass, and its own term: weights that are read
 HOST_OPERATIONS_S = (
     1e5  # operations of Python and their launches in a second; the coefficient says what they really are
 )
@@ -39,9 +40,9 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of one optimizer step. `device` and `host` are what each would take alone; `parts` by term, on the
-    device, add up to `device`; `host_bound` says that the GPU waits for Python for most of the step, and `by_images`
-    that Python makes pixels of images then."""
+    """Seconds of one optimizer step, `generation` of them before its first forward pass. `device` and `host` are what
+    each would take alone; `parts` by term, on the device, add up to `device`; `host_bound` says that the GPU waits for
+    Python for most of the step, and `by_images` that Python makes pixels of images then."""
 
     seconds: float
     device: float
@@ -49,6 +50,7 @@ class Step:
     parts: Mapping[str, float]
     host_bound: bool
     by_images: bool = False
+    generation: float = 0.0
 
 
 @cache
@@ -71,9 +73,12 @@ def values(terms: Mapping[str, Term]) -> dict[str, float]:
 def ideal(work: StepWork, limits: Ceilings) -> StepWork:
     """Return the step in seconds, every term at its ceiling."""
     rates = _rates(limits)
-    groups = tuple((weight, {name: amount / rates[name] for name, amount in terms.items()})
-                   for weight, terms in work.groups)  # fmt: skip
-    return StepWork(groups, work.passes, {name: amount / rates[name] for name, amount in work.update.items()})
+    groups, generation = (
+        tuple((weight, {name: amount / rates[name] for name, amount in terms.items()}) for weight, terms in weighed)
+        for weighed in (work.groups, work.generation)
+    )
+    update = {name: amount / rates[name] for name, amount in work.update.items()}
+    return StepWork(groups, work.passes, update, generation)
 
 
 @lru_cache(maxsize=256)
@@ -91,7 +96,8 @@ def _rates(limits: Ceilings) -> dict[str, float]:
 
 
 def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
-    """Return how long a step takes: of each micro-batch the slower of device and host, and the update."""
+    """Return how long a step takes: of each micro-batch, and of generation, the slower of device and host, and the
+    update."""
     parts: dict[str, float] = defaultdict(float)
     device = host = images = seconds = 0.0
     for weight, terms in ideal_step.groups:
@@ -106,7 +112,15 @@ def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
             parts[name] += value
         device, host, seconds = device + alone, host + started, seconds + max(alone, started)
         images += read
+    made = 0.0
+    for times, terms in ideal_step.generation:
+        spent = {name: coefficients[name] * value * times for name, value in terms.items()}
+        started = spent.pop("host")
+        alone = sum(spent.values())
+        parts[GENERATION] += alone
+        device, host, made = device + alone, host + started, made + max(alone, started)
+    seconds += made
     for name, value in ideal_step.update.items():
         parts[name] += (spent_once := coefficients[name] * value)
         device, seconds = device + spent_once, seconds + spent_once
-    return Step(seconds, device, host, dict(parts), host > device, images > host / 2)
+    return Step(seconds, device, host, dict(parts), host > device, images > host / 2, made)

@@ -92,6 +92,8 @@ def _lines(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Scope)
         ("step", _band(estimate.step_s, units.seconds)),
         ("speed", f"{units.rate(estimate.tokens_per_s)} tokens/s, so {units.count(estimate.samples_per_hour)} "
                   f"samples/h of {units.rate(estimate.mean_tokens)} tokens each{of_each}"),
+        *([("generation", f"{units.seconds(estimate.generation_s)} of the step, before its first forward pass")]
+          if estimate.generation_s else []),
         ("known from", estimate.confidence),
         ("lengths", f"{estimate.lengths}; {units.percent(estimate.padding)} padding"),
         *([("", "so these times are upper bounds: a short run on this data tells its lengths")]
@@ -198,5 +200,6 @@ def as_record(spec: Experiment, row: GpuTime, scope: Scope) -> dict[str, Any]:
         "training_s": None if seconds is None else asdict(seconds),
         "joules": None if samples is None else asdict(estimate.joules_for(samples)), "watts": asdict(estimate.watts),
         "watts_source": estimate.watts_source, "gpus": estimate.gpus, "exposed_s": estimate.exposed_s,
+        "generation_s": estimate.generation_s,
         "cost": None if cost is None else asdict(cost),
     }  # fmt: skip

@@ -34,14 +34,15 @@ _FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "beside": 33
 # Bytes a logit: written in 16 bits, read and written in float32, and their gradient. Of our own loss by its passes, in
 # eager mode and compiled (worker/optimizations/chunked_loss.py).
 _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
-# Of pairs: written in 16 bits, cast, read by trl's kernel and its metrics, the gradient written, copied and cast; of
-# the reference written, cast and read.
+# Of pairs and of completions: written in 16 bits, cast, read by trl's kernel and its metrics, the gradient written,
+# copied and cast; of the reference written, cast and read.
 _PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
 # Bytes of an element on its way to 8 bits: read for the maximum, read, written; in eager mode by way of float32. With
 # the maximum of the step before it is read once.
 _CAST, _CAST_EAGER, _CAST_DELAYED = 5, 33, 3
-_SCORE = 40  # bytes a score of eager attention, forward and backward
-_MXFP4_OUT = 17 / 32 + 2  # bytes of a weight that is read in 4 bits with its scale and written in 16
+SCORE = 40  # bytes a score of eager attention, forward and backward
+DEQUANTISED = 2.5  # bytes of a weight that is read in 4 bits and written in 16 for each product
+MXFP4_OUT = 17 / 32 + 2  # bytes of a weight that is read in 4 bits with its scale and written in 16
 # Operations that the host starts for a layer, forward and backward, each some microseconds of Python and launch.
 _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 36, 60, 120
 _ENCODER_OPS, _WINDOW_OPS = 40, 8  # forward, of a layer of an encoder and of a window that it attends to by itself
@@ -66,12 +67,14 @@ _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """An optimizer step: `passes` micro-batches, of each group of like size its weight and its amounts by the name of
-    their term, and the update's, once. FLOPs of `products` and `attention` (8-bit ones in `products.fp8`), bytes over
-    the link to the host in `offload`, operations of the host in `host`, and bytes of the GPU's memory in the others."""
+    their term, and the update's, once; of `generation`, before, how often something is done and its amounts. FLOPs of
+    `products` and `attention` (8-bit ones in `products.fp8`), bytes over the link to the host in `offload`, operations
+    of the host in `host`, and bytes of the GPU's memory in the others."""
 
     groups: tuple[tuple[float, Mapping[str, float]], ...]
     passes: int
     update: Mapping[str, float]
+    generation: tuple[tuple[float, Mapping[str, float]], ...] = ()
 
 
 def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
@@ -105,7 +108,7 @@ def _micro_step(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: 
         work["offload.head"] = fetched_head(model, recipe)
     if batch.patches and shape.model.vision:
         _add_images(work, spec, recipe, shape.model.vision, batch)
-    started = _operations(recipe, shape, batch, again + beside)
+    started = operations(recipe, shape, batch, again + beside)
     work["host"] = work.get("host", 0.0) + (_REPLAYED * started + _OUTSIDE if recipe.graphed else started)
     return work
 
@@ -143,7 +146,7 @@ def _products(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Ba
     layers = (
         flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul) + beside * 2 * matmul.base
     )
-    once = spec.optimizations.liger or spec.optimizations.chunked_loss or recipe.loss == "pairs"
+    once = spec.optimizations.liger or spec.optimizations.chunked_loss or recipe.loss in ("pairs", "completions")
     heads = n if recipe.loss == "pairs" else batch.labels
     head = heads * (flops.head_per_token(matmul) + (beside if once else 1) * 2 * matmul.head)
     experts = n * (4 + 2 * again + 2 * beside + 2 * recipe.full) * shape.expert_matmul
@@ -165,9 +168,9 @@ def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch
     if is_upcast(spec.method, shape.model):  # and so is the stream between the layers
         moved["elementwise.float32"] += (base + adapters) * n
     if recipe.mxfp4:
-        moved["dequantise.mxfp4"] += (2 + again + beside) * shape.model.expert_matrices * _MXFP4_OUT
-    elif recipe.quantised:  # 4 bits are read and 16 written for each product
-        moved["dequantise"] += (2 + again + beside) * shape.model.linear_parameters * 2.5
+        moved["dequantise.mxfp4"] += (2 + again + beside) * shape.model.expert_matrices * MXFP4_OUT
+    elif recipe.quantised:
+        moved["dequantise"] += (2 + again + beside) * shape.model.linear_parameters * DEQUANTISED
     if recipe.fp8:
         each = shape.linears.inputs * (1 + again) + shape.linears.outputs
         delayed = spec.optimizations.fp8 == DELAYED
@@ -176,7 +179,7 @@ def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch
     moved[name] += logits * shape.model.vocab
     if recipe.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
         scores = batch.square * shape.heads
-        moved["elementwise.eager"] += _SCORE * scores * (1 + _RECOMPUTED * again)
+        moved["elementwise.eager"] += SCORE * scores * (1 + _RECOMPUTED * again)
     if shape.expert_matmul:  # the weights of all experts that some token visits are read
         visited = min(1.0, n * shape.expert_matmul / shape.model.parameters["experts"])
         moved["experts"] += (
@@ -187,8 +190,9 @@ def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch
 
 def _logits(spec: Experiment, recipe: Recipe, batch: Batch) -> tuple[str, float]:
     """Return the term of the loss, and its bytes for each word of the vocabulary."""
-    if recipe.loss == "pairs":
-        return "logits.chunked", batch.positions * (_PAIR_LOGIT + _references(recipe) * _REFERENCE_LOGIT)
+    if recipe.loss in ("pairs", "completions"):
+        count = batch.positions if recipe.loss == "pairs" else batch.labels
+        return "logits.chunked", count * (_PAIR_LOGIT + _references(recipe) * _REFERENCE_LOGIT)
     bytes_ = (_OUR_LOGIT_COMPILED if recipe.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT
     # trl's own loss computes entropy and accuracy too
     return f"logits.{'trl' if recipe.loss == 'trl' else 'chunked'}", batch.labels * bytes_
@@ -209,10 +213,15 @@ def _whole_square(shape: TrainableShape, batch: Batch, again: float) -> float:
 def _elementwise(shape: TrainableShape, again: float, beside: int) -> tuple[float, float]:
     """Return bytes a position in all layers: the base model's and the adapters', backward included, and the base
     model's of the passes `beside` it."""
+    base, adapters = forward_bytes(shape)
+    return base * (1 + _BACKWARD + again + beside), adapters * (1 + _ADAPTER_BACKWARD + again)
+
+
+def forward_bytes(shape: TrainableShape) -> tuple[float, float]:
+    """Return bytes a position in all layers of a forward pass: the base model's, and the adapters'."""
     hidden = shape.model.hidden * len(shape.model.layers)
     base = _HIDDEN * hidden + _HEADS * shape.query_key + _INNER * shape.inner
-    adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
-    return base * (1 + _BACKWARD + again + beside), adapters * (1 + _ADAPTER_BACKWARD + again)
+    return base, _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
 
 
 def _kept(shape: TrainableShape) -> float:
@@ -220,7 +229,8 @@ def _kept(shape: TrainableShape) -> float:
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
-def _operations(recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> float:
+def operations(recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> float:
+    """Return the operations that the host starts for a forward and backward pass."""
     each = _LAYER_OPS + (_MASK_OPS if batch.masked else 0)
     total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[recipe.fused]
     total += _QUANTISED_OPS * shape.linears.count if recipe.quantised and not recipe.mxfp4 else 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ftbench.estimate.workload.lengths import Lengths
 from ftbench.spec.batches import length_windows, packed
@@ -24,7 +24,7 @@ class Layout:
     the rows (`packing`), all of one shape (`fixed`), of samples of like length (`grouping`), in order of length
     (`ordered`: the longest come first). `seen` are the samples that a limit on steps leaves. `boundaries` are told to
     the attention kernel; `unmasked` kernels are given no mask of the padding. A sample is so many `sequences`, each a
-    row."""
+    row. Prompts are those that a whole step answers."""
 
     size: int
     max_length: int
@@ -41,8 +41,10 @@ class Layout:
 
 def layout_of(spec: Experiment) -> Layout:
     on, train, data = spec.optimizations, spec.train, spec.dataset
-    size = train.batch_size * spec.objective.sequences
-    seen = None if train.max_steps is None else train.max_steps * size * train.gradient_accumulation_steps
+    size, passes = train.batch_size * spec.objective.sequences, train.gradient_accumulation_steps
+    if spec.objective.prompts:
+        size, passes = -(-spec.global_batch // spec.objective.group), 1
+    seen = None if train.max_steps is None else train.max_steps * size * passes
     # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
     return Layout(
         size, data.max_length, on.packing, on.packing or on.padding_free, on.fixed_shape,
@@ -55,7 +57,8 @@ def layout_of(spec: Experiment) -> Layout:
 class Batch:
     """Mean micro-batch of a group that is `weight` of all. `positions` are computed, padding included; `square` is the
     number of query and key pairs of one layer without a window; `masked` says that attention computes all of them
-    with a mask, and not only the causal half. `patches` of images are seen by an encoder in `tiles`."""
+    with a mask, and not only the causal half. `patches` of images are seen by an encoder in `tiles`. Of each sample the
+    model itself has `made` positions, one after the other."""
 
     weight: float
     samples: float
@@ -66,16 +69,28 @@ class Batch:
     masked: bool
     patches: float = 0.0
     tiles: float = 0.0
+    made: float = 0.0
 
 
 def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
     """Return the micro-batches of a spec in at most CLASSES groups of like size, which differ in weight."""
     groups = _batches(lengths, layout_of(spec))
+    if spec.objective.prompts:
+        return tuple(_answered(spec, prompts) for prompts in groups)
     if not lengths.patches:
         return groups
     return tuple(
         replace(each, patches=each.samples * lengths.patches, tiles=each.samples * lengths.tiles) for each in groups
     )
+
+
+def _answered(spec: Experiment, prompts: Batch) -> Batch:
+    """Return the completions of a micro-batch, to prompts of which a step has all: each as long as it may get."""
+    objective: Any = spec.objective
+    size, made = spec.train.batch_size, float(objective.max_completion_length)
+    width, real = (each / prompts.samples + made for each in (prompts.positions, prompts.real))
+    masked = width > real or not objective.fixed_length
+    return Batch(prompts.weight, size, size * width, size * real, size * made, size * width**2, masked, made=made)
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
@@ -94,7 +109,10 @@ def mean_batch(
     if on.packing or on.padding_free:
         return Batch(1.0, samples, positions, real, labels, positions**2, padded or samples > 1)
     masked = padded and spec.method.name != "unsloth"
-    return Batch(1.0, samples, positions, real, labels, positions**2 / (samples * spec.objective.sequences), masked)
+    square = positions**2 / (samples * spec.objective.sequences)
+    # of completions no less than the mean, and what a row has beyond the mean prompt
+    made = max(labels, positions - real + labels) / samples if spec.objective.prompts else 0.0
+    return Batch(1.0, samples, positions, real, labels, square, masked, made=made)
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,9 @@ for real data."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+from ftbench.core.units import some
 from ftbench.estimate.workload.batches import Layout, layout_of
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import expected_longest, sample_lengths
@@ -15,13 +17,25 @@ from ftbench.spec.experiment import Experiment
 
 
 @dataclass(frozen=True, slots=True)
+class Generation:
+    """What the model itself makes at the beginning of a step: `rows` completions of `tokens` each, to prompts of
+    `prompt` positions."""
+
+    rows: int
+    prompt: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The largest batch as the model sees it: `rows` of `length` positions, `labels` with loss, what images become."""
+    """The largest batch as the model sees it: `rows` of `length` positions, `labels` with loss, what images become, and
+    the generation that it is a part of."""
 
     rows: int
     length: int
     labels: int
     images: ImageSize = NOTHING
+    generation: Generation | None = None
 
     @property
     def tokens(self) -> int:
@@ -42,9 +56,26 @@ class Largest:
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
     """Return the batch with the most positions among those that the spec trains on; `vision` reads images."""
+    if spec.objective.prompts:
+        return _answered(spec, _largest(spec.dataset, layout_of(spec)))
     if vision is not None and (known := known_samples(spec, vision)) is not None:
         return _largest_with_images(known, layout_of(spec), spec.optimizations.tile_buckets, spec.dataset.seed)
     return _largest(spec.dataset, layout_of(spec))
+
+
+def _answered(spec: Experiment, prompts: Largest) -> Largest:
+    """Return the batch of completions to the prompts of a step, each padded to the longest of them all, and each as
+    long as it may get."""
+    objective: Any = spec.objective
+    rows, tokens = spec.train.batch_size, objective.max_completion_length
+
+    def answered(prompt: int) -> BatchShape:
+        made = Generation(spec.global_batch, prompt, tokens)
+        return BatchShape(rows, prompt + tokens, rows * tokens, generation=made)
+
+    padded = prompts.padded or not objective.fixed_length
+    basis = f"{prompts.basis}; completions taken as long as they may get, {some(tokens, 'token')}"
+    return Largest(answered(prompts.expected.length), answered(prompts.most.length), padded, not padded, basis)
 
 
 @lru_cache(maxsize=1024)

@@ -27,6 +27,7 @@ _BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.7
 _TURN = 5  # tokens that a chat template adds to a turn: role, beginning and end
 _COLUMNS = ("instruction", "input", "output", "prompt", "completion", "question", "answer", "messages", "conversations",
             "text")  # fmt: skip
+_ANSWERS = ("output", "completion", "answer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,10 +52,11 @@ class Lengths:
 
 def lengths_of(
     dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = (), model: Model | None = None,
-    pairs: bool = False,
+    pairs: bool = False, prompts: bool = False,
 ) -> Lengths:  # fmt: skip
     """Return the lengths of a data set for a model; `recorded` are data sets of earlier runs of the same objective with
-    the `dataset` section of their summaries. Of `pairs` they are those of both sequences, one after the other."""
+    the `dataset` section of their summaries. Of `pairs` they are those of both sequences, one after the other; of
+    `prompts` what is asked, as far as that is known apart from the answers."""
     sequences = 2 if pairs else 1
     if dataset.name == "synthetic":
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES) * sequences
@@ -66,10 +68,11 @@ def lengths_of(
     if dataset.source.mean_tokens is not None:
         like = Dataset(name="synthetic", like=dataset.name, samples=MOST_SAMPLES, max_length=dataset.max_length)
         drawn = _drawn(like, min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES))
-        return Lengths(drawn, 1.0, f"drawn to the mean length known of {dataset.name}")
+        answers = ", answers included" if prompts else ""
+        return Lengths(drawn, 1.0, f"drawn to the mean length known of {dataset.name}{answers}", upper_bound=prompts)
     why = f"the lengths of {dataset.name} are not known"
     if dataset.name in ("file", "sample") and model is not None:
-        counted = file_lengths(dataset, model, pairs)
+        counted = file_lengths(dataset, model, pairs, prompts)
         if not isinstance(counted, str):
             return _of_file(dataset, sequences, *counted)
         why += f" ({counted})"
@@ -128,9 +131,12 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 
 
 @lru_cache(maxsize=8)
-def file_lengths(dataset: Dataset, model: Model, pairs: bool = False) -> tuple[tuple[int, ...], int, str] | str:
-    """Return the lengths of at most MOST_SAMPLES rows of a file before they are cut (of `pairs` of both sequences), how
-    many rows it has, and in words how they were counted; only a reason where the file cannot be read here."""
+def file_lengths(
+    dataset: Dataset, model: Model, pairs: bool = False, prompts: bool = False
+) -> tuple[tuple[int, ...], int, str] | str:
+    """Return the lengths of at most MOST_SAMPLES rows of a file before they are cut (of `pairs` of both sequences, of
+    `prompts` of what is asked), how many rows it has, and in words how they were counted; only a reason where the file
+    cannot be read here."""
     from ftbench.spec.dataset_rows import named_row  # most lengths are known without the file
 
     path = Path(dataset.path or SAMPLE)
@@ -139,7 +145,8 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False) -> tuple[t
     except FtbenchError as error:
         return str(error)
     read = (named_row(rows[at], dataset) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES)))
-    texts = [list(_texts(shown)) for row in read for shown in (_sides(row) if pairs else (row,))]
+    parts = _sides if pairs else _prompt if prompts else _whole
+    texts = [list(_texts(shown)) for row in read for shown in parts(row)]
     tokenizer = _local_tokenizer(model)
     if tokenizer is not None:
         counts: Sequence[float] = [
@@ -153,6 +160,19 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False) -> tuple[t
         how = f"{path.name} at {ratio:g} bytes a token, as the model's tokenizer is not on this machine"
     lengths = (round(count) + _TURN * len(turns) for count, turns in zip(counts, texts, strict=True))
     return tuple(max(2, length) for length in lengths), len(rows), how
+
+
+def _whole(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield row
+
+
+def _prompt(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row without its answer: a column of its own, or the last of its turns."""
+    prompt = {name: value for name, value in row.items() if name not in _ANSWERS}
+    for name in ("messages", "conversations"):
+        if isinstance(turns := row.get(name), list):
+            prompt[name] = turns[:-1]
+    yield prompt
 
 
 def _sides(row: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth
 from ftbench.spec.optimizations.fp8 import DELAYED, in_8_bits
 from ftbench.spec.optimizations.triton_kernels import FAMILIES as KERNEL_FAMILIES
 
-Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs"]
+Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs", "completions"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
 Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
 Fused = Literal["off", "augmented", "beside"]
@@ -33,7 +33,7 @@ class Recipe:
     multiplies adapters. lean: compiled layers make again what needs no product. triton: our own kernels are between the
     products. whole_mlp: they keep no product of the gate. streamed: frozen weights wait on the host.
     attention: `masked` is sdpa with a mask, made where rows hold padding or several samples. reference: what a step of
-    dpo compares with."""
+    dpo, or of grpo, compares with."""
 
     full: bool = False
     quantised: bool = False
@@ -110,6 +110,9 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
     method, on = spec.method, spec.optimizations
     if on.triton_kernels and model.family not in KERNEL_FAMILIES:
         raise SpecError(f"optimizations.triton_kernels knows no layers of {model.family}: set it to off")
+    if spec.objective.prompts and model.vision:
+        raise SpecError(f"objective {spec.objective.name} is given text alone, and {spec.model.id} reads images: take "
+                        "another model")  # fmt: skip
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
     return Recipe(
@@ -211,8 +214,10 @@ def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -
 
 
 def _loss(spec: Experiment) -> Loss:
-    if spec.objective.pairs or spec.method.name == "unsloth":
-        return "pairs" if spec.objective.pairs else "unsloth"
+    if spec.objective.pairs or spec.objective.prompts:
+        return "pairs" if spec.objective.pairs else "completions"
+    if spec.method.name == "unsloth":
+        return "unsloth"
     if spec.optimizations.chunked_loss:
         return "chunked"
     return "liger" if spec.optimizations.liger else "trl"

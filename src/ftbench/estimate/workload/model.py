@@ -23,11 +23,6 @@ def check_modelled(spec: Experiment) -> None:
             f"what {spec.launch.framework} takes at its best no formula knows: estimate with --set "
             "launch.settings=plain, or train a few steps with --set train.max_steps=5"
         )
-    if spec.objective.prompts:
-        raise SpecError(
-            f"objective {spec.objective.name}: no formula knows what generating takes, nor how long completions get: "
-            "train a few steps with --set train.max_steps=5"
-        )
     if not method.adapters and method.name != "full":
         raise SpecError(
             f"what method {method.name} trains no formula knows: `ftbench estimate --simulate` runs it without a GPU, "

@@ -29,6 +29,8 @@ class Functions(TorchFunctionMode):
                 return _attention(*args, **kwargs)
             if func is torch.tensor:  # its C++ asks for the values of tensors in a list past any mode
                 args = tree_map_only(torch.Tensor, torch.Tensor.item, args)
+            if func is torch.Tensor.tolist:
+                return _listed(args[0])
             return func(*args, **kwargs)
         finally:
             self.engine = before
@@ -92,6 +94,11 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None
     if length % 16:
         mask = F.pad(mask, (0, -length % 16))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], length)
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    """Return a tensor's values as its own function does, which reads memory that is not there."""
+    return [_listed(each) for each in tensor] if tensor.ndim else tensor.item()
 
 
 class LogProbs(torch.autograd.Function):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from transformers import TrainerCallback
 
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.objectives import Grpo
 from ftbench.store.rundir import RunDir
 from ftbench.worker import methods
 from ftbench.worker.data.order import Row
@@ -23,6 +25,7 @@ from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.model.parts import kept_tensors
 from ftbench.worker.simulate.account import account
 from ftbench.worker.simulate.functions import log_probs
+from ftbench.worker.simulate.generation import completions
 from ftbench.worker.simulate.gpu import simulated
 from ftbench.worker.simulate.tracker import Tracker, follow_modules
 from ftbench.worker.simulate.weights import Shape
@@ -45,26 +48,38 @@ def simulate(spec: Experiment, directory: RunDir, capability: tuple[int, int], m
         reference = method.load(short, shape) if spec.second_model else None
         tracker.enter("setup")
         watch = Watch(tracker)
-        with _pairs(spec):
+        with _kernels(spec):
             loop = assembled(short, directory, model, tokenizer, data, reference)
         HfRecording(watch).attach(loop)
         loop.add_callback(watch)
+        loop.recorder = watch
         watch.model = loop.model
         watch.second = reference
-        with follow_modules(loop.model, tracker) as backbone, _pairs(spec):
+        made = completions(loop) if spec.objective.prompts else nullcontext()
+        with follow_modules(loop.model, tracker) as backbone, _kernels(spec), made:
             loop.train()
     result = account(tracker, backbone, int(shape.config.get_text_config().vocab_size))
     return {"batch": _describe(spec, batch)} | result
 
 
 @contextmanager
-def _pairs(spec: Experiment) -> Iterator[None]:
-    """Let trl's DPOTrainer take within the block what a GPU takes: its own kernel, and a reference that was computed
-    before, which needs less than a step does."""
-    if not spec.objective.pairs:
+def _kernels(spec: Experiment) -> Iterator[None]:
+    """Let trl's other trainers take within the block what a GPU takes: its own kernel for log-probabilities."""
+    if spec.objective.name == "sft":
         yield
         return
-    from trl.trainer import dpo_trainer, utils
+    from trl.trainer import utils
+
+    pairs = _pairs() if spec.objective.pairs else nullcontext()
+    with mock.patch.object(utils, "_fused_logprob_entropy", log_probs), pairs:
+        yield
+
+
+@contextmanager
+def _pairs() -> Iterator[None]:
+    """Let trl's DPOTrainer take within the block a reference that was computed before, which needs less than a step
+    does."""
+    from trl.trainer import dpo_trainer
 
     from ftbench.worker.preference import REFERENCE, PairTrainer
 
@@ -74,7 +89,6 @@ def _pairs(spec: Experiment) -> Iterator[None]:
         return dataset
 
     with (
-        mock.patch.object(utils, "_fused_logprob_entropy", log_probs),
         mock.patch.object(dpo_trainer, "hash_module", return_value=""),
         mock.patch.object(PairTrainer, "_precompute_ref_logps", known),
     ):
@@ -84,9 +98,12 @@ def _pairs(spec: Experiment) -> Iterator[None]:
 def heaviest(spec: Experiment, data: Prepared) -> list[Row]:
     """Return the batch with the most positions among those that the run will see, and of these the most labels."""
     train, flat = spec.train, spec.optimizations.packing or spec.optimizations.padding_free
-    batches = [data.train[at : at + train.batch_size] for at in range(0, len(data.train), train.batch_size)]
+    size, passes = train.batch_size, train.gradient_accumulation_steps
+    if spec.objective.prompts:  # those of a step
+        size, passes = spec.global_batch // spec.objective.group, 1
+    batches = [data.train[at : at + size] for at in range(0, len(data.train), size)]
     if train.max_steps:
-        batches = batches[: train.max_steps * train.gradient_accumulation_steps]
+        batches = batches[: train.max_steps * passes]
     return max(batches, key=lambda rows: (_positions(rows, flat), _labels(rows)))
 
 
@@ -102,17 +119,32 @@ def _labels(rows: Sequence[Row]) -> int:
 def shortened(spec: Experiment, data: Prepared, batch: list[Row]) -> tuple[Experiment, Prepared]:
     """Return the spec and its data cut to the steps that are simulated, each of that batch. The longest row stays among
     the rows that are not trained on: `fixed_shape` pads to it."""
-    micro_steps = min(MICRO_STEPS, spec.train.gradient_accumulation_steps)
-    cut = {"max_steps": STEPS, "gradient_accumulation_steps": micro_steps, "batch_size": len(batch), "report_to": ()}
+    cut: dict[str, Any] = {"max_steps": STEPS, "report_to": ()}
+    if spec.objective.prompts:
+        micro_steps = 1  # of the data: all prompts of a step come at once
+    else:
+        micro_steps = min(MICRO_STEPS, spec.train.gradient_accumulation_steps)
+        cut |= {"gradient_accumulation_steps": micro_steps, "batch_size": len(batch)}
     train = spec.train.model_copy(update=cut)
     measure = spec.measure.model_copy(update={"eval": "off"})
     longest = max((*data.train, *data.evaluation), key=lambda row: sum(len(sample.ids) for sample in row))
     rows = replace(data, train=batch * (STEPS * micro_steps), evaluation=[longest])
-    return spec.model_copy(update={"train": train, "measure": measure}), rows
+    changed: dict[str, Any] = {"train": train, "measure": measure}
+    if spec.objective.prompts:  # nobody's own functions, which are given texts that nobody wrote
+        changed["objective"] = spec.objective.model_copy(update={"reward": None})
+    return spec.model_copy(update=changed), rows
 
 
 def _describe(spec: Experiment, batch: list[Row]) -> dict[str, int]:
     flat = spec.optimizations.packing or spec.optimizations.padding_free
+    if spec.objective.prompts:  # with their completions
+        size, objective = spec.train.batch_size, cast(Grpo, spec.objective)
+        made, longest = objective.max_completion_length, max(len(row[0].ids) for row in batch)
+        real = size * made + size * _positions(batch, True) // len(batch)
+        return {
+            "rows": size, "positions": size * (longest + made), "real_tokens": real, "label_tokens": size * made,
+            "longest": longest + made,
+        }  # fmt: skip
     return {
         "rows": len(batch),
         "positions": _positions(batch, flat),
@@ -131,6 +163,7 @@ class Watch(TrainerCallback):
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
+        self.memory = SimpleNamespace(peak_gb=lambda: 0.0)
 
     @property
     def position(self) -> str:
@@ -145,6 +178,9 @@ class Watch(TrainerCallback):
 
     def begin_step(self) -> None:
         self._tracker.begin_step()
+
+    def mark_part(self, column: str | None, then: str = "forward") -> None:
+        self.position = then
 
     def micro_batch(self, count: BatchCount, loss: torch.Tensor) -> None:
         self.position = "forward"

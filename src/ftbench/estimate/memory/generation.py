@@ -1,0 +1,143 @@
+"""What the model's own answers to prompts take: transformers' `generate`, and what a reference makes of them. Bytes.
+
+Source: what is alive at the peaks of simulated generations, of trl 1.14 under transformers 5.17. Nothing is saved for a
+backward pass. Of one layer bytes are those of a position, unless said otherwise: h hidden, i width of the MLP.
+"""
+
+from ftbench.estimate.memory.layer import FLOAT, INDEX, kernel
+from ftbench.estimate.memory.transient import dequantised
+from ftbench.estimate.workload.largest import BatchShape, Generation
+from ftbench.estimate.workload.method import Recipe
+from ftbench.families.shape import Layer, ModelShape
+
+CACHE = "keys and values"
+
+
+def phases(model: ModelShape, recipe: Recipe, batch: BatchShape) -> dict[str, dict[str, float]]:
+    """Return the parts of the moments of a step before its first forward pass, by their name: prompts are read, the
+    last token is made, and the reference looks at as many completions as a forward pass does. None without prompts."""
+    if (made := batch.generation) is None:
+        return {}
+    prompts = BatchShape(made.rows, made.prompt, 0)
+    whole = BatchShape(made.rows, made.prompt + made.tokens - 1, 0)  # the last token is nobody's past
+    kinds = [layer for layer, _ in model.kinds]
+    kept, most = _words(model, recipe, made.rows)
+    moments = {
+        "generation, prompts": (prompts, max(_reading(each, recipe, prompts) for each in kinds), 0.0),
+        "generation": (whole, max(_adding(each, recipe, whole) for each in kinds), kept),
+        "generation, words": (whole, 0.0, most),
+    }
+    named = {
+        name: {
+            CACHE: cache(model, recipe, length), "one layer": layer, "logits": logits,
+            "tokens": float(2 * INDEX * made.rows * (length.length + made.prompt)),  # with their masks
+        }
+        for name, (length, layer, logits) in moments.items()
+    }  # fmt: skip
+    if recipe.reference != "none":
+        width = FLOAT + recipe.compute if recipe.autocast else recipe.compute
+        named["scoring"] = {"logits": float(width * batch.rows * (made.tokens + 1) * model.vocab)}
+    return named
+
+
+def tokens(made: Generation | None) -> float:
+    """Return the prompts and completions of a step, and their masks, which wait for their forward pass."""
+    return float(2 * INDEX * made.rows * (made.prompt + made.tokens)) if made is not None else 0.0
+
+
+def _product(recipe: Recipe) -> int:
+    """Return the bytes of an element that a linear layer puts out. Autocast is the outermost module's, and with
+    adapters `generate` calls the one within."""
+    if recipe.full and recipe.autocast:
+        return recipe.compute
+    return recipe.stream if recipe.quantised and not recipe.mxfp4 else recipe.weight
+
+
+def _turned(recipe: Recipe) -> int:
+    """Return the bytes of an element of the cache, which has the type of a turned key, and that is the wider one of the
+    product and of the table of the stream's type."""
+    return max(_product(recipe), recipe.stream)
+
+
+def cache(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+    """Return the keys and values of all layers: of a sliding window one position less than it has (transformers,
+    DynamicSlidingWindowLayer), of linear attention its state and what its convolution has yet to see."""
+    return float(batch.rows * sum(count * _kept(layer, recipe, batch.length) for layer, count in model.kinds))
+
+
+def _kept(layer: Layer, recipe: Recipe, length: int) -> float:
+    if (net := layer.delta) is not None:
+        return FLOAT * net.value_heads * net.key_dim * net.value_dim + _product(recipe) * net.kernel * net.convolved
+    positions = length if layer.window is None else min(length, layer.window - 1)
+    return positions * _turned(recipe) * (layer.key + layer.value)
+
+
+def _adding(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
+    """Return what a layer of the whole batch needs as one more token is made: its keys are copied to where there is
+    room for another; or attention needs more. Of experts the weights are copied for each token that visits them
+    (transformers, batched_mm_experts_forward)."""
+    if layer.delta is not None:
+        needed = 0.0
+    else:
+        needed = batch.tokens * max(_turned(recipe) * layer.key, _attending(layer, recipe, batch, 1))
+    if (moe := layer.experts) is None or recipe.mxfp4:
+        return needed
+    return max(needed, float(batch.rows * moe.active * 3 * layer.hidden * moe.inner * recipe.weight))
+
+
+def _attending(layer: Layer, recipe: Recipe, batch: BatchShape, queries: int) -> float:
+    """Return what attention needs for a position of the past, beside `queries` of each row. Keys and values are
+    repeated for each query head: always in eager mode, beside a mask, and where no kernel takes their type, which then
+    are scaled too; the plain formula holds scores, cast and as probabilities."""
+    each, by = _turned(recipe), kernel(layer, recipe, batch)
+    grouped = layer.heads != layer.kv_heads
+    spread, scores = each * (layer.query + layer.output) if grouped else 0, layer.heads * queries
+    if by == "eager":
+        cast = 0 if each == FLOAT else FLOAT
+        return spread + scores * (each + FLOAT + cast)
+    cast = recipe.compute * (layer.key + layer.value) if recipe.full and recipe.autocast and each == FLOAT else 0
+    if by == "masked":
+        return spread + cast * (layer.heads // layer.kv_heads) + queries * each
+    if grouped and each == FLOAT and not cast:
+        return spread + each * layer.query + (2 if queries > 1 else 1) * FLOAT * scores
+    return cast
+
+
+def _reading(layer: Layer, recipe: Recipe, prompts: BatchShape) -> float:
+    """Return what a layer of the whole batch needs as prompts are read: what the model holds (embeddings, the residual
+    stream before and after attention, one of them normed, the tables that turn, a mask) with its attention, its MLP or
+    its experts, the widest of them."""
+    mask = {"eager": _turned(recipe), "masked": 1}.get(kernel(layer, recipe, prompts), 0)
+    held = recipe.stream * (4 * layer.hidden + 2 * layer.head_dim) + mask * prompts.length
+    attention = 0.0
+    if layer.delta is None:
+        attention = _product(recipe) * layer.query + _attending(layer, recipe, prompts, prompts.length)
+        attention -= recipe.stream * layer.hidden  # after attention there is not yet
+    tokens = prompts.tokens
+    mlp = _mlp(layer, recipe)
+    widest = max(tokens * attention, tokens * mlp, tokens * mlp / 2 + dequantised(layer, recipe))
+    return max(tokens * held + widest, tokens * (held + _experts(layer, recipe)))
+
+
+def _mlp(layer: Layer, recipe: Recipe) -> float:
+    """Return what the MLP needs: the gate's activation, what up puts out, and their product; where up has adapters,
+    what these put out, scaled or added up, in the wider type, and their input where it is cast."""
+    p, a = _product(recipe), recipe.adapter
+    if "up_proj" not in recipe.targets:
+        return 3.0 * p * layer.inner
+    return float((2 * p + 2 * max(a, p)) * layer.inner + (a * layer.hidden if a != p else 0))
+
+
+def _experts(layer: Layer, recipe: Recipe) -> float:
+    """Return what experts need: gate and up together, masked, and the inputs in their order, with indices."""
+    if (moe := layer.experts) is None:
+        return 0.0
+    return moe.active * (_product(recipe) * (4 * moe.inner + layer.hidden) + 3 * INDEX)
+
+
+def _words(model: ModelShape, recipe: Recipe, rows: int) -> tuple[float, float]:
+    """Return what the logits of one token leave while the next is computed (a copy in float32, what temperature and a
+    least length make of it, and probabilities), and what they need at most: the logits, and noise, beside these."""
+    each = float(rows * model.vocab * FLOAT)
+    made = FLOAT if recipe.full and recipe.autocast else _product(recipe)
+    return 3 * each, 4 * each + rows * model.vocab * made

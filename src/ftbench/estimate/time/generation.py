@@ -1,0 +1,73 @@
+"""The work of a step that begins with the model's own answers, by transformers' `generate`: prompts are read once, and
+then every token is a forward pass of its own, of as many positions as there are completions."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ftbench.core import flops
+from ftbench.estimate.memory.generation import cache
+from ftbench.estimate.time import work
+from ftbench.estimate.time.work import StepWork
+from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.largest import BatchShape
+from ftbench.estimate.workload.method import DTYPE_BYTES, Recipe, recipe_of
+from ftbench.estimate.workload.trainable import TrainableShape
+from ftbench.spec.experiment import Experiment
+
+_SIXTEEN_BITS = 2  # bytes of a weight as a product reads it, where it is kept in 4 bits
+_COPIED = (
+    3  # times that the cache is read or written for a token: copied to where there is room for it, and attended to
+)
+_TOKEN_OPS = 60  # operations of the host for a token beside its layers: temperature, drawing, ends, masks, positions
+_WORD = 28  # bytes a logit of a token, read and written: a copy in float32, its temperature, probabilities, noise
+
+
+def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
+    """Return the work of an optimizer step, with its generation where it has one."""
+    alone = work.step_work(spec, shape, batches)
+    if not spec.objective.prompts:
+        return alone
+    recipe, passes = recipe_of(spec, shape.model), spec.train.gradient_accumulation_steps
+    parts: list[tuple[float, Mapping[str, float]]] = []
+    for batch in batches:
+        rows, prompt = passes * batch.samples, batch.positions / batch.samples - batch.made
+        read = replace(batch, positions=rows * prompt, square=rows * prompt**2)
+        parts.append((batch.weight, _forward(spec, recipe, shape, read, rows)))
+        token = replace(batch, positions=rows, square=rows * (prompt + batch.made / 2))
+        added = _forward(spec, recipe, shape, token, rows)
+        past = BatchShape(max(1, round(rows)), max(1, round(prompt + batch.made / 2)), 0)
+        added["elementwise.eager"] += _COPIED * cache(shape.model, recipe, past)
+        parts.append((batch.weight * max(0.0, batch.made - 1), added))
+    return replace(alone, generation=tuple(parts))
+
+
+def _forward(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch, words: float) -> dict[str, float]:
+    """Return a forward pass of which nothing is learned, with the logits of so many positions."""
+    n, matmul, weight = batch.positions, shape.matmul, DTYPE_BYTES[spec.model.dtype]
+    done: dict[str, float] = defaultdict(float)
+    done["products"] = 2 * (n * (matmul.base + matmul.adapters) + words * matmul.head)
+    pairs = 4 * batch.square * sum(matmul.attention_width)
+    if n == words:  # a query of each row
+        done["attention.causal"] = pairs
+    elif recipe.attention == "eager":
+        done["products"] += pairs
+        done["elementwise.eager"] += work.SCORE / 3 * batch.square * shape.heads
+    elif batch.masked:
+        done["attention.masked"] = pairs
+    else:
+        done["attention.causal"] = n * flops.attention_per_token(matmul, batch.square / n, passes=1)
+    base, adapters = work.forward_bytes(shape)
+    done["elementwise.eager"] += n * (base + adapters) + _WORD * words * matmul.head / shape.model.hidden
+    read = (_SIXTEEN_BITS if recipe.quantised and not recipe.mxfp4 else weight) * shape.model.linear_parameters
+    done["generation"] = read + weight * matmul.head
+    if recipe.mxfp4:
+        done["dequantise.mxfp4"] = shape.model.expert_matrices * work.MXFP4_OUT
+    elif recipe.quantised:
+        done["dequantise"] = shape.model.linear_parameters * work.DEQUANTISED
+    if shape.expert_matmul and n == words:  # the weights that a token visits are copied for it
+        done["experts"] = 3 * n * shape.expert_matmul * weight
+    elif shape.expert_matmul:
+        done["experts"] = shape.model.expert_matrices * weight
+    done["host"] = work.operations(recipe, shape, batch, 0.0) / 3 + _TOKEN_OPS
+    return done

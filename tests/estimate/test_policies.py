@@ -1,0 +1,297 @@
+"""Estimates of objective grpo: generation, scoring and the passes of a step, held against simulated steps of trl's own
+trainer, and against what is published of models and GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import warm
+from ftbench.core.hardware import find_gpu
+from ftbench.core.units import GIB
+from ftbench.errors import SpecError
+from ftbench.estimate.memory.constants import constants
+from ftbench.estimate.memory.estimate import UNSEEN_SPREAD, estimate_memory
+from ftbench.estimate.memory.measured import read
+from ftbench.estimate.memory.memory_cache import MemoryCache, largest_batch
+from ftbench.estimate.recommend.nearest import nearest_fit
+from ftbench.estimate.recommend.ranking import Goal, recommend
+from ftbench.estimate.time.duration import SCALED, SHEET, epochs_samples, estimate_duration
+from ftbench.estimate.time.history import timed_runs
+from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.workload.lengths import file_lengths
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.store.rundir import RunDir
+from made_runs import make_run, steps
+
+H200 = find_gpu("NVIDIA H200")
+assert H200 is not None
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
+TINY = Path(__file__).resolve().parents[2] / "configs" / "grpo-tiny.yaml"
+VALUES: dict[str, Any] = {
+    "name": "policy",
+    "model": {"id": "tiny/qwen3", "weights": "random"},
+    "method": {"name": "lora"},
+    "objective": {"name": "grpo", "num_generations": 4, "max_completion_length": 64, "fixed_length": True},
+    "dataset": {"name": "synthetic", "samples": 64, "length": 64, "max_length": 1024},
+    "train": {"batch_size": 8},
+}
+
+
+def spec(**changes: dict[str, Any]) -> Experiment:
+    return Experiment.model_validate(VALUES | {key: VALUES.get(key, {}) | more for key, more in changes.items()})
+
+
+def of_8b(**changes: dict[str, Any]) -> Experiment:
+    return spec(**{"model": {"id": "Qwen/Qwen3-8B"}} | changes)
+
+
+MANY = {"batch_size": 8, "gradient_accumulation_steps": 4}  # 32 completions of a step
+LONG = {"objective": {"max_completion_length": 800}, "train": MANY}
+ASKED = {"objective": {"max_completion_length": 8}, "dataset": {"length": 512}, "train": MANY}
+PADDED = {"length": None, "mean_length": 64, "max_length": 256}
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "lora": {"objective": {"beta": 0.1}, "train": {"batch_size": 32}},
+    "lora, long completions": LONG,
+    "lora, long prompts": ASKED,
+    "full, long completions": {"method": {"name": "full"}, **LONG},
+    "full, long prompts": {"method": {"name": "full"}, **ASKED},
+    "full in float32, long completions": {"method": {"name": "full"}, "model": {"dtype": "float32"}, **LONG},
+    "eager, long prompts": {"optimizations": {"attention": "eager"}, **ASKED},
+    "padded prompts, long completions": {**LONG, "dataset": PADDED},
+    "checkpoints": {"optimizations": {"gradient_checkpointing": True}, "train": {"batch_size": 32}},
+    "experts, long completions": {"model": {"id": "tiny/qwen3-moe"}, **LONG},
+    "qlora, long completions": {"method": {"name": "qlora"}, **LONG},  # the last: bitsandbytes keeps its tables
+    "qlora, long prompts": {"method": {"name": "qlora"}, **ASKED},
+}
+
+
+def simulated(values: Experiment, folder: Path, skips: bool = True) -> dict[str, Any]:
+    """What trl's own trainer allocates on fake tensors, with all tokens of a completion unless it `skips` some."""
+    from ftbench.worker.simulate import generation
+    from ftbench.worker.simulate.run import simulate
+
+    with mock.patch.object(generation, "MADE", generation.MADE if skips else 10**6):
+        return simulate(resolve(values, (9, 0)), RunDir(folder), (9, 0), int(140e9))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("simulated")
+    return dict(zip(CASES, warm.each(simulated, [(spec(**each), folder) for each in CASES.values()]), strict=True))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", CASES)
+def test_each_part_of_a_step_takes_what_a_simulated_one_does(found, name):
+    """Without the 64 MiB of workspaces, beside which a tiny model is nothing."""
+    phases, beside = estimate_memory(spec(**CASES[name]), H200).phases, 64 / 1024
+    known = {phase: size / constants().allocated_factor - beside for phase, size in phases.items()}
+    told = {phase: size - beside for phase, size in found[name]["phases"].items()}
+    made = max(size for phase, size in known.items() if phase.startswith("generation"))
+    trained = max(size for phase, size in known.items() if not phase.startswith(("generation", "scoring")))
+    assert made == pytest.approx(told["generation"], rel=0.015)
+    assert trained == pytest.approx(max(told[each] for each in ("forward", "backward", "optimizer")), rel=0.035)
+    if name == "lora":
+        assert known["scoring"] == pytest.approx(told["scoring"], rel=0.03)
+
+
+@pytest.mark.torch
+def test_the_peak_is_that_of_the_simulation_wherever_it_stands(found):
+    peaks = {name: estimate_memory(spec(**each), H200) for name, each in CASES.items()}
+    for name, estimate in peaks.items():
+        factor = constants().allocated_factor
+        assert estimate.allocated.expected / factor == pytest.approx(found[name]["peak"]["gb"], rel=0.02), name
+        assert estimate.allocated.high / estimate.allocated.expected == pytest.approx(1 + UNSEEN_SPREAD)
+    assert {"generation", "backward"} <= {each["peak"]["phase"] for each in found.values()}
+    assert peaks["qlora, long prompts"].peak_phase == "generation, prompts"
+
+
+@pytest.mark.torch
+def test_tokens_that_a_simulation_skips_would_need_nothing_more(tmp_path):
+    values = spec(objective={"max_completion_length": 12, "fixed_length": False}, dataset=PADDED)
+    every, some = (warm.returned(simulated, values, tmp_path, skips) for skips in (False, True))
+    assert some["phases"] == every["phases"]
+    width = every["batch"]["longest"]
+    assert every["batch"]["positions"] == 8 * width
+    assert every["batch"]["label_tokens"] == 8 * 12
+
+
+def test_keys_and_values_are_those_that_are_published():
+    """Qwen3-8B keeps 8 heads of 128 in 36 layers: 147,456 bytes a token in 16 bits."""
+    asked = of_8b(objective={"max_completion_length": 4097}, train={"batch_size": 1, "gradient_accumulation_steps": 64})
+    cache = estimate_memory(asked, H200)
+    assert cache.peak_phase == "generation"
+    parts = cache.parts["keys and values"] * GIB / constants().allocated_factor
+    assert parts == 64 * (64 + 4096) * 147_456
+
+
+def test_completions_that_may_end_early_are_taken_as_long_as_they_may_get(ftbench):
+    sets = ["--set", "objective.fixed_length=off", "--set", "model=Qwen/Qwen3-8B", "--set", "dataset.length=100"]
+    code, out, err = ftbench("estimate", TINY, "--gpu", "H200", *sets)
+    told = " ".join(out.split())
+    assert (code, err) == (0, "")
+    assert (
+        "8 x 116 positions (every sample has 100 tokens; completions taken as long as they may get, 16 tokens)" in told
+    )
+    assert "prompts exact: synthetic lengths; completions taken as long as they may get, 16 tokens" in told
+    assert "so these times are upper bounds" in told
+    assert "of the step, before its first forward pass" in told
+    assert "no run of objective grpo was measured on this GPU" in told
+    document = json.loads(ftbench("estimate", TINY, "--gpu", "H200", "--json", *sets)[1])
+    (row,) = document["gpus"]
+    assert 0 < row["time"]["generation_s"] < row["time"]["step_s"]["expected"]
+    assert {"generation", "generation, prompts"} <= {*row["phases"]}
+
+
+def test_no_token_is_made_sooner_than_the_weights_are_read():
+    """8.19e9 parameters in 16 bits (the model's card) at 4.8 TB/s (the GPU's data sheet), and one after the other."""
+    short, long = (of_8b(objective={"max_completion_length": tokens}) for tokens in (101, 201))
+    first, second = (estimate_duration(each, H200) for each in (short, long))
+    least = (8.19e9 - 4096 * 151_936) * 2 / 4.8e12
+    assert first.generation_s > 100 * least
+    assert second.generation_s - first.generation_s > 100 * least
+    assert second.parts["generation"] - first.parts["generation"] > 100 * least
+    assert first.generation_s < first.step_s.expected
+    assert (first.basis, first.bound) == (SHEET, "host")  # Python starts each token's kernels
+
+
+def test_a_step_answers_all_its_prompts_at_once():
+    together = of_8b(train={"batch_size": 4, "gradient_accumulation_steps": 16})
+    alone = of_8b(train={"batch_size": 4})
+    few, many = (estimate_memory(each, H200) for each in (alone, together))
+    assert many.phases["generation"] > few.phases["generation"]
+    cache = MemoryCache()
+    assert [cache.estimate(each, H200).phases for each in (alone, together)] == [few.phases, many.phases]
+
+
+def test_the_reference_is_a_forward_pass_beside():
+    plain, held = (of_8b(objective={"beta": beta}) for beta in (0.0, 0.1))
+    assert "scoring" not in estimate_memory(plain, H200).phases
+    assert "scoring" in estimate_memory(held, H200).phases
+    assert "reference model" not in estimate_memory(held, H200).parts  # the weights under the adapters
+    times = [estimate_duration(each, H200) for each in (plain, held)]
+    assert times[0].generation_s == times[1].generation_s
+    assert times[0].step_s.expected < times[1].step_s.expected
+
+
+@pytest.mark.parametrize("passes", [1, 3, 4])
+def test_the_largest_batch_is_one_that_the_objective_takes(passes):
+    train = {"batch_size": 4, "gradient_accumulation_steps": passes}
+    asked = of_8b(train=train, dataset={"samples": 4096}, objective={"max_completion_length": 512})
+    largest = largest_batch(asked, H200)
+    assert largest
+    taken = {"train": train | {"batch_size": largest}, "dataset": {"samples": 4096},
+             "objective": {"max_completion_length": 512}}  # fmt: skip
+    assert estimate_memory(of_8b(**taken), H200).verdict == "fits"
+    unit = {1: 4, 3: 4, 4: 1}[passes]
+    more = taken | {"train": train | {"batch_size": largest + unit}}
+    assert estimate_memory(of_8b(**more), H200).verdict != "fits"
+
+
+def test_few_prompts_bound_the_batch():
+    assert largest_batch(spec(dataset={"samples": 3}), H200) == 3 * 4
+    passes = {"batch_size": 4, "gradient_accumulation_steps": 3}
+    assert largest_batch(spec(dataset={"samples": 3}, train=passes), H200) == 4
+
+
+def test_what_is_recommended_is_a_spec_that_trains_and_fits():
+    asked = of_8b(objective={"max_completion_length": 1024}, dataset={"length": 1024})
+    found = recommend(Goal(asked, (H200,), 256, effective_batch=8))
+    assert {option.spec.method.name for option in found.options} == {"lora", "qlora"}
+    assert True in {option.spec.optimizations.gradient_checkpointing for option in found.options}
+    for option in found.options:
+        taken = Experiment.model_validate(option.spec.model_dump())
+        assert taken.global_batch == 8
+        assert estimate_memory(taken, H200).verdict == "fits"
+    small = find_gpu("RTX 4090")
+    assert estimate_memory(asked, small).verdict == "does not fit"
+    fit = nearest_fit(asked, small)
+    assert fit.memory.verdict == "fits"
+    assert Experiment.model_validate(fit.spec.model_dump()).global_batch == 8
+
+
+def test_samples_are_completions():
+    assert epochs_samples(spec(train={"epochs": 2}), 8) == 2 * 64 * 4
+    assert estimate_duration(spec(), H200).samples == 8
+
+
+def test_runs_of_other_objectives_tell_nothing_of_a_step_that_generates():
+    store = Store(None, timed_runs([RESULTS / "qwen3-8b-optimizations"]))
+    assert store.on(H200)
+    with_runs, without = (estimate_duration(of_8b(), H200, each) for each in (store, Store()))
+    assert (with_runs.step_s, with_runs.basis) == (without.step_s, SHEET)
+
+
+def test_a_run_is_held_against_the_estimate_of_the_completions_that_it_had(store_of):
+    store = store_of(resolve(of_8b(), (9, 0)), 1.0)
+    (run,) = read([store.path])
+    estimate = run.estimate()
+    assert estimate.batch == (8, 128)
+    expected = estimate_memory(of_8b(), H200, total=run.total)
+    assert estimate.phases == expected.phases
+
+
+def test_runs_of_its_kind_tell_how_long_a_step_that_generates_takes(store_of):
+    """A run of twice the seconds that are modelled makes the next one longer, and says so."""
+    values = resolve(of_8b(), (9, 0))
+    seconds = 2 * estimate_duration(values, H200).step_s.expected
+    store = store_of(values, seconds)
+    (run,) = store.runs
+    assert run.batch.made == 64
+    again = estimate_duration(values, H200, store)
+    assert again.step_s.expected == pytest.approx(seconds, rel=0.01)
+    assert 0 < again.generation_s < seconds
+    other = of_8b(objective={"max_completion_length": 96})
+    near, bare = (estimate_duration(other, H200, each) for each in (store, Store()))
+    assert near.basis == SCALED
+    assert 1.4 * bare.step_s.expected < near.step_s.expected < 2.1 * bare.step_s.expected
+    learns = Experiment.model_validate(VALUES | {"objective": {"name": "sft"}, "model": {"id": "Qwen/Qwen3-8B"}})
+    with_run, without = (estimate_duration(learns, H200, each) for each in (store, Store()))
+    assert with_run.step_s == without.step_s
+
+
+@pytest.fixture
+def store_of(tmp_path):
+    def store(values: Experiment, seconds: float) -> Store:
+        """A store with one run of steps of 8 completions of 64 tokens to prompts of 64."""
+        rows = steps(seconds=seconds, samples=8, real_tokens=1024, padded_tokens=1024, label_tokens=512)
+        document = values.model_dump(mode="json")
+        sections = ("model", "method", "objective", "dataset", "train", "optimizations", "launch")
+        make_run(tmp_path, "policy", rows, spec={name: document[name] for name in sections})
+        return Store(tmp_path, timed_runs([tmp_path]))
+
+    return store
+
+
+def test_what_a_row_asks_is_counted_without_its_answer(tmp_path):
+    long = "word " * 400
+    rows = [
+        {"prompt": "one two", "completion": long},
+        {"question": "one two", "answer": long},
+        {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": long}]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = spec(dataset={"name": "file", "path": str(path), "length": None, "samples": None})
+    lengths, _, _ = file_lengths(asked.dataset, asked.model, prompts=True)
+    whole, _, _ = file_lengths(asked.dataset, asked.model)
+    assert len(set(lengths)) == 1
+    assert max(lengths) < 20 < 400 < min(whole)
+
+
+@pytest.mark.parametrize("command", [["estimate"], ["recommend"]])
+def test_a_model_that_reads_images_is_refused_in_a_sentence(ftbench, command):
+    code, _, err = ftbench(*command, TINY, "--gpu", "H200", "--set", "model=Qwen/Qwen2.5-VL-7B-Instruct")
+    assert (code, "is given text alone" in " ".join(err.split())) == (2, True), err
+    with pytest.raises(SpecError, match="take another model"):
+        estimate_duration(spec(model={"id": "Qwen/Qwen2.5-VL-7B-Instruct"}), H200)
+
+
+def test_a_step_of_part_of_a_group_is_refused_in_a_sentence(ftbench):
+    code, _, err = ftbench("recommend", TINY, "--gpu", "H200", "--effective-batch", 10)
+    assert (code, "ask for a multiple, or any" in err) == (2, True), err
