@@ -222,23 +222,25 @@ def kept(store, name="NVIDIA H200", kind="cuda", file="a", **rates):
     rundir.write_json(store / "probe" / f"{file}.json", document)
 
 
+def rates(store, name):
+    return ceilings.of(store, name).get("tflops", {})
+
+
 def test_the_ceiling_is_the_best_rate_of_a_gpu_of_that_name(tmp_path):
     kept(tmp_path, file="a", bf16=790.0, fp8=1400.0)
     kept(tmp_path, file="b", bf16=805.5)
     kept(tmp_path, file="c", name="NVIDIA H200 NVL", bf16=900.0)
-    assert ceilings.tflops(tmp_path, "NVIDIA H200", "bf16") == 805.5
-    assert ceilings.tflops(tmp_path, "NVIDIA H200", "fp8") == 1400.0
+    assert rates(tmp_path, "NVIDIA H200") == {"bf16": 805.5, "fp8": 1400.0}
 
 
 def test_there_is_no_ceiling_where_nothing_was_measured(tmp_path):
-    assert ceilings.tflops(tmp_path, "NVIDIA H200", "bf16") is None
+    assert rates(tmp_path, "NVIDIA H200") == {}
     kept(tmp_path, file="a", bf16=790.0)
     kept(tmp_path, file="cpu", kind="cpu", fp32=0.2)
     (tmp_path / "probe" / "torn.json").write_text("{")
     (tmp_path / "probe" / "list.json").write_text("[1]")
-    assert ceilings.tflops(tmp_path, "NVIDIA H200", "int8") is None
-    assert ceilings.tflops(tmp_path, "NVIDIA H200", "fp32") is None
-    assert ceilings.tflops(tmp_path, "NVIDIA H100", "bf16") is None
+    assert rates(tmp_path, "NVIDIA H200") == {"bf16": 790.0}
+    assert rates(tmp_path, "NVIDIA H100") == {}
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

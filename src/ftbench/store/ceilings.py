@@ -48,12 +48,6 @@ def _best(pick: Any, parts: Iterable[dict[str, Any] | None], name: str) -> float
     return pick(figures) if figures else None
 
 
-def tflops(store: Path, gpu_name: str | None, precision: str) -> float | None:
-    """Return the highest product rate in TFLOP/s that a probe has seen on such a GPU; None where there is none."""
-    rate: float | None = of(store, gpu_name).get("tflops", {}).get(precision)
-    return rate
-
-
 def _documents(store: Path, gpu_name: str | None) -> list[dict[str, Any]]:
     documents = [rundir.read_json(path) for path in sorted((store / FOLDER).glob("*.json"))]
     if gpu_name is None:

@@ -69,7 +69,8 @@ class Search(Plan):
 
     def _next_trial(self, family: Family) -> Job | None:
         """Return the next trial that is to be run; take those that were run before from their directories."""
-        while (batch := self._next_batch(family)) is not None:
+        trials = family.trials
+        while (batch := frontier.next_batch([*trials.values()], self.candidates(family), family.seed)) is not None:
             trial = self._job(family, batch)
             now = on_resume(read_standing(trial.run), self.options.retry_failed)
             if now.state == "running":  # in another process: a later sitting reads how it ended
@@ -83,9 +84,6 @@ class Search(Plan):
                 return trial
             self._add_trial(family, trial, now)
         return None
-
-    def _next_batch(self, family: Family) -> int | None:
-        return frontier.next_batch(list(family.trials.values()), self.candidates(family), family.seed)
 
     def ended(self, job: Job) -> None:
         (family,) = (family for family in self.families if family.running == job)
