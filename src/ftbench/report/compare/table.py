@@ -83,7 +83,8 @@ def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], ke
         "also differs": [_also(pair, numbers) for _, pair in cells],
         "state": _states(cell for cell, _ in cells),
     }
-    first = {"#": [_number(cell) for cell, _ in cells], "name": cell_names([cell for cell, _ in cells])}
+    numbered = [number_of(cell.runs[0].record) for cell, _ in cells]
+    first = {"#": numbered, "name": cell_names([cell for cell, _ in cells])}
     first |= {heading: figures.pop(heading) for heading in _FIRST}
     several = {"runs": [_runs(cell) for cell, _ in cells]} if any(len(cell.runs) > 1 for cell, _ in cells) else {}
     others = [key for key in keys if key not in _HEADING]
@@ -94,10 +95,6 @@ def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], ke
     words = (*TEXT, *(heading for heading in axes if heading != "batch"))
     notes = [*_notes(comparison, [cell for cell, _ in cells], lists)]
     return table_of(columns, notes, words, {"baseline": comparison.baseline, **shared})
-
-
-def _number(cell: Cell) -> str:
-    return number_of(cell.runs[0].record)
 
 
 _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZATIONS)
@@ -185,23 +182,19 @@ def _states(cells: Iterable[Cell]) -> list[str]:
     return [] if set(states) == {"ok"} else states
 
 
-def _changed(name: str, text: Callable[[float | None], str], ratio: str) -> Callable[[Cell, Pair | None], str]:
-    """Return a figure and its change: `15.8 (-79.6 %)`."""
-
-    def both(cell: Cell, pair: Pair | None) -> str:
-        value, changed = text(cell.figure(name)), getattr(pair, ratio) if pair else None
-        if changed and changed.low is not None and changed.high - changed.low < _EXACT:
-            changed = Ratio(changed.value)  # repeats agree to the digits shown
-        words = change(changed).removesuffix(" ?")
-        return f"{value} ({words})" if value and words else value
-
-    return both
+def _peak(cell: Cell, pair: Pair | None) -> str:
+    """Return the peak and its change: `15.8 (-79.6 %)`."""
+    peak, changed = units.gibibytes(cell.figure(PEAK)), pair.memory if pair else None
+    if changed and changed.low is not None and changed.high is not None and changed.high - changed.low < _EXACT:
+        changed = Ratio(changed.value)  # repeats agree to the digits shown
+    words = change(changed).removesuffix(" ?")
+    return f"{peak} ({words})" if peak and words else peak
 
 
 _FIGURES: dict[str, Callable[[Cell, Pair | None], str]] = {
     "samples/h": lambda cell, _: units.rate(_hourly(cell)),
     "speed": lambda cell, pair: change(pair.speed) if pair else _absolute(cell),
-    "peak GiB": _changed(PEAK, units.gibibytes, "memory"),
+    "peak GiB": _peak,
     "first step": first_step_text,
     "energy": lambda _, pair: change(pair.energy) if pair else "",
     "break-even": lambda _, pair: break_even_text(pair.break_even) if pair else "",

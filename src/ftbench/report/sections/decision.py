@@ -17,6 +17,7 @@ from ftbench.report.data.facts import CPU
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.render.document import Point, Section
 from ftbench.report.sections.frameworks import framework_points
+from ftbench.report.sections.rows import point
 
 LESS_MEMORY = 0.95  # a recipe that needs more than this share of another's memory is not called smaller
 NEARLY_LEAST = 1.10  # within this of the least memory, the fastest is the one to take
@@ -40,15 +41,15 @@ def decision(cells: Sequence[Cell]) -> Section | None:
     for (model, _, data, count, gpu), group in groups.items():
         where = "the CPU" if gpu == CPU else f"{count} x {gpu}" if count > 1 else gpu
         about = f"{model.rsplit('/', 1)[-1]}, {data}, on {where}"
-        if of_group := [replace(point, about=about) for point in _points(group, noise)]:
+        if of_group := [replace(own, about=about) for own in _points(group, noise)]:
             points += of_group
-            lists.append([f"{about}:", *(f"- {point.sentence}" for point in of_group)])
+            lists.append([f"{about}:", *(f"- {own.sentence}" for own in of_group)])
     left = len(lists) - _MOST_GROUPS
     paragraphs = [text for group in lists[:_MOST_GROUPS] for text in group]
     paragraphs += [f"{left} more workloads: report them one by one."] if left > 0 else []
     between = list(_cards(alone, noise))
     points += between
-    paragraphs += [f"- {point.sentence}" for point in between]
+    paragraphs += [f"- {own.sentence}" for own in between]
     contended = sum(run.contended for cell in cells for run in cell.runs)
     short = sum(bool(cell.figure(SAMPLES)) and not cell.measured for cell in alone)
     left_out = [f"{contended} run{'s' * (contended > 1)} beside other work (contended)"] if contended else []
@@ -57,10 +58,6 @@ def decision(cells: Sequence[Cell]) -> Section | None:
         points.append(Point(f"Left out: {', '.join(left_out)}."))
         paragraphs.append(f"- {points[-1].text}")
     return Section("decision", "What to do", None, paragraphs, points=points) if paragraphs else None
-
-
-def _point(text: str, *cells: Cell, also: str = "") -> Point:
-    return Point(text, tuple(str(run.record["path"]) for cell in cells for run in cell.runs), also)
 
 
 def _points(group: Sequence[Cell], noise: Noise) -> Iterator[Point]:
@@ -98,14 +95,14 @@ def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     needs, most = peaks[id(small)], peaks[id(fast)]
     if small is fast:
         beside = "the least" if needs == least else f"where the least is {units.gibibytes(least)} GiB"
-        yield _point(
+        yield point(
             f"Memory short or not: {small.name} is the fastest, and needs {units.gibibytes(needs)} GiB, {beside}.",
             small,
         )
     elif needs < LESS_MEMORY * most:
         pair = _pair(small, fast, noise)
         rest = "" if needs == least else f" (the least, {units.gibibytes(least)} GiB, is slower)"
-        yield _point(
+        yield point(
             f"Memory short: {small.name} needs {units.gibibytes(needs)} GiB{rest}, {fast.name} "
             f"{units.gibibytes(most)} GiB; the price is speed, {change_in_words(pair.speed)}.",
             small, fast, also=_also(pair),
@@ -128,7 +125,7 @@ def _limits(group: Sequence[Cell]) -> Iterator[Point]:
             parts.append(f"{way} fits up to batch {max(fits)} and not {min(failing)}" if fits else
                          f"{way} does not fit at batch {min(failing)}")  # fmt: skip
     if parts:
-        yield _point(f"Out of memory: {units.listed(parts, _MOST_NAMED)}.", *failed)
+        yield point(f"Out of memory: {units.listed(parts, _MOST_NAMED)}.", *failed)
 
 
 def _batch(cell: Cell) -> int:
@@ -142,7 +139,7 @@ def _many_steps(first: Cell, second: Cell, pair: Pair) -> Point:
         text = (
             f"Many steps: {first.name} ({rate} samples/h) and {second.name} are not distinguishable in speed, {words}."
         )
-    return _point(text, first, second, also=_also(pair))
+    return point(text, first, second, also=_also(pair))
 
 
 def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
@@ -155,14 +152,14 @@ def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     quick, other = min(paces, key=lambda pair: pair[1].start_s)
     if quick is fast:
         lost = units.seconds(max(0.0, own.start_s))
-        yield _point(f"Few steps: {fast.name} also loses the least before it is steady ({lost}).", fast)
+        yield point(f"Few steps: {fast.name} also loses the least before it is steady ({lost}).", fast)
         return
     pair = _pair(fast, quick, noise)
     if pair.break_even is None or pair.break_even.when != "after" or pair.break_even.steps is None:
         return
     if (ahead := round(pair.break_even.steps)) >= 1:
         steps = f"{ahead:,} steps" if ahead > 1 else "step"
-        yield _point(
+        yield point(
             f"Few steps: {quick.name} is ahead for the first {steps}; the warm-up of {fast.name} costs "
             f"{units.seconds(own.start_s - other.start_s)} more.",
             quick, fast, also=_also(pair),
@@ -174,16 +171,16 @@ def _other_learning(best: Cell, others: Sequence[Cell]) -> Iterator[Point]:
     verdicts = [(cell, learning_of(cell, best)) for cell in others[:_MOST_HELD]]
     failed = [(cell, learning) for cell, learning in verdicts if learning.failed]
     for cell, learning in failed[:_MOST_NAMED]:
-        yield _point(f"{best.name} and {cell.name} do not learn the same: {learning.reason}.", best, cell)
+        yield point(f"{best.name} and {cell.name} do not learn the same: {learning.reason}.", best, cell)
     if verdicts and all(learning.verdict == CANNOT_TELL for _, learning in verdicts):
-        yield _point(
+        yield point(
             f"Whether {best.name} learns what the others learn cannot be told from these runs: `ftbench parity` says.",
             best,
         )
     if more := [cell for cell, _ in failed[_MOST_NAMED:]]:
-        yield _point(f"{best.name} and {len(more)} more of the next fastest do not learn the same.", best, *more)
+        yield point(f"{best.name} and {len(more)} more of the next fastest do not learn the same.", best, *more)
     if (left := len(others) - _MOST_HELD) > 0:
-        yield _point(f"Not held against {best.name} in what it learns: the {left:,} slowest other ways.")
+        yield point(f"Not held against {best.name} in what it learns: the {left:,} slowest other ways.")
 
 
 def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
@@ -203,7 +200,7 @@ def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
         pair = pair_of("gpu", fast, slow, noise=noise)
         words = differences_text(pair) or "the same recipe"
         text = f"{faster} against {slower}: {fast.name} is {change_in_words(pair.speed)} in speed, {words}."
-        yield _point(text, fast, slow)
+        yield point(text, fast, slow)
 
 
 def _pair(cell: Cell, baseline: Cell, noise: Noise) -> Pair:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ftbench.core import units
 from ftbench.report.compare.pairs import Noise, pair_of
@@ -10,6 +10,7 @@ from ftbench.report.compare.words import change_in_words
 from ftbench.report.data.axes import FRAMEWORK, NO_OPTIMIZATION, OPTIMIZATIONS, SETTINGS, TRL, value_at
 from ftbench.report.data.groups import PEAK, SAMPLES, Cell
 from ftbench.report.render.document import Point
+from ftbench.report.sections.rows import point
 
 _CLOSE = 1.05  # speeds within this of each other are told by how much they differ
 
@@ -31,7 +32,7 @@ def framework_points(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
             yield from _points(f"{work} at batch {batch}", list(fastest.values()), cells, noise)
     ours, theirs = ([cell for cell in measured if (_framework(cell) == TRL) is own] for own in (True, False))
     if ours and all(map(_is_plain, ours)) and not all(map(_is_plain, theirs)):
-        yield Point("trl was run plain alone: its own best are recipes (`ftbench list recipes`).", _paths(ours))
+        yield point("trl was run plain alone: its own best are recipes (`ftbench list recipes`).", *ours)
 
 
 def _points(work: str, fastest: Sequence[Cell], cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
@@ -41,10 +42,10 @@ def _points(work: str, fastest: Sequence[Cell], cells: Sequence[Cell], noise: No
     if speed and speed.verdict == "not distinguishable":
         words = f"not distinguishable in speed from {_figures(second)}"
     rest = f"; then {', '.join(map(_figures, others))}" if others else ""
-    yield Point(f"Which framework, {work}: {_figures(first)}, {words}{rest}.", _paths(fastest))
+    yield point(f"Which framework, {work}: {_figures(first)}, {words}{rest}.", *fastest)
     plain = {_framework(cell): cell for cell in cells if _is_plain(cell)}
     if len(plain) > 1:
-        yield Point(f"Plain, {work}: {_spread(plain)}.", _paths(plain.values()), _other_work(plain))
+        yield point(f"Plain, {work}: {_spread(plain)}.", *plain.values(), also=_other_work(plain))
 
 
 def _spread(plain: dict[str, Cell]) -> str:
@@ -80,7 +81,3 @@ def _figures(cell: Cell) -> str:
 
 def _rate(cell: Cell) -> float:
     return cell.figure(SAMPLES) or 0.0
-
-
-def _paths(cells: Iterable[Cell]) -> tuple[str, ...]:
-    return tuple(str(run.record["path"]) for cell in cells for run in cell.runs)

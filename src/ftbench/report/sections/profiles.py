@@ -32,13 +32,10 @@ def groups(cells: Sequence[Cell]) -> Section | None:
         "step, profiled": field("step_ms", _ms), "step": field("step_before_ms", _ms),
         "busy": field("busy_share", units.percent), "idle": field("idle_ms", _ms),
     }  # fmt: skip
-    columns |= {group: _group(group) for group in GROUPS if any(record["groups_ms"].get(group) for record in records)}
+    shown = [group for group in GROUPS if any(record["groups_ms"].get(group) for record in records)]
+    columns |= {group: field("groups_ms", _ms, group) for group in shown}
     pictures = _pictures(cells, TIMELINE, drawings.step_svg)
     return section("kernel_groups", "Where the time of a step goes", records, columns, (_NOTE,), pictures=pictures)
-
-
-def _group(name: str) -> Callable[[Record], str]:
-    return lambda record: _ms(record["groups_ms"].get(name))
 
 
 def _ms(value: float | None) -> str:
@@ -77,8 +74,9 @@ def memory(cells: Sequence[Cell]) -> Section | None:
     """Return GiB at the highest moment of a step by what they are for, a row a profile, with a picture of the step
     each."""
     records = [names_of(cell) | part for cell in cells if (part := first_of(cell, _peak))]
-    columns: dict[str, Callable[[Record], str]] = {"GiB": _peak_gb("total_gb"), "in": lambda r: r["peak"]["phase"]}
-    columns |= {kind: _peak_gb(kind) for kind in CATEGORIES if any(record["peak"][kind] for record in records)}
+    kinds = [kind for kind in CATEGORIES if any(record["peak"][kind] for record in records)]
+    columns = {"GiB": field("peak", units.gibibytes, "total_gb"), "in": field("peak", str, "phase")}
+    columns |= {kind: field("peak", units.gibibytes, kind) for kind in kinds}
     words = ("GiB of tensors at the highest moment of one step. Activations are kept for the backward pass.",)
     pictures = _pictures(cells, MEMORY, drawings.memory_svg)
     return section(
@@ -89,10 +87,6 @@ def memory(cells: Sequence[Cell]) -> Section | None:
 def _peak(run: Run) -> Record | None:
     peak = _document(run, MEMORY).get("peak")
     return {"peak": {name: peak[name] for name in ("phase", "total_gb", *CATEGORIES)}} if peak else None
-
-
-def _peak_gb(kind: str) -> Callable[[Record], str]:
-    return lambda record: units.gibibytes(record["peak"][kind])
 
 
 def kernels(cells: Sequence[Cell]) -> Section | None:

@@ -8,7 +8,7 @@ from typing import Any
 from ftbench.report.data.axes import OPTIMIZATIONS, value_at
 from ftbench.report.data.groups import Cell, Run
 from ftbench.report.data.names import number_of, row_names
-from ftbench.report.render.document import Section, table_of
+from ftbench.report.render.document import Point, Section, table_of
 
 Record = dict[str, Any]
 Columns = Mapping[str, Callable[[Record], str]]
@@ -47,9 +47,14 @@ def _setting(record: Record, name: str) -> str:
     return str(record[name]).rsplit("/", 1)[-1] if name == "model" else str(record[name])
 
 
-def field(name: str, text: Callable[[Any], str] = str) -> Callable[[Record], str]:
-    """Return how a field of a record becomes text."""
-    return lambda record: text(record[name])
+def field(name: str, text: Callable[[Any], str] = str, part: str | None = None) -> Callable[[Record], str]:
+    """Return how a field of a record becomes text, or a part of one that has several."""
+    return lambda record: text(record[name] if part is None else record[name].get(part))
+
+
+def point(text: str, *cells: Cell, also: str = "") -> Point:
+    """Return what the runs of some cells show."""
+    return Point(text, tuple(str(run.record["path"]) for cell in cells for run in cell.runs), also)
 
 
 def first_of(cell: Cell, read: Callable[[Run], Any]) -> Any:

@@ -222,7 +222,7 @@ def _memory(cells: Sequence[Cell]) -> Section | None:
         "rank": field("rank"),
         "GiB": lambda r: _gb(sum(r["parts"].values())),
     }
-    columns |= {kind: _part(kind) for kind in kinds}
+    columns |= {kind: field("parts", _gb, kind) for kind in kinds}
     words = ("GiB of each rank at its highest: of a profiled run by what the tensors are for.",)
     pictures = [_bars(records, kinds)] if records else []
     return section("memory_by_rank", "Memory of each GPU", records, columns, words, pictures=pictures)
@@ -230,10 +230,6 @@ def _memory(cells: Sequence[Cell]) -> Section | None:
 
 def _gb(value: float | None) -> str:
     return units.gibibytes(value) if value else ""
-
-
-def _part(kind: str) -> Callable[[Record], str]:
-    return lambda record: _gb(record["parts"].get(kind))
 
 
 def _profiled(run: Run) -> list[dict[str, float]]:
