@@ -323,6 +323,16 @@ def test_the_best_is_a_spec_that_gives_the_run_it_was(ablated, tmp_path):
     assert sorted(said) == sorted([*on, *off * ("optimizations.liger" not in plan.best)])
 
 
+def test_where_nothing_is_better_the_spec_says_no_more_than_the_optimizer(ablated, tmp_path):
+    plan, _ = ablated("chunked_loss", outcome=lambda each: {"step_s": {"chunked_loss": 2.0}})
+    source, best = tmp_path / "spec.yaml", tmp_path / "best.yaml"
+    source.write_text("name: exp\nmodel: {id: tiny/qwen3, weights: random}\n")
+    ablate.write_best(ablate.AblationRequest(source, []), table(plan, tmp_path / "exp"), best)
+    assert plan.best == {}
+    assert best.read_text().splitlines()[1:] == ["extends: spec.yaml", "train:", "  optimizer: adamw_torch"]
+    assert load(best, ["name=exp"]).optimizations == Optimizations()
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 

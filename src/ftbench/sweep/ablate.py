@@ -99,4 +99,5 @@ def write_best(request: AblationRequest, tables: Tables, path: Path) -> None:
         values = merge(values, data)
     source = os.path.relpath(request.spec, path.parent)
     head = f"# {ablation.label(plan.best)}: the best for {plan.start.objective} of {tables.folder.name}\n"
-    write_output(path, f"{head}extends: {as_text(source)}\n{spec_lines(values)}")
+    said = {key: value for key, value in values.items() if value != {}}
+    write_output(path, f"{head}extends: {as_text(source)}\n{spec_lines(said)}")
