@@ -328,6 +328,22 @@ def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):
     assert find_runs(tmp_path / "nowhere") == []
 
 
+def test_runs_behind_links_are_found_once_and_a_circle_ends(tmp_path):
+    """Also whole folders on another disk; a run that lies here is found where it lies."""
+    for name in ("here/a/1", "here/b/2", "elsewhere/c/3", "elsewhere/d/4"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "state.json").write_text("{}")
+    here = tmp_path / "here"
+    for link, target in {
+        "a/latest": "../b/2", "a/up": "..", "root": "/", "c": "../elsewhere/c", "4": "../elsewhere/d/4",
+        "no": "nowhere", "again": "../elsewhere",
+    }.items():  # fmt: skip
+        (here / link).symlink_to(target)
+    found = [str(run.path.relative_to(here)) for run in find_runs(here)]
+    assert found[:2] == ["a/1", "b/2"]
+    assert sorted(run.path.resolve().name for run in find_runs(here)) == ["1", "2", "3", "4"]
+
+
 # --- a full disk -----------------------------------------------------------------------------------------------------
 
 

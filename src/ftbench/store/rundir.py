@@ -7,6 +7,7 @@ only. A JSON file is replaced whole or not at all; steps.csv (`steps.py`) only e
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -272,7 +273,26 @@ def require_runs(path: Path, unpacked: Path | None = None) -> list[RunDir]:
 
 
 def _walk(path: Path, on_error: Callable[[OSError], None]) -> Iterator[tuple[str, bool]]:
-    for folder, folders, files in os.walk(path, onerror=on_error):
-        is_run = _FILES["state"] in (*files, *folders)
-        folders[:] = [] if is_run else sorted(name for name in folders if not name.startswith("."))
-        yield folder, is_run
+    """Yield each folder once, what lies behind links last; a link that leads up is not followed."""
+    seen, left = {_place(parent) for parent in Path(os.path.realpath(path)).parents}, [str(path)]
+    while left:
+        links: list[str] = []
+        for folder, folders, files in itertools.chain.from_iterable(os.walk(each, onerror=on_error) for each in left):
+            if (place := _place(folder)) is None or place in seen:
+                folders.clear()
+                continue
+            seen.add(place)
+            is_run = _FILES["state"] in (*files, *folders)
+            folders[:] = [] if is_run else sorted(name for name in folders if not name.startswith("."))
+            links += (link for name in folders if os.path.islink(link := os.path.join(folder, name)))
+            yield folder, is_run
+        left = links
+
+
+def _place(folder: str | Path) -> tuple[int, int] | None:
+    """Return what only this folder has; None where it is gone."""
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
