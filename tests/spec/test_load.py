@@ -624,3 +624,11 @@ def test_no_more_processes_are_started_on_a_cpu_than_its_memory_takes(ranks, mem
     )
     assert said in " ".join(too_many(spec, {"gpus": [], "cpu": {"memory_gb": memory}}))
     assert bool(said) == bool(too_many(spec, {"gpus": [], "cpu": {"memory_gb": memory}}))
+
+
+def test_a_file_whose_name_can_be_no_folder_needs_a_name(tmp_path):
+    path = tmp_path / "私の実験.yaml"
+    path.write_text("model: tiny/qwen3\nmethod: lora\n")
+    with pytest.raises(SpecError, match=r"私の実験\.yaml: its experiment is called as the file, .* add `name:`$"):
+        load(path)
+    assert load(path, ["name=mine"]).name == "mine"

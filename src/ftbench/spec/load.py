@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from ftbench.errors import SpecError
 from ftbench.spec import recipes, rewards
 from ftbench.spec.base import shortened, shown
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, experiment_name
 from ftbench.spec.generate import with_prompts
 from ftbench.spec.methods import METHODS
 from ftbench.spec.mistakes import sentence
@@ -55,10 +55,16 @@ def read_layers(path: Path, sets: Sequence[str]) -> list[SpecLayer]:
 
 
 def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
-    """Return the keys of all layers, later ones winning; the name is the file's stem if none is given."""
-    result: dict[str, Any] = {"name": path.stem}
+    """Return the keys of all layers, later ones winning; the name is the file's stem if none is given. Raises SpecError
+    where that cannot be one."""
+    result: dict[str, Any] = {}
     for layer in layers:
         result = merge(result, layer.data)
+    if "name" not in result:
+        try:
+            result = {"name": experiment_name(path.stem), **result}
+        except ValueError as error:
+            raise SpecError(f"{path}: its experiment is called as the file, and a name {error}: add `name:`") from None
     return result
 
 
