@@ -84,6 +84,16 @@ def command(*arguments: object, **variables: str) -> subprocess.CompletedProcess
 # --- what is packed --------------------------------------------------------------------------------------------------
 
 
+def test_runs_behind_links_are_bundled_once(runs, tmp_path):
+    (tmp_path / "links").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "links" / name).symlink_to(runs)
+    assert pack.make([tmp_path / "links", runs], tmp_path / "links.tar.zst") == pack.make(
+        [runs], tmp_path / "x.tar.zst"
+    )
+    assert (tmp_path / "links.tar.zst").read_bytes() == (tmp_path / "x.tar.zst").read_bytes()
+
+
 def test_the_manifest_names_every_file_with_its_hash(bundled):
     files = members(bundled)
     manifest = json.loads(files.pop("manifest.json"))

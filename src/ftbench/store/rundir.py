@@ -274,14 +274,14 @@ def require_runs(path: Path, unpacked: Path | None = None) -> list[RunDir]:
 
 def _walk(path: Path, on_error: Callable[[OSError], None]) -> Iterator[tuple[str, bool]]:
     """Yield each folder once, what lies behind links last; a link that leads up is not followed."""
-    seen, left = {_place(parent) for parent in Path(os.path.realpath(path)).parents}, [str(path)]
+    seen, left = {_inode(parent) for parent in Path(os.path.realpath(path)).parents}, [str(path)]
     while left:
         links: list[str] = []
         for folder, folders, files in itertools.chain.from_iterable(os.walk(each, onerror=on_error) for each in left):
-            if (place := _place(folder)) is None or place in seen:
+            if (inode := _inode(folder)) is None or inode in seen:
                 folders.clear()
                 continue
-            seen.add(place)
+            seen.add(inode)
             is_run = _FILES["state"] in (*files, *folders)
             folders[:] = [] if is_run else sorted(name for name in folders if not name.startswith("."))
             links += (link for name in folders if os.path.islink(link := os.path.join(folder, name)))
@@ -289,7 +289,7 @@ def _walk(path: Path, on_error: Callable[[OSError], None]) -> Iterator[tuple[str
         left = links
 
 
-def _place(folder: str | Path) -> tuple[int, int] | None:
+def _inode(folder: str | Path) -> tuple[int, int] | None:
     """Return what only this folder has; None where it is gone."""
     try:
         status = os.stat(folder)

@@ -84,7 +84,8 @@ def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Pa
     """Return names in the archive and the files that they stand for."""
     taken: dict[str, Path] = {}
     sources: dict[str, Path] = {}
-    for run in {run.path: run for path in paths for run in require_runs(Path(os.path.realpath(path)))}.values():
+    folders = (run.path for path in paths for run in require_runs(Path(os.path.realpath(path))))
+    for run in map(RunDir, dict.fromkeys(Path(os.path.realpath(path)) for path in folders)):
         if read_state(run)["state"] == "running":
             made.left_out.append(str(run.path))
             continue
