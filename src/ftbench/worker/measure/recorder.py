@@ -129,7 +129,8 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Mark that the update is done. Raises what has kept earlier steps from being written."""
         known = {"loss": self._loss, "grad_norm": grad_norm, **self._count.columns()}
-        on_device = {name: value for name, value in known.items() if self._is_on_device(value)}
+        tensors = {name: value for name, value in known.items() if torch.is_tensor(value)}
+        on_device = {name: value for name, value in tensors.items() if value.device.type == self._device.type}
         values = self._on_the_way(list(on_device.values()))
         end = self.clock.mark()  # once it has passed, the values have arrived
         if len(self._ends) == _AHEAD:
@@ -229,9 +230,6 @@ class Recorder:
     def _state(self) -> dict[str, Any]:
         """Return the columns of the process as it is now."""
         return {"rank": self._rank, "data_rank": self._data_rank, "host_memory_gb": resident_gb(), **self.memory.read()}
-
-    def _is_on_device(self, value: Any) -> bool:
-        return torch.is_tensor(value) and value.device.type == self._device.type
 
     def _on_the_way(self, values: list[torch.Tensor]) -> torch.Tensor | None:
         """Send values to the host; on a GPU into pinned memory, without waiting."""

@@ -23,7 +23,8 @@ def blame(model: Model, error: BaseException) -> BaseException:
     """Return a SpecError that names the model's file, and the key where it can be found, for what was raised inside
     transformers while it built or ran the model of a user; the error itself for anything else: a model that ftbench
     brings, want of memory, a device that failed, code of others on the way."""
-    if isinstance(error, FtbenchError) or not isinstance(error, Exception) or not (model.path or _is_published(model)):
+    users = model.path or model.weights == "pretrained"
+    if isinstance(error, FtbenchError) or not isinstance(error, Exception) or not users:
         return error
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     last = next((name for name in reversed(files) if not _BELOW.search(name)), "")
@@ -39,10 +40,6 @@ def blame(model: Model, error: BaseException) -> BaseException:
         f"model {model.path or model.id}: transformers cannot make or run what its config.json describes ({reason}): "
         "correct it, take the one that was published, or install the version of transformers that knows it"
     )
-
-
-def _is_published(model: Model) -> bool:
-    return model.weights == "pretrained"
 
 
 def _wrong(model: Model) -> str:
