@@ -112,6 +112,14 @@ def test_the_peak_is_that_of_the_simulation_wherever_it_stands(found):
 
 
 @pytest.mark.torch
+def test_prompts_are_read_with_sinks_and_a_mask_of_each_window(tmp_path):
+    values, beside = spec(model={"id": "tiny/gpt-oss"}, **ASKED), 64 / 1024
+    told = warm.returned(simulated, values, tmp_path)["phases"]["generation"] - beside
+    known = estimate_memory(values, H200).phases["generation, prompts"] / constants().allocated_factor - beside
+    assert known == pytest.approx(told, rel=0.015)
+
+
+@pytest.mark.torch
 def test_tokens_that_a_simulation_skips_would_need_nothing_more(tmp_path):
     values = spec(objective={"max_completion_length": 12, "fixed_length": False}, dataset=PADDED)
     every, some = (warm.returned(simulated, values, tmp_path, skips) for skips in (False, True))

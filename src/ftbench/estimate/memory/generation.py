@@ -4,6 +4,8 @@ Source: what is alive at the peaks of simulated generations, of trl 1.14 under t
 backward pass. Of one layer bytes are those of a position, unless said otherwise: h hidden, i width of the MLP.
 """
 
+from collections.abc import Sequence
+
 from ftbench.estimate.memory.layer import FLOAT, INDEX, kernel
 from ftbench.estimate.memory.transient import dequantised
 from ftbench.estimate.workload.largest import BatchShape, Generation
@@ -22,8 +24,9 @@ def phases(model: ModelShape, recipe: Recipe, batch: BatchShape) -> dict[str, di
     whole = BatchShape(made.rows, made.prompt + made.tokens - 1, 0)  # the last token is nobody's past
     kinds = [layer for layer, _ in model.kinds]
     kept, most = _words(model, recipe, made.rows)
+    read = max(_reading(each, recipe, prompts) for each in kinds) + _masks(kinds, recipe, prompts)
     moments = {
-        "generation, prompts": (prompts, max(_reading(each, recipe, prompts) for each in kinds), 0.0),
+        "generation, prompts": (prompts, read, 0.0),
         "generation": (whole, max(_adding(each, recipe, whole) for each in kinds), kept),
         "generation, words": (whole, 0.0, most),
     }
@@ -88,13 +91,13 @@ def _adding(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
 def _attending(layer: Layer, recipe: Recipe, batch: BatchShape, queries: int) -> float:
     """Return what attention needs for a position of the past, beside `queries` of each row. Keys and values are
     repeated for each query head: always in eager mode, beside a mask, and where no kernel takes their type, which then
-    are scaled too; the plain formula holds scores, cast and as probabilities."""
+    are scaled too; the plain formula holds scores, cast and as probabilities (with sinks in their own type)."""
     each, by = _turned(recipe), kernel(layer, recipe, batch)
     grouped = layer.heads != layer.kv_heads
     spread, scores = each * (layer.query + layer.output) if grouped else 0, layer.heads * queries
     if by == "eager":
         cast = 0 if each == FLOAT else FLOAT
-        return spread + scores * (each + FLOAT + cast)
+        return spread + scores * (3 * each if layer.sinks else each + FLOAT + cast)
     cast = recipe.compute * (layer.key + layer.value) if recipe.full and recipe.autocast and each == FLOAT else 0
     if by == "masked":
         return spread + cast * (layer.heads // layer.kv_heads) + queries * each
@@ -105,10 +108,9 @@ def _attending(layer: Layer, recipe: Recipe, batch: BatchShape, queries: int) ->
 
 def _reading(layer: Layer, recipe: Recipe, prompts: BatchShape) -> float:
     """Return what a layer of the whole batch needs as prompts are read: what the model holds (embeddings, the residual
-    stream before and after attention, one of them normed, the tables that turn, a mask) with its attention, its MLP or
-    its experts, the widest of them."""
-    mask = {"eager": _turned(recipe), "masked": 1}.get(kernel(layer, recipe, prompts), 0)
-    held = recipe.stream * (4 * layer.hidden + 2 * layer.head_dim) + mask * prompts.length
+    stream before and after attention, one of them normed, the tables that turn) with its attention, its MLP or its
+    experts, the widest of them."""
+    held = recipe.stream * (4 * layer.hidden + 2 * layer.head_dim)
     attention = 0.0
     if layer.delta is None:
         attention = _product(recipe) * layer.query + _attending(layer, recipe, prompts, prompts.length)
@@ -117,6 +119,13 @@ def _reading(layer: Layer, recipe: Recipe, prompts: BatchShape) -> float:
     mlp = _mlp(layer, recipe)
     widest = max(tokens * attention, tokens * mlp, tokens * mlp / 2 + dequantised(layer, recipe))
     return max(tokens * held + widest, tokens * (held + _experts(layer, recipe)))
+
+
+def _masks(layers: Sequence[Layer], recipe: Recipe, prompts: BatchShape) -> float:
+    """Return the masks of all layers together: one of whole attention, one of each window."""
+    widths = {"eager": _turned(recipe), "masked": 1}
+    each = {layer.window: widths.get(kernel(layer, recipe, prompts), 0) for layer in layers if layer.delta is None}
+    return float(prompts.tokens * prompts.length * sum(each.values()))
 
 
 def _mlp(layer: Layer, recipe: Recipe) -> float:
